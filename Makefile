@@ -1,0 +1,64 @@
+# Each target does all of its own set-up on a fresh clone; `make help` lists them.
+
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
+
+REMEDY = vmmkv needs Python 3.11 or newer: name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'
+VENV_REMEDY = Install it (on Debian and Ubuntu: apt install python3-venv), or name another Python with PYTHON=
+
+# Idle OpenMP threads that spin take the cores from the threads that have work.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench model
+# A target whose recipe fails is not there: a stamp then never stands for half an installation.
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
+	@echo "make test  [ARGS=...]              lint, types, then all tests; ARGS go to pytest"
+	@echo "make check                         lint, format and types alone"
+	@echo "make bench [ARGS=...]              the cost of driver calls and of growing, on this machine"
+	@echo
+	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
+
+serve: $(VENV)/.serve-installed
+	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
+
+test: check model
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev-installed
+	$(BIN)/python -m bench.driver_calls $(ARGS)
+	$(BIN)/python -m bench.append $(ARGS)
+
+model: $(VENV)/.dev-installed
+	$(BIN)/vmmkv fetch smollm2-135m
+
+# The stamps are older than what they depend on when an installation is due.
+$(VENV)/.serve-installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing vmmkv and what serving needs into $(VENV); this takes a few minutes once."
+	$(PIP_INSTALL) --editable '.[server,hf]'
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing vmmkv and what developing needs into $(VENV); this takes a few minutes once."
+	$(PIP_INSTALL) --editable '.[server,hf,bench,dev]'
+	@touch $@ $(VENV)/.serve-installed
+
+$(VENV)/.created:
+	@$(PYTHON) -c '' 2>/dev/null || { echo "'$(PYTHON)' does not run. $(REMEDY)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "'$(PYTHON)' is $$($(PYTHON) -V). $(REMEDY)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "'$(PYTHON)' has no venv module. $(VENV_REMEDY)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	@touch $@

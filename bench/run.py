@@ -1,0 +1,105 @@
+"""The command line: `python -m bench SUITE... [--quick]`; each suite also runs by itself, as `python -m bench.append`."""
+
+import argparse
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import torch
+
+from bench.report import Report
+from bench.rows import Provenance, RowFile
+from bench.settings import SHAPES, Settings
+from bench.timing import warm_clock
+
+SUITES: Final = {
+    "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
+    "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
+    "decode": "reading: attention over vmmkv's memory, over a plain tensor, and torch's SDPA",
+}
+"""By the name of its module, what a suite measures. A suite is loaded when it runs: kernels need triton."""
+
+RESULTS: Final = Path(__file__).parent / "results"
+
+
+class Suite(Protocol):
+    """What a suite's module has."""
+
+    run: Callable[[Settings, Report], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run suites; 1 if any of them failed. Those behind a failed one still run."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.suites:
+        parser.print_help()
+        return 0
+    # argparse's own `choices` would refuse that there is none.
+    if unknown := sorted(set(options.suites) - SUITES.keys() - {"all"}):
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and all")
+    try:
+        settings = _settings(options)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    names = list(SUITES) if "all" in options.suites else list(dict.fromkeys(options.suites))
+    torch.manual_seed(settings.seed)
+    provenance = Provenance.collect(settings.device, seed=settings.seed, quick=settings.quick, commit=options.commit)
+    report = Report(RowFile(options.out, provenance))
+    warm_clock(settings.device)
+    failed = [name for name in names if not _succeeds(name, settings, report)]
+    for name in names:
+        report.print_table(name)
+    report.say(f"{len(report.rows)} rows appended under {options.out}; bench/README.md says what they do and do not show")
+    if failed:
+        report.say(f"FAILED: {', '.join(failed)}; see the traceback above")
+    return 1 if failed else 0
+
+
+def _succeeds(name: str, settings: Settings, report: Report) -> bool:
+    suite = cast(Suite, import_module(f"bench.{name}"))
+    try:
+        suite.run(settings, report)
+    except Exception:
+        report.say(f"\n{name} failed:\n{traceback.format_exc()}")
+        return False
+    return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    suites = "\n".join(f"  {name:14}{text}" for name, text in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=f"suites:\n{suites}\n  {'all':14}all of them",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="which to run; none prints this")
+    parser.add_argument("--quick", action="store_true", help="seconds, to see that everything works; the figures are noise")
+    parser.add_argument("--device", help="cpu, or cuda:0; default: the GPU if torch sees one")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where SUITE.jsonl is appended to")
+    parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model-shape", choices=SHAPES, help="default: llama-3.1-8b on a GPU, wide (one layer) on a CPU")
+    group = parser.add_argument_group("append")
+    group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
+    group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
+    group.add_argument("--steps", type=int, help="steps that are measured in each mode")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return Settings(
+        device=device,
+        shape=SHAPES[options.model_shape or ("llama-3.1-8b" if device.type == "cuda" else "wide")],
+        quick=options.quick,
+        seed=options.seed,
+        work=options.work,
+        sequences=options.sequences,
+        steps=options.steps,
+    )

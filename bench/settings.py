@@ -1,0 +1,67 @@
+"""What every suite is told: the device, the shape of the model, how long to measure."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from vmmkv import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The parts of a model that a KV cache sees, and the bytes of its weights, which every decode step reads too."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    weight_bytes: int
+
+    @property
+    def layout(self) -> KVLayout:
+        """One group, all layers in a row."""
+        return KVLayout.uniform(layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype)
+
+
+_SHAPES = (
+    Shape(
+        name="llama-3.1-8b", layers=32, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=16_060_522_496
+    ),
+    Shape(name="qwen3-0.6b", layers=28, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=1_192_099_840),
+    Shape(name="smollm2-135m", layers=30, heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, weight_bytes=269_030_016),
+    # Rows of 64 KiB in one layer: many pages are crossed in few steps, and a CPU still attends to them in milliseconds.
+    Shape(name="wide", layers=1, heads=32, kv_heads=32, head_dim=256, dtype=torch.float32, weight_bytes=0),
+)
+SHAPES: Final = {shape.name: shape for shape in _SHAPES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One run of the benchmarks.
+
+    `quick` measures for seconds, to see that everything works; its figures are noise. `work` is what a decode step of the
+    append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
+    are the suite's own choice.
+    """
+
+    device: torch.device
+    shape: Shape
+    quick: bool = False
+    seed: int = 0
+    work: str = "attention"
+    sequences: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Is the device a GPU?"""
+        return self.device.type == "cuda"

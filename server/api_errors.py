@@ -1,0 +1,106 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from vmmkv.server.schemas import ErrorBody, ErrorDetail
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """A request's end with an HTTP status other than 200; `param` names the parameter at fault, if it is one's fault."""
+
+    def __init__(self, status: int, message: str, *, type: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
+
+    def response(self) -> JSONResponse:
+        """The error as an HTTP response; a 503 says when to try again."""
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else None
+        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=headers)
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the client can mend it."""
+    return ApiError(400, message, type="invalid_request_error", param=param, code=code)
+
+
+def model_not_found(given: str, served: str) -> ApiError:
+    """404, with the name that would work."""
+    message = f"The model {given!r} does not exist; this server has {served!r}."
+    return ApiError(404, message, type="invalid_request_error", param="model", code="model_not_found")
+
+
+def internal_error(message: str) -> ApiError:
+    """500: this request failed, others may not."""
+    return ApiError(500, message, type="server_error", code="internal_error")
+
+
+def unexpected(error: Exception) -> ApiError:
+    """500 for a bug: the client gets the kind of error and none of the server's insides."""
+    return internal_error(f"The server failed on this request ({type(error).__name__}); its log has the details.")
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the engine is loading or gone."""
+    return ApiError(503, message, type="server_error", code="service_unavailable")
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` one of these, also those that FastAPI and Starlette raise themselves."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _api_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _from_validation(error.errors()).response()
+
+
+async def _http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = ApiError(error.status_code, message, type="invalid_request_error").response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unexpected(_: Request, error: Exception) -> JSONResponse:
+    return unexpected(error).response()  # Starlette logs the traceback itself
+
+
+def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's complaints, for OpenAI's form has room for one."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return bad_request(
+            f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json"
+        )
+    path = [str(part) for part in first["loc"][1:]]
+    own = first.get("ctx", {}).get("param")
+    param = ".".join([*path, own] if own else path) or None
+    match first["type"]:
+        case "extra_forbidden":
+            return bad_request(f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
+        case "missing":
+            return bad_request(f"Missing required parameter: {param!r}.", param=param, code="missing_required_parameter")
+        case "model_attributes_type" if not path:
+            return bad_request("The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body")
+        case "unsupported_parameter":
+            return bad_request(first["msg"], param=param, code="unsupported_parameter")
+        case _:
+            return bad_request(f"Invalid {param or 'body'}: {first['msg']}.", param=param, code="invalid_value")

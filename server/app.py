@@ -1,0 +1,253 @@
+"""The routes: OpenAI's completions and chat completions, models, health and metrics."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from vmmkv.server import api_errors
+from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
+from vmmkv.server.api_errors import ApiError, bad_request
+from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv.server.generation import Generation, engine_requests, fit_new_tokens
+from vmmkv.server.metrics import Metrics
+from vmmkv.server.protocol import Loading, Ready
+from vmmkv.server.schemas import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    FinishReason,
+    GenerationRequest,
+    Health,
+    Model,
+    ModelList,
+)
+from vmmkv.server.tokenizer import PromptError, Tokenizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions. A chat may go on as long as it fits."""
+CLIENT_CLOSED_REQUEST = 499
+
+router = APIRouter()
+
+
+class Service:
+    """What the routes work with: one model, its engine, and its tokenizer once that is loaded."""
+
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self.engine = engine
+        self.model = model
+        self.metrics = Metrics(engine)
+        self.tokenizer: Tokenizer | None = None
+        self.created = int(time.time())
+
+    def health(self) -> Health:
+        """Whether requests can be taken, and if not, why."""
+        match self.engine.phase:
+            case Dead(reason=reason):
+                return Health(status="dead", reason=reason)
+            case Loading(stage=stage, done=done, total=total):
+                return Health(status="loading", reason=f"{stage}: {done} of {total}")
+            case Ready():
+                loading = self.tokenizer is None
+                return Health(status="loading", reason="the tokenizer") if loading else Health(status="ok")
+
+    def require(self, model: str) -> tuple[Ready, Tokenizer]:
+        """The engine's limits and the tokenizer. Raises: ApiError, 404 for another model, 503 while not ready."""
+        if model != self.model:
+            raise api_errors.model_not_found(model, self.model)
+        try:
+            ready = self.engine.require_ready()
+        except (EngineNotReady, EngineDead) as error:
+            raise api_errors.unavailable(str(error)) from error
+        if self.tokenizer is None:
+            raise api_errors.unavailable("The tokenizer is loading; try again in a while.")
+        return ready, self.tokenizer
+
+    def describe(self) -> Model:
+        """The model as /v1/models shows it."""
+        ready = self.engine.phase
+        reach = min(ready.max_tokens, ready.pool_tokens) if isinstance(ready, Ready) else None
+        return Model(id=self.model, created=self.created, max_model_len=reach)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application over one service. It starts nothing; `launch` does."""
+    app = FastAPI(title="vmmkv", docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(router)
+    api_errors.install(app)
+    return app
+
+
+def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """200 when requests are taken, else 503 with the reason."""
+    state = _service(request).health()
+    return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus; answers in every state."""
+    return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> ModelList:
+    """The one model."""
+    return ModelList(data=[_service(request).describe()])
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Model:
+    """The one model, by its name."""
+    service = _service(request)
+    if name != service.model:
+        raise api_errors.model_not_found(name, service.model)
+    return service.describe()
+
+
+@router.post("/v1/completions", response_model=Completion)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue each prompt; each is a choice of the answer."""
+    service, arrived_s = _service(request), time.perf_counter()
+    ready, tokenizer = service.require(body.model)
+    try:
+        prompts = [await tokenizer.encode(prompt) for prompt in body.prompt]
+    except PromptError as error:
+        raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
+    new_tokens = [
+        fit_new_tokens(len(prompt), body.max_tokens, DEFAULT_COMPLETION_TOKENS, ready, prompt_param="prompt")
+        for prompt in prompts
+    ]
+    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model)
+    return await _respond(request, body, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """The assistant's next turn."""
+    service, arrived_s = _service(request), time.perf_counter()
+    ready, tokenizer = service.require(body.model)
+    try:
+        prompt = await tokenizer.encode_chat(body.messages)
+    except PromptError as error:
+        raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    new_tokens = fit_new_tokens(len(prompt), wanted, None, ready, prompt_param="messages")
+    answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", service.model)
+    return await _respond(request, body, answer, [prompt], [new_tokens], continues=False, arrived_s=arrived_s)
+
+
+async def _respond(
+    request: Request,
+    body: GenerationRequest,
+    answer: Answer,
+    prompts: list[list[int]],
+    new_tokens: list[int],
+    *,
+    continues: bool,
+    arrived_s: float,
+) -> Response:
+    """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text."""
+    service = _service(request)
+    _, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
+    requests = engine_requests(body, answer.id, prompts, new_tokens)
+    detokenizers = [tokenizer.detokenizer(body.stop, prompt if continues else ()) for prompt in prompts]
+    generation = Generation(service.engine, service.metrics, requests, detokenizers, arrived_s=arrived_s)
+    if body.stream:
+        return _EventStream(_events(answer, generation, body.include_usage), generation.close)
+    try:
+        whole = await _unless_disconnected(request, _whole(answer, generation))
+    except (RequestFailed, EngineDead) as error:
+        raise _api_error(error) from error
+    finally:
+        generation.close()
+    if whole is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(whole.model_dump_json(), media_type="application/json")
+
+
+async def _whole(answer: Answer, generation: Generation) -> BaseModel:
+    texts: dict[int, list[str]] = {}
+    reasons: dict[int, FinishReason | None] = {}
+    async for delta in generation.deltas():
+        texts.setdefault(delta.index, []).append(delta.text)
+        reasons[delta.index] = delta.finish_reason
+    order = sorted(texts)
+    return answer.whole(["".join(texts[index]) for index in order], [reasons[index] for index in order], generation.usage())
+
+
+async def _events(answer: Answer, generation: Generation, include_usage: bool) -> AsyncIterator[str]:
+    """Server-sent events; an error after the start can only be one of them, for the status is sent."""
+    try:
+        if (opening := answer.opening()) is not None:
+            yield _event(opening)
+        async for delta in generation.deltas():
+            yield _event(answer.chunk(delta))
+        if include_usage:
+            yield _event(answer.closing(generation.usage()))
+    except (RequestFailed, EngineDead) as error:
+        yield _event(_api_error(error).body)
+    except Exception as error:
+        log.exception("A stream failed.")
+        yield _event(api_errors.unexpected(error).body)
+    yield "data: [DONE]\n\n"
+
+
+def _event(body: BaseModel) -> str:
+    return f"data: {body.model_dump_json()}\n\n"
+
+
+def _api_error(error: RequestFailed | EngineDead) -> ApiError:
+    return api_errors.internal_error(str(error)) if isinstance(error, RequestFailed) else api_errors.unavailable(str(error))
+
+
+class _EventStream(StreamingResponse):
+    """A stream that calls `close` at its end, however it ends: also when its client left before it began."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None, and `work` cancelled, if the client goes away before."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,138 @@
+"""Tokens to text, a token at a time: characters that span tokens, and stop strings that do.
+
+tokens ── TextStream ──> text ── StopStrings ──> text that no stop string can take back
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_CHARACTER_BYTES = 4
+MAX_PENDING_TOKENS = 16
+"""So many tokens without text are bytes that are no character, or special tokens; to wait on costs ever more."""
+CONTEXT_TOKENS = 8
+"""As many tokens of a prompt as the text of what follows can depend on, with room to spare."""
+
+
+class TextStream:
+    """The text of a growing list of tokens, without special tokens, whole characters only.
+
+    With `context`, the tokens before, the text continues theirs: a decoder that drops the space at the start of a text
+    keeps it in the middle of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stream: DecodeStream
+        self._recent: list[int]
+        """The tokens of the text that came last: what the pending ones are decoded after."""
+        self._pending: list[int]
+        """Tokens fed that have given no text yet."""
+        self._restart(list(context))
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes, often none."""
+        self._pending.append(token_id)
+        if len(self._pending) > MAX_PENDING_TOKENS:
+            return self._give_up_waiting()
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises nothing narrower, when later tokens change the text of earlier ones
+            return self.flush()
+        if text is None:
+            return ""
+        self._recent, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The text of the tokens still pending, with replacement characters for bytes that are no character."""
+        before = self._decode(self._recent)
+        both = self._decode(self._recent + self._pending)
+        text = both[len(before) :] if both.startswith(before) else self._decode(self._pending)
+        self._restart(self._recent + self._pending)
+        return text
+
+    def _give_up_waiting(self) -> str:
+        """Flush, but for as many tokens as can still be the start of a character."""
+        young = self._pending[-MAX_CHARACTER_BYTES:]
+        self._pending = self._pending[:-MAX_CHARACTER_BYTES]
+        return self.flush() + "".join(self.feed(token_id) for token_id in young)
+
+    def _restart(self, context: list[int]) -> None:
+        recent = context[-CONTEXT_TOKENS:]
+        # A context that ends within a character would come out again with the first text.
+        self._recent = recent if not self._decode(recent).endswith(REPLACEMENT) else []
+        self._stream = DecodeStream(ids=self._recent, skip_special_tokens=True)
+        self._pending = []
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
+class StopStrings:
+    """Text up to the stop string that is complete first; what may be the start of one is held back.
+
+    The outcome depends on the text alone, not on the pieces it comes in.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """What can be shown now. Nothing once `stopped`, which is set when a stop string is complete."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            _, start = min(found)
+            shown, self._held = self._held[:start], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        split = len(self._held) - keep
+        shown, self._held = self._held[:split], self._held[split:]
+        return shown
+
+    def flush(self) -> str:
+        """At the end of the text: what was held back was no stop string after all."""
+        shown, self._held = self._held, ""
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a start of `stop`, short of all of it."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class Detokenizer:
+    """The text of one choice: `feed` its tokens as they come, then `finish`, unless it `stopped` before."""
+
+    def __init__(self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._text = TextStream(tokenizer, context)
+        self._stops = StopStrings(stops)
+        self.num_tokens = 0
+        """Tokens consumed: those after the one that completed a stop string are not counted."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found; the text ends before it."""
+        return self._stops.stopped
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that can be shown now, without a stop string or what may be the start of one."""
+        shown: list[str] = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            shown.append(self._stops.feed(self._text.feed(token_id)))
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """The rest of the text: characters left incomplete and text held back."""
+        return self._stops.feed(self._text.flush()) + self._stops.flush()

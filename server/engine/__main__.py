@@ -1,0 +1,81 @@
+"""The engine process: `python -m vmmkv.server.engine --socket ADDRESS --config JSON`, started by `vmmkv serve`.
+
+Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's context is lost.
+"""
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+import msgspec
+import zmq
+
+from vmmkv.server.engine.core import Engine, EngineDied
+from vmmkv.server.engine.loading import load
+from vmmkv.server.protocol import FromEngine, Shutdown, decode_to_engine, encode
+from vmmkv.server.settings import ServeConfig
+from vmmkv.units import format_bytes
+
+log = logging.getLogger("vmmkv.server.engine")
+
+
+def main() -> int:
+    """Load, then loop until told to finish."""
+    parser = argparse.ArgumentParser(prog="python -m vmmkv.server.engine", description=__doc__)
+    parser.add_argument("--socket", required=True, help="the ZeroMQ address that the HTTP process has bound")
+    parser.add_argument("--config", required=True, help="a ServeConfig as JSON, its model a directory")
+    arguments = parser.parse_args()
+    config = msgspec.json.decode(arguments.config, type=ServeConfig)
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.connect(arguments.socket)
+        try:
+            return serve(config, socket)
+        except EngineDied as error:
+            log.critical("%s", error)
+            return 3
+        except Exception as error:
+            log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            return 1
+
+
+def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
+    """Load what `config` says and answer what comes over the socket."""
+
+    def send(message: FromEngine) -> None:
+        socket.send(encode(message))
+
+    loaded = load(config, send)
+    send(loaded.ready)
+    loaded.engine.report()
+    log.info(
+        "KV cache: %s on %s, %s tokens of one sequence",
+        format_bytes(loaded.ready.budget_bytes),
+        loaded.ready.device,
+        loaded.ready.pool_tokens,
+    )
+    engine = loaded.engine
+    while receive(engine, socket):
+        engine.step()
+        if not engine.has_work:
+            engine.settle()
+    engine.cache.close()
+    engine.cache.pool.close()
+    return 0
+
+
+def receive(engine: Engine, socket: "zmq.Socket[Any]") -> bool:
+    """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
+    wait = not engine.has_work
+    while wait or socket.poll(0):
+        message = decode_to_engine(socket.recv())
+        if isinstance(message, Shutdown):
+            return False
+        engine.receive(message)
+        wait = False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The loop's body: take requests, do a step, answer. It knows messages, not sockets."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from vmmkv import KVCache
+from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.runner import ModelRunner
+from vmmkv.server.engine.scheduler import CannotRun, Scheduler
+from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Snapshot, Tokens
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_S = 0.5
+"""How often the HTTP process hears of the cache while there is work."""
+
+
+class EngineDied(Exception):
+    """The device's context is lost: the process must end."""
+
+
+class Engine:
+    """Continuous batching: sequences join and leave at every step. `send` takes the answers."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        runner: ModelRunner,
+        *,
+        eos_ids: frozenset[int],
+        step_tokens: int,
+        send: Callable[[FromEngine], None],
+    ) -> None:
+        self.cache = cache
+        self._runner = runner
+        self._scheduler = Scheduler(cache, step_tokens=step_tokens)
+        self._eos_ids = eos_ids
+        self._send = send
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._step_us = 10_000.0
+        self._reported_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Is any request waiting or running, or memory still to be unmapped?"""
+        return self._scheduler.has_work
+
+    def receive(self, message: Generate | Abort) -> None:
+        """A request comes, or its client goes."""
+        if isinstance(message, Abort):
+            request = self._scheduler.find(message.request_id)
+            if request is not None:
+                self._scheduler.end(request)
+        elif (
+            not message.prompt
+            or message.max_new_tokens < 1
+            or len(message.prompt) + message.max_new_tokens > self.cache.max_tokens
+        ):
+            self._send(
+                Failed(
+                    request_id=message.request_id,
+                    message=f"a prompt of {len(message.prompt)} tokens and {message.max_new_tokens} new ones; both must be at "
+                    f"least 1, and at most {self.cache.max_tokens} together",
+                )
+            )
+        else:
+            stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
+            self._scheduler.waiting.append(Request(message, stop_ids))
+            self._prompt_tokens += len(message.prompt)
+
+    def step(self) -> None:
+        """One forward pass over whoever is to run, and its answers. One failing request does not stop the others.
+
+        Raises: EngineDied.
+        """
+        began_s = time.perf_counter()
+        try:
+            work = self._scheduler.plan()
+        except CannotRun as error:
+            log.warning("request %s ends: %s", error.request.ask.request_id, error)
+            self._fail([error.request], str(error))
+            self._check_device()
+            return
+        if not work:
+            return
+        try:
+            sampled = self._runner.forward(work)
+            # While the device computes: map what the next steps need, unmap what the last ones left.
+            self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us))
+            tokens = sampled.tolist()
+        except Exception as error:
+            log.exception("a step failed")
+            self._fail([request for request, _ in work], f"the step failed: {error}")
+            self._check_device()
+            return
+        for (request, count), token in zip(work, tokens, strict=True):
+            self._account(request, count, token)
+        self._step_us += 0.1 * ((time.perf_counter() - began_s) * 1e6 - self._step_us)
+        self.report(only_if_due=True)
+
+    def settle(self) -> None:
+        """Nothing is left to do: unmap what retires, and report the end state."""
+        self.cache.pump()
+        self.report()
+
+    def report(self, *, only_if_due: bool = False) -> None:
+        """Send a snapshot, at most every SNAPSHOT_S while there is work."""
+        now_s = time.monotonic()
+        if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
+            return
+        self._reported_s = now_s
+        stats = self.cache.stats()
+        self._send(
+            Snapshot(
+                running=len(self._scheduler.running),
+                waiting=len(self._scheduler.waiting),
+                preemptions=self._scheduler.num_preempted,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._generated_tokens,
+                kv_tokens=stats.num_tokens,
+                kv_mapped_bytes=stats.mapped_bytes,
+                kv_free_bytes=stats.pool_free_bytes,
+                kv_retiring_bytes=stats.retiring_bytes,
+                kv_created_bytes=stats.pool_created_bytes,
+                kv_budget_bytes=stats.pool_budget_bytes,
+                stalls=stats.stalls,
+                stall_us=stats.stall_us,
+                driver_calls=stats.driver_calls,
+            )
+        )
+
+    def _account(self, request: Request, count: int, token: int) -> None:
+        """The device has computed `count` tokens of a request; `token` comes next if those were all it had."""
+        request.memory.advance(count)
+        request.num_computed += count
+        if request.num_computed < len(request.tokens):
+            return
+        finish_reason = request.accept(token)
+        kept = finish_reason != "stop"
+        self._generated_tokens += kept
+        request_id = request.ask.request_id
+        self._send(Tokens(request_id=request_id, token_ids=[token] if kept else [], finish_reason=finish_reason))
+        if finish_reason is not None:
+            self._scheduler.end(request)
+
+    def _fail(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            self._scheduler.end(request)
+            self._send(Failed(request_id=request.ask.request_id, message=message))
+
+    def _check_device(self) -> None:
+        """After a failure: is the device's context still there?"""
+        if self.cache.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.cache.device)
+        except Exception as error:
+            raise EngineDied(f"the device's context is lost: {error}") from error

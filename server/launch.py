@@ -1,0 +1,212 @@
+"""`vmmkv serve`: the engine process, the HTTP server in this one, and the end of both.
+
+run ── resolve the model ── listen ── start the engine ── bind its socket ── uvicorn
+                                            │                                   │
+             the engine ends: /health says 503, requests are answered, then exit 1
+             SIGINT, SIGTERM: requests get GRACE_S to finish, the rest an error, then exit 0
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvicorn
+import zmq
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from vmmkv.server.app import Service, create_app
+from vmmkv.server.client import EngineClient
+from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
+from vmmkv.server.models import KNOWN_MODELS, resolve
+from vmmkv.server.protocol import Loading, Ready
+from vmmkv.server.settings import ServeConfig
+from vmmkv.server.tokenizer import Tokenizer
+from vmmkv.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 5.0
+"""How long requests in flight may go on after the first SIGINT or SIGTERM. A second one ends them at once."""
+LAST_ANSWERS_S: Final = 3.0
+"""How long /health and requests are answered with 503 after the engine has died, before this process ends too."""
+
+
+def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until SIGINT or SIGTERM, or until the engine dies. Returns the process's exit code: 0, or 1 with a log line.
+
+    Blocks; to be called in the main thread. `engine_command` is for tests.
+    Raises: ModelUnavailable if there is no such model.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    model_dir = resolve(config.model)
+    try:
+        listener = _listen(config.host, config.port)
+    except OSError as error:
+        log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
+        return 1
+    with listener, _private_directory() as directory:
+        service_name = served_name(config.model)
+        launch = _Launch(dataclasses.replace(config, model=str(model_dir)), service_name, listener, f"ipc://{directory}/engine")
+        return asyncio.run(launch.serve(engine_command))
+
+
+def served_name(model: str) -> str:
+    """The name that requests use: of a directory its last part, else the name as given."""
+    path = Path(model).expanduser()
+    return path.resolve().name if model not in KNOWN_MODELS and path.exists() else model
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would end this process before the engine is stopped."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Launch:
+    """One run of the server: `config.model` is a directory here, `name` what clients call it."""
+
+    def __init__(self, config: ServeConfig, name: str, listener: socket.socket, address: str) -> None:
+        self._config = config
+        self._listener = listener
+        self._progress = _LoadingProgress(Console(stderr=True))
+        self._client = EngineClient(address, on_loading=self._progress.show)
+        self._service = Service(self._client, name)
+        self._server = _Server(
+            uvicorn.Config(
+                create_app(self._service),
+                lifespan="off",
+                log_config=None,
+                # A scraper asks every few seconds: its lines would bury the others.
+                log_level="info" if config.log_level.lower() == "debug" else "warning",
+                access_log=config.log_level.lower() == "debug",
+                timeout_graceful_shutdown=int(GRACE_S) + 2,
+            )
+        )
+        self._stopping = False
+        self._exit_code = 0
+
+    async def serve(self, engine_command: Sequence[str]) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        # Before ZeroMQ's threads are there, for it forks; the engine's connect waits for our bind.
+        engine = await EngineProcess.start(
+            engine_command, socket=self._client.address, config=msgspec.json.encode(self._config).decode()
+        )
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            self._client.start()
+            tasks = [asyncio.create_task(self._watch(engine)), asyncio.create_task(self._load())]
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            self._stopping = True
+            for task in tasks:
+                task.cancel()
+            self._progress.close()
+            # An engine that loads does not read its socket yet.
+            await engine.stop(None if isinstance(self._client.phase, Loading) else self._client.shutdown)
+            await self._client.close()
+        return self._exit_code
+
+    def _stop(self) -> None:
+        """A signal came: finish what is in flight for a while; the second time, at once."""
+        if self._stopping:
+            self._client.fail("The server is shutting down.")
+            self._server.force_exit = True
+            return
+        self._stopping = True
+        self._server.should_exit = True
+        asyncio.get_running_loop().call_later(GRACE_S, self._client.fail, "The server is shutting down.")
+
+    def _give_up(self, message: str) -> None:
+        log.error("%s", message)
+        self._exit_code = 1
+        self._client.fail(message)
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """When the engine's process ends unasked: say so to everybody for a while, then end this one."""
+        reason = f"The engine process ended with {await engine.ended()}."
+        if self._stopping:
+            self._client.fail(reason)
+            return
+        was_ready = isinstance(self._client.phase, Ready)
+        await self._client.engine_ended(reason)
+        self._give_up(reason)
+        await asyncio.sleep(LAST_ANSWERS_S if was_ready else 0)
+        self._server.should_exit = True
+
+    async def _load(self) -> None:
+        """Load the tokenizer while the engine loads the model, and say when both are done."""
+        try:
+            self._service.tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+        except Exception as error:  # a broken file makes transformers raise almost anything
+            self._give_up(f"The tokenizer in {self._config.model} cannot be loaded: {error}")
+            self._server.should_exit = True
+            return
+        ready = await self._client.settled()
+        self._progress.close()
+        if isinstance(ready, Ready):
+            self._progress.console.print(_announcement(ready, self._service.model, self._listener), highlight=False)
+
+
+class _LoadingProgress:
+    """The engine's start as progress bars, one for each stage; on what is no terminal, as they stand at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed} of {task.total}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, loading: Loading) -> None:
+        """Bring the stage's bar to where the engine is."""
+        if not self._tasks:
+            self._progress.start()
+        if loading.stage not in self._tasks:
+            self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
+        self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+
+    def close(self) -> None:
+        """Leave the bars as they stand. Idempotent."""
+        self._progress.stop()
+
+
+def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = f"\\[{host}]" if ":" in host else host
+    return (
+        f"vmmkv serves {model} ({ready.dtype} on {ready.device}) at http://{host}:{port}/v1\n"
+        f"KV budget {format_bytes(ready.budget_bytes)}: {ready.pool_tokens:,} tokens; "
+        f"{ready.max_sequences} sequences of up to {min(ready.max_tokens, ready.pool_tokens):,} tokens"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, opened before the engine starts: a port that is taken shows before a minute of loading."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=2048)
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A directory of this user alone: the engine's socket has no other lock."""
+    longest = len(tempfile.gettempdir()) + len("/vmmkv-xxxxxxxx/engine")
+    parent = None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="vmmkv-", dir=parent) as path:
+        yield Path(path)

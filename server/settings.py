@@ -1,0 +1,61 @@
+"""What `vmmkv serve` was asked to do, validated once and passed down to both processes."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from vmmkv.config import LOG_LEVELS
+from vmmkv.units import MIB, PAGE_BYTES, format_bytes
+
+DEFAULT_MODEL: Final = "smollm2-135m"
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The settings of one server. Picklable, so that it can be handed to the engine process.
+
+    Raises: ValueError naming the option, what it was and what it may be.
+    """
+
+    model: str = DEFAULT_MODEL
+    """A known name, a local directory or a hub name: see `vmmkv.server.models.resolve`."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    device: str = "auto"
+    """`auto` is the first GPU if there is one that works, else the CPU."""
+    dtype: str = "auto"
+    """Of weights, activations and KV; `auto` is float32 on the CPU and bfloat16 on a GPU."""
+    kv_budget_bytes: int | None = None
+    """Physical memory for the KV cache; None lets the engine choose from what is free."""
+    max_tokens: int | None = None
+    """The longest sequence, prompt and answer together; None is the model's own limit."""
+    max_sequences: int = 64
+    """Sequences that run at once; further requests wait."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError(f"--model is empty; name a model such as {DEFAULT_MODEL}, or a directory")
+        if not self.host:
+            raise ValueError("--host is empty; use 127.0.0.1 for this machine alone, or 0.0.0.0 for all its networks")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port {self.port} is no port; use 1 to 65535, or 0 for any that is free")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        if self.kv_budget_bytes is not None and self.kv_budget_bytes < PAGE_BYTES:
+            raise ValueError(
+                f"--kv-budget is {format_bytes(self.kv_budget_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; "
+                f"a small model wants {format_bytes(256 * MIB)} or more"
+            )
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer"
+            )
+        if self.max_sequences < 1:
+            raise ValueError(f"--max-sequences {self.max_sequences}: at least 1 sequence has to run")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"--log-level {self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")

@@ -1,0 +1,100 @@
+"""A model's tokenizer and chat template: requests to token ids.
+
+The Rust tokenizer does the work: it is safe to use from several threads while nobody changes it, and it releases
+Python's lock, so that a long prompt does not hold up the event loop.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import jinja2
+from tokenizers import Tokenizer as RustTokenizer
+
+from vmmkv.server.detokenize import Detokenizer
+from vmmkv.server.schemas import ChatMessage, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+INLINE_CHARS = 4096
+"""Shorter texts are tokenised in well under a millisecond: not worth the way to another thread and back."""
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be made into tokens of this model."""
+
+
+class Tokenizer:
+    """Text and conversations to token ids of one model, and back."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Raises: ValueError if the tokenizer has no Rust form."""
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} has no fast form: save the model with a tokenizer.json")
+        self._tokenizer = tokenizer
+        self._rust: RustTokenizer = tokenizer.backend_tokenizer
+        # Prompts are never cut or filled up; and a change of these settings during a call in another thread is an error.
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.vocab_size = len(tokenizer)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self:
+        """From a local directory; takes seconds. Raises: OSError, ValueError if there is none that can be used."""
+        from transformers import AutoTokenizer  # takes seconds to import, and the HTTP server is up meanwhile
+
+        return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt as given to /v1/completions: with the model's own start token if it is text.
+
+        Raises: PromptError for a token id that the model does not have.
+        """
+        if isinstance(prompt, str):
+            return await self._encode_text(prompt, add_special_tokens=True)
+        unknown = next((token_id for token_id in prompt if not 0 <= token_id < self.vocab_size), None)
+        if unknown is not None:
+            raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
+        return prompt
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
+
+        Raises: PromptError if the model has no template or its template refuses the conversation.
+        """
+        if self._tokenizer.chat_template is None:
+            raise PromptError("this model has no chat template; use /v1/completions")
+        if sum(len(message.content) for message in messages) <= INLINE_CHARS:
+            text = self._render(messages)
+        else:
+            text = await asyncio.to_thread(self._render, messages)
+        return await self._encode_text(text, add_special_tokens=False)
+
+    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = ()) -> Detokenizer:
+        """For one choice. `context` is the prompt, if the answer continues its text."""
+        return Detokenizer(self._rust, stops=stops, context=context)
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        # A developer's message is the newer name of a system message; templates know the older one.
+        turns = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+            for message in messages
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) <= INLINE_CHARS:
+            return self._encode_now(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode_now, text, add_special_tokens)
+
+    def _encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch of one, for `encode` holds Python's lock all the while: 1.4 s for a million characters.
+        ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids

@@ -1,0 +1,170 @@
+"""`vmmkv serve` as a user runs it: a real process, a real model, the official client."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vmmkv.server.models import resolve
+
+MODEL = "smollm2-135m"
+QUESTIONS = (
+    "What is the capital of France?",
+    "Hi",
+    "Name three colours.",
+    "Why is the sky blue? " * 20,
+    "2 + 2 =",
+    "Who are you?",
+    "Write a haiku about the sea.",
+    "List the first ten prime numbers, one on each line, with a comment.",
+)
+
+
+class Served:
+    """A server process and its clients."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "vmmkv", "serve", "--model", MODEL, "--port", str(self.port), "--device", "cpu"]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def wait(self) -> None:
+        """Until /health says that it serves."""
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise AssertionError(self.log.read_text())
+
+    def metric(self, name: str) -> float:
+        """One number of /metrics."""
+        match = re.search(rf"^{name} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
+        assert match is not None, name
+        return float(match[1])
+
+    def answer(self, question: str, max_tokens: int = 24) -> str:
+        """A greedy answer."""
+        messages = [{"role": "user", "content": question}]
+        answer = self.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0)  # type: ignore[arg-type]
+        return answer.choices[0].message.content or ""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    resolve(MODEL)
+    one = Served(tmp_path_factory.mktemp("serve") / "log")
+    try:
+        one.wait()
+        yield one
+    finally:
+        one.process.send_signal(signal.SIGTERM)
+        try:
+            code = one.process.wait(60)
+        finally:
+            one.process.kill()
+    assert code == 0, one.log.read_text()
+
+
+def test_it_answers_in_sensible_english(served: Served) -> None:
+    assert "Paris" in served.answer("What is the capital of France?")
+
+
+def test_eight_at_once_are_those_of_transformers(served: Served) -> None:
+    directory = resolve(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def expected(question: str) -> str:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    with ThreadPoolExecutor(len(QUESTIONS)) as clients:
+        answers = list(clients.map(served.answer, QUESTIONS))
+    assert answers == [expected(question) for question in QUESTIONS]
+
+
+def test_streaming_gives_the_same_text(served: Served) -> None:
+    messages = [{"role": "user", "content": "Name three colours."}]
+    chunks = served.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, temperature=0, stream=True)  # type: ignore[call-overload]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == served.answer("Name three colours.")
+
+
+def test_mapped_bytes_follow_the_tokens_and_come_back(served: Served) -> None:
+    mapped = "vmmkv_kv_mapped_bytes"
+    _until(lambda: served.metric(mapped) == 0)
+    stream = served.openai.completions.create(
+        model=MODEL, prompt="word " * 300, max_tokens=200, stream=True, temperature=0, extra_body={"ignore_eos": True}
+    )
+    first = next(iter(stream))
+    assert first.choices
+    _until(lambda: served.metric(mapped) >= 4 * 2**21)  # 300 prompt tokens at 91 a page
+    early = served.metric(mapped)
+    _until(lambda: served.metric(mapped) > early)  # and more as it goes on
+    for _ in stream:
+        pass
+    _until(lambda: served.metric(mapped) == 0)
+    assert served.metric("vmmkv_kv_free_bytes") == served.metric("vmmkv_kv_created_bytes")
+
+
+def test_a_client_that_leaves_gives_its_memory_back(served: Served) -> None:
+    stream = served.openai.completions.create(
+        model=MODEL, prompt="a", max_tokens=5000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    _until(lambda: served.metric("vmmkv_requests_running") == 0 and served.metric("vmmkv_kv_mapped_bytes") == 0)
+
+
+def test_what_can_never_fit_is_refused_with_400(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        served.openai.completions.create(model=MODEL, prompt="a", max_tokens=9000)
+
+
+def test_the_engine_killed_means_503_and_an_exit_code(tmp_path: Path) -> None:
+    one = Served(tmp_path / "log")
+    try:
+        one.wait()
+        children = subprocess.run(["pgrep", "-P", str(one.process.pid)], capture_output=True, text=True, check=True)
+        engine = int(children.stdout.split()[0])
+        with ThreadPoolExecutor(1) as client:
+            asked = client.submit(one.answer, "Tell me a long story.", 2000)
+            _until(lambda: one.metric("vmmkv_requests_running") == 1)
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises(openai.InternalServerError):
+                asked.result(30)
+        assert one.process.wait(30) == 1
+    finally:
+        one.process.kill()
+
+
+def _until(condition: object, seconds: float = 30.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)

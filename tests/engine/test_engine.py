@@ -1,0 +1,153 @@
+"""Requests come, wait, run, give way, fail and leave; memory follows them, and each is answered once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Harness, prompt_of
+from vmmkv import DriverError
+from vmmkv.server.protocol import Abort, Snapshot
+
+
+def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=4096)
+    one.ask("a", prompt_of(4000), 4)
+    one.engine.step()
+    assert one.cache.stats().mapped_bytes == 2 * 2**21
+    assert one.cache.stats().num_tokens == 4000
+    one.run()
+    last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
+    assert (last.running, last.waiting, last.kv_mapped_bytes, last.kv_retiring_bytes) == (0, 0, 0, 0)
+    assert last.generated_tokens == 4 and last.prompt_tokens == 4000
+
+
+def test_more_requests_than_slots_wait(harness: Callable[..., Harness]) -> None:
+    one = harness(slots=2)
+    for index in range(5):
+        one.ask(str(index), prompt_of(3, index))
+    one.engine.step()
+    assert one.cache.stats().num_sequences == 2
+    one.run()
+    assert all(len(one.tokens(str(index))) == 8 for index in range(5))
+
+
+def test_what_does_not_fit_now_waits(harness: Callable[..., Harness]) -> None:
+    one = harness(budget_pages=3, step_tokens=8192)
+    one.ask("a", prompt_of(4090, 1), 4)  # two pages
+    one.ask("b", prompt_of(4090, 2), 4)  # two more: not yet
+    one.engine.step()
+    assert one.cache.stats().num_sequences == 1
+    one.run()
+    assert not one.failures()
+    for name, seed in (("a", 1), ("b", 2)):
+        assert one.tokens(name) == one.expected(prompt_of(4090, seed), 4)
+
+
+def test_the_newest_gives_way_and_is_computed_again(harness: Callable[..., Harness]) -> None:
+    one = harness(budget_pages=2, step_tokens=8192)
+    prompts = {"a": prompt_of(2030, 1), "b": prompt_of(2030, 2)}  # a page each, and each will want a second
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 40)
+    one.run()
+    assert one.engine._scheduler.num_preempted >= 1
+    for name, prompt in prompts.items():
+        assert one.tokens(name) == one.expected(prompt, 40), name
+
+
+def test_a_request_that_can_never_fit_fails_alone(harness: Callable[..., Harness]) -> None:
+    one = harness(budget_pages=1, step_tokens=8192)
+    one.ask("small", prompt_of(9))
+    one.ask("large", prompt_of(3000))
+    one.ask("grows", prompt_of(2040), 20)
+    one.ask("last", prompt_of(9))
+    one.run()
+    assert one.failures().keys() == {"large", "grows"}
+    assert "never fit" in one.failures()["large"] and "budget" in one.failures()["large"]
+    assert one.tokens("small") == one.tokens("last") == one.expected(prompt_of(9))
+
+
+@pytest.mark.parametrize(("prompt", "new_tokens"), [([], 4), ([1], 0), ([1] * 8000, 1000)])
+def test_a_malformed_request_is_answered(harness: Callable[..., Harness], prompt: list[int], new_tokens: int) -> None:
+    one = harness()
+    one.ask("bad", prompt, new_tokens)
+    assert not one.engine.has_work and "bad" in one.failures()
+
+
+def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = harness(slots=2)
+    for name in "abc":
+        one.ask(name, prompt_of(5))
+    forward = one.engine._runner.forward
+    calls = 0
+
+    def failing(work: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("out of luck")
+        return forward(work)
+
+    monkeypatch.setattr(one.engine._runner, "forward", failing)
+    one.run()
+    assert one.failures().keys() == {"a", "b"} and "out of luck" in one.failures()["a"]
+    assert one.tokens("c") == one.expected(prompt_of(5))
+
+
+def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = harness()
+    one.ask("a", prompt_of(5))
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: Any) -> None:
+            raise DriverError("no", call="map", code="TEST")
+
+        patch.setattr(one.pool.driver, "map", refuse)
+        one.run()
+    assert one.failures().keys() == {"a"}
+    one.ask("b", prompt_of(5))
+    one.run()
+    assert one.tokens("b") == one.expected(prompt_of(5))
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_an_aborted_request_leaves_at_once(harness: Callable[..., Harness], running: bool) -> None:
+    one = harness(slots=1)
+    one.ask("first", prompt_of(5), 500)
+    one.ask("second", prompt_of(6), 5)
+    one.engine.step()
+    gone, stays = ("first", "second") if running else ("second", "first")
+    one.engine.receive(Abort(request_id=gone))
+    one.engine.receive(Abort(request_id="never heard of"))
+    one.run()
+    assert len(one.tokens(stays)) == {"first": 500, "second": 5}[stays]
+    assert one.finish_reasons(gone) == ([None] if running else [])
+
+
+def test_finish_reasons(harness: Callable[..., Harness]) -> None:
+    one = harness()
+    free = one.expected(prompt_of(5), 8)
+    stop = next(token for token in free if free.index(token) > 1)
+    ended = harness(eos_ids=frozenset([stop]))
+    ended.ask("eos", prompt_of(5))
+    ended.ask("ignored", prompt_of(5), ignore_eos=True)
+    ended.ask("stop id", prompt_of(5), ignore_eos=True, stop_token_ids=[stop])
+    ended.run()
+    before = free[: free.index(stop)]
+    assert ended.tokens("eos") == before and ended.finish_reasons("eos")[-1] == "stop"
+    assert ended.tokens("ignored") == free and ended.finish_reasons("ignored")[-1] == "length"
+    assert ended.tokens("stop id") == before and ended.finish_reasons("stop id")[-1] == "stop"
+    assert all(reason is None for reason in ended.finish_reasons("eos")[:-1])
+
+
+def test_sampled_tokens_depend_on_seed_and_position_only(harness: Callable[..., Harness]) -> None:
+    alone = harness()
+    alone.ask("x", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=7)
+    alone.run()
+    crowd = harness(step_tokens=5)
+    for index in range(4):
+        crowd.ask(str(index), prompt_of(3 + index, index), 20, temperature=1.5, seed=index)
+    crowd.ask("x", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=7)
+    crowd.ask("y", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=8)
+    crowd.run()
+    assert crowd.tokens("x") == alone.tokens("x") != crowd.tokens("y")

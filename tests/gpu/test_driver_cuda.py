@@ -1,0 +1,200 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.laws.driver_laws import DriverLaws, put, refused
+from vmmkv.dlpack import wrap
+from vmmkv.driver import Driver
+from vmmkv.driver.cuda import CudaDriver
+from vmmkv.units import GIB, MIB, PAGE_BYTES
+
+CYCLES = 400_000_000  # a kernel of some 0.2 s at 2 GHz
+
+
+class TestCudaDriverLaws(DriverLaws):
+    pass
+
+
+def test_open_driver_gives_the_cuda_driver_of_that_device(gpu: torch.device, driver: Driver) -> None:
+    assert isinstance(driver, CudaDriver)
+    assert driver.device == gpu
+    assert gpu.index is not None
+
+
+def test_created_memory_is_taken_from_the_device_and_comes_back(driver: Driver) -> None:
+    torch.zeros(1, device=driver.device)
+    before = driver.memory().free_bytes
+    handle = driver.create(GIB)
+    assert abs(before - driver.memory().free_bytes - GIB) < 64 * MIB
+    driver.release(handle)
+    assert abs(before - driver.memory().free_bytes) < 64 * MIB
+
+
+def test_a_tensor_over_addresses_is_of_their_device_and_no_copy(driver: Driver) -> None:
+    address = driver.reserve(PAGE_BYTES)
+    tensor = wrap(address, PAGE_BYTES, driver.device)
+    assert (tensor.device, tensor.data_ptr()) == (driver.device, address)
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        tensor.as_strided((PAGE_BYTES + 1,), (1,))
+
+
+def test_a_fence_is_not_done_while_a_kernel_runs(driver: Driver) -> None:
+    driver.fence().wait()
+    assert driver.fence().done()
+    torch.cuda._sleep(CYCLES)
+    fence = driver.fence()
+    assert not fence.done()
+    fence.wait()
+    assert fence.done()
+    assert driver.fence().done()
+
+
+def test_a_fence_sees_the_streams_that_it_is_given_and_no_others(driver: Driver) -> None:
+    stream = torch.cuda.Stream(driver.device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+    without, behind = driver.fence(), driver.fence([stream])
+    generic = torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    same = driver.fence([generic])
+    assert without.done()
+    assert not behind.done()
+    assert not same.done()
+    behind.wait()
+    assert same.done()
+
+
+def test_a_fence_used_again_by_another_does_not_report_the_others_work(driver: Driver) -> None:
+    first = driver.fence()
+    first.wait()
+    assert first.done()
+    torch.cuda._sleep(CYCLES)
+    second = driver.fence()
+    assert first.done()
+    assert not second.done()
+    second.wait()
+
+
+def test_an_ordered_stream_waits_for_the_fence_and_the_caller_does_not(driver: Driver) -> None:
+    stream = torch.cuda.Stream(driver.device)
+    torch.cuda._sleep(CYCLES)
+    fence = driver.fence()
+    with torch.cuda.stream(stream):
+        fence.order()
+    assert not stream.query()
+    stream.synchronize()
+    assert fence.done()
+
+
+def test_a_stream_of_another_device_is_refused(driver: Driver) -> None:
+    with pytest.raises(ValueError, match="not a stream of"):
+        driver.fence([torch.Stream(device="cpu")])
+
+
+def test_order_puts_the_callers_stream_behind_zeroes_and_copies(driver: Driver) -> None:
+    size_bytes = 256 * MIB
+    address, handle = driver.reserve(size_bytes), driver.create(size_bytes)
+    memory = put(driver, address, handle, size_bytes // PAGE_BYTES)
+    flag = torch.zeros(4, dtype=torch.int32, device=driver.device)
+    for turn in range(1, 20):
+        memory.fill_(turn)
+        driver.fence().wait()
+        driver.zero(address, size_bytes)
+        driver.copy_in(flag, torch.full((4,), turn, dtype=torch.int32))
+        driver.order()
+        any_left = memory.view(torch.int64).any()
+        seen = flag.clone()
+        assert not any_left
+        assert seen.tolist() == [turn] * 4
+    driver.settle()
+    driver.fence().wait()
+    driver.unmap(address, size_bytes)
+    driver.release(handle)
+
+
+def test_pinned_sources_may_change_at_once_too(driver: Driver) -> None:
+    tensor = torch.zeros(1024, dtype=torch.int32, device=driver.device)
+    source = torch.arange(1024, dtype=torch.int32).pin_memory()
+    driver.fence().wait()
+    wanted = source.clone()
+    for _ in range(20):
+        driver.copy_in(tensor, source)
+        source.fill_(-1)
+        driver.order()
+        assert torch.equal(tensor.cpu(), wanted)
+        source.copy_(wanted)
+
+
+def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:
+    address, settled = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)
+    driver.map(address, settled, PAGE_BYTES)
+    torch.zeros(1, device=driver.device)
+    driver.fence().wait()
+    torch.cuda._sleep(CYCLES)
+    behind_kernel = driver.fence()
+    start = time.perf_counter()
+    handle = driver.create(PAGE_BYTES)
+    memory = put(driver, address + PAGE_BYTES, handle)
+    driver.zero(address + PAGE_BYTES, PAGE_BYTES)
+    driver.settle()
+    driver.unmap(address, PAGE_BYTES)
+    driver.unmap(address + PAGE_BYTES, PAGE_BYTES)
+    driver.release(handle)
+    driver.release(settled)
+    elapsed_s = time.perf_counter() - start
+    assert not behind_kernel.done(), f"the calls took {elapsed_s * 1e3:.1f} ms, as long as the kernel"
+    assert memory.data_ptr() == address + PAGE_BYTES
+    behind_kernel.wait()
+
+
+def test_memory_mapped_while_a_kernel_runs_is_there_for_the_next(driver: Driver) -> None:
+    address = driver.reserve(4 * PAGE_BYTES)
+    torch.cuda._sleep(CYCLES)
+    handle = driver.create(4 * PAGE_BYTES)
+    memory = put(driver, address, handle, 4)
+    driver.zero(address, 4 * PAGE_BYTES)
+    driver.order()
+    memory[::4096] += 1
+    assert int(memory.sum(dtype=torch.int64)) == 4 * PAGE_BYTES // 4096
+    driver.fence().wait()
+    driver.unmap(address, 4 * PAGE_BYTES)
+    driver.release(handle)
+
+
+def test_another_current_device_does_not_matter(gpu: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    driver = CudaDriver(torch.device("cuda", 1))
+    assert gpu.index == torch.cuda.current_device() == 0
+    address, handle = driver.reserve(PAGE_BYTES), driver.create(PAGE_BYTES)
+    memory = put(driver, address, handle)
+    driver.zero(address, PAGE_BYTES)
+    driver.order()
+    assert memory.device.index == 1
+    assert not memory.any()
+    failures: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            driver.zero(address, PAGE_BYTES)
+            driver.settle()
+            driver.fence().wait()
+            driver.unmap(address, PAGE_BYTES)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not failures
+    driver.release(handle)
+    assert torch.cuda.current_device() == 0
+
+
+def test_errors_name_the_call_and_cudas_own_code(driver: Driver) -> None:
+    address = driver.reserve(PAGE_BYTES)
+    error = refused("unmap", driver.unmap, address, PAGE_BYTES)
+    assert error.code.startswith("CUDA_ERROR_")
+    assert error.code in str(error)
+    assert hex(address) in str(error)

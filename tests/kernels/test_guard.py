@@ -1,0 +1,38 @@
+"""No kernel touches a row past the length or the limit, or before the window: there is nothing mapped."""
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+pytestmark = pytest.mark.skipif(
+    release("triton") < (3, 7) and release("numpy") >= (2, 4), reason="the interpreter of triton 3.6 breaks with numpy 2.4"
+)
+
+
+def run_guarded(what: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.kernels.guarded", what]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_kernels_stay_within_mapped_memory() -> None:
+    child = run_guarded("within")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == "done\n"
+
+
+@pytest.mark.parametrize("what", ["decode-past", "window-before", "append-past"])
+def test_the_guard_sees_a_stray_access(what: str) -> None:
+    assert run_guarded(what).returncode == -signal.SIGSEGV

@@ -1,0 +1,155 @@
+"""An engine without a model: speaks the protocol, and answers with whatever it is told to, by default the prompt itself.
+
+In a test's own process it is a thread, so that the test sees what it received. Run as a program, with the arguments of the
+real engine, it is a process, for the tests of starting and stopping one.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from vmmkv.server.protocol import (
+    Abort,
+    Failed,
+    FinishReason,
+    Generate,
+    Loading,
+    Message,
+    Ready,
+    Shutdown,
+    Snapshot,
+    ToEngine,
+    Tokens,
+    decode_to_engine,
+    encode,
+)
+
+FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
+"""A request with one of these fails, gets no answer, or ends the engine."""
+DIE_CODE = 3
+
+READY = Ready(
+    model="tiny", device="fake", dtype="float32", max_tokens=256, pool_tokens=1024, budget_bytes=1 << 26, max_sequences=4
+)
+
+
+def echo(request: Generate) -> list[int]:
+    return request.prompt
+
+
+class FakeEngine:
+    """Answers each request with `answer(request)` and an end token, a token each `step_s`, up to max_new_tokens."""
+
+    def __init__(self, address: str, *, ready: Ready = READY) -> None:
+        self.answer: Callable[[Generate], list[int]] = echo
+        self.endless = False
+        """Repeat the answer up to max_new_tokens."""
+        self.step_s = 0.0
+        self.received: list[ToEngine] = []
+        self._ready = ready
+        self._address = address
+        self._running: dict[str, tuple[Generate, list[int]]] = {}
+        self._num_tokens = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.run, name="fake-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def aborted(self) -> set[str]:
+        return {message.request_id for message in self.received if isinstance(message, Abort)}
+
+    def run(self, *, loading_s: float = 0.0) -> None:
+        with zmq.Context() as context, context.socket(zmq.PAIR) as self._socket:
+            self._socket.set(zmq.LINGER, 1000)
+            self._socket.connect(self._address)
+            for done in range(3):
+                self._send(Loading(stage="weights", done=done, total=2))
+                time.sleep(loading_s / 3)
+            self._send(self._ready)
+            self._send(self._snapshot())
+            while not self._stop.is_set():
+                if self._socket.poll(0 if self._running else 20):
+                    self._take(decode_to_engine(self._socket.recv()))
+                elif self._running:
+                    self._step()
+                    time.sleep(self.step_s)
+
+    def _take(self, message: ToEngine) -> None:
+        self.received.append(message)
+        match message:
+            case Generate(request_id=request_id, seed=seed):
+                if seed == FAIL_SEED:
+                    self._send(Failed(request_id=request_id, message="the fake engine was told to fail"))
+                elif seed == DIE_SEED:
+                    os._exit(DIE_CODE)
+                elif seed != SILENT_SEED:
+                    self._running[request_id] = (message, [])
+            case Abort(request_id=request_id):
+                self._running.pop(request_id, None)
+            case Shutdown():
+                self._stop.set()
+
+    def _step(self) -> None:
+        for request_id, (request, generated) in list(self._running.items()):
+            answer = self.answer(request)
+            token_ids: list[int] = []
+            reason: FinishReason | None = "stop"
+            if self.endless or len(generated) < len(answer):
+                token_ids = [next(itertools.islice(itertools.cycle(answer), len(generated), None))]
+                generated += token_ids
+                self._num_tokens += 1
+                reason = "length" if len(generated) == request.max_new_tokens else None
+            if reason is not None:
+                del self._running[request_id]
+            self._send(Tokens(request_id=request_id, token_ids=token_ids, finish_reason=reason))
+        self._send(self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            running=len(self._running),
+            waiting=0,
+            preemptions=0,
+            prompt_tokens=0,
+            generated_tokens=self._num_tokens,
+            kv_tokens=sum(len(generated) for _, generated in self._running.values()),
+            kv_mapped_bytes=len(self._running) << 21,
+            kv_free_bytes=0,
+            kv_retiring_bytes=0,
+            kv_created_bytes=len(self._running) << 21,
+            kv_budget_bytes=self._ready.budget_bytes,
+            stalls=2,
+            stall_us=1500.0,
+            driver_calls={"create": 3, "map": 4},
+        )
+
+    def _send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--loading-s", type=float, default=0.0)
+    parser.add_argument("--exit-at-start", type=int)
+    arguments = parser.parse_args()
+    assert os.path.isdir(json.loads(arguments.config)["model"]), arguments.config
+    if arguments.exit_at_start is not None:
+        sys.exit(arguments.exit_at_start)
+    FakeEngine(arguments.socket).run(loading_s=arguments.loading_s)
+
+
+if __name__ == "__main__":
+    main()

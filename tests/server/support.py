@@ -1,0 +1,92 @@
+"""The HTTP server over a fake engine, in threads of the test's process, on a free port."""
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import uvicorn
+
+from tests.server.fake_engine import READY, FakeEngine
+from tests.server.tiny import byte_tokenizer
+from vmmkv.server.app import Service, create_app
+from vmmkv.server.client import EngineClient
+from vmmkv.server.protocol import Ready
+from vmmkv.server.tokenizer import Tokenizer
+
+
+@dataclass
+class Running:
+    """A server that runs, and what a test holds of it."""
+
+    url: str
+    engine: FakeEngine
+    client: EngineClient
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20)
+
+    def engine_dies(self, reason: str) -> None:
+        asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(10)
+
+
+@contextlib.contextmanager
+def running_server(*, ready: Ready = READY, start_engine: bool = True) -> Iterator[Running]:
+    """Start all of it, and stop all of it; nothing is left of either."""
+    with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"ipc://{directory}/engine"
+        engine = FakeEngine(address, ready=ready)
+        started = threading.Event()
+        running: list[Running] = []
+        servers: list[uvicorn.Server] = []
+
+        async def serve() -> None:
+            client = EngineClient(address)
+            client.start()
+            service = Service(client, "tiny")
+            service.tokenizer = Tokenizer(byte_tokenizer())
+            server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_level="warning"))
+            servers.append(server)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            running.append(Running(url, engine, client, service, asyncio.get_running_loop()))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            if start_engine:
+                engine.start()
+                await client.settled()
+            started.set()
+            await serving
+            await client.close()
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+        thread.start()
+        assert started.wait(20), "the server did not start"
+        try:
+            yield running[0]
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+            if start_engine:
+                engine.stop()
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

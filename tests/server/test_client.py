@@ -1,0 +1,185 @@
+"""Laws of the HTTP process's side of the socket."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
+from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv.server.protocol import Abort, Generate, Loading, Shutdown, Tokens
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    yield f"ipc://{tmp_path}/e"
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[tuple[EngineClient, FakeEngine]]:
+    client, engine = EngineClient(address), FakeEngine(address)
+    client.start()
+    engine.start()
+    try:
+        assert await asyncio.wait_for(client.settled(), 10) == READY
+        yield client, engine
+    finally:
+        await client.close()
+        engine.stop()
+
+
+def request(request_id: str, *, seed: int = 0, num_tokens: int = 8) -> Generate:
+    return Generate(request_id=request_id, prompt=[1, 2, 3], max_new_tokens=num_tokens, seed=seed)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_every_request_of_a_group_is_answered_to_its_end(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+            with client.submit([request("a"), request("b", num_tokens=2)]) as answers:
+                got = [message async for message in answers]
+            for request_id, token_ids, reason in (("a", [1, 2, 3], "stop"), ("b", [1, 2], "length")):
+                own = [message for message in got if message.request_id == request_id]
+                assert [token_id for message in own for token_id in message.token_ids] == token_ids
+                assert [message.finish_reason for message in own][-1] == reason
+
+    asyncio.run(check())
+
+
+def test_nothing_is_sent_before_the_engine_is_ready(address: str) -> None:
+    async def check() -> None:
+        client = EngineClient(address)
+        client.start()
+        with pytest.raises(EngineNotReady, match="loading"):
+            client.submit([request("a")])
+        await client.close()
+
+    asyncio.run(check())
+
+
+def test_loading_is_reported_in_order(address: str) -> None:
+    async def check() -> None:
+        seen: list[Loading] = []
+        client, engine = EngineClient(address, on_loading=seen.append), FakeEngine(address)
+        client.start()
+        engine.start()
+        await client.settled()
+        assert [(step.stage, step.done, step.total) for step in seen] == [("weights", done, 2) for done in range(3)]
+        await client.close()
+        engine.stop()
+
+    asyncio.run(check())
+
+
+def test_leaving_the_block_aborts_what_runs_and_only_that(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, engine):
+            with client.submit([request("done"), request("silent", seed=SILENT_SEED)]) as answers:
+                async for message in answers:
+                    if message.finish_reason is not None:
+                        break
+            await until(lambda: engine.aborted() == {"silent"})
+            answers.close()
+            await asyncio.sleep(0.05)
+            assert sum(isinstance(message, Abort) for message in engine.received) == 1
+
+    asyncio.run(check())
+
+
+def test_tokens_of_an_aborted_request_are_dropped(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, engine):
+            engine.endless = True
+            with client.submit([request("a", num_tokens=100), request("b", num_tokens=100)]) as answers:
+                await anext(answers)
+                await asyncio.sleep(0.05)
+                answers.abort("a")
+                assert {message.request_id async for message in answers} == {"b"}
+
+    asyncio.run(check())
+
+
+def test_a_failed_request_leaves_the_others_alone(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+            with client.submit([request("good")]) as good, client.submit([request("bad", seed=FAIL_SEED)]) as bad:
+                with pytest.raises(RequestFailed, match="told to fail"):
+                    await anext(bad)
+                assert [message async for message in good][-1].finish_reason == "stop"
+
+    asyncio.run(check())
+
+
+def test_when_the_engine_dies_everybody_who_waits_is_told(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+            groups = [client.submit([request(f"r{number}", seed=SILENT_SEED)]) for number in range(3)]
+            waiting = [asyncio.create_task(anext(group)) for group in groups]
+            await asyncio.sleep(0.02)
+            await client.engine_ended("exit code 3")
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(outcome, EngineDead)
+                assert "exit code 3" in str(outcome)
+            with pytest.raises(EngineDead, match="exit code 3"):
+                client.submit([request("late")])
+
+    asyncio.run(check())
+
+
+def test_what_the_engine_said_before_it_died_still_counts(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+            with client.submit([request("a")]) as answers:
+                await client.engine_ended("exit code 3")
+                assert [message async for message in answers][-1].finish_reason == "stop"
+
+    asyncio.run(check())
+
+
+def test_what_cannot_be_read_ends_the_connection_and_not_in_silence(address: str) -> None:
+    async def check() -> None:
+        client = EngineClient(address)
+        client.start()
+        with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as stranger:
+            stranger.connect(address)
+            await stranger.send(b"hello")
+            phase = await asyncio.wait_for(client.settled(), 5)
+            assert isinstance(phase, Dead)
+            assert "cannot be read" in phase.reason
+        await client.close()
+
+    asyncio.run(check())
+
+
+def test_shutdown_reaches_the_engine_and_close_is_idempotent(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, engine):
+            client.shutdown()
+            await client.close()
+            await client.close()
+            await until(lambda: any(isinstance(message, Shutdown) for message in engine.received))
+
+    asyncio.run(check())
+
+
+def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+
+            async def one(number: int) -> list[Tokens]:
+                with client.submit([request(f"r{number}")]) as answers:
+                    return [message async for message in answers]
+
+            got = await asyncio.gather(*(one(number) for number in range(1000)))
+            assert all(messages[-1].finish_reason == "stop" for messages in got)
+            assert client._answers == {}
+
+    asyncio.run(check())

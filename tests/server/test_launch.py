@@ -1,0 +1,181 @@
+"""Laws of starting and stopping the two processes, with real ones and real signals."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server import fake_engine
+from tests.server.fake_engine import DIE_SEED, SILENT_SEED
+from tests.server.support import eventually
+from tests.server.tiny import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SERVE = """\
+import json, sys
+from vmmkv.server.launch import run
+from vmmkv.server.settings import ServeConfig
+sys.exit(run(ServeConfig(**json.loads(sys.argv[1])), engine_command=json.loads(sys.argv[2])))
+"""
+
+
+class Served:
+    """A server in a process, with the fake engine in another."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    def log(self) -> str:
+        self._reader.join(0 if self.process.poll() is None else 5)
+        return "".join(self.lines)
+
+    def url(self) -> str:
+        """Where it serves; waits until it does."""
+        assert eventually(lambda: "/v1" in self.log() or self.process.poll() is not None, within_s=60), self.log()
+        match = re.search(r"serves (\S+) .* at (http://\S+)/v1", self.log())
+        assert match is not None, self.log()
+        return match[2]
+
+    def ends(self, within_s: float = 20) -> int:
+        return self.process.wait(within_s)
+
+    def engine_pid(self) -> int:
+        """The server's only child; waits until it is there."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        assert eventually(lambda: children.read_text() != "", within_s=60)
+        (pid,) = children.read_text().split()
+        return int(pid)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").touch()
+    return path
+
+
+@contextmanager
+def serving(model_dir: Path, *engine_arguments: str, **settings: Any) -> Iterator[Served]:
+    config = json.dumps({"model": str(model_dir), "port": 0, **settings})
+    engine = json.dumps([sys.executable, "-m", fake_engine.__name__, *engine_arguments])
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, config, engine], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        served = Served(process)
+        try:
+            yield served
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_and_leaves_nothing_behind(model_dir: Path, number: signal.Signals) -> None:
+    with serving(model_dir) as served:
+        url, engine = served.url(), served.engine_pid()
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.completions.create(model="tiny", prompt="hello").choices[0].text == "hello"
+        served.process.send_signal(number)
+        assert served.ends() == 0
+        assert not alive(engine)
+        assert "Traceback" not in served.log()
+
+
+def test_requests_in_flight_at_a_signal_get_an_answer(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        url = served.url()
+        got: list[httpx.Response] = []
+        body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
+        waiting = Thread(target=lambda: got.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+        waiting.start()
+        time.sleep(0.5)
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        served.process.send_signal(signal.SIGTERM)  # at once, rather than after the grace
+        waiting.join(20)
+        assert got[0].status_code == 503
+        assert "shutting down" in got[0].json()["error"]["message"]
+        assert served.ends() == 0
+
+
+def test_when_the_engine_dies_requests_are_answered_health_says_so_and_the_exit_code_is_not_zero(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        url = served.url()
+        response = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a", "seed": DIE_SEED}, timeout=20)
+        assert response.status_code == 503
+        assert "exit code 3" in response.json()["error"]["message"]
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "dead"
+        assert served.ends() == 1
+        assert "exit code 3" in served.log()
+
+
+def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path) -> None:
+    with serving(model_dir, "--exit-at-start", "7") as served:
+        assert served.ends(60) == 1
+        assert "exit code 7" in served.log()
+
+
+def test_a_signal_while_the_engine_loads_ends_both(model_dir: Path) -> None:
+    with serving(model_dir, "--loading-s", "60") as served:
+        engine = served.engine_pid()
+        time.sleep(2)
+        served.process.send_signal(signal.SIGINT)
+        assert served.ends() == 0
+        assert not alive(engine)
+
+
+def test_the_engine_does_not_outlive_a_server_that_was_killed(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        served.url()
+        engine = served.engine_pid()
+        served.process.kill()
+        served.ends()
+        assert eventually(lambda: not alive(engine))
+
+
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text((model_dir / name).read_text())
+    (tmp_path / "tokenizer.json").write_text("{")
+    with serving(tmp_path) as served:
+        assert served.ends(60) == 1
+        assert "tokenizer" in served.log()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path) -> None:
+    with serving(model_dir) as first:
+        port = int(first.url().rpartition(":")[2])
+        with serving(model_dir, port=port) as second:
+            assert second.ends(60) == 1
+            assert f"port {port}" in second.log()
+            assert "serves" not in second.log()

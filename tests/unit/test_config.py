@@ -1,0 +1,48 @@
+"""The environment: one reader, which rejects what it does not know."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from vmmkv.config import KNOWN_VARIABLES, read_environment
+
+
+def test_defaults_follow_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert read_environment({}).cache_dir == Path("/home/somebody/.cache/vmmkv")
+    assert read_environment({"XDG_CACHE_HOME": "/var/cache"}).cache_dir == Path("/var/cache/vmmkv")
+    assert read_environment({"XDG_CACHE_HOME": "relative"}).cache_dir == Path("/home/somebody/.cache/vmmkv")
+    assert read_environment({}).log_level == "info"
+
+
+def test_own_variables_win_and_empty_ones_count_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    settings = read_environment({"VMMKV_CACHE_DIR": "~/models", "XDG_CACHE_HOME": "/var/cache", "VMMKV_LOG_LEVEL": "DEBUG"})
+    assert settings.cache_dir == Path("/home/somebody/models")
+    assert settings.log_level == "debug"
+    assert read_environment({"VMMKV_CACHE_DIR": "", "VMMKV_LOG_LEVEL": ""}) == read_environment({})
+
+
+def test_an_unknown_variable_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="VMMKV_CACHEDIR") as caught:
+        read_environment({"VMMKV_CACHEDIR": "/x", "HOME": "/root"})
+    assert all(name in str(caught.value) for name in KNOWN_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"), [("VMMKV_CACHE_DIR", "here", "absolute"), ("VMMKV_LOG_LEVEL", "loud", "warning")]
+)
+def test_a_value_that_cannot_be_used_is_an_error_that_says_what_can(name: str, value: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*{value}.*{remedy}"):
+        read_environment({name: value})
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VMMKV_CACHE_DIR", str(tmp_path))
+    assert read_environment().cache_dir == tmp_path
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read_environment({}).log_level = "debug"  # type: ignore[misc]

@@ -1,0 +1,181 @@
+"""The law of imports: they point downwards only, and importing vmmkv starts nothing.
+
+Proven on the syntax trees of all files, so that an import inside a function counts as well.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYERS = (
+    ("units", "errors", "config"),
+    ("layout",),
+    ("driver", "dlpack"),
+    ("pool", "ranges", "slots"),
+    ("mapper", "mapper_thread"),
+    ("memory",),
+    ("cache", "occupancy", "sequence", "stats"),
+    ("prefix",),
+    ("tiers",),
+    ("adapters",),
+    ("server", "kernels"),
+    ("cli", "__main__"),
+)
+"""Bottom to top: a module may import from its own layer and from those below it."""
+
+LAYER_OF = {name: index for index, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of vmmkv by name, each once: the two folders at the top under the names that the symlinks give."""
+    found = {}
+    for folder, prefix in (("vmmkv", "vmmkv"), ("kernels", "vmmkv.kernels"), ("server", "vmmkv.server")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if folder != "vmmkv" or parts[0] not in ("kernels", "server"):
+                found[".".join([prefix, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path, module: str) -> Iterator[str]:
+    """The absolute names of what a file imports; `from a import b` counts as a.b where that is a module, else as a."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, [base, node.module]))
+            yield from (name if (name := f"{source}.{alias.name}") in MODULES else source for alias in node.names)
+
+
+def layer_name(module: str) -> str | None:
+    """The name in LAYERS that a module of vmmkv belongs to; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def every_import() -> Iterator[tuple[str, str]]:
+    for module, path in MODULES.items():
+        yield from ((module, target) for target in imports(path, module))
+
+
+def test_every_module_has_a_layer() -> None:
+    names = {name for module in MODULES if (name := layer_name(module))}
+    assert names <= LAYER_OF.keys(), f"give {sorted(names - LAYER_OF.keys())} a place in LAYERS"
+
+
+def test_imports_point_downwards() -> None:
+    upwards = [
+        f"{module} imports {target}"
+        for module, target in every_import()
+        if (target.split(".")[0] == "vmmkv")
+        and (importer := layer_name(module))
+        and (imported := layer_name(target))
+        and LAYER_OF.get(imported, -1) > LAYER_OF.get(importer, len(LAYERS))
+    ]
+    assert upwards == []
+
+
+def test_modules_import_modules_and_not_the_package() -> None:
+    """`import vmmkv` runs all of `__init__`, so an import of it from below is a circle.
+
+    `vmmkv/server/fetch.py` and the command line stand above it.
+    """
+    circles = [
+        module
+        for module, target in every_import()
+        if target == "vmmkv" and LAYER_OF.get(layer_name(module) or "", len(LAYERS)) < LAYER_OF["server"]
+    ]
+    assert circles == []
+
+
+def test_kernels_know_tensors_and_not_caches() -> None:
+    allowed = ("vmmkv.kernels", "vmmkv.units", "vmmkv.errors")
+    strangers = [
+        f"{module} imports {target}"
+        for module, target in every_import()
+        if module.startswith("vmmkv.kernels") and target.split(".")[0] == "vmmkv" and not target.startswith(allowed)
+    ]
+    assert strangers == []
+
+
+def test_one_module_of_the_cuda_driver_imports_cuda_bindings() -> None:
+    users = {module for module, target in every_import() if target.split(".")[0] == "cuda"}
+    assert len(users) <= 1
+    assert all(module.startswith("vmmkv.driver.cuda") for module in users)
+
+
+def test_nothing_imports_the_folders_at_the_top_by_their_short_names() -> None:
+    """A package named `kernels` on the path breaks several releases of transformers; ours is vmmkv.kernels."""
+    files = [*MODULES.items(), *((path.stem, path) for folder in ("bench", "tests") for path in (ROOT / folder).rglob("*.py"))]
+    short = [
+        path for module, path in files for target in imports(path, module) if target.split(".")[0] in ("kernels", "server")
+    ]
+    assert short == []
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+WHAT_STARTED = """
+import json, logging, sys, threading
+import torch  # what torch does is torch's
+
+def handlers():
+    loggers = {"root": logging.root, **logging.Logger.manager.loggerDict}
+    return {name for name, logger in loggers.items() if getattr(logger, "handlers", ())}
+
+before = threading.active_count(), handlers(), set(sys.modules)
+import vmmkv
+print(json.dumps({
+    "threads": threading.active_count() - before[0],
+    "handlers": sorted(handlers() - before[1]),
+    "modules": sorted(set(sys.modules) - before[2]),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def what_started() -> dict[str, Any]:
+    """What `import vmmkv` leaves behind in a process of its own."""
+    child = subprocess.run(
+        [sys.executable, "-c", WHAT_STARTED],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    started: dict[str, Any] = json.loads(child.stdout)
+    return started
+
+
+def test_importing_vmmkv_starts_no_thread(what_started: dict[str, Any]) -> None:
+    assert what_started["threads"] == 0
+
+
+def test_importing_vmmkv_starts_no_logging(what_started: dict[str, Any]) -> None:
+    assert what_started["handlers"] == []
+
+
+def test_importing_vmmkv_starts_no_cuda(what_started: dict[str, Any]) -> None:
+    assert what_started["cuda"] is False
+    assert [name for name in what_started["modules"] if name.startswith("cuda.bindings")] == []
+
+
+def test_importing_vmmkv_brings_no_server_nor_model_library(what_started: dict[str, Any]) -> None:
+    roots = {name.split(".")[0] for name in what_started["modules"]}
+    assert roots & {"transformers", "triton", "fastapi", "pydantic", "zmq", "msgspec"} == set()

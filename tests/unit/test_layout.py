@@ -1,0 +1,231 @@
+"""Geometry: rows, planes, windows, pages; known values, and laws over random layouts."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmmkv.errors import LayoutError, VmmkvError
+from vmmkv.layout import PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, Group, KVLayout, Plane
+from vmmkv.units import KIB, PAGE_BYTES
+
+LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128}
+QWEN3_600M = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "head_dim": 128,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+
+
+def uniform(layers: int = 2, kv_heads: int = 2, head_dim: int = 64, **options: Any) -> KVLayout:
+    return KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, **{"dtype": torch.float16, **options})
+
+
+@pytest.mark.parametrize(
+    ("config", "row_bytes", "tokens_per_page"),
+    [(LLAMA_8B, 128 * KIB, 16), (QWEN3_600M, 112 * KIB, 18.3), (SMOLLM2, 23_040, 91.0)],
+)
+def test_rows_of_known_models(config: dict[str, Any], row_bytes: int, tokens_per_page: float) -> None:
+    layout = KVLayout.from_config(config, torch.bfloat16)
+    assert layout.row_bytes == row_bytes
+    assert round(PAGE_BYTES / layout.row_bytes, 1) == tokens_per_page
+    assert len(layout.groups) == 1
+    assert layout.groups[0].window is None
+
+
+def test_80_layers_of_8_heads_of_128_in_fp16() -> None:
+    layout = uniform(layers=80, kv_heads=8, head_dim=128)
+    assert layout.row_bytes == 327_680
+    assert layout.token_bytes(4096) == 1_342_177_280
+    assert layout.pages_for(4096) * 256 * PAGE_BYTES == 320 * 2**30
+    assert round(layout.token_bytes(100_000) / 1e9, 1) == 32.8
+
+
+def test_a_configuration_is_a_dict_or_an_object() -> None:
+    assert KVLayout.from_config(SimpleNamespace(**SMOLLM2), torch.float32) == KVLayout.from_config(SMOLLM2, torch.float32)
+
+
+def test_without_kv_heads_every_head_has_its_own() -> None:
+    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+    assert KVLayout.from_config(config, torch.float16).row_bytes == 512 * KIB
+
+
+def test_layers_of_one_window_share_a_group() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    layout = KVLayout.from_config(
+        {**SMOLLM2, "num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 512}, torch.bfloat16
+    )
+    assert {group.window: group.layers for group in layout.groups} == {512: (0, 2, 4), None: (1, 3, 5)}
+    assert [layout.groups[layout.group_of[layer]].window for layer in range(6)] == [512, None] * 3
+
+
+def test_a_window_without_layer_types_is_that_of_all_layers_unless_it_is_switched_off() -> None:
+    config = {**SMOLLM2, "sliding_window": 4096}
+    assert [group.window for group in KVLayout.from_config(config, torch.bfloat16).groups] == [4096]
+    assert [group.window for group in KVLayout.from_config({**config, "use_sliding_window": False}, torch.bfloat16).groups] == [
+        None
+    ]
+
+
+def test_planes_stand_in_order_each_aligned() -> None:
+    """MLA-like widths: K of 192, V of 128, and fp8 planes that need padding to the alignment."""
+    group = Group(
+        layers=(3, 5),
+        planes=(
+            Plane(name="k", heads=2, dim=192, dtype=torch.bfloat16),
+            Plane(name="scale", heads=1, dim=3, dtype=torch.float8_e4m3fn),
+            Plane(name="v", heads=2, dim=128, dtype=torch.bfloat16),
+        ),
+    )
+    assert dict(group.plane_offsets) == {"k": 0, "scale": 768, "v": 784}
+    assert group.layer_bytes == 784 + 512
+    assert group.offset_bytes(5, "v") == 1296 + 784
+    assert group.row_bytes == 2688  # 2 * 1296 = 2592, padded to 21 * 128
+    assert group.mixes_dtypes
+    assert group.plane("v").size_bytes == 512
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    group = uniform(layers=1, kv_heads=1, head_dim=192, value_dim=128).groups[0]
+    assert (group.plane("k").dim, group.plane("v").dim) == (192, 128)
+    assert group.row_bytes == (192 + 128) * 2
+    assert not group.mixes_dtypes
+
+
+def test_a_latent_model_has_a_single_plane() -> None:
+    latent = Plane(name="latent", heads=1, dim=576, dtype=torch.bfloat16)
+    layout = KVLayout(groups=(Group(layers=tuple(range(60)), planes=(latent,)),))
+    assert layout.row_bytes == 60 * 1152
+    assert layout.groups[0].plane("latent") is latent
+    with pytest.raises(LayoutError, match=r"no plane 'k'.*latent"):
+        layout.groups[0].plane("k")
+
+
+def test_rows_straddle_pages() -> None:
+    group = KVLayout.from_config(SMOLLM2, torch.bfloat16).groups[0]  # 91.02 rows in a page
+    assert group.tokens_under(1) == 91
+    assert [group.pages_between(0, end) for end in (0, 1, 91, 92, 182, 183)] == [0, 1, 1, 2, 2, 3]
+    assert group.pages_between(91, 92) == 2  # this row lies in two pages
+    assert group.pages_between(92, 92) == 0
+    assert group.pages_between(92, 93) == 1
+
+
+def test_a_slot_is_a_whole_number_of_pages_and_rows() -> None:
+    group = KVLayout.from_config(SMOLLM2, torch.bfloat16).groups[0]
+    assert math.lcm(PAGE_BYTES, group.row_bytes) == 4096 * group.row_bytes
+    assert [group.slot_tokens(num_tokens) for num_tokens in (1, 4096, 4097, 8192)] == [4096, 4096, 8192, 8192]
+
+
+def test_a_windowed_group_keeps_its_window_and_gives_back_the_rest() -> None:
+    layout = uniform(layers=2, windows=[100, None], head_dim=1024, kv_heads=8)  # a row of a layer is 32 KiB, 64 in a page
+    windowed, full = layout.groups
+    assert layout.start_for(full, 10_000) == 0
+    assert [layout.start_for(windowed, num_tokens) for num_tokens in (0, 99, 100, 101)] == [0, 0, 1, 2]
+    assert layout.token_bytes(1000) == windowed.row_bytes * 99 + full.row_bytes * 1000
+    assert layout.pages_for(1000) == windowed.pages_between(901, 1000) + full.pages_between(0, 1000)
+    assert layout.pages_for(1000, guard_tokens=64) == layout.pages_for(1000) + 2
+
+
+def test_only_windows_hold_any_length() -> None:
+    assert uniform(windows=[64, 64]).tokens_in(8) == 2**31 - 1
+    assert uniform(windows=[64, None]).tokens_in(0) == 0
+
+
+layouts = st.builds(
+    lambda layers, kv_heads, head_dim, dtype, window: uniform(
+        layers, kv_heads, head_dim, dtype=dtype, windows=[window if layer % 2 else None for layer in range(layers)]
+    ),
+    layers=st.integers(1, 12),
+    kv_heads=st.integers(1, 8),
+    head_dim=st.integers(1, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+    window=st.none() | st.integers(1, 500),
+)
+
+
+@given(layout=layouts, num_tokens=st.integers(0, 5000))
+def test_the_law_of_rows_and_pages(layout: KVLayout, num_tokens: int) -> None:
+    for group in layout.groups:
+        assert group.row_bytes % ROW_ALIGNMENT_BYTES == 0
+        assert all(
+            group.offset_bytes(layer, plane.name) % PLANE_ALIGNMENT_BYTES == 0
+            for layer in group.layers
+            for plane in group.planes
+        )
+        last = group.planes[-1]
+        assert group.offset_bytes(group.layers[-1], last.name) + last.size_bytes <= group.row_bytes
+        num_pages = group.pages_between(0, num_tokens)
+        assert group.tokens_under(num_pages) >= num_tokens
+        assert num_pages == 0 or group.tokens_under(num_pages - 1) < num_tokens
+        slot_tokens = group.slot_tokens(max(1, num_tokens))
+        assert slot_tokens >= num_tokens
+        assert slot_tokens * group.row_bytes % PAGE_BYTES == 0
+
+
+@given(layout=layouts, num_pages=st.integers(0, 2000), guard_tokens=st.integers(0, 256))
+def test_the_longest_sequence_fits_and_one_token_more_does_not(layout: KVLayout, num_pages: int, guard_tokens: int) -> None:
+    num_tokens = layout.tokens_in(num_pages, guard_tokens)
+    if num_tokens:
+        assert layout.pages_for(num_tokens, guard_tokens) <= num_pages
+    if num_tokens < 2**31 - 1:
+        assert layout.pages_for(num_tokens + 1, guard_tokens) > num_pages
+
+
+K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Plane(name="k", heads=0, dim=8, dtype=torch.float16), "heads=0.*at least 1"),
+        (lambda: Plane(name="k", heads=1, dim=-8, dtype=torch.float16), "dim=-8.*at least 1"),
+        (lambda: Plane(name="a plane", heads=1, dim=8, dtype=torch.float16), "identifier"),
+        (lambda: Group(layers=(), planes=(K,)), "at least one layer"),
+        (lambda: Group(layers=(1, 1), planes=(K,)), "different numbers"),
+        (lambda: Group(layers=(-1,), planes=(K,)), "from 0"),
+        (lambda: Group(layers=(0,), planes=()), "at least one plane"),
+        (lambda: Group(layers=(0,), planes=(K, K)), "one name"),
+        (lambda: Group(layers=(0,), planes=(K,), window=0), "at least 1 token"),
+        (lambda: uniform(layers=200, kv_heads=32, head_dim=128), "at most 128 layers"),
+        (lambda: uniform(layers=1, kv_heads=4096, head_dim=256), "smaller head count"),
+        (lambda: KVLayout(groups=()), "at least one group"),
+        (lambda: KVLayout(groups=(Group(layers=(0, 1), planes=(K,)), Group(layers=(1,), planes=(K,)))), r"two groups: \[1\]"),
+        (lambda: uniform(layers=0), "at least 1"),
+        (lambda: uniform(layers=2, windows=[None]), "1 windows for 2 layers"),
+        (lambda: uniform().groups[0].offset_bytes(0, "q"), "no plane 'q'.*k, v"),
+        (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
+    ],
+)
+def test_a_geometry_that_cannot_be_is_refused_in_words(make: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message) as caught:
+        make()
+    assert isinstance(caught.value, VmmkvError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_older_configurations_say_windows_by_pattern() -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64, "sliding_window": 128, "model_type": "gemma2"}
+    windows = {group.window: group.layers for group in KVLayout.from_config(config, torch.float16).groups}
+    assert windows == {128: (0, 2), None: (1, 3)}
+    config |= {"sliding_window_pattern": 4}
+    windows = {group.window: group.layers for group in KVLayout.from_config(config, torch.float16).groups}
+    assert windows == {128: (0, 1, 2), None: (3,)}
+
+
+def test_a_text_model_inside_another_is_found() -> None:
+    inner = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+    assert KVLayout.from_config({"text_config": inner}, torch.float16) == KVLayout.from_config(inner, torch.float16)
+
+
+def test_latent_attention_is_not_guessed_at() -> None:
+    with pytest.raises(LayoutError, match="kv_lora_rank"):
+        KVLayout.from_config({"num_hidden_layers": 2, "num_attention_heads": 2, "kv_lora_rank": 512}, torch.float16)

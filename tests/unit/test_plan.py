@@ -1,0 +1,133 @@
+"""`vmmkv plan`: the known values, the table, the errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vmmkv.cli.main import main
+from vmmkv.units import GIB, PAGE_BYTES
+
+LARGE = ["plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-dtype", "fp16"]
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def write_config(directory: Path, **config: Any) -> str:
+    base = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024}
+    (directory / "config.json").write_text(json.dumps({**base, **config}))
+    return str(directory)
+
+
+def test_the_known_values_of_80_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, *LARGE, "--memory", "320GiB", "--lengths", "4096,100000")
+    of_4096, of_100000 = plan["lengths"]
+    assert plan["row_bytes"] == 327_680
+    assert of_4096["token_bytes"] == 1_342_177_280
+    assert of_4096["num_sequences"] == 256
+    assert of_4096["num_pages"] * PAGE_BYTES * 256 == 320 * GIB
+    assert of_100000["token_bytes"] == 32_768_000_000
+    assert plan["longest_sequence_tokens"] == 320 * GIB // 327_680
+
+
+def test_the_table_says_what_the_numbers_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, "--memory", "320GiB", "--lengths", "4096,100000"]) == 0
+    table = capsys.readouterr().out
+    assert "327,680 bytes (320.0 KiB) in float16" in table
+    assert "6.4 in 2.0 MiB" in table
+    assert "163,840 pages" in table
+    row = next(line for line in table.splitlines() if line.strip().startswith("4,096"))
+    assert row.split() == ["4,096", "1.2", "GiB", "640", "256", "0.0%", "10", "95.9%"]
+
+
+def test_waste_is_below_a_page_for_each_sequence_and_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(
+        tmp_path, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=512
+    )
+    plan = plan_json(
+        capsys, "plan", "--model", model, "--memory", "4GiB", "--lengths", "1,100,1000,10000", "--kv-dtype", "bf16"
+    )
+    assert plan["groups"] == 2
+    for row in plan["lengths"]:
+        wasted_bytes = row["waste_fraction"] * row["num_pages"] * PAGE_BYTES
+        assert 0 <= wasted_bytes < 3 * PAGE_BYTES  # one page at each end of a group, and the full group starts on a page
+        assert row["num_sequences"] == 2048 // row["num_pages"]
+
+
+def test_a_model_directory_gives_geometry_dtype_and_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(tmp_path, dtype="bfloat16", max_position_embeddings=40_960)
+    plan = plan_json(capsys, "plan", "--model", model, "--memory", "8GiB")
+    assert (plan["row_bytes"], plan["kv_dtype"], plan["max_tokens"]) == (114_688, "bfloat16", 40_960)
+    assert [row["num_tokens"] for row in plan["lengths"]] == [1024, 4096, 32768]
+    assert plan_json(capsys, "plan", "--model", f"{model}/config.json", "--memory", "8GiB") == plan
+
+
+def test_the_decoder_of_a_model_of_several_inputs_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
+    plan = plan_json(capsys, "plan", "--model", str(tmp_path), "--memory", "1GiB")
+    assert (plan["row_bytes"], plan["kv_dtype"]) == (2 * 2 * 256 * 4, "float32")
+
+
+def test_fp8_takes_half_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, *LARGE[:-1], "fp8", "--memory", "80GiB")["row_bytes"] == 327_680 // 2
+
+
+def test_a_guard_takes_pages_but_is_no_waste(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = plan_json(capsys, *LARGE, "--memory", "80GiB", "--lengths", "4096")["lengths"][0]
+    guarded = plan_json(capsys, *LARGE, "--memory", "80GiB", "--lengths", "4096", "--guard-tokens", "128")["lengths"][0]
+    assert guarded["num_pages"] == plain["num_pages"] + 20  # 128 rows of 320 KiB are 40 MiB
+    assert guarded["waste_fraction"] == 0
+    assert guarded["num_sequences"] < plain["num_sequences"]
+
+
+def test_a_window_bounds_what_a_sequence_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, *LARGE, "--memory", "80GiB", "--window", "4096", "--lengths", "8192,100000")
+    assert plan["longest_sequence_tokens"] is None
+    assert plan["lengths"][0]["token_bytes"] == plan["lengths"][1]["token_bytes"] == 4095 * 327_680
+
+
+def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFixture[str]) -> None:
+    row = plan_json(capsys, *LARGE, "--memory", "80GiB", "--max-tokens", "4096", "--lengths", "8192")["lengths"][0]
+    assert row["num_sequences_reserved"] is None
+    assert main([*LARGE, "--memory", "80GiB", "--max-tokens", "4096", "--lengths", "8192"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--memory", "80GiB"], "--layers, --kv-heads, --head-dim missing"),
+        (["plan", "--memory", "80GiB", "--model", "/nowhere"], "config.json"),
+        (["plan", "--memory", "80GiB", "--model", "/nowhere", "--layers", "2"], "leave one out"),
+        ([*LARGE, "--memory", "80"], "at least 2.0 MiB"),
+        ([*LARGE, "--memory", "eighty"], "not a size"),
+        ([*LARGE, "--memory", "80GiB", "--lengths", "1,x"], "list of lengths"),
+        ([*LARGE, "--memory", "80GiB", "--lengths", "0"], "list of lengths"),
+        ([*LARGE, "--memory", "80GiB", "--max-tokens", "-1"], "max_tokens=-1"),
+        ([*LARGE, "--memory", "80GiB", "--max-tokens", "0"], "max_tokens=0"),
+        ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "guard_tokens=-1"),
+        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "fp8_e5m2"),
+        (["plan", "--layers", "0", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at least 1"),
+        (["plan", "--layers", "80", "--kv-heads", "64", "--head-dim", "256", "--memory", "1GiB"], "more than a page"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_is_right(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.startswith("vmmkv plan: ")
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "{}"])
+def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

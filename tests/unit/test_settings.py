@@ -1,0 +1,115 @@
+"""`vmmkv serve`: from options to a validated ServeConfig, handed to the launcher."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from vmmkv.cli.main import main
+from vmmkv.server.settings import ServeConfig
+from vmmkv.units import MIB
+
+launch = pytest.importorskip("vmmkv.server.launch")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """What the launcher is called with, in place of launching."""
+    configs: list[ServeConfig] = []
+    monkeypatch.setattr(launch, "run", lambda config: configs.append(config) or 3)
+    monkeypatch.delenv("VMMKV_LOG_LEVEL", raising=False)
+    return configs
+
+
+def test_without_options_the_defaults_are_those_of_the_config(launched: list[ServeConfig]) -> None:
+    assert main(["serve"]) == 3
+    assert launched == [ServeConfig()]
+    assert (launched[0].host, launched[0].model) == ("127.0.0.1", "smollm2-135m")
+
+
+def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
+    options = "--model ./m --host 0.0.0.0 --port 0 --device cuda:1 --dtype float16 --kv-budget 512MiB --max-tokens 99"
+    main(["serve", *options.split(), "--max-sequences", "7", "--log-level", "debug"])
+    assert launched == [
+        ServeConfig(
+            model="./m",
+            host="0.0.0.0",
+            port=0,
+            device="cuda:1",
+            dtype="float16",
+            kv_budget_bytes=512 * MIB,
+            max_tokens=99,
+            max_sequences=7,
+            log_level="debug",
+        )
+    ]
+    changed = dataclasses.asdict(launched[0])
+    assert all(changed[name] != value for name, value in dataclasses.asdict(ServeConfig()).items())
+
+
+def test_the_log_level_comes_from_the_environment_unless_it_is_given(
+    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VMMKV_LOG_LEVEL", "warning")
+    main(["serve"])
+    main(["serve", "--log-level", "error"])
+    assert [config.log_level for config in launched] == ["warning", "error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--port 70000", "--port 70000"),
+        ("--port -1", "1 to 65535"),
+        ("--device gpu", "auto, cpu, cuda or cuda:0"),
+        ("--dtype int8", "auto, float32, bfloat16, float16"),
+        ("--kv-budget 1MiB", "less than one page of 2.0 MiB"),
+        ("--kv-budget lots", "not a size"),
+        ("--max-tokens 1", "at least 2"),
+        ("--max-sequences 0", "at least 1"),
+        ("--log-level loud", "debug, info, warning, error"),
+        ("--model=", "--model is empty"),
+        ("--host=", "127.0.0.1"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_says_what_is_right(
+    options: str, message: str, launched: list[ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options.split()]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert launched == []
+
+
+def test_a_misspelt_variable_stops_the_server(
+    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VMMKV_LOGLEVEL", "debug")
+    assert main(["serve"]) == 1
+    assert "VMMKV_LOG_LEVEL" in capsys.readouterr().err
+    assert launched == []
+
+
+def test_a_config_is_frozen_and_can_be_sent_to_another_process() -> None:
+    config: Any = ServeConfig(port=1)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.port = 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["plan", "--help"], ["fetch", "--help"], ["--version"]])
+def test_help_is_there_for_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "vmmkv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["play"], ["serve", "--port", "x"], ["plan"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: vmmkv" in capsys.readouterr().err

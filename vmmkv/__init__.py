@@ -1,0 +1,58 @@
+"""vmmkv: every sequence's KV cache at one contiguous range of addresses, with physical memory mapped on demand.
+
+    from vmmkv import KVCache, KVLayout, Pool
+
+Importing this starts no CUDA context, no thread and no logging.
+"""
+
+from vmmkv.cache import KVCache
+from vmmkv.driver.base import Driver
+from vmmkv.errors import (
+    BudgetError,
+    Closed,
+    DriverError,
+    DriverUnavailable,
+    Evicted,
+    LayoutError,
+    OutOfPages,
+    OutOfSlots,
+    RowsUnmapped,
+    SequenceTooLong,
+    VmmkvError,
+)
+from vmmkv.layout import Group, KVLayout, Plane
+from vmmkv.pool import Pool, PoolStats
+from vmmkv.sequence import Parked, Sequence
+from vmmkv.stats import CacheStats
+from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "PAGE_BYTES",
+    "TIB",
+    "BudgetError",
+    "CacheStats",
+    "Closed",
+    "Driver",
+    "DriverError",
+    "DriverUnavailable",
+    "Evicted",
+    "Group",
+    "KVCache",
+    "KVLayout",
+    "LayoutError",
+    "OutOfPages",
+    "OutOfSlots",
+    "Parked",
+    "Plane",
+    "Pool",
+    "PoolStats",
+    "RowsUnmapped",
+    "Sequence",
+    "SequenceTooLong",
+    "VmmkvError",
+]

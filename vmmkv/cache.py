@@ -1,0 +1,326 @@
+"""The public cache: sequences over slots of one contiguous range of addresses each, with memory mapped on demand.
+
+    pool = Pool("cuda:0", budget_bytes=8 * GIB)
+    cache = KVCache(layout, pool, slots=256, max_tokens=32768)
+    sequence = cache.open()
+    sequence.grow(1000)                       # maps pages under the slot
+    sequence.k(layer)[:1000] = keys           # a plain tensor: any kernel, any write
+    sequence.advance(1000)
+
+Sharing a pool, several caches take its lock for every operation, so driver calls come from one thread at a time.
+"""
+
+import functools
+import warnings
+from collections.abc import Hashable
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv.errors import BudgetError, Closed, Evicted, SequenceTooLong
+from vmmkv.layout import KVLayout
+from vmmkv.mapper_thread import MapperThread
+from vmmkv.memory import SlotMemory
+from vmmkv.occupancy import Occupancy
+from vmmkv.pool import Pool
+from vmmkv.sequence import Parked, Sequence
+from vmmkv.slots import SlotState
+from vmmkv.stats import CacheStats, snapshot
+from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
+
+_THREAD_BUDGET_US = 200.0
+"""For how long the mapper's thread keeps the pool's lock: a few pages."""
+
+
+class KVCache:
+    """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each.
+
+    `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
+    176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
+
+    Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError.
+    Cost: one reserve for each group.
+    """
+
+    def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
+        if slots < 1 or max_tokens < 1 or guard_tokens < 0:
+            raise ValueError(
+                f"slots={slots}, max_tokens={max_tokens}, guard_tokens={guard_tokens}: slots and max_tokens must be at "
+                f"least 1, guard_tokens at least 0"
+            )
+        if max_tokens + guard_tokens >= 2**31:
+            raise ValueError(
+                f"max_tokens={max_tokens} with its guard must stay below 2**31, for limits are int32 on the device"
+            )
+        if pool.budget_bytes < len(layout.groups) * PAGE_BYTES:
+            raise BudgetError(
+                f"a pool of {format_bytes(pool.budget_bytes)} cannot hold a page for each of {len(layout.groups)} groups; "
+                f"the least is {format_bytes(len(layout.groups) * PAGE_BYTES)}"
+            )
+        self.layout: Final = layout
+        self.pool: Final = pool
+        self.device: Final = pool.device
+        self.max_tokens: Final = max_tokens
+        self.guard_tokens: Final = guard_tokens
+        self.closed = True  # until all of it stands
+        with pool.lock:
+            pool.check_open()
+            self._memory = SlotMemory(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
+            self._table = self._memory.table
+            self._occupancy = Occupancy(layout, pool, self._memory)
+            pool.attach(self._occupancy)
+        self.closed = False
+
+    # sequences
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, taken or not."""
+        return len(self._table)
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """[slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
+        return self._memory.limit
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[slots] tokens written, by slot; read-only."""
+        return _read_only(self._table.lengths)
+
+    @property
+    def limits(self) -> npt.NDArray[np.int32]:
+        """[slots] what `limit` holds on the device; read-only."""
+        return _read_only(self._table.limits)
+
+    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> Sequence:
+        """A new sequence in a free slot, with `max_tokens` (the cache's by default) as its end.
+
+        A blank parked slot of the same tenant is taken first, with what is mapped there.
+        Memory that another tenant wrote is zeroed before this one sees it (law 7).
+
+        Cost: none, if a slot is free or blank; else a parked slot is evicted, and its fence waited for.
+        Raises: OutOfSlots; SequenceTooLong if `max_tokens` is more than the cache's.
+        """
+        with self.pool.lock:
+            end = self._check_end(max_tokens)
+            parked = self._open_over(tenant)
+            if parked is not None:
+                return self._occupancy.take_over(parked, 0, end)
+            return self._occupancy.open_at(self._occupancy.clear_run(1), end, tenant)
+
+    def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
+        """`count` new sequences in adjacent slots, so that `cache.k(layer)[first:first + count]` is their batch.
+
+        Cost and errors: as `open`.
+        """
+        if count < 1:
+            raise ValueError(f"count={count}: a batch has at least 1 sequence")
+        with self.pool.lock:
+            end = self._check_end(max_tokens)
+            first = self._occupancy.clear_run(count)
+            return [self._occupancy.open_at(slot, end, tenant) for slot in range(first, first + count)]
+
+    def adopt(
+        self, parked: Parked, num_tokens: int | None = None, *, max_tokens: int | None = None, tenant: Hashable = None
+    ) -> Sequence:
+        """A new sequence in a parked slot, whose first `num_tokens` rows (all by default) are its own already.
+
+        Cost: no driver call but the limit's copy.
+        Raises: Evicted if it was taken back or adopted meanwhile; ValueError for another tenant's, or more rows than
+        were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong.
+        """
+        with self.pool.lock:
+            end = self._check_end(max_tokens)
+            self._check_parked(parked)
+            num_tokens = parked.length if num_tokens is None else num_tokens
+            if parked.tenant != tenant:
+                raise ValueError(f"slot {parked.slot} was parked by another tenant")
+            if not 0 <= num_tokens <= parked.length:
+                raise ValueError(f"num_tokens={num_tokens}: slot {parked.slot} was parked with {parked.length} tokens")
+            if num_tokens > end:
+                raise SequenceTooLong(f"{num_tokens} parked tokens are adopted by a sequence of max_tokens={end}")
+            if num_tokens:
+                self._occupancy.check_windows(parked.slot, num_tokens)
+            return self._occupancy.take_over(parked, num_tokens, end)
+
+    def parked(self) -> list[Parked]:
+        """The parked slots, the oldest first."""
+        with self.pool.lock:
+            return list(self._occupancy.parked.values())
+
+    def evict(self, parked: Parked) -> None:
+        """Retire a parked slot's mappings. Raises Evicted if that has happened, or it was adopted. No driver call."""
+        with self.pool.lock:
+            self._check_parked(parked)
+            self._occupancy.evict(parked)
+
+    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
+        """`num_tokens` (one number, or one for each) more rows have been written in each of these different slots.
+
+        Cost: a few numpy calls whatever the number of slots; no lock, no driver call.
+        Raises: RowsUnmapped, naming the first slot that would pass its limit; ValueError for a negative number; then
+        none has advanced.
+        """
+        self._check_open()
+        self._occupancy.advance(slots, num_tokens)
+
+    # views
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of a layer over all slots: `view(layer, "k")`."""
+        return self.view(layer, "k")
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of a layer over all slots: `view(layer, "v")`."""
+        return self.view(layer, "v")
+
+    def view(self, layer: int, plane: str) -> torch.Tensor:
+        """A plane of a layer over the whole arena: [slots, slot_tokens, heads, dim], strided; for batched kernels.
+
+        Most of it is not mapped: a kernel must load rows below each sequence's length only (plus the guard). Strides
+        pass 2**31 elements. It stays valid for the cache's life. Cost: about 4 us; no driver call, no copy, no touch.
+        """
+        self._check_open()
+        return self._memory.arena_of(layer).view(layer, plane)
+
+    # ahead of need, and behind
+
+    def lead_tokens(self, step_us: float) -> int:
+        """How many tokens ahead memory should be mapped so that no step of `step_us` waits, one token a step.
+
+        If every sequence crosses a page at once, the mapper needs `pages due * measured cost`; it must have begun that
+        many steps before.
+        """
+        pages_due = len(self._occupancy.sequences) * len(self.layout.groups)
+        return 1 + ceil_div(int(pages_due * self._memory.mapper.map_us), max(1, int(step_us)))
+
+    def pump(self, budget_us: float = float("inf"), *, lead_tokens: int = 1) -> int:
+        """Do the mapper's work for about `budget_us`: call it while launched work is still queued on the device.
+
+        First it maps for sequences that have less memory than `lead_tokens` more tokens need, or than they `expect`,
+        most urgent first and never past their end; then it unmaps what has retired and whose fence has passed.
+
+        Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
+        any to do, however small the budget. Never waits for a fence; does nothing about a sequence that finds no page.
+        Not under graph capture.
+        Raises: DriverError; what was done before it stays done.
+        """
+        with self.pool.lock:
+            self._check_open()
+            return self._occupancy.pump(budget_us, lead_tokens, self.pool.driver.order)
+
+    def start_mapper(self, lead_tokens: int | None = None) -> None:
+        """Pump in a thread, for users with no loop of their own. A graph capture then needs capture_error_mode="thread_local".
+
+        `lead_tokens` is by default as many as a page holds. A DriverError of the thread is raised by `stop_mapper`, or
+        by the next `grow`.
+        """
+        with self.pool.lock:
+            self._check_open()
+            if self._occupancy.thread is not None:
+                raise ValueError("the mapper's thread runs already; stop_mapper() ends it")
+            if lead_tokens is None:
+                lead_tokens = max(1, *(group.tokens_under(1) for group in self.layout.groups))
+            if lead_tokens < 1:
+                raise ValueError(f"lead_tokens={lead_tokens}: the mapper maps at least 1 token ahead")
+            name = f"vmmkv-mapper-{self._memory.number}"
+            self._occupancy.thread = MapperThread(functools.partial(self._pump_some, lead_tokens), name=name)
+
+    def stop_mapper(self) -> None:
+        """End the thread. Idempotent. Raises what the thread failed with, if it did."""
+        thread, self._occupancy.thread = self._occupancy.thread, None
+        if thread is not None:
+            thread.stop()
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Work on this stream touches the cache too: retirements wait for it as for the caller's current stream."""
+        with self.pool.lock:
+            self._check_open()
+            if stream not in self._memory.streams:
+                self._memory.streams.append(stream)
+
+    # the whole
+
+    def stats(self) -> CacheStats:
+        """The cache at this moment. Cost: some tens of microseconds; no driver call."""
+        with self.pool.lock:
+            return snapshot(self._memory, self._occupancy)
+
+    def close(self) -> None:
+        """End all sequences, wait for the work that touches them, unmap everything. Idempotent.
+
+        The addresses stay reserved until the process ends, so that a stale view faults (law 6).
+        Cost: an unmap for each page; blocks on the fences.
+        """
+        try:
+            self.stop_mapper()
+        finally:
+            with self.pool.lock:
+                if not self.closed:
+                    self._occupancy.close_all()
+                    self.pool.detach(self._occupancy)
+                    self.closed = True
+
+    def __enter__(self) -> "KVCache":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<KVCache on {self.device}: {len(self._occupancy.sequences)} sequences in {len(self._table)} slots>"
+
+    def check(self) -> None:
+        """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""
+        with self.pool.lock:
+            self._memory.check()
+            self._occupancy.check()
+            self.pool.check()
+
+    # within
+
+    def _pump_some(self, lead_tokens: int) -> bool:
+        """The thread's unit of work, made visible before anybody is told. Is there more to do?"""
+        with self.pool.lock:
+            return self._occupancy.pump(_THREAD_BUDGET_US, lead_tokens, self.pool.driver.settle) > 0
+
+    def _open_over(self, tenant: Hashable) -> Parked | None:
+        """The parked slot that the next sequence of a tenant takes: the newest blank one, or the oldest if no slot is free."""
+        parked = [parked for parked in self._occupancy.parked.values() if parked.tenant == tenant]
+        blank = [each for each in parked if not each.length]
+        if blank:
+            return blank[-1]
+        return parked[0] if parked and not self._table.where(SlotState.FREE) else None
+
+    def _check_parked(self, parked: Parked) -> None:
+        if self._occupancy.parked.get(parked.slot) is not parked:
+            raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Closed("this cache is closed")
+
+    def _check_end(self, max_tokens: int | None) -> int:
+        self._check_open()
+        end = self.max_tokens if max_tokens is None else max_tokens
+        if end < 1:
+            raise ValueError(f"max_tokens={end}: a sequence has at least 1")
+        if end > self.max_tokens:
+            raise SequenceTooLong(f"max_tokens={end} is more than this cache's slots have addresses for, {self.max_tokens}")
+        return end
+
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+def _read_only(array: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,1 @@
+"""The `vmmkv` command: one module for each of its commands, imported only when it is the one that runs."""

@@ -1,0 +1,26 @@
+"""Drivers: what a device's virtual memory can do (base), and how it is done on CUDA, on the host, and for tests."""
+
+import torch
+
+from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
+
+__all__ = ["Access", "Driver", "Fence", "Handle", "MemoryInfo", "open_driver"]
+
+
+def open_driver(device: str | torch.device) -> Driver:
+    """The driver of a device: `"cpu"` is the host's own memory, `"cuda:1"` a GPU, `"cuda"` the thread's current one.
+
+    CUDA, and the package that speaks to it, are loaded only when a GPU is asked for.
+
+    Raises: DriverUnavailable, by what is missing; ValueError for a device of another kind.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        from vmmkv.driver.host import HostDriver
+
+        return HostDriver()
+    if device.type == "cuda":
+        from vmmkv.driver.cuda import CudaDriver
+
+        return CudaDriver(device)
+    raise ValueError(f"there is no driver for {str(device)!r}: choose 'cpu' (host memory) or 'cuda:0' (a GPU)")

@@ -1,0 +1,130 @@
+"""What vmmkv needs of a device's virtual memory, and nothing more.
+
+Handle table
+
+| thing       | made by            | undone by            | depends on                                    |
+|-------------|--------------------|----------------------|-----------------------------------------------|
+| reservation | reserve            | (process end)        | nothing                                       |
+| handle      | create, import_fd  | release              | nothing                                       |
+| mapping     | map + set_access   | unmap                | a reservation and a handle                    |
+| fence       | fence              | (garbage collection) | the streams' work at the moment it was made   |
+
+Laws every implementation keeps:
+1. A handle is indivisible: it is mapped whole and unmapped whole.
+2. `map` refuses an address where a mapping stands.
+3. A released handle's memory lives on while it is mapped, and is given back when the last mapping goes.
+4. Unmapped addresses of a reservation fault when touched; they never read anybody's bytes.
+5. A call that fails changes nothing.
+6. `calls` counts the calls that succeeded, by name, so that live handles are `create + import_fd - release`.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+
+Handle: TypeAlias = int
+"""A driver's name for one physical allocation. Opaque; a handle is never used after `release`."""
+
+
+class Access(enum.Enum):
+    """What the device may do with a mapping."""
+
+    READ = "read"
+    READ_WRITE = "read_write"
+
+
+class MemoryInfo(NamedTuple):
+    """Physical memory of a device, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Fence(Protocol):
+    """All work that had been launched on some streams when the fence was made."""
+
+    def done(self) -> bool:
+        """Has that work finished? Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has."""
+        ...
+
+    def order(self) -> None:
+        """Make the caller's current stream wait for it. Does not block the caller."""
+        ...
+
+
+class Driver(Protocol):
+    """A device's virtual memory: addresses are reserved, handles created, and one put under the other.
+
+    Addresses and sizes are multiples of `page_bytes`, in bytes. Every method raises DriverError, with `call` the
+    method's name, if the driver refuses, and then has changed nothing. Methods may be called from any thread, but
+    not from two at once (the pool's lock sees to that).
+    """
+
+    device: torch.device
+    page_bytes: int
+    creates_zeroed: bool
+    """Does `create` give zeroes? If not, the memory must be zeroed before its first use."""
+    calls: Counter[str]
+
+    def reserve(self, size_bytes: int) -> int:
+        """Reserve addresses, aligned to a page, with nothing under them; they stay reserved until the process ends."""
+        ...
+
+    def create(self, size_bytes: int) -> Handle:
+        """Take physical memory from the device. Raises OutOfDeviceMemory when there is none."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give a handle up; its memory goes back to the device when its last mapping goes."""
+        ...
+
+    def map(self, address: int, handle: Handle, size_bytes: int) -> None:
+        """Put a whole handle under `[address, address + size_bytes)`, where nothing stands; not accessible yet."""
+        ...
+
+    def set_access(self, address: int, size_bytes: int, access: Access) -> None:
+        """Let the device read, or read and write, what is mapped at `[address, address + size_bytes)`."""
+        ...
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Take the one mapping at `[address, address + size_bytes)` away. The caller has seen its fence done."""
+        ...
+
+    def zero(self, address: int, size_bytes: int) -> None:
+        """Fill mapped, writable memory with zeroes, in order on the driver's own *control stream* (see `order`)."""
+        ...
+
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a small CPU tensor into a device tensor, in order on the control stream; `source` may change at once."""
+        ...
+
+    def order(self) -> None:
+        """Make the caller's current stream wait for what was put on the control stream so far. Does not block."""
+        ...
+
+    def settle(self) -> None:
+        """Block until the control stream is empty."""
+        ...
+
+    def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
+        """A fence behind all work so far on the caller's current stream, the control stream, and `streams`."""
+        ...
+
+    def memory(self) -> MemoryInfo:
+        """Physical memory of the device, free and in total."""
+        ...
+
+    def export_fd(self, handle: Handle) -> int:
+        """A file descriptor, owned by the caller, by which another process can import this handle."""
+        ...
+
+    def import_fd(self, fd: int, size_bytes: int) -> Handle:
+        """A handle to memory that another process exported; `fd` stays the caller's to close."""
+        ...

@@ -1,0 +1,268 @@
+"""Virtual memory of an NVIDIA GPU, through the CUDA driver: `cuda.bindings.driver`, loaded when a driver is opened.
+
+Facts relied upon, seen on an H200 with driver 580:
+- A handle is mapped whole: cuMemMap of a part of it, or at an offset, is CUDA_ERROR_NOT_SUPPORTED.
+- A released handle lives while it is mapped. Touching what is not mapped loses the CUDA context, of the whole process.
+- create, map, set_access, unmap and release do not wait for kernels that run, nor for each other's threads.
+- cuMemCreate promises no zeroes.
+- The calls of virtual memory belong to the device named in the handle or in the access, not to the current context; a
+  memset is put on a stream and needs that stream's context current.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+
+from vmmkv.driver.base import Access, Fence, Handle, MemoryInfo
+from vmmkv.driver.cuda_fence import CudaFence, EventPool
+from vmmkv.driver.cuda_open import attribute, checked, failure, missing_package, open_device, start
+from vmmkv.errors import DriverError, ForkedProcess, OutOfDeviceMemory
+from vmmkv.units import PAGE_BYTES, format_bytes
+
+
+class CudaDriver:
+    """Driver over one GPU. See Driver for what each method promises.
+
+    Works from any thread, whichever device is current there. Errors carry CUDA's own name as `code`. Handles can be
+    exported as file descriptors, and take part in GPUDirect RDMA where the device can: neither can be added later.
+
+    Raises: DriverUnavailable, by what is missing.
+    """
+
+    creates_zeroed = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._cu: Final = _load_bindings()
+        start(self._cu)
+        self.device, self._cu_device = open_device(self._cu, device)
+        self.page_bytes = PAGE_BYTES
+        self.calls: Counter[str] = Counter()
+        self._pid = os.getpid()
+        # The structures of the hot calls are built once: making one in Python costs more than cuMemMap.
+        self._success = self._cu.CUresult.CUDA_SUCCESS
+        self._location = self._cu.CUmemLocation()
+        self._location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._location.id = self.device.index
+        flags = self._cu.CUmemAccess_flags
+        self._access = {
+            Access.READ: [self._access_descriptor(flags.CU_MEM_ACCESS_FLAGS_PROT_READ)],
+            Access.READ_WRITE: [self._access_descriptor(flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)],
+        }
+        self._fd_type = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._exports = bool(attribute(self._cu, self._cu_device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))
+        self._allocation = self._allocation_properties()
+        self._check_granularity()
+        # The primary context, which torch uses too, stays for as long as the process: every thread can make it current.
+        self._context = checked(self._cu, "open", self._cu.cuDevicePrimaryCtxRetain(self._cu_device))
+        self._control = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._events = EventPool(self.device)
+        self._unordered = False
+        """Was anything put on the control stream since it was last seen empty?"""
+
+    def reserve(self, size_bytes: int) -> int:
+        """See Driver.reserve. Cost: 4 us, whatever the size."""
+        self._enter("reserve")
+        self._whole_pages("reserve", size_bytes)
+        answer = self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0)
+        address = int(checked(self._cu, "reserve", answer, f"{format_bytes(size_bytes)} of addresses"))
+        self.calls["reserve"] += 1
+        return address
+
+    def create(self, size_bytes: int) -> Handle:
+        """See Driver.create. Cost: 14 us; does not wait for kernels."""
+        self._enter("create")
+        self._whole_pages("create", size_bytes)
+        status, handle = self._cu.cuMemCreate(size_bytes, self._allocation, 0)
+        if status == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free_bytes, total_bytes = self.memory()
+            raise OutOfDeviceMemory(
+                f"create: {format_bytes(size_bytes)} do not fit: {format_bytes(free_bytes)} of {format_bytes(total_bytes)} of "
+                f"{self.device} are free (CUDA_ERROR_OUT_OF_MEMORY); lower the budget, or free memory that torch only "
+                "keeps with torch.cuda.empty_cache()",
+                call="create",
+                code="CUDA_ERROR_OUT_OF_MEMORY",
+            )
+        if status != self._success:
+            raise failure(self._cu, "create", status, format_bytes(size_bytes))
+        self.calls["create"] += 1
+        return int(handle)
+
+    def release(self, handle: Handle) -> None:
+        """See Driver.release. Cost: 17 us."""
+        self._enter("release")
+        checked(self._cu, "release", self._cu.cuMemRelease(handle), f"handle {handle:#x}")
+        self.calls["release"] += 1
+
+    def map(self, address: int, handle: Handle, size_bytes: int) -> None:
+        """See Driver.map. Cost: 3 us, whatever the size; does not wait for kernels."""
+        self._enter("map")
+        (status,) = self._cu.cuMemMap(address, size_bytes, 0, handle, 0)
+        if status != self._success:
+            raise failure(self._cu, "map", status, f"handle {handle:#x} under {_span(address, size_bytes)}")
+        self.calls["map"] += 1
+
+    def set_access(self, address: int, size_bytes: int, access: Access) -> None:
+        """See Driver.set_access. Cost: 25 to 40 us, whatever the size; does not wait for kernels."""
+        self._enter("set_access")
+        (status,) = self._cu.cuMemSetAccess(address, size_bytes, self._access[access], 1)
+        if status != self._success:
+            raise failure(self._cu, "set_access", status, f"{access.name} at {_span(address, size_bytes)}")
+        self.calls["set_access"] += 1
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """See Driver.unmap. Cost: 24 us; does not wait for kernels, so a kernel that still reads this loses the context."""
+        self._enter("unmap")
+        (status,) = self._cu.cuMemUnmap(address, size_bytes)
+        if status != self._success:
+            raise failure(self._cu, "unmap", status, _span(address, size_bytes))
+        self.calls["unmap"] += 1
+
+    def zero(self, address: int, size_bytes: int) -> None:
+        """See Driver.zero. Cost: one memset, launched on the control stream."""
+        self._enter("zero")
+        self._unordered = True
+        # torch.cuda.device() would not do: where its device is current already it leaves a new thread without a context.
+        checked(self._cu, "zero", self._cu.cuCtxPushCurrent(self._context))
+        try:
+            answer = self._cu.cuMemsetD8Async(address, 0, size_bytes, self._control.cuda_stream)
+        finally:
+            self._cu.cuCtxPopCurrent()
+        checked(self._cu, "zero", answer, _span(address, size_bytes))
+        self.calls["zero"] += 1
+
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """See Driver.copy_in. Cost: one small copy, launched on the control stream; does not block.
+
+        The copy is ordered after nothing but the control stream: whatever filled `tensor` before must have finished.
+        """
+        self._enter("copy_in")
+        # From pageable memory CUDA takes the bytes into a staging buffer of its own before the call returns, so `source`
+        # may change at once. From pinned memory the device would read them later: such a source is copied first.
+        if source.is_pinned():
+            source = source.clone()
+        self._unordered = True
+        with torch.cuda.stream(self._control):
+            tensor.copy_(source, non_blocking=True)
+        tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before the copy is over
+        self.calls["copy_in"] += 1
+
+    def order(self) -> None:
+        """See Driver.order. Cost: a few us while the control stream has work, else one query, and none if it had none."""
+        self._enter("order")
+        if not self._unordered:
+            return
+        if self._control.query():
+            self._unordered = False
+        else:
+            torch.cuda.current_stream(self.device).wait_stream(self._control)
+
+    def settle(self) -> None:
+        """See Driver.settle. Blocks until zeroes and copies are through; they wait for no kernel of other streams."""
+        self._enter("settle")
+        if self._unordered:
+            self._control.synchronize()
+            self._unordered = False
+
+    def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
+        """See Driver.fence. Not under graph capture.
+
+        Cost: one event record for each stream. Raises: ValueError for a stream of another device.
+        """
+        self._enter("fence")
+        for stream in streams:
+            if stream.device != self.device:
+                raise ValueError(f"{stream} is not a stream of {self.device}; record an event on a stream of it that waits")
+        behind = {torch.cuda.current_stream(self.device), self._control}
+        behind.update(_as_cuda_stream(stream) for stream in streams)
+        fence = CudaFence(self._events, behind)
+        self.calls["fence"] += 1
+        return fence
+
+    def memory(self) -> MemoryInfo:
+        """See Driver.memory. What torch keeps in its own cache counts as used."""
+        self._enter("memory")
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return MemoryInfo(free_bytes, total_bytes)
+
+    def export_fd(self, handle: Handle) -> int:
+        """See Driver.export_fd. Cost: 0.8 ms."""
+        self._enter("export_fd")
+        if not self._exports:
+            self._refuse("export_fd", f"{self.device} cannot export memory as a file descriptor", "CUDA_ERROR_NOT_SUPPORTED")
+        answer = self._cu.cuMemExportToShareableHandle(handle, self._fd_type, 0)
+        fd = int(checked(self._cu, "export_fd", answer, f"handle {handle:#x}"))
+        self.calls["export_fd"] += 1
+        return fd
+
+    def import_fd(self, fd: int, size_bytes: int) -> Handle:
+        """See Driver.import_fd. Cost: 0.4 ms. A wrong `size_bytes` shows when it is mapped: CUDA does not tell it here."""
+        self._enter("import_fd")
+        self._whole_pages("import_fd", size_bytes)
+        answer = self._cu.cuMemImportFromShareableHandle(fd, self._fd_type)
+        handle = int(checked(self._cu, "import_fd", answer, f"file descriptor {fd}"))
+        self.calls["import_fd"] += 1
+        return handle
+
+    def _enter(self, call: str) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                f"{call}: this driver belongs to process {self._pid}, and this is {os.getpid()}, a child made by fork(), where "
+                "CUDA does not work; start the child with spawn or forkserver, and pass handles by export_fd",
+                call=call,
+                code="CUDA_ERROR_NOT_INITIALIZED",
+            )
+
+    def _whole_pages(self, call: str, size_bytes: int) -> None:
+        if size_bytes <= 0 or size_bytes % PAGE_BYTES:
+            message = f"size_bytes={size_bytes} must be a positive multiple of the page, {PAGE_BYTES} bytes"
+            self._refuse(call, message, "CUDA_ERROR_INVALID_VALUE")
+
+    def _refuse(self, call: str, message: str, code: str) -> NoReturn:
+        raise DriverError(f"{call}: {message}", call=call, code=code)
+
+    def _access_descriptor(self, flags: Any) -> Any:
+        descriptor = self._cu.CUmemAccessDesc()
+        descriptor.location = self._location
+        descriptor.flags = flags
+        return descriptor
+
+    def _allocation_properties(self) -> Any:
+        properties = self._cu.CUmemAllocationProp()
+        properties.type = self._cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = self._location
+        if self._exports:
+            properties.requestedHandleTypes = self._fd_type
+        if attribute(self._cu, self._cu_device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
+            properties.allocFlags.gpuDirectRDMACapable = 1
+        return properties
+
+    def _check_granularity(self) -> None:
+        minimum = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        answer = self._cu.cuMemGetAllocationGranularity(self._allocation, minimum)
+        granularity_bytes = int(checked(self._cu, "open", answer))
+        if PAGE_BYTES % granularity_bytes:
+            message = f"memory of {self.device} comes in {format_bytes(granularity_bytes)}, of which a page of "
+            self._refuse("open", f"{message}{format_bytes(PAGE_BYTES)} is no multiple", "CUDA_ERROR_NOT_SUPPORTED")
+
+
+def _load_bindings() -> Any:
+    try:
+        from cuda.bindings import driver  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise missing_package(error) from error
+    return driver
+
+
+def _as_cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:
+    """The same stream by the type that CUDA's events ask for."""
+    if isinstance(stream, torch.cuda.Stream):
+        return stream
+    identity = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+    return torch.cuda.Stream(**identity)  # type: ignore[no-untyped-call]
+
+
+def _span(address: int, size_bytes: int) -> str:
+    return f"[{address:#x}, {address + size_bytes:#x})"

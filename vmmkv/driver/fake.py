@@ -1,0 +1,295 @@
+"""A driver that keeps the laws: it refuses what CUDA refuses, asserts what CUDA cannot, counts, and fails on demand.
+
+Alone it has addresses but no memory, and whoever touches them faults. Put over another driver it checks that one's
+callers while the memory is real: `FakeDriver(over=HostDriver())`, or over CUDA.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
+from vmmkv.errors import DriverError, OutOfDeviceMemory
+from vmmkv.units import GIB, PAGE_BYTES, format_bytes, round_up
+
+_T = TypeVar("_T")
+
+
+class LawBroken(AssertionError):
+    """A caller did what would corrupt memory or lose the context on a real device. Always a bug."""
+
+
+@dataclass(slots=True)
+class _Allocation:
+    size_bytes: int
+    imported: bool = False
+    released: bool = False
+    num_mappings: int = 0
+
+
+@dataclass(slots=True)
+class _Mapped:
+    handle: Handle
+    size_bytes: int
+    access: Access | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Launch:
+    """Device work under way over some byte ranges [start, end); it runs until `finish`."""
+
+    ranges: tuple[tuple[int, int], ...]
+    finished: bool = False
+
+    def finish(self) -> None:
+        """The device has done this work."""
+        self.finished = True
+
+
+@dataclass(slots=True)
+class _LaunchFence:
+    launches: list[Launch]
+    under: Fence | None
+
+    def done(self) -> bool:
+        return all(launch.finished for launch in self.launches) and (self.under is None or self.under.done())
+
+    def wait(self) -> None:
+        for launch in self.launches:
+            launch.finish()
+        if self.under is not None:
+            self.under.wait()
+
+    def order(self) -> None:
+        if self.under is not None:
+            self.under.order()
+
+
+@dataclass
+class FakeDriver:
+    """Driver law enforcement. `memory_bytes` is the device's size; `fail_at` the numbers of the calls to fail.
+
+    A call's number counts all calls that can fail, from 0, since the driver was made: `fail_at = {driver.num_calls + 3}`
+    fails the fourth from now. `launch` pretends that a kernel runs: what it touches must stay mapped until it finishes.
+    """
+
+    over: Driver | None = None
+    memory_bytes: int = 64 * GIB
+    fail_at: set[int] = field(default_factory=set)
+    page_bytes: int = PAGE_BYTES
+    creates_zeroed: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+    num_calls: int = 0
+    used_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu") if self.over is None else self.over.device
+        if self.over is not None:
+            self.creates_zeroed = self.over.creates_zeroed
+        self._next_address = 1 << 44
+        self._handles: dict[Handle, _Allocation] = {}
+        self._mapped: dict[int, _Mapped] = {}
+        self._pages: dict[int, int] = {}  # address of each mapped page -> address of its mapping
+        self._reserved: list[tuple[int, int]] = []
+        self._launches: list[Launch] = []
+        self._numbers = itertools.count(1)
+
+    # what a test asks
+
+    @property
+    def live_handles(self) -> int:
+        """Handles that were made and not released."""
+        return sum(not allocation.released for allocation in self._handles.values())
+
+    @property
+    def live_mappings(self) -> int:
+        """Mappings that stand."""
+        return len(self._mapped)
+
+    def is_accessible(self, address: int, size_bytes: int) -> bool:
+        """May the device read and write every byte of [address, address + size_bytes)?"""
+        first = address // self.page_bytes * self.page_bytes
+        for page in range(first, round_up(address + size_bytes, self.page_bytes), self.page_bytes):
+            if page not in self._pages or self._mapped[self._pages[page]].access is not Access.READ_WRITE:
+                return False
+        return True
+
+    def launch(self, ranges: Sequence[tuple[int, int]]) -> Launch:
+        """A kernel starts that touches the byte ranges [start, end); all of them must be accessible now (law 4)."""
+        for start, end in ranges:
+            if not self.is_accessible(start, end - start):
+                raise LawBroken(f"a launch touches [{start:#x}, {end:#x}), which is not all mapped")
+        launch = Launch(tuple(ranges))
+        self._launches.append(launch)
+        return launch
+
+    # the protocol
+
+    def reserve(self, size_bytes: int) -> int:
+        """See Driver.reserve."""
+        self._pages_only(size_bytes)
+
+        def reserve() -> int:
+            if self.over is not None:
+                return self.over.reserve(size_bytes)
+            address, self._next_address = self._next_address, self._next_address + size_bytes + self.page_bytes
+            return address
+
+        address = self._call("reserve", reserve)
+        self._reserved.append((address, address + size_bytes))
+        return address
+
+    def create(self, size_bytes: int) -> Handle:
+        """See Driver.create."""
+        self._pages_only(size_bytes)
+
+        def create() -> Handle:
+            if self.used_bytes + size_bytes > self.memory_bytes:
+                free = self.memory_bytes - self.used_bytes
+                raise OutOfDeviceMemory(
+                    f"{format_bytes(size_bytes)} were asked of a device with {format_bytes(free)} free",
+                    call="create",
+                    code="FAKE",
+                )
+            return next(self._numbers) if self.over is None else self.over.create(size_bytes)
+
+        handle = self._call("create", create)
+        self._handles[handle] = _Allocation(size_bytes)
+        self.used_bytes += size_bytes
+        return handle
+
+    def release(self, handle: Handle) -> None:
+        """See Driver.release."""
+        allocation = self._live(handle)
+        self._pass_on("release", handle)
+        allocation.released = True
+        self._forget_if_gone(handle)
+
+    def map(self, address: int, handle: Handle, size_bytes: int) -> None:
+        """See Driver.map."""
+        self._pages_only(address, size_bytes)
+        if self._live(handle).size_bytes != size_bytes:
+            raise LawBroken(f"a handle of {self._handles[handle].size_bytes} bytes was mapped in part: {size_bytes} bytes")
+        if not any(start <= address and address + size_bytes <= end for start, end in self._reserved):
+            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is not inside one reservation")
+        pages = range(address, address + size_bytes, self.page_bytes)
+
+        def map_() -> None:
+            if any(page in self._pages for page in pages):
+                raise DriverError(f"something is mapped at {address:#x} already", call="map", code="FAKE_ALREADY_MAPPED")
+            if self.over is not None:
+                self.over.map(address, handle, size_bytes)
+
+        self._call("map", map_)
+        self._mapped[address] = _Mapped(handle, size_bytes)
+        self._pages.update(dict.fromkeys(pages, address))
+        self._handles[handle].num_mappings += 1
+
+    def set_access(self, address: int, size_bytes: int, access: Access) -> None:
+        """See Driver.set_access."""
+        mapped = self._exactly(address, size_bytes)
+        self._pass_on("set_access", address, size_bytes, access)
+        mapped.access = access
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """See Driver.unmap. Law 4: not while a launch that touches it is unfinished."""
+        mapped = self._exactly(address, size_bytes)
+        self._idle(address, size_bytes, "unmapped")
+        self._pass_on("unmap", address, size_bytes)
+        del self._mapped[address]
+        for page in range(address, address + size_bytes, self.page_bytes):
+            del self._pages[page]
+        self._handles[mapped.handle].num_mappings -= 1
+        self._forget_if_gone(mapped.handle)
+
+    def zero(self, address: int, size_bytes: int) -> None:
+        """See Driver.zero. Nothing orders the control stream behind a launch, so none may be using this memory."""
+        if not self.is_accessible(address, size_bytes):
+            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is zeroed and not all mapped")
+        self._idle(address, size_bytes, "zeroed")
+        self._pass_on("zero", address, size_bytes)
+
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """See Driver.copy_in."""
+        self._call("copy_in", lambda: tensor.copy_(source) if self.over is None else self.over.copy_in(tensor, source))
+
+    def order(self) -> None:
+        """See Driver.order."""
+        if self.over is not None:
+            self.over.order()
+
+    def settle(self) -> None:
+        """See Driver.settle."""
+        if self.over is not None:
+            self.over.settle()
+
+    def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
+        """See Driver.fence. `wait` finishes the launches, as the device would in time."""
+        under = self._call("fence", lambda: None if self.over is None else self.over.fence(streams))
+        self._launches = [launch for launch in self._launches if not launch.finished]
+        return _LaunchFence(list(self._launches), under)
+
+    def memory(self) -> MemoryInfo:
+        """See Driver.memory."""
+        return MemoryInfo(self.memory_bytes - self.used_bytes, self.memory_bytes)
+
+    def export_fd(self, handle: Handle) -> int:
+        """See Driver.export_fd."""
+        self._live(handle)
+        if self.over is None:
+            raise DriverError("a fake device has no memory to export", call="export_fd", code="FAKE_NOT_SUPPORTED")
+        over = self.over
+        return self._call("export_fd", lambda: over.export_fd(handle))
+
+    def import_fd(self, fd: int, size_bytes: int) -> Handle:
+        """See Driver.import_fd."""
+        if self.over is None:
+            raise DriverError("a fake device has no memory to import", call="import_fd", code="FAKE_NOT_SUPPORTED")
+        over = self.over
+        handle = self._call("import_fd", lambda: over.import_fd(fd, size_bytes))
+        self._handles[handle] = _Allocation(size_bytes, imported=True)
+        return handle
+
+    # the laws
+
+    def _call(self, name: str, function: Callable[[], _T]) -> _T:
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if number in self.fail_at:
+            raise DriverError(f"{name} was told to fail (call {number})", call=name, code="FAKE_INJECTED")
+        result = function()
+        self.calls[name] += 1
+        return result
+
+    def _pass_on(self, name: str, *arguments: object) -> None:
+        """A call that gives nothing back: the driver below makes it, if there is one."""
+        self._call(name, lambda: None if self.over is None else getattr(self.over, name)(*arguments))
+
+    def _pages_only(self, *values: int) -> None:
+        if any(value <= 0 or value % self.page_bytes for value in values):
+            raise LawBroken(f"{values} are not all positive multiples of a page, {self.page_bytes} bytes")
+
+    def _live(self, handle: Handle) -> _Allocation:
+        if handle not in self._handles or self._handles[handle].released:
+            raise LawBroken(f"handle {handle} was used after its release, or never made")
+        return self._handles[handle]
+
+    def _exactly(self, address: int, size_bytes: int) -> _Mapped:
+        mapped = self._mapped.get(address)
+        if mapped is None or mapped.size_bytes != size_bytes:
+            raise LawBroken(f"no one mapping stands at exactly [{address:#x}, {address + size_bytes:#x})")
+        return mapped
+
+    def _idle(self, address: int, size_bytes: int, what: str) -> None:
+        for launch in self._launches:
+            if not launch.finished and any(start < address + size_bytes and address < end for start, end in launch.ranges):
+                raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is {what} while a launch may touch it")
+
+    def _forget_if_gone(self, handle: Handle) -> None:
+        allocation = self._handles[handle]
+        if allocation.released and not allocation.num_mappings:
+            del self._handles[handle]
+            self.used_bytes -= 0 if allocation.imported else allocation.size_bytes

@@ -1,0 +1,105 @@
+"""Every exception of the library; the server adds a few of its own under the same root.
+
+    VmmkvError
+    ├── DriverError                a driver call failed; carries `call` and `code`
+    │   ├── OutOfDeviceMemory      no physical memory is left on the device
+    │   ├── OutOfMappings          the kernel's limit on mappings is reached (host driver)
+    │   └── ForkedProcess          a driver was used in a child made by fork()
+    ├── DriverUnavailable          this driver cannot work here; the message says why and what to do
+    │   ├── MissingPackage         cuda-python is not installed
+    │   ├── MissingDriver          there is no CUDA driver on this machine
+    │   ├── NoDevice               there is a driver but no such GPU
+    │   ├── NoVirtualMemory        the device has no virtual memory management
+    │   └── TorchWithoutCuda       torch is a CPU build
+    ├── LayoutError (ValueError)   a geometry that cannot be laid out
+    ├── BudgetError (ValueError)   a budget that cannot be kept
+    ├── OutOfPages                 the pool has no page for this
+    ├── OutOfSlots                 every slot of the cache is taken
+    ├── SequenceTooLong            more tokens than the slot or the sequence's own end allows
+    ├── RowsUnmapped               rows that are not mapped were asked for
+    ├── Closed                     use after close
+    └── Evicted                    a parked slot was taken back before it could be adopted
+
+A message says what was given, what was wanted, what there was, and what would work.
+"""
+
+
+class VmmkvError(Exception):
+    """The root of all exceptions of vmmkv."""
+
+
+class DriverError(VmmkvError):
+    """A driver call failed: `call` names it (`"map"`), `code` is the driver's own name for what happened."""
+
+    def __init__(self, message: str, *, call: str, code: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+
+
+class OutOfDeviceMemory(DriverError):
+    """The device has no physical memory left."""
+
+
+class OutOfMappings(DriverError):
+    """The process has as many mappings as the kernel allows (`vm.max_map_count`)."""
+
+
+class ForkedProcess(DriverError):
+    """A driver, and so a pool or a cache, was used in a child process made by fork()."""
+
+
+class DriverUnavailable(VmmkvError):
+    """A driver cannot work on this machine."""
+
+
+class MissingPackage(DriverUnavailable):
+    """The Python package that the driver needs is not installed."""
+
+
+class MissingDriver(DriverUnavailable):
+    """The machine has no CUDA driver."""
+
+
+class NoDevice(DriverUnavailable):
+    """The machine has no such device."""
+
+
+class NoVirtualMemory(DriverUnavailable):
+    """The device does not support virtual memory management."""
+
+
+class TorchWithoutCuda(DriverUnavailable):
+    """torch was built without CUDA."""
+
+
+class LayoutError(VmmkvError, ValueError):
+    """A geometry that cannot be laid out in pages."""
+
+
+class BudgetError(VmmkvError, ValueError):
+    """A budget that cannot be kept."""
+
+
+class OutOfPages(VmmkvError):
+    """The pool has too few pages for what was asked."""
+
+
+class OutOfSlots(VmmkvError):
+    """Every slot of the cache is taken."""
+
+
+class SequenceTooLong(VmmkvError):
+    """More tokens than a sequence may hold."""
+
+
+class RowsUnmapped(VmmkvError):
+    """Rows that are not mapped, or no longer kept, were asked for."""
+
+
+class Closed(VmmkvError):
+    """A pool, cache or sequence was used after it was closed."""
+
+
+class Evicted(VmmkvError):
+    """A parked slot was taken back under pressure, or adopted by somebody else."""

@@ -1,0 +1,244 @@
+"""How the bytes of a token are laid out: groups of layers, planes in a row, rows in pages; and the capacity maths.
+
+    slot    | row 0 | row 1 | row 2 | ...                                one sequence's addresses in one group
+    pages   |    2 MiB    |    2 MiB    | ...                            rows may straddle pages
+    row     | layer 0: k, v | layer 1: k, v | ... | padding to 128 B     one token
+    plane   | head 0: dim | head 1: dim | ...                            one layer's k, or v, of one token
+
+All layers of a token share a row, so that a 2 MiB page holds 16 tokens of Llama-3.1-8B and not 512 tokens of one of
+its layers.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+
+from vmmkv.errors import LayoutError
+from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes, round_up
+
+ROW_ALIGNMENT_BYTES = 128
+"""A row is padded to this, a GPU's cache line."""
+
+PLANE_ALIGNMENT_BYTES = 16
+"""A plane starts on this: the widest load of a GPU thread, and what the attention kernels ask of strides."""
+
+_FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
+"""Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
+
+    K and V are planes; a latent (MLA) model has a single one; quantised K and V have planes of scales beside them.
+    """
+
+    name: str
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.dim < 1:
+            raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
+        if not self.name.isidentifier():
+            raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of this plane in one layer of one token."""
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers that share a row: the same planes, the same window.
+
+    `layers` are the model's own layer numbers. `window` is the number of last tokens that these layers attend to, or
+    None for all: rows that lie wholly before it can be given back with `Sequence.advance_start`.
+    """
+
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise LayoutError("a group needs at least one layer")
+        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            raise LayoutError(f"a group's layers must be different numbers from 0, not {self.layers}")
+        if not self.planes:
+            raise LayoutError("a group needs at least one plane")
+        if len({plane.name for plane in self.planes}) != len(self.planes):
+            raise LayoutError(f"two planes of a group have one name: {[plane.name for plane in self.planes]}")
+        if self.window is not None and self.window < 1:
+            raise LayoutError(f"window={self.window}: a window has at least 1 token; None means all")
+        if self.row_bytes > PAGE_BYTES:
+            fitting = PAGE_BYTES // self.layer_bytes
+            remedy = f"put at most {fitting} layers in a group" if fitting else "use a smaller head count, head size or dtype"
+            raise LayoutError(
+                f"a row of {len(self.layers)} layers is {format_bytes(self.row_bytes)}, more than a page of "
+                f"{format_bytes(PAGE_BYTES)}; {remedy}"
+            )
+
+    @cached_property
+    def plane_offsets(self) -> Mapping[str, int]:
+        """Where each plane starts in a layer's part of the row, in bytes."""
+        offsets, offset_bytes = {}, 0
+        for plane in self.planes:
+            offsets[plane.name] = offset_bytes
+            offset_bytes += round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES)
+        return offsets
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a row."""
+        return sum(round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES) for plane in self.planes)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one token: `layers * sum(planes)`, padded to ROW_ALIGNMENT_BYTES."""
+        return round_up(len(self.layers) * self.layer_bytes, ROW_ALIGNMENT_BYTES)
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Do the planes differ in type? Then bytes left by another row can be NaN under a new phase."""
+        return len({plane.dtype for plane in self.planes}) > 1
+
+    def offset_bytes(self, layer: int, plane: str) -> int:
+        """Where a layer's plane starts in the row. Raises LayoutError naming the layers and planes there are."""
+        if plane not in self.plane_offsets:
+            raise LayoutError(f"no plane {plane!r} in this group; it has {', '.join(self.plane_offsets)}")
+        return self.layers.index(layer) * self.layer_bytes + self.plane_offsets[plane]
+
+    def plane(self, name: str) -> Plane:
+        """The plane of that name. Raises LayoutError naming those there are."""
+        for plane in self.planes:
+            if plane.name == name:
+                return plane
+        raise LayoutError(f"no plane {name!r} in this group; it has {', '.join(self.plane_offsets)}")
+
+    def pages_between(self, start_token: int, end_token: int) -> int:
+        """Pages that the rows [start_token, end_token) of a slot touch."""
+        if end_token <= start_token:
+            return 0
+        return ceil_div(end_token * self.row_bytes, PAGE_BYTES) - start_token * self.row_bytes // PAGE_BYTES
+
+    def tokens_under(self, num_pages: int) -> int:
+        """Rows that lie wholly in the first `num_pages` of a slot."""
+        return num_pages * PAGE_BYTES // self.row_bytes
+
+    def slot_tokens(self, num_tokens: int) -> int:
+        """Rows of a slot that has addresses for `num_tokens`: a slot is a whole number of pages and of rows.
+
+        At most 2 MiB / 128 B = 16,384 rows more than asked for: addresses, not memory.
+        """
+        stride_bytes = math.lcm(PAGE_BYTES, self.row_bytes)
+        return round_up(num_tokens * self.row_bytes, stride_bytes) // self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """The groups of a model. Most models have one; hybrid and sliding-window models have several."""
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise LayoutError("a layout needs at least one group")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if len(set(layers)) != len(layers):
+            raise LayoutError(f"a layer is in two groups: {sorted(layer for layer in set(layers) if layers.count(layer) > 1)}")
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+        windows: Sequence[int | None] | None = None,
+    ) -> "KVLayout":
+        """K and V of the same heads in every layer; `windows` gives each layer's window, and layers of one window a group."""
+        if layers < 1:
+            raise LayoutError(f"layers={layers}; a model has at least 1")
+        if windows is not None and len(windows) != layers:
+            raise LayoutError(f"{len(windows)} windows for {layers} layers")
+        planes = (
+            Plane(name="k", heads=kv_heads, dim=head_dim, dtype=dtype),
+            Plane(name="v", heads=kv_heads, dim=value_dim or head_dim, dtype=dtype),
+        )
+        by_window: dict[int | None, list[int]] = {}
+        for layer in range(layers):
+            by_window.setdefault(windows[layer] if windows else None, []).append(layer)
+        return cls(groups=tuple(Group(layers=tuple(ids), planes=planes, window=window) for window, ids in by_window.items()))
+
+    @classmethod
+    def from_config(cls, config: Any, dtype: torch.dtype) -> "KVLayout":
+        """The layout of a transformers configuration: an object such as `model.config`, or the dict of a config.json."""
+        get = config.get if isinstance(config, Mapping) else lambda name, default=None: getattr(config, name, default)
+        if get("text_config") is not None:
+            return cls.from_config(get("text_config"), dtype)
+        layers, heads = get("num_hidden_layers"), get("num_attention_heads")
+        if not layers or not heads:
+            raise LayoutError("the configuration has no num_hidden_layers or num_attention_heads: is it that of a decoder?")
+        if get("kv_lora_rank"):
+            raise LayoutError(
+                "the configuration is of latent attention (kv_lora_rank): what is kept depends on the kernel; say it with "
+                "Group(planes=(Plane(name='latent', heads=1, dim=kv_lora_rank + qk_rope_head_dim, ...),), ...)"
+            )
+        window = None if get("use_sliding_window") is False else get("sliding_window")
+        layer_types = get("layer_types")
+        if layer_types is None:  # older files: every nth layer sees all, the others a window
+            every = get("sliding_window_pattern") or _FULL_ATTENTION_EVERY.get(get("model_type"), 0)
+            layer_types = [
+                "full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
+            ]
+        windows = [window if kind == "sliding_attention" else None for kind in layer_types]
+        return cls.uniform(
+            layers=layers,
+            kv_heads=get("num_key_value_heads") or heads,
+            head_dim=get("head_dim") or get("hidden_size") // heads,
+            dtype=dtype,
+            windows=windows,
+        )
+
+    @cached_property
+    def group_of(self) -> Mapping[int, int]:
+        """The group's index, by layer."""
+        return {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token over all groups."""
+        return sum(group.row_bytes for group in self.groups)
+
+    def start_for(self, group: Group, num_tokens: int) -> int:
+        """The first row that a sequence of `num_tokens` tokens still needs in a group when the next token comes."""
+        return 0 if group.window is None else max(0, num_tokens - group.window + 1)
+
+    def token_bytes(self, num_tokens: int) -> int:
+        """Bytes that the rows of one sequence need, without what lies before its windows."""
+        return sum(group.row_bytes * (num_tokens - self.start_for(group, num_tokens)) for group in self.groups)
+
+    def pages_for(self, num_tokens: int, guard_tokens: int = 0) -> int:
+        """Pages that one sequence of `num_tokens` tokens holds, over all groups, with a guard of mapped rows past its end."""
+        return sum(group.pages_between(self.start_for(group, num_tokens), num_tokens + guard_tokens) for group in self.groups)
+
+    def tokens_in(self, num_pages: int, guard_tokens: int = 0) -> int:
+        """The longest single sequence that `num_pages` can hold.
+
+        A windowed group stops growing at its window, so a layout of windowed groups alone can hold any length; that
+        is reported as 2**31 - 1, the most that a length can be.
+        """
+        low, high = 0, 2**31 - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.pages_for(middle, guard_tokens) <= num_pages else (low, middle - 1)
+        return low

@@ -1,0 +1,223 @@
+"""Growths and retirements: what is being mapped and not yet live, and what is no longer live and not yet unmapped.
+
+    acquire ──map, set_access, zero──> staged ──publish, commit──> live ──retire──> retiring ──fence, unmap──> free
+                                         │                           ^                  │
+                                         └──rollback──> free         └────revive────────┘
+
+Nothing here knows of sequences or of time; `KVCache` decides what to grow and when.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from vmmkv.driver.base import Fence
+from vmmkv.errors import DriverError
+from vmmkv.pool import Extent, Pool, Tenant
+from vmmkv.ranges import Arena, Mapping, Span
+
+_SMOOTHING = 0.1
+"""Weight of the newest measurement in the running mean of what a call costs."""
+
+
+class Target(NamedTuple):
+    """A span that is to be live up to `end_page`, for a tenant (which may depend on the page)."""
+
+    arena: Arena
+    span: Span
+    end_page: int
+    tenant_of: Callable[[int], Tenant]
+
+
+class _PassedFence:
+    """A fence behind nothing: for mappings that no launch ever knew."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """At once."""
+
+    def order(self) -> None:
+        """Nothing to wait for."""
+
+
+_PASSED = _PassedFence()
+
+
+class Growth:
+    """Memory that is mapped and not yet live. Exactly one of `commit` and `rollback` ends it."""
+
+    def __init__(self, mapper: "Mapper", targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self.num_mapped = 0
+        self._mapper = mapper
+        self._new: list[tuple[Arena, Mapping, Tenant]] = []
+        self._revived: list[tuple[Arena, Mapping, Fence]] = []
+
+    def commit(self) -> None:
+        """What was staged is live."""
+        for _, mapping, tenant in self._new:
+            mapping.extent.tenant, mapping.extent.zeroed = tenant, False
+        for target in self.targets:
+            target.span.end_page = max(target.span.end_page, target.end_page)
+
+    def rollback(self) -> None:
+        """As before the growth; what even now cannot be unmapped retires, so that nothing is lost."""
+        driver = self._mapper.pool.driver
+        if self._new:
+            driver.settle()  # zeroes may be on their way to what is unmapped next
+        for arena, mapping, _ in reversed(self._new):
+            try:
+                arena.unmap(mapping)
+            except DriverError:
+                self._mapper.retire(arena, [mapping], _PASSED)
+            else:
+                self._mapper.pool.drop(mapping.extent)
+        for arena, mapping, fence in self._revived:
+            self._mapper.retire(arena, [mapping], fence)
+
+    def _stage(self, *, wait: bool) -> None:
+        missing: list[tuple[Target, int]] = []
+        for target in self.targets:
+            for page in range(target.span.end_page, target.end_page):
+                mapping = target.span.mappings.get(page)
+                if mapping is not None and mapping.fence is _PASSED:  # never was live, perhaps never accessible
+                    self._mapper.finish(mapping)
+                    mapping = None
+                if mapping is None:
+                    missing.append((target, page))
+                else:  # before any extent is acquired, since making room could unmap it
+                    self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
+        unused = deque(self._mapper.pool.acquire(len(missing), wait=wait))
+        try:
+            for target, page in missing:
+                self._map(target, page, unused)
+        finally:
+            for extent in unused:
+                self._mapper.pool.drop(extent)
+
+    def _map(self, target: Target, page: int, unused: deque[Extent]) -> None:
+        extent, tenant = unused[0], target.tenant_of(page)
+        try:
+            target.arena.map(target.span, page, extent)
+        finally:
+            if page in target.span.mappings:  # it can stand although the call failed: then it is ours to undo
+                self._new.append((target.arena, target.span.mappings[page], tenant))
+                unused.popleft()
+        if extent.must_be_zeroed_for(tenant):
+            self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
+        self.num_mapped += 1
+
+
+def _fence_of(mapping: Mapping) -> Fence:
+    assert mapping.fence is not None, "a live mapping has no fence"
+    return mapping.fence
+
+
+class Mapper:
+    """The growths and retirements of one cache. Every call comes with the pool's lock held."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.retiring_pages = 0
+        self.map_us = 100.0
+        """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
+        self.unmap_us = 50.0
+        """Running mean of unmapping one."""
+        self._retiring: dict[int, dict[Mapping, Arena]] = {}
+        """By the identity of the fence they wait for, which they keep alive; the oldest first."""
+
+    def stage(self, targets: Sequence[Target], *, wait: bool = True) -> Growth:
+        """Map what is missing below the targets' ends; the caller publishes it, then commits.
+
+        Pages that are still retiring there are revived without a driver call.
+        Cost: a map, an access call and perhaps a zero for each page that is missing. On failure all is as before, but
+        that extents created for it stay free in the pool.
+        Raises: OutOfPages, DriverError.
+        """
+        growth = Growth(self, targets)
+        began_ns = time.perf_counter_ns()
+        try:
+            growth._stage(wait=wait)
+        except BaseException:
+            growth.rollback()
+            raise
+        if growth.num_mapped:
+            page_us = (time.perf_counter_ns() - began_ns) / 1e3 / growth.num_mapped
+            self.map_us += _SMOOTHING * (page_us - self.map_us)
+        return growth
+
+    def retire(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
+        """These are not live any more; unmap them when the fence has passed. No driver call."""
+        for mapping in mappings:
+            assert mapping.fence is None, "a mapping retires once"
+            mapping.fence = fence
+            self._retiring.setdefault(id(fence), {})[mapping] = arena
+            self.retiring_pages += mapping.extent.num_pages
+
+    def revive(self, mapping: Mapping) -> Fence:
+        """A retiring mapping does not retire after all; the fence it waited for."""
+        fence = _fence_of(mapping)
+        batch = self._retiring[id(fence)]
+        del batch[mapping]
+        if not batch:
+            del self._retiring[id(fence)]
+        mapping.fence = None
+        self.retiring_pages -= mapping.extent.num_pages
+        return fence
+
+    def finish(self, mapping: Mapping) -> None:
+        """Unmap a retiring mapping whose fence has passed. Cost: one unmap; if that fails it goes on retiring."""
+        self._retiring[id(_fence_of(mapping))][mapping].unmap(mapping)
+        self.revive(mapping)
+        self.pool.drop(mapping.extent)
+
+    def collect(self, budget_us: float = float("inf")) -> int:
+        """Unmap what has retired, oldest fence first, as far as fences and time allow; the number of pages.
+
+        A fence that has not passed holds up nobody behind it: the work of streams ends in any order.
+        Cost: one unmap for each mapping. Never blocks. If an unmap fails, its mapping stays retiring.
+        """
+        began_ns, num_pages = time.perf_counter_ns(), 0
+        for mapping in self._passed():
+            elapsed_us = (time.perf_counter_ns() - began_ns) / 1e3
+            if num_pages and elapsed_us + self.unmap_us > budget_us:
+                break
+            self.finish(mapping)
+            num_pages += mapping.extent.num_pages
+        if num_pages:
+            page_us = (time.perf_counter_ns() - began_ns) / 1e3 / num_pages
+            self.unmap_us += _SMOOTHING * (page_us - self.unmap_us)
+        return num_pages
+
+    def _passed(self) -> Iterator[Mapping]:
+        """Retiring mappings whose fence has passed; each must be finished before the next is asked for.
+
+        From the last page of a retirement to its first, which a growth would revive first.
+        """
+        for batch in list(self._retiring.values()):
+            if _fence_of(next(reversed(batch))).done():
+                while batch:
+                    yield next(reversed(batch))
+
+    def wait(self) -> bool:
+        """Block until the fence of the oldest retirement has passed; False if nothing retires."""
+        for batch in self._retiring.values():
+            _fence_of(next(reversed(batch))).wait()
+            return True
+        return False
+
+    def check(self) -> None:
+        """The queue is the retiring mappings, no others, and they stand in their spans."""
+        retiring = [(key, mapping) for key, batch in self._retiring.items() for mapping in batch]
+        for key, mapping in retiring:
+            assert id(mapping.fence) == key, "a mapping waits for another fence than its batch"
+            assert mapping.span.mappings.get(mapping.page) is mapping, "a retiring mapping does not stand in its span"
+        assert self.retiring_pages == sum(mapping.extent.num_pages for _, mapping in retiring)
+
+    def is_retiring(self, mapping: Mapping) -> bool:
+        """Is it in the queue?"""
+        return mapping in self._retiring.get(id(mapping.fence), {})

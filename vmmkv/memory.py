@@ -1,0 +1,263 @@
+"""The memory under the slots: what is mapped for each, how far each may be written, what the device knows of it.
+
+One step below the public cache: slots and token counts, no sequences. Every call comes with the pool's lock held.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+
+from vmmkv.driver.base import Fence
+from vmmkv.errors import LayoutError, OutOfPages
+from vmmkv.layout import KVLayout
+from vmmkv.mapper import Growth, Mapper, Target
+from vmmkv.pool import Extent, Pool, Tenant
+from vmmkv.ranges import Arena, Span
+from vmmkv.slots import SlotState, SlotTable
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+_numbers = itertools.count()
+
+
+class SlotMemory:
+    """The arenas of a cache, one for each group, and the mappings under every slot.
+
+    `limit` is a device tensor, [slots] int32: rows below it may be written; 0 where no sequence runs.
+    """
+
+    def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int) -> None:
+        self.number = next(_numbers)
+        self.pool = pool
+        self.guard_tokens = guard_tokens
+        self.table = SlotTable(slots, len(layout.groups))
+        self.tenants: list[Hashable] = [None] * slots
+        """Whose sequence runs in a slot, or ran last."""
+        self.mapper = Mapper(pool)
+        self.streams: list[torch.Stream] = []
+        self.mapped_pages = 0
+        self._group_of = layout.group_of
+        self.arenas = [
+            Arena(pool.driver, index, group, slots=slots, max_rows=max_tokens + guard_tokens)
+            for index, group in enumerate(layout.groups)
+        ]
+        self.limit = torch.zeros(slots, dtype=torch.int32, device=pool.device)
+        self._limit_source = torch.zeros(slots, dtype=torch.int32)
+        self._next_limits = self._limit_source.numpy()
+        pool.driver.fence().wait()  # those zeroes are on the caller's stream, the copies of later limits on another
+
+    # questions
+
+    def fence(self) -> Fence:
+        """Behind all work launched so far that may touch the slots."""
+        return self.pool.driver.fence(self.streams)
+
+    def arena_of(self, layer: int) -> Arena:
+        """The arena of a layer's group. Raises LayoutError naming the layers there are."""
+        group = self._group_of.get(layer)
+        if group is None:
+            raise LayoutError(f"no layer {layer} in this cache; it has {sorted(self._group_of)}")
+        return self.arenas[group]
+
+    def spans(self, slot: int) -> list[Span]:
+        """A slot's span in each arena."""
+        return [arena.spans[slot] for arena in self.arenas]
+
+    def num_pages(self, slot: int) -> int:
+        """Pages live under a slot, over all groups."""
+        return sum(span.num_live_pages for span in self.spans(slot))
+
+    def is_bare(self, slot: int) -> bool:
+        """Is nothing at all mapped under it?"""
+        return not any(span.mappings for span in self.spans(slot))
+
+    def committed(self, slot: int, *, from_first: bool = False) -> int:
+        """Tokens whose rows, and the guard behind them, lie under live mappings in every group.
+
+        `from_first`: counting only groups that are still mapped from their first page on, as a new sequence needs them.
+        """
+        return self._tokens_under([0 if from_first and span.first_page else span.end_page for span in self.spans(slot)])
+
+    def end_pages(self, num_tokens: int) -> list[int]:
+        """Where the live pages of a slot must end, in each group, for it to hold that many tokens and the guard."""
+        rows = num_tokens + self.guard_tokens
+        return [ceil_div(rows * arena.group.row_bytes, PAGE_BYTES) for arena in self.arenas]
+
+    def holders(self) -> Counter[Extent]:
+        """How often each extent is mapped here."""
+        return Counter(mapping.extent for arena in self.arenas for span in arena.spans for mapping in span.mappings.values())
+
+    # growing
+
+    def grow(self, slot: int, num_tokens: int) -> int:
+        """Map what is missing for `num_tokens` tokens; the number of pages that had to be mapped.
+
+        On failure all is as before. Raises: OutOfPages, DriverError.
+        """
+        growth = self._stage(slot, self.end_pages(num_tokens), wait=True)
+        self._publish([growth], self.pool.driver.order)
+        return growth.num_mapped
+
+    def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
+        """Map ahead of need for whoever is short, the most urgent first, while the budget lasts; the number of pages.
+
+        `order` puts what was zeroed before whatever is done by those who see the new limits.
+        """
+        began_ns = time.perf_counter_ns()
+        growths: list[Growth] = []
+        num_pages = 0
+        try:
+            for slot, target in zip(*self.table.short_of(lead_tokens), strict=True):
+                left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
+                if num_pages and left_us < self.mapper.map_us:
+                    break
+                affordable = max(1, int(min(left_us / self.mapper.map_us, 2**31)))
+                wanted = zip(self.spans(slot), self.end_pages(int(target)), strict=True)
+                growths.append(
+                    self._stage(int(slot), [min(end, span.end_page + affordable) for span, end in wanted], wait=False)
+                )
+                num_pages += growths[-1].num_mapped
+        except OutOfPages:
+            pass  # whoever really needs a page will ask in the foreground, and be told
+        finally:
+            self._publish(growths, order)
+        return num_pages
+
+    def _stage(self, slot: int, end_pages: list[int], *, wait: bool) -> Growth:
+        def tenant_in(index: int) -> Callable[[int], Tenant]:
+            group, name = self.arenas[index].group, self.tenants[slot]
+            if group.mixes_dtypes:
+                return lambda page: Tenant(self.number, (index, page * PAGE_BYTES % group.row_bytes), name)
+            same = Tenant(self.number, group.planes[0].dtype, name)
+            return lambda page: same
+
+        targets = [
+            Target(arena, arena.spans[slot], end, tenant_in(index))
+            for index, (arena, end) in enumerate(zip(self.arenas, end_pages, strict=True))
+            if end > arena.spans[slot].end_page
+        ]
+        return self.mapper.stage(targets, wait=wait)
+
+    def _publish(self, growths: list[Growth], order: Callable[[], None]) -> None:
+        """Tell the device the new limits, then let the growths be live; all of them or none."""
+        if not growths:
+            return
+        ends = {(target.arena, target.span.slot): target.end_page for growth in growths for target in growth.targets}
+        slots = sorted({slot for _, slot in ends})
+        committed = {
+            slot: self._tokens_under([max(arena.spans[slot].end_page, ends.get((arena, slot), 0)) for arena in self.arenas])
+            for slot in slots
+        }
+        try:
+            self.set_limits(((slot, min(tokens, int(self.table.ends[slot]))) for slot, tokens in committed.items()), order)
+        except BaseException:
+            for growth in reversed(growths):
+                growth.rollback()
+            raise
+        for growth in growths:
+            growth.commit()
+            self.mapped_pages += growth.num_mapped
+        for slot, tokens in committed.items():
+            self.table.committed[slot] = tokens
+
+    def set_limits(self, limits: Iterable[tuple[int, int]], order: Callable[[], None] = lambda: None) -> None:
+        """New limits of some slots, for the device and then for the host; `order` runs in between.
+
+        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
+        Cost: one small copy, not blocking, if any limit differs. On failure nothing changes.
+        """
+        for slot, limit in limits:
+            self._next_limits[slot] = limit
+        try:
+            if (self._next_limits != self.table.limits).any():
+                self.pool.driver.copy_in(self.limit, self._limit_source)
+            order()
+        except BaseException:
+            self._next_limits[:] = self.table.limits
+            raise
+        self.table.limits[:] = self._next_limits
+
+    # shrinking; none of these calls the driver's map or unmap
+
+    def retire_from(self, slot: int, num_tokens: int) -> None:
+        """Retire the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
+        ends = self.end_pages(num_tokens)
+        if all(span.end_page <= end for span, end in zip(self.spans(slot), ends, strict=True)):
+            return
+        fence = self.fence()
+        pages = [max(span.first_page, min(span.end_page, end)) for span, end in zip(self.spans(slot), ends, strict=True)]
+        tokens = self._tokens_under(pages)
+        self.set_limits([(slot, min(tokens, int(self.table.ends[slot])))])
+        for arena, end in zip(self.arenas, pages, strict=True):
+            span = arena.spans[slot]
+            self.mapper.retire(arena, [span.mappings[page] for page in range(end, span.end_page)], fence)
+            span.end_page = end
+        self.table.committed[slot] = tokens
+
+    def retire_before(self, slot: int, group: int, start_token: int) -> None:
+        """Retire the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
+        arena = self.arenas[group]
+        span = arena.spans[slot]
+        first = min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page)
+        if first > span.first_page:
+            self.mapper.retire(arena, [span.mappings[page] for page in range(span.first_page, first)], self.fence())
+            span.first_page = first
+        self.table.starts[group, slot] = start_token
+
+    def retire_all(self, slot: int, fence: Fence) -> None:
+        """Retire everything under a slot, which then is as if never used."""
+        self._retire_spans(slot, fence, self.spans(slot))
+
+    def retire_cut(self, slot: int, fence: Fence) -> None:
+        """Retire what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
+        self._retire_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
+        self.table.starts[:, slot] = 0
+
+    def _retire_spans(self, slot: int, fence: Fence, spans: list[Span]) -> None:
+        for index, arena in enumerate(self.arenas):
+            span = arena.spans[slot]
+            if span in spans:
+                self.mapper.retire(arena, list(span.live()), fence)
+                span.first_page = span.end_page = 0
+                self.table.starts[index, slot] = 0
+        self.table.committed[slot] = self.committed(slot)
+
+    # laws
+
+    def check(self) -> None:
+        """Recount the mappings and the numbers of every slot."""
+        for slot in range(len(self.table)):
+            self._check_slot(slot)
+        self.mapper.check()
+        if self.pool.device.type == "cpu":
+            assert torch.equal(self.limit, torch.from_numpy(self.table.limits)), "the device's limits are not the table's"
+
+    def _check_slot(self, slot: int) -> None:
+        table, state = self.table, self.table.state(slot)
+        for index, arena in enumerate(self.arenas):
+            span = arena.spans[slot]
+            live = set(range(span.first_page, span.end_page))
+            assert live <= span.mappings.keys(), f"slot {slot} has live pages that are not mapped"
+            for page, mapping in span.mappings.items():
+                assert (page in live) == (mapping.fence is None) != self.mapper.is_retiring(mapping), (
+                    "a mapping is neither live nor retiring"
+                )
+            first_row = int(table.starts[index, slot]) * arena.group.row_bytes
+            assert span.first_page * PAGE_BYTES <= first_row, f"slot {slot} keeps rows that are unmapped"
+        assert table.committed[slot] == self.committed(slot), f"slot {slot}'s committed tokens are miscounted"
+        if state is SlotState.LIVE:
+            assert table.limits[slot] == min(table.committed[slot], table.ends[slot]), f"slot {slot} has a wrong limit"
+            assert table.starts[:, slot].max() <= max(table.lengths[slot], 0) <= table.limits[slot], (
+                f"slot {slot} passes its limit"
+            )
+        else:
+            assert not (table.limits[slot] or table.lengths[slot] or table.ends[slot]), (
+                f"slot {slot} has no sequence and yet a limit"
+            )
+        assert (state is SlotState.FREE) <= self.is_bare(slot), f"slot {slot} is free and something is mapped"
+
+    def _tokens_under(self, end_pages: list[int]) -> int:
+        rows = (arena.group.tokens_under(end) for arena, end in zip(self.arenas, end_pages, strict=True))
+        return max(0, min(rows) - self.guard_tokens)

@@ -1,0 +1,238 @@
+"""Who is in which slot, and every way from one occupant to the next.
+
+    free ──open──> live ──park──> parked ──adopt, open──> live
+     ^              │               │
+     │            close           evict
+     └──unmapped── closing <────────┘
+
+What may fail comes first in every step, so that a failure leaves the occupants as they were.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.driver.base import Fence
+from vmmkv.errors import OutOfSlots, RowsUnmapped
+from vmmkv.layout import KVLayout
+from vmmkv.mapper_thread import MapperThread
+from vmmkv.memory import SlotMemory
+from vmmkv.pool import Evictable, Extent, Pool
+from vmmkv.sequence import Parked, Sequence
+from vmmkv.slots import SlotState
+
+
+class Occupancy:
+    """The sequences and the parked slots of one cache. What the pool asks of a cache, it asks here (see Reclaimable).
+
+    Every call but `advance` and `wake` comes with the pool's lock held.
+    """
+
+    def __init__(self, layout: KVLayout, pool: Pool, memory: SlotMemory) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.memory = memory
+        self.table = memory.table
+        self.sequences: dict[int, Sequence] = {}
+        self.parked: dict[int, Parked] = {}
+        """Oldest first."""
+        self.thread: MapperThread | None = None
+        """Who pumps in the background, if anybody does."""
+        self.stalls = 0
+        self.stall_us = 0.0
+        self.pumped_pages = 0
+        self.adopted_slots = 0
+
+    # in
+
+    def open_at(self, slot: int, end: int, tenant: Hashable) -> Sequence:
+        """A new sequence in a free slot. No driver call."""
+        sequence = Sequence(self, slot, end, tenant)
+        self.sequences[slot] = sequence
+        self.memory.tenants[slot] = tenant
+        self.table.states[slot] = SlotState.LIVE
+        self.table.ends[slot] = end
+        return sequence
+
+    def take_over(self, parked: Parked, num_tokens: int, end: int) -> Sequence:
+        """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
+        slot = parked.slot
+        committed = self.memory.committed(slot, from_first=not num_tokens)
+        self.memory.set_limits([(slot, min(committed, end))], self.pool.driver.order)
+        parked.fence.order()
+        if not num_tokens:
+            self.memory.retire_cut(slot, parked.fence)
+        del self.parked[slot]
+        self.adopted_slots += 1
+        sequence = self.open_at(slot, end, parked.tenant)
+        self.table.lengths[slot] = num_tokens
+        return sequence
+
+    def clear_run(self, count: int) -> int:
+        """The first of `count` adjacent free slots; made free, if need be, from parked and closing ones."""
+        first = self.table.run_of(count, SlotState.FREE)
+        if first is None and self.collect():
+            first = self.table.run_of(count, SlotState.FREE)
+        if first is None and count == 1 and self.parked:
+            first = next(iter(self.parked))
+        if first is None:
+            first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
+        if first is None:
+            raise OutOfSlots(
+                f"{count} adjacent slots are wanted; {len(self.sequences)} of {len(self.table)} run sequences; close some, "
+                f"or make the cache with more slots"
+            )
+        run = range(first, first + count)
+        for slot in run:
+            if slot in self.parked:
+                self.evict(self.parked[slot])
+        while not all(self.table.state(slot) is SlotState.FREE for slot in run):
+            self.memory.mapper.wait()
+            self.collect()
+        return first
+
+    # on
+
+    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
+        """See KVCache.advance. Takes no lock: a slot's length is written by its sequence's owner alone."""
+        indices = np.atleast_1d(np.asarray(slots, dtype=np.int64))
+        before = self.table.lengths[indices]
+        after = before + np.asarray(num_tokens, dtype=np.int64)
+        wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
+        if wrong.any():
+            slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
+            if slot < 0 or wanted < length:
+                raise ValueError(
+                    f"slot {slot} cannot advance from {length} to {wanted} tokens: slots and num_tokens are at least 0"
+                )
+            raise RowsUnmapped(
+                f"slot {slot} has {length} tokens and memory for {self.table.limits[slot]}: it cannot advance to {wanted}; "
+                f"grow first"
+            )
+        self.table.lengths[indices] = after
+        self.wake()
+
+    def wake(self) -> None:
+        """Somebody may be short of memory, or something may have retired."""
+        thread = self.thread
+        if thread is not None:
+            thread.wake()
+
+    def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
+        """See KVCache.pump; `order` makes what was mapped visible to whoever is told of it."""
+        began_ns = time.perf_counter_ns()
+        mapped = self.memory.pump(budget_us, lead_tokens, order)
+        self.pumped_pages += mapped
+        left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
+        if mapped and left_us < self.memory.mapper.unmap_us:
+            return mapped
+        return mapped + self._collect(left_us)
+
+    # out
+
+    def end(self, sequence: Sequence, state: SlotState) -> Fence:
+        """A sequence is over; the fence behind its work. Cost: a fence, and the limit's copy."""
+        fence = self.memory.fence()
+        self.memory.set_limits([(sequence.slot, 0)])
+        self.table.clear(sequence.slot, state)
+        del self.sequences[sequence.slot]
+        sequence.closed = True
+        return fence
+
+    def park(self, sequence: Sequence, num_tokens: int) -> Parked:
+        """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
+        fence, slot = self.end(sequence, SlotState.PARKED), sequence.slot
+        self.parked[slot] = parked = Parked(
+            slot, num_tokens, sequence.tenant, self.pool.tick(), fence, self.memory.num_pages(slot)
+        )
+        return parked
+
+    def close(self, sequence: Sequence) -> None:
+        """End a sequence and retire its memory."""
+        fence = self.end(sequence, SlotState.CLOSING)
+        self.memory.retire_all(sequence.slot, fence)
+        self._free_if_bare(sequence.slot)
+        self.wake()
+
+    def evict(self, parked: Parked) -> None:
+        """Retire a parked slot's mappings. No driver call."""
+        del self.parked[parked.slot]
+        self.table.clear(parked.slot, SlotState.CLOSING)
+        self.memory.retire_all(parked.slot, parked.fence)
+        self._free_if_bare(parked.slot)
+
+    def close_all(self) -> None:
+        """End everybody, wait for the work that touches them, unmap everything."""
+        for sequence in list(self.sequences.values()):
+            self.close(sequence)
+        for parked in list(self.parked.values()):
+            self.evict(parked)
+        while self.memory.mapper.wait():
+            self.collect()
+
+    # what the pool asks
+
+    def retiring_pages(self) -> int:
+        """See Reclaimable."""
+        return self.memory.mapper.retiring_pages
+
+    def parked_pages(self) -> int:
+        """See Reclaimable."""
+        return sum(parked.num_pages for parked in self.parked.values())
+
+    def oldest_parked(self) -> Evictable | None:
+        """See Reclaimable."""
+        for parked in self.parked.values():
+            return Evictable(parked.stamp, parked.fence.done())
+        return None
+
+    def evict_oldest_parked(self) -> None:
+        """See Reclaimable."""
+        self.evict(next(iter(self.parked.values())))
+
+    def collect(self) -> int:
+        """See Reclaimable."""
+        return self._collect(float("inf"))
+
+    def wait_for_retired(self) -> bool:
+        """See Reclaimable."""
+        return self.memory.mapper.wait()
+
+    def holders(self) -> Counter[Extent]:
+        """See Reclaimable."""
+        return self.memory.holders()
+
+    # laws
+
+    def check(self) -> None:
+        """The occupants are those that the slots' states tell of."""
+        assert sorted(self.sequences) == self.table.where(SlotState.LIVE), "a live slot has no sequence"
+        assert sorted(self.parked) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
+        for slot, parked in self.parked.items():
+            assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
+
+    def check_windows(self, slot: int, num_tokens: int) -> None:
+        """Are all rows kept that a sequence of so many tokens needs for its next one? Raises RowsUnmapped if not."""
+        for index, group in enumerate(self.layout.groups):
+            start, needed = int(self.table.starts[index, slot]), self.layout.start_for(group, num_tokens)
+            if start > needed:
+                raise RowsUnmapped(
+                    f"with {num_tokens} tokens the window of group {index} begins at row {needed}, and rows before {start} "
+                    f"are gone; call advance_start later, or recompute"
+                )
+
+    # within
+
+    def _collect(self, budget_us: float) -> int:
+        try:
+            return self.memory.mapper.collect(budget_us)
+        finally:
+            for slot in self.table.where(SlotState.CLOSING):
+                self._free_if_bare(slot)
+
+    def _free_if_bare(self, slot: int) -> None:
+        if self.memory.is_bare(slot):
+            self.table.clear(slot, SlotState.FREE)

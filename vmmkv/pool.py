@@ -1,0 +1,371 @@
+"""The pool: every extent of a device's budget, free or held, shared by the caches that take it.
+
+    created = free + held <= budget                                     (law 1; in bytes, over all size classes)
+    extent.holders = mappings, live or retiring, + other holders        (free means 0)
+
+The pool alone creates and releases handles. When it has too few pages for somebody it asks its caches, in this
+order: for what has retired, for the least recently parked slot of any of them, and at last it waits for a fence.
+A parked slot whose work is still running is no sooner free than what retires already: it is only taken if that is too
+little.
+"""
+
+import contextlib
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from vmmkv.driver import open_driver
+from vmmkv.driver.base import Driver, Handle
+from vmmkv.errors import BudgetError, Closed, DriverError, OutOfDeviceMemory, OutOfPages
+from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
+
+SIZE_CLASSES: Final = (1, 16)
+"""Pages in a handle: 1 for new tokens, so that sharing stays page-fine; 16 for what is shared by many (32 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who wrote an extent last: memory that passes between two different tenants is zeroed in between (law 7)."""
+
+    cache: int
+    """Which cache of the process."""
+    phase: Hashable
+    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
+    name: Hashable
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """One handle of a size class. Identity is what counts: two extents are never equal."""
+
+    handle: Handle
+    num_pages: int
+    holders: int = 0
+    zeroed: bool = False
+    """Nothing but zeroes, since it was created or zeroed. False once it is mapped for a tenant."""
+    tenant: Tenant | None = None
+    """Who wrote it last; None for nobody."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the handle."""
+        return self.num_pages * PAGE_BYTES
+
+    def must_be_zeroed_for(self, tenant: Tenant) -> bool:
+        """May its bytes be somebody else's, or undefined?"""
+        return not self.zeroed and self.tenant != tenant
+
+
+class Evictable(NamedTuple):
+    """The least recently parked slot of a cache."""
+
+    stamp: int
+    """The pool's clock when it was parked."""
+    idle: bool
+    """Is all work done that may touch it? Then its pages are free at once."""
+
+
+class Reclaimable(Protocol):
+    """What a pool asks of each of its caches when pages run short. All calls come with the pool's lock held."""
+
+    def retiring_pages(self) -> int:
+        """Pages that will be free when their fences have passed."""
+        ...
+
+    def parked_pages(self) -> int:
+        """Pages of parked slots, which can be evicted."""
+        ...
+
+    def oldest_parked(self) -> Evictable | None:
+        """The slot that was parked least recently, if any is."""
+        ...
+
+    def evict_oldest_parked(self) -> None:
+        """Retire that slot's mappings."""
+        ...
+
+    def collect(self) -> int:
+        """Unmap what has retired and whose fence has passed; the number of pages unmapped. Never blocks."""
+        ...
+
+    def wait_for_retired(self) -> bool:
+        """Block until the oldest retirement's fence has passed; False if there is none."""
+        ...
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted from scratch: how often this cache holds each extent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """A pool at one moment, in bytes, and its driver's successful calls by name."""
+
+    budget_bytes: int
+    created_bytes: int
+    held_bytes: int
+    free_bytes: int
+    driver_calls: dict[str, int]
+
+
+class Pool:
+    """Physical memory for KV caches, up to a budget, on one device.
+
+    `device` is anything torch takes: "cpu" is host virtual memory, "cuda:0" a GPU's. Nothing is created until it is
+    needed; what is freed stays created, for whoever comes next, until `resize` or `close` gives it back to the device.
+
+    Raises: BudgetError for a budget below one page; DriverUnavailable, of the kind that says what is missing.
+    """
+
+    def __init__(self, device: str | torch.device, budget_bytes: int, *, driver: Driver | None = None) -> None:
+        _check_budget(budget_bytes)
+        self.driver: Final = open_driver(device) if driver is None else driver
+        self.device: Final = self.driver.device
+        self.lock: Final = threading.RLock()
+        """Taken by every operation of the pool and of its caches: the driver is called by one thread at a time."""
+        self.budget_bytes = budget_bytes
+        self.created_bytes = 0
+        self.held_bytes = 0
+        self.closed = False
+        self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
+        self._caches: list[Reclaimable] = []
+        self._clock = 0
+
+    # extents
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes created and held by nobody."""
+        return self.created_bytes - self.held_bytes
+
+    def acquire(self, count: int, num_pages: int = 1, *, wait: bool = True) -> list[Extent]:
+        """`count` extents of `num_pages` each, with the caller as their one holder; all of them or none.
+
+        Takes free extents first, newest first, then creates, then reclaims from the caches.
+        Cost: one create for each extent that is not free; blocks on a fence only if pages are retiring, nothing else is
+        left and `wait` is set.
+        Raises: OutOfPages, naming pages wanted, free and evictable; DriverError. Either leaves the pool as it was,
+        but for parked slots that were evicted to make room.
+        """
+        with self.lock:
+            self.check_open()
+            self._check_feasible(count, num_pages)
+            reused: list[Extent] = []
+            created: list[Extent] = []
+            try:
+                while missing := count - len(reused) - len(created):
+                    self._take(num_pages, missing, reused, created, wait=wait)
+            except BaseException:
+                for extent in reversed(reused):
+                    self._put_back(extent)
+                for extent in reversed(created):
+                    self._put_back(extent)
+                    with contextlib.suppress(DriverError):  # then it stays free, which is within the budget too
+                        self._destroy_newest(extent.num_pages)
+                raise
+            return reused + created
+
+    def hold(self, extent: Extent) -> None:
+        """One more holder of an extent that is held already."""
+        with self.lock:
+            assert extent.holders > 0, "a free extent is acquired, not held"
+            extent.holders += 1
+
+    def drop(self, extent: Extent) -> None:
+        """One holder fewer; the last one frees it. No driver call."""
+        with self.lock:
+            assert extent.holders > 0, "an extent was dropped more often than held"
+            if extent.holders == 1:
+                self._put_back(extent)
+            else:
+                extent.holders -= 1
+
+    # the budget
+
+    def resize(self, budget_bytes: int) -> None:
+        """Give memory back to the device while running, or take more from now on.
+
+        Shrinking releases free extents, after unmapping what has retired and evicting parked slots, oldest first, as
+        far as is needed.
+        Cost: a release for each extent given back; may block on the fences of retirements.
+        Raises: BudgetError, naming the least that works now, and then nothing has changed.
+        """
+        with self.lock:
+            self.check_open()
+            _check_budget(budget_bytes)
+            least_bytes = self.held_bytes - self._reclaimable_pages() * PAGE_BYTES
+            if budget_bytes < least_bytes:
+                raise BudgetError(
+                    f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
+                    f"sequences hold; close or park some, or ask for at least {least_bytes} bytes"
+                )
+            while self.created_bytes > budget_bytes:
+                excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
+                if not self._destroy_any_free() and not self._reclaim(excess_pages, wait=True):
+                    break
+            self.budget_bytes = budget_bytes
+            assert self.created_bytes <= budget_bytes
+
+    def close(self) -> None:
+        """Release every handle. Idempotent. Raises Closed if a cache of this pool is still open."""
+        with self.lock:
+            if self.closed:
+                return
+            if self._caches:
+                raise Closed(f"{len(self._caches)} caches of this pool are still open: close them first")
+            while self._destroy_any_free():
+                pass
+            assert not self.created_bytes, "no cache is open, and yet extents are held"
+            self.closed = True
+
+    def stats(self) -> PoolStats:
+        """The pool at this moment."""
+        with self.lock:
+            return PoolStats(
+                budget_bytes=self.budget_bytes,
+                created_bytes=self.created_bytes,
+                held_bytes=self.held_bytes,
+                free_bytes=self.free_bytes,
+                driver_calls=dict(self.driver.calls),
+            )
+
+    # caches
+
+    def attach(self, cache: Reclaimable) -> None:
+        """A cache takes this pool."""
+        with self.lock:
+            self.check_open()
+            self._caches.append(cache)
+
+    def detach(self, cache: Reclaimable) -> None:
+        """A cache is closed and holds nothing any more."""
+        with self.lock:
+            self._caches.remove(cache)
+
+    def tick(self) -> int:
+        """The next moment of the pool's clock, by which slots of all its caches are ordered."""
+        self._clock += 1
+        return self._clock
+
+    # laws
+
+    def check(self) -> None:
+        """Recount law 1 from what the caches hold."""
+        with self.lock:
+            held = sum((cache.holders() for cache in self._caches), Counter[Extent]())
+            free = [extent for extents in self._free.values() for extent in extents]
+            assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
+            assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
+            assert len(set(free)) == len(free), "an extent is free twice"
+            assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
+            assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
+            assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
+            calls = self.driver.calls
+            assert len(free) + len(held) <= calls["create"] + calls["import_fd"] - calls["release"], "a handle was lost"
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True) and self.created_bytes:
+            warnings.warn(f"a Pool holding {format_bytes(self.created_bytes)} was not closed", ResourceWarning, stacklevel=2)
+
+    # within
+
+    def check_open(self) -> None:
+        """Raises Closed after `close`."""
+        if self.closed:
+            raise Closed("this pool is closed")
+
+    def _room_bytes(self) -> int:
+        return self.budget_bytes - self.created_bytes
+
+    def _reclaimable_pages(self) -> int:
+        return sum(cache.retiring_pages() + cache.parked_pages() for cache in self._caches)
+
+    def _check_feasible(self, count: int, num_pages: int) -> None:
+        """Refuse before anything is evicted for nothing."""
+        if count < 0 or num_pages not in SIZE_CLASSES:
+            raise ValueError(f"{count} extents of {num_pages} pages: the count is at least 0, the pages are {SIZE_CLASSES}")
+        wanted, free = count * num_pages, (self.budget_bytes - self.held_bytes) // PAGE_BYTES
+        if wanted <= free:
+            return
+        evictable = self._reclaimable_pages()
+        if wanted > free + evictable:
+            least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
+            raise OutOfPages(
+                f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed, {free} are free and {evictable} can be "
+                f"evicted; raise budget_bytes to at least {least_bytes} ({format_bytes(least_bytes)}), close or park "
+                f"sequences, or ask for fewer tokens"
+            )
+
+    def _take(self, num_pages: int, missing: int, reused: list[Extent], created: list[Extent], *, wait: bool) -> None:
+        """One of the missing extents into one of the lists, or one step towards it."""
+        size_bytes = num_pages * PAGE_BYTES
+        if self._free[num_pages]:
+            extent = self._free[num_pages].pop()
+            reused.append(extent)
+        elif self._room_bytes() >= size_bytes:
+            try:
+                handle = self.driver.create(size_bytes)
+            except OutOfDeviceMemory as error:
+                if self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
+                    return
+                raise OutOfPages(
+                    f"the device has no memory left below this pool's budget of {format_bytes(self.budget_bytes)} "
+                    f"({format_bytes(self.created_bytes)} created): {error}; lower budget_bytes or free device memory"
+                ) from error
+            extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed)
+            self.created_bytes += size_bytes
+            created.append(extent)
+        elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
+            return
+        else:
+            raise OutOfPages(
+                f"an extent of {num_pages} pages does not fit: {format_bytes(self.budget_bytes - self.held_bytes)} of the "
+                f"budget are not held and {self._reclaimable_pages()} pages are still retiring; raise budget_bytes by at least "
+                f"{format_bytes(size_bytes)}, or wait"
+            )
+        extent.holders = 1
+        self.held_bytes += size_bytes
+
+    def _put_back(self, extent: Extent) -> None:
+        extent.holders = 0
+        self.held_bytes -= extent.size_bytes
+        self._free[extent.num_pages].append(extent)
+
+    def _destroy_newest(self, num_pages: int) -> None:
+        """Give the newest free extent of a class back to the device; if that fails it stays free, and is not lost."""
+        extent = self._free[num_pages][-1]
+        self.driver.release(extent.handle)
+        self._free[num_pages].pop()
+        self.created_bytes -= extent.size_bytes
+
+    def _destroy_any_free(self) -> bool:
+        """Give one free extent back, of the smallest class that has one."""
+        for num_pages in SIZE_CLASSES:
+            if self._free[num_pages]:
+                self._destroy_newest(num_pages)
+                return True
+        return False
+
+    def _reclaim(self, num_pages: int, *, wait: bool) -> bool:
+        """One step towards `num_pages` more free ones: False when there is none left to take."""
+        if sum(cache.collect() for cache in self._caches):
+            return True
+        parked = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_parked()) is not None]
+        if parked:
+            oldest, cache = min(parked, key=lambda entry: entry[0].stamp)
+            if oldest.idle or sum(cache.retiring_pages() for cache in self._caches) < num_pages:
+                cache.evict_oldest_parked()
+                return True
+        return wait and any(cache.wait_for_retired() for cache in self._caches)
+
+
+def _check_budget(budget_bytes: int) -> None:
+    if budget_bytes < PAGE_BYTES:
+        raise BudgetError(
+            f"budget_bytes={budget_bytes} is below one page; the least is {PAGE_BYTES} ({format_bytes(PAGE_BYTES)})"
+        )

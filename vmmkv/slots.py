@@ -1,0 +1,78 @@
+"""The numbers of every slot, as arrays over the slots, so that a step over 256 sequences is a few numpy calls."""
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SlotState(enum.IntEnum):
+    """free -> live -> (parked -> live)* -> closing -> free."""
+
+    FREE = 0
+    """Nothing is mapped under it."""
+    LIVE = 1
+    """A running sequence's."""
+    PARKED = 2
+    """No sequence's; still mapped, to be adopted or evicted."""
+    CLOSING = 3
+    """No sequence's; its mappings are retiring."""
+
+
+class SlotTable:
+    """State and token counts of each slot. A slot that is not live has length, end, expected and limit 0.
+
+        start <= length <= limit = min(committed, end)
+
+    Choices of slots depend on the states alone, so that all ranks of a group choose alike.
+    """
+
+    def __init__(self, num_slots: int, num_groups: int) -> None:
+        self.states = np.zeros(num_slots, dtype=np.int8)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        """Tokens written."""
+        self.committed = np.zeros(num_slots, dtype=np.int64)
+        """Tokens whose rows lie wholly under live mappings in every group, less the guard."""
+        self.ends = np.zeros(num_slots, dtype=np.int64)
+        """The most tokens that the sequence may ever have."""
+        self.expected = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the sequence said it will have soon."""
+        self.starts = np.zeros((num_groups, num_slots), dtype=np.int64)
+        """The first row still kept, in each group."""
+        self.limits = np.zeros(num_slots, dtype=np.int32)
+        """What the device's limit tensor holds."""
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def state(self, slot: int) -> SlotState:
+        """What a slot is taken by."""
+        return SlotState(int(self.states[slot]))
+
+    def clear(self, slot: int, state: SlotState) -> None:
+        """The slot has no sequence any more."""
+        self.states[slot] = state
+        self.lengths[slot] = self.ends[slot] = self.expected[slot] = 0
+
+    def where(self, state: SlotState) -> list[int]:
+        """The slots in that state, in order."""
+        return [int(slot) for slot in np.flatnonzero(self.states == state)]
+
+    def run_of(self, count: int, *states: SlotState) -> int | None:
+        """The first of the lowest `count` adjacent slots that all are in one of these states, or None."""
+        suitable = np.isin(self.states, states)
+        if count > len(suitable):
+            return None
+        sums = np.concatenate(([0], np.cumsum(suitable)))
+        starts = np.flatnonzero(sums[count:] - sums[:-count] == count)
+        return int(starts[0]) if len(starts) else None
+
+    def short_of(self, lead_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Live slots with less memory than the next `lead_tokens` need, most urgent first, and what each should have.
+
+        A slot's deadline is the number of tokens until it stands still: committed - length.
+        """
+        targets = np.minimum(np.maximum(self.lengths + lead_tokens, self.expected), self.ends)
+        short = np.flatnonzero((self.committed < targets) & (self.states == SlotState.LIVE))
+        short = short[np.argsort((self.committed - self.lengths)[short], kind="stable")]
+        return short, targets[short]
