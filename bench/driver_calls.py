@@ -20,7 +20,7 @@ from bench.settings import Settings
 from bench.timing import WrongNumbers, device_sleep, now_us, sleep_cycles, summarize
 from vmmkv.dlpack import wrap
 from vmmkv.driver import Access, Driver, open_driver
-from vmmkv.units import MIB, PAGE_BYTES, format_bytes
+from vmmkv.units import PAGE_BYTES, format_bytes
 
 SUITE: Final = "driver_calls"
 HANDLE_BYTES: Final = (PAGE_BYTES, 16 * PAGE_BYTES)

@@ -1,13 +1,18 @@
 """Where rows go: to a file as they come, to a table at the end; and progress meanwhile."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bench.rows import Row, RowFile
+
+_LOG_COLUMNS: Final = 128
 
 
 class Report:
@@ -16,7 +21,8 @@ class Report:
     def __init__(self, file: RowFile, console: Console | None = None) -> None:
         self.file = file
         self.rows: list[Row] = []
-        self.console = console or Console()
+        # Eighty columns, what rich takes where there is no terminal, would break the tables of a log.
+        self.console = console or Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
 
     def add(self, *rows: Row) -> None:
         """Keep rows, and write them through."""
@@ -45,27 +51,27 @@ class Report:
 
             yield begin
 
-    def print_table(self, suite: str) -> None:
-        """All rows of a suite."""
+    def print_tables(self, suite: str) -> None:
+        """All rows of a suite, a table for each workload."""
         rows = [row for row in self.rows if row.suite == suite]
-        if not rows:
-            return
         provenance = self.file.provenance
-        table = Table(title=f"{suite} on {provenance.device}, driver {provenance.driver}", title_justify="left")
-        for heading in ("workload", "system", "metric"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("p20", "p50", "p80", "p99", "n", "bound", "unit"):
-            table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
-        workload = None
-        for row in rows:
-            if workload not in (None, row.workload):
-                table.add_section()
-            workload = row.workload
-            summary = row.summary
-            figures = [_figure(value) for value in (summary.p20, summary.p50, summary.p80, summary.p99)]
-            bound = "" if row.bound is None else _figure(row.bound)
-            table.add_row(row.workload, row.system, row.metric, *figures, str(summary.n), bound, row.unit)
-        self.console.print(table)
+        for workload in dict.fromkeys(row.workload for row in rows):
+            self.say(f"\n{suite}: {workload} ({provenance.device}, driver {provenance.driver})")
+            self.console.print(_table([row for row in rows if row.workload == workload]))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("system", "metric"):
+        table.add_column(heading)
+    for heading in ("p20", "p50", "p80", "p99", "n", "bound", "unit"):
+        table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
+    for row in rows:
+        summary = row.summary
+        figures = [_figure(value) for value in (summary.p20, summary.p50, summary.p80, summary.p99)]
+        bound = "" if row.bound is None else _figure(row.bound)
+        table.add_row(row.system, row.metric, *figures, str(summary.n), bound, row.unit)
+    return table
 
 
 def _figure(value: float) -> str:

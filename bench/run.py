@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warm_clock(settings.device)
     failed = [name for name in names if not _succeeds(name, settings, report)]
     for name in names:
-        report.print_table(name)
+        report.print_tables(name)
     report.say(f"{len(report.rows)} rows appended under {options.out}; bench/README.md says what they do and do not show")
     if failed:
         report.say(f"FAILED: {', '.join(failed)}; see the traceback above")

@@ -49,14 +49,15 @@ class Harness:
         self,
         model: Any,
         *,
+        device: str = "cpu",
         budget_pages: int = 64,
         slots: int = 8,
         step_tokens: int = 256,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.model = model
+        self.model = model.to(device)
         layout = KVLayout.from_config(model.config, torch.float32)
-        self.pool = Pool("cpu", budget_pages * 2**21)
+        self.pool = Pool(device, budget_pages * 2**21)
         self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=model.config.max_position_embeddings)
         self.sent: list[Message] = []
         runner = ModelRunner(model, self.cache)
@@ -99,7 +100,7 @@ class Harness:
     def expected(self, prompt: list[int], max_new_tokens: int = 8) -> list[int]:
         """transformers' own greedy answer, with its DynamicCache and its own attention."""
         self.model.set_attn_implementation("sdpa")
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.cache.device)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
         self.model.set_attn_implementation("vmmkv")
         return out[0, len(prompt) :].tolist()

@@ -12,18 +12,23 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
+    ours = [item for item in items if HERE in item.path.parents]
+    if not ours:
+        return
+    marks = [pytest.mark.gpu]
+    try:
+        open_driver("cuda")
+    except DriverUnavailable as error:
+        marks.append(pytest.mark.skip(reason=f"no GPU to test on: {str(error).split(';')[0]}"))
+    for item in ours:
+        for mark in marks:
+            item.add_marker(mark)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def gpu() -> torch.device:
     """The GPU to test on."""
-    try:
-        return open_driver("cuda").device
-    except DriverUnavailable as error:
-        pytest.skip(f"no GPU to test on: {error}")
+    return open_driver("cuda").device
 
 
 @pytest.fixture

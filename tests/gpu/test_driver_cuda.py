@@ -1,5 +1,6 @@
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,14 +42,13 @@ def test_a_tensor_over_addresses_is_of_their_device_and_no_copy(driver: Driver) 
 
 
 def test_a_fence_is_not_done_while_a_kernel_runs(driver: Driver) -> None:
-    driver.fence().wait()
-    assert driver.fence().done()
     torch.cuda._sleep(CYCLES)
     fence = driver.fence()
     assert not fence.done()
-    fence.wait()
-    assert fence.done()
-    assert driver.fence().done()
+    deadline = time.monotonic() + 10
+    while not fence.done():
+        assert time.monotonic() < deadline, "the kernel has long finished"
+        time.sleep(0.01)
 
 
 def test_a_fence_sees_the_streams_that_it_is_given_and_no_others(driver: Driver) -> None:
@@ -58,7 +58,7 @@ def test_a_fence_sees_the_streams_that_it_is_given_and_no_others(driver: Driver)
     without, behind = driver.fence(), driver.fence([stream])
     generic = torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
     same = driver.fence([generic])
-    assert without.done()
+    without.wait()
     assert not behind.done()
     assert not same.done()
     behind.wait()
@@ -89,7 +89,7 @@ def test_an_ordered_stream_waits_for_the_fence_and_the_caller_does_not(driver: D
 
 def test_a_stream_of_another_device_is_refused(driver: Driver) -> None:
     with pytest.raises(ValueError, match="not a stream of"):
-        driver.fence([torch.Stream(device="cpu")])
+        driver.fence([SimpleNamespace(device=torch.device("cpu"))])  # type: ignore[list-item]
 
 
 def test_order_puts_the_callers_stream_behind_zeroes_and_copies(driver: Driver) -> None:
@@ -128,8 +128,9 @@ def test_pinned_sources_may_change_at_once_too(driver: Driver) -> None:
 
 def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:
     address, settled = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)
-    driver.map(address, settled, PAGE_BYTES)
-    torch.zeros(1, device=driver.device)
+    put(driver, address, settled)
+    driver.zero(address, PAGE_BYTES)  # once before: CUDA loads its memset kernel at the first use, and that may wait
+    driver.settle()
     driver.fence().wait()
     torch.cuda._sleep(CYCLES)
     behind_kernel = driver.fence()

@@ -19,4 +19,4 @@ if not torch.cuda.is_available() and os.environ.setdefault("TRITON_INTERPRET", "
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cpu") if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)

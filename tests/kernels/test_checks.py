@@ -59,7 +59,7 @@ DECODE_REFUSALS: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
     ("window", lambda _: 0, "at least 1"),
     ("softcap", lambda _: 0.0, "positive"),
     ("out", lambda q: q.float(), "float16"),
-    ("workspace", lambda _: torch.empty(5), "at least"),
+    ("workspace", lambda q: torch.empty(5, device=q.device), "at least"),
 ]
 
 

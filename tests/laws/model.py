@@ -4,6 +4,7 @@ Every owner, that is a tenant of a cache, has numbers of its own, so that memory
 are small integers, which every type of the tests holds exactly.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +33,10 @@ TWO_GROUPS = KVLayout(
 MIXED_DTYPES = KVLayout(
     groups=(
         Group(layers=(3,), planes=(plane("latent", 1, 600, torch.bfloat16),), window=4),
-        Group(layers=(7,), planes=(plane("k", 1, 300, torch.uint8), plane("v", 1, 300, torch.uint8), plane("scale", 1, 66, torch.float32))),
+        Group(
+            layers=(7,),
+            planes=(plane("k", 1, 300, torch.uint8), plane("v", 1, 300, torch.uint8), plane("scale", 1, 66, torch.float32)),
+        ),
     )
 )
 LAYOUTS = {"one_group": ONE_GROUP, "two_groups": TWO_GROUPS, "mixed_dtypes": MIXED_DTYPES}
@@ -80,7 +84,12 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
 
 def planes_of(layout: KVLayout) -> list[tuple[int, int, str]]:
     """Every plane: (group's index, layer, name)."""
-    return [(index, layer, each.name) for index, group in enumerate(layout.groups) for layer in group.layers for each in group.planes]
+    return [
+        (index, layer, each.name)
+        for index, group in enumerate(layout.groups)
+        for layer in group.layers
+        for each in group.planes
+    ]
 
 
 def expected(rows: Rows, tokens: range, layer: int, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -88,8 +97,13 @@ def expected(rows: Rows, tokens: range, layer: int, name: str, like: torch.Tenso
     heads, dim = like.shape[-2:]
     salt = 11 * layer + 5 * len(name) + ord(name[0])
     numbers = [rows.first_number() + (rows.stamps[token] * 7 + salt) % (OWNER_SPAN - 3) for token in tokens]
-    pattern = torch.arange(heads * dim, dtype=torch.int32).remainder_(3).view(1, heads, dim)
-    return (torch.tensor(numbers, dtype=torch.int32).view(-1, 1, 1) + pattern).to(like.dtype)
+    return torch.tensor(numbers, dtype=like.dtype).view(-1, 1, 1) + pattern(heads, dim, like.dtype)
+
+
+@functools.cache
+def pattern(heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """0, 1, 2, 0, ... over the heads and dims of a token, so that no two neighbours are alike."""
+    return torch.arange(heads * dim, dtype=torch.int32).remainder_(3).view(heads, dim).to(dtype)
 
 
 def write(live: Live, tokens: range, *, through_arena: bool) -> None:

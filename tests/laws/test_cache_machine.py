@@ -21,7 +21,6 @@ SLOTS = 4
 MAX_TOKENS = 14
 
 picks = st.integers(0, 11)
-counts = st.integers(1, 5)
 tenants = st.sampled_from(["red", "blue"])
 
 
@@ -71,8 +70,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     # in
 
-    @rule(pick=picks, tenant=tenants, end=st.none() | st.integers(1, MAX_TOKENS))
-    def open(self, pick, tenant, end):
+    @rule(pick=picks, tenant=tenants, end=st.none() | st.integers(1, MAX_TOKENS), first=st.integers(0, MAX_TOKENS))
+    def open(self, pick, tenant, end, first):
         cache = self.caches[pick % 2]
         try:
             sequence = cache.open(max_tokens=end, tenant=tenant)
@@ -80,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert sum(live.cache is cache for live in self.live) == SLOTS
         else:
             self.look(self.opened(cache, sequence))
+            self.append(-1, first, advance=True)
 
     @rule(pick=picks, tenant=tenants, count=st.integers(2, 3))
     def open_batch(self, pick, tenant, count):
@@ -142,19 +142,27 @@ class CacheMachine(RuleBasedStateMachine):
         self.forget_evicted()
 
     @precondition(lambda self: self.live)
-    @rule(pick=picks, count=counts, through_arena=st.booleans(), advance=st.booleans())
-    def write(self, pick, count, through_arena, advance):
+    @rule(pick=picks, more=st.integers(1, MAX_TOKENS), advance=st.booleans())
+    def append(self, pick, more, advance):
         live = self.live[pick % len(self.live)]
-        length = live.sequence.length
-        count = min(count, live.sequence.limit - length)
-        stamps = [self.next_stamp() for _ in range(count)]
-        live.rows.stamps += stamps
-        if self.real_memory:
-            write(live, range(length, length + count), through_arena=through_arena)
+        sequence = live.sequence
+        wanted = min(sequence.length + more, sequence.max_tokens)
+        try:
+            sequence.grow(wanted)
+        except OutOfPages:
+            wanted = sequence.limit
+        self.forget_evicted()
+        self.look(live)
+        self.fill(live, range(sequence.length, wanted), through_arena=bool(more % 2))
         if advance:
-            live.sequence.advance(count)
+            sequence.advance(wanted - sequence.length)
         else:  # overrun: written, and never said to be
-            del live.rows.stamps[length:]
+            del live.rows.stamps[sequence.length :]
+
+    def fill(self, live: Live, tokens: range, *, through_arena: bool) -> None:
+        live.rows.stamps += [self.next_stamp() for _ in tokens]
+        if self.real_memory:
+            write(live, tokens, through_arena=through_arena)
 
     @precondition(lambda self: self.live)
     @rule(pick=picks)
@@ -167,9 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(RowsUnmapped, match="grow first"):
                 cache.advance([live.sequence.slot for live in rows])
         for live in room:
-            live.rows.stamps.append(self.next_stamp())
-            if self.real_memory:
-                write(live, range(live.sequence.length, live.sequence.length + 1), through_arena=True)
+            self.fill(live, range(live.sequence.length, live.sequence.length + 1), through_arena=True)
         cache.advance([live.sequence.slot for live in room])
 
     def next_stamp(self) -> int:
@@ -364,7 +370,7 @@ class RealMemoryMachine(CacheMachine):
 _SETTINGS = settings(
     deadline=None,
     derandomize=True,
-    stateful_step_count=40,
+    stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.laws.driver_laws import PRELUDE, ROOT, DriverLaws, put, refused, run_child
-from vmmkv.driver import Access, open_driver
+from vmmkv.driver import Access, host_addresses, libc, open_driver
 from vmmkv.driver import host as host_module
-from vmmkv.driver import host_addresses, libc
 from vmmkv.driver.base import MemoryInfo
 from vmmkv.driver.host import HostDriver
 from vmmkv.driver.host_memory import HostMemory

@@ -57,7 +57,7 @@ class CudaDriver:
         self._check_granularity()
         # The primary context, which torch uses too, stays for as long as the process: every thread can make it current.
         self._context = checked(self._cu, "open", self._cu.cuDevicePrimaryCtxRetain(self._cu_device))
-        self._control = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._control = self._make_control_stream()
         self._events = EventPool(self.device)
         self._unordered = False
         """Was anything put on the control stream since it was last seen empty?"""
@@ -238,6 +238,20 @@ class CudaDriver:
         if attribute(self._cu, self._cu_device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
+
+    def _make_control_stream(self) -> torch.cuda.Stream:
+        """A stream that is nobody else's, for as long as the process; it waits for no other, not for the default one either.
+
+        torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
+        then `settle` waits for the user's kernels.
+        """
+        checked(self._cu, "open", self._cu.cuCtxPushCurrent(self._context))
+        try:
+            answer = self._cu.cuStreamCreate(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        finally:
+            self._cu.cuCtxPopCurrent()
+        pointer = int(checked(self._cu, "open", answer))
+        return torch.cuda.ExternalStream(pointer, device=self.device)  # type: ignore[no-untyped-call]
 
     def _check_granularity(self) -> None:
         minimum = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

@@ -1,0 +1,278 @@
+"""Law 5: a failed call leaves everything as it was. For every operation, and every driver call of it that can fail."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.laws.model import LAYOUTS, Live, Rows, addresses, verify_unwritten, verify_written, write
+from vmmkv import DriverError, KVCache, Pool, Sequence
+from vmmkv.driver.fake import FakeDriver
+from vmmkv.driver.host import HostDriver
+from vmmkv.units import PAGE_BYTES
+
+SLOTS = 4
+MAX_TOKENS = 14
+
+
+class World:
+    """A pool, a cache, a sequence that is operated on and one that stands by; what they hold is known."""
+
+    def __init__(self, layout: str, *, real_memory: bool, pages: int = 40, guard_tokens: int = 1) -> None:
+        self.below = HostDriver() if real_memory else None
+        self.driver = FakeDriver(over=self.below)
+        self.pool = Pool("cpu", pages * PAGE_BYTES, driver=self.driver)
+        self.layout = LAYOUTS[layout]
+        self.cache = KVCache(self.layout, self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard_tokens)
+        self.caches = [self.cache]
+        self.known: list[Live] = []
+        self.stamps = itertools.count(1)
+        self.other = self.open(5)
+        self.sequence = self.open(4)
+
+    def open(self, num_tokens: int, tenant: str = "red") -> Sequence:
+        sequence = self.cache.open(tenant=tenant)
+        owner = ("red", "blue").index(tenant)
+        live = Live(self.cache, sequence, Rows(owner, [], [0] * len(self.layout.groups), addresses(self.cache, sequence.slot)))
+        self.known.append(live)
+        sequence.grow(num_tokens)
+        self.write(sequence, num_tokens)
+        return sequence
+
+    def write(self, sequence: Sequence, num_tokens: int) -> None:
+        live = self.live(sequence)
+        live.rows.stamps += itertools.islice(self.stamps, num_tokens)
+        if self.below is not None:
+            write(live, range(sequence.length, sequence.length + num_tokens), through_arena=False)
+        sequence.advance(num_tokens)
+
+    def live(self, sequence: Sequence) -> Live:
+        return next(live for live in self.known if live.sequence is sequence)
+
+    def parked_foreign(self, num_tokens: int = 6) -> None:
+        """Another tenant's parked slot, behind work that has finished."""
+        self.open(num_tokens, "blue").park()
+
+    def fill_slots(self) -> None:
+        while len(self.known) < SLOTS:
+            self.open(1, "blue").park()
+
+    def verify(self) -> None:
+        for live in self.known:
+            if not live.sequence.closed:
+                live.rows.stamps = live.rows.stamps[: live.sequence.length]
+                live.rows.starts = [live.sequence.start(group) for group in range(len(live.rows.starts))]
+                if self.below is not None:
+                    verify_written(live)
+                    verify_unwritten(live)
+
+    def check(self) -> None:
+        for cache in self.caches:
+            if not cache.closed:
+                cache.check()
+        self.pool.check()
+        assert self.driver.live_mappings * PAGE_BYTES == self.pool.stats().held_bytes
+        assert self.driver.live_handles * PAGE_BYTES == self.pool.stats().created_bytes
+
+    def state(self, *, parked: bool) -> tuple[object, ...]:
+        """All that a failure must leave alone. Without `parked`: slots that may be evicted on the way do not count."""
+        stats = self.cache.stats()
+        running = [(live.sequence.length, live.sequence.limit) for live in self.known if not live.sequence.closed]
+        return (
+            running,
+            [live.sequence.closed for live in self.known],
+            self.cache.limit.tolist(),
+            stats.mapped_bytes - (0 if parked else stats.parked_bytes),
+            stats.num_parked if parked else 0,
+            stats.pool_budget_bytes,
+            (stats.num_tokens, stats.num_sequences, stats.stalls, stats.adopted_slots),
+            len(self.pool._caches),
+        )
+
+    def end(self) -> None:
+        """Everything closes, and nothing is left."""
+        for cache in self.caches:
+            cache.close()
+        self.pool.close()
+        assert (self.driver.live_mappings, self.driver.live_handles, self.driver.used_bytes) == (0, 0, 0)
+        if self.below is not None:
+            self.below.close()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`act` is what may fail, after `prepare`. `partial`: what it did before the failure may stay done."""
+
+    act: Callable[[World], object]
+    prepare: Callable[[World], object] = lambda world: None
+    pages: int = 40
+    evicts: bool = False
+    partial: bool = False
+
+
+def retire_under_launch(world: World) -> None:
+    """The sequence's last pages retire, and a launch keeps them mapped."""
+    sequence, group = world.sequence, world.layout.groups[0]
+    sequence.grow(MAX_TOKENS)
+    world.write(sequence, MAX_TOKENS - 4)
+    base = world.live(sequence).rows.bases[0]
+    world.driver.launch([(base, base + MAX_TOKENS * group.row_bytes)])
+    sequence.truncate(1)
+
+
+def own_windows_advanced(world: World) -> None:
+    world.sequence.grow(12)
+    world.write(world.sequence, 8)
+    for index, group in enumerate(world.layout.groups):
+        if group.window is not None:
+            world.sequence.advance_start(index)
+
+
+def park_own(world: World) -> None:
+    world.kept = world.sequence.park()
+
+
+def park_own_blank(world: World) -> None:
+    world.sequence.park(0)
+
+
+def park_own_with_windows(world: World) -> None:
+    own_windows_advanced(world)
+    world.kept = world.sequence.park()
+
+
+def foreign_memory_is_free(world: World) -> None:
+    world.open(8, "blue").close()
+    world.cache.pump()
+
+
+def something_retires(world: World) -> None:
+    world.open(8, "blue").close()
+    world.sequence.expect(9)
+    world.other.expect(8)
+
+
+def another_cache(world: World) -> None:
+    world.caches.append(KVCache(LAYOUTS["one_group"], world.pool, slots=2, max_tokens=9))
+
+
+def close_everything(world: World) -> None:
+    world.cache.close()
+    world.pool.close()
+
+
+OPERATIONS = {
+    "construct": Operation(another_cache),
+    "open": Operation(lambda world: world.open(0)),
+    "open_blank": Operation(lambda world: world.cache.open(tenant="red"), park_own_blank),
+    "open_blank_after_window": Operation(
+        lambda world: world.cache.open(tenant="red"), lambda world: (own_windows_advanced(world), park_own_blank(world))
+    ),
+    "open_evicting": Operation(lambda world: world.cache.open(tenant="red"), World.fill_slots, evicts=True),
+    "open_batch_evicting": Operation(lambda world: world.cache.open_batch(2, tenant="red"), World.fill_slots, evicts=True),
+    "grow_one_page": Operation(lambda world: world.sequence.grow(6)),
+    "grow_many_pages": Operation(lambda world: world.sequence.grow(MAX_TOKENS)),
+    "grow_into_foreign_memory": Operation(lambda world: world.sequence.grow(MAX_TOKENS), foreign_memory_is_free),
+    "grow_over_retiring": Operation(lambda world: world.sequence.grow(MAX_TOKENS), retire_under_launch),
+    "grow_evicting": Operation(lambda world: world.sequence.grow(12), World.parked_foreign, pages=24, evicts=True),
+    "pump": Operation(lambda world: world.cache.pump(lead_tokens=3), something_retires, partial=True),
+    "truncate": Operation(lambda world: world.sequence.truncate(1)),
+    "advance_start": Operation(
+        lambda world: [world.sequence.advance_start(i) for i, group in enumerate(world.layout.groups) if group.window],
+        lambda world: (world.sequence.grow(12), world.write(world.sequence, 8)),
+    ),
+    "park": Operation(lambda world: world.sequence.park()),
+    "adopt": Operation(lambda world: world.cache.adopt(world.kept, tenant="red"), park_own),
+    "adopt_part": Operation(lambda world: world.cache.adopt(world.kept, 2, tenant="red"), park_own),
+    "adopt_none_after_window": Operation(lambda world: world.cache.adopt(world.kept, 0, tenant="red"), park_own_with_windows),
+    "evict": Operation(lambda world: world.cache.evict(world.kept), park_own),
+    "close": Operation(lambda world: world.sequence.close()),
+    "resize_shrinking": Operation(
+        lambda world: world.pool.resize(26 * PAGE_BYTES),
+        lambda world: (world.parked_foreign(), foreign_memory_is_free(world)),
+        evicts=True,
+    ),
+    "close_cache": Operation(close_everything, World.parked_foreign, partial=True),
+}
+
+
+def attempt(operation: Operation, world: World, fail_at: set[int]) -> bool:
+    """Do it with these of its driver calls failing: did it fail? In any case the world is as it should be, and goes on."""
+    operation.prepare(world)
+    before = world.state(parked=not operation.evicts)
+    world.driver.fail_at = {world.driver.num_calls + number for number in fail_at}
+    try:
+        operation.act(world)
+    except DriverError as error:
+        assert error.code == "FAKE_INJECTED"
+        failed = True
+        world.check()
+        if not operation.partial:
+            assert world.state(parked=not operation.evicts) == before
+        world.verify()
+        world.driver.fail_at = set()
+        operation.act(world)
+    else:
+        failed = False
+    world.driver.fail_at = set()
+    world.check()
+    world.verify()
+    for live in world.known:
+        if not live.sequence.closed and live.sequence.length < live.sequence.limit:
+            world.write(live.sequence, 1)
+    world.verify()
+    world.end()
+    return failed
+
+
+def count_calls(name: str, layout: str, *, real_memory: bool) -> int:
+    """How many driver calls the operation makes when none fails."""
+    operation = OPERATIONS[name]
+    world = World(layout, real_memory=real_memory, pages=operation.pages)
+    operation.prepare(world)
+    before = world.driver.num_calls
+    operation.act(world)
+    num_calls = world.driver.num_calls - before
+    world.end()
+    return num_calls
+
+
+def fail_each_call(name: str, layout: str, *, real_memory: bool) -> None:
+    operation = OPERATIONS[name]
+    for number in range(count_calls(name, layout, real_memory=real_memory)):
+        world = World(layout, real_memory=real_memory, pages=operation.pages)
+        assert attempt(operation, world, {number}), f"{name} hid the failure of its call {number}"
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_call_of_an_operation_can_fail_and_nothing_changes(name, layout):
+    fail_each_call(name, layout, real_memory=False)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_no_failure_touches_what_was_written(name):
+    fail_each_call(name, "two_groups", real_memory=True)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_the_undoing_can_fail_too(name, layout):
+    operation = OPERATIONS[name]
+    for first in range(count_calls(name, layout, real_memory=False)):
+        for later in (1, 2, 3, 5):
+            attempt(operation, World(layout, real_memory=False, pages=operation.pages), {first, first + later})
+
+
+def test_operations_cover_every_driver_call():
+    """Each kind of call is made, and so failed, by some operation above."""
+    made = set()
+    for name, operation in OPERATIONS.items():
+        world = World("two_groups", real_memory=False, pages=operation.pages)
+        operation.prepare(world)
+        before = world.driver.calls.copy()
+        operation.act(world)
+        made |= {call for call, count in world.driver.calls.items() if count > before[call]}
+        world.end()
+    assert made == {"reserve", "create", "release", "map", "set_access", "unmap", "zero", "copy_in", "fence"}
