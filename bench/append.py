@@ -161,15 +161,16 @@ def _rows(loop: DecodeLoop, static: DecodeLoop, workload: str) -> Iterator[Row]:
 
 
 def _judge(report: Report, loop: DecodeLoop, workload: str) -> None:
-    """Do the claims hold here?"""
-    if loop.mode.pumps:
-        stalled, late = (int(sum(loop.samples[metric])) for metric in _COUNTS)
-        bookkeeping_us = summarize(loop.samples["bookkeeping"]).p50
-        report.say(
-            f"{workload}, {loop.mode.value}: of {len(loop.samples['step'])} steps {stalled} waited for a driver call in the "
-            f"foreground (claim: 0), {late} found the device idle after the pump (claim: 0); bookkeeping took "
-            f"{bookkeeping_us:.0f} us a step (claim: < 100)"
-        )
+    """Do the claims hold here? They are about a GPU: on a CPU nothing runs beside the pump."""
+    if not loop.mode.pumps or loop.cache.device.type != "cuda":
+        return
+    stalled, late = (int(sum(loop.samples[metric])) for metric in _COUNTS)
+    bookkeeping = summarize(loop.samples["bookkeeping"])
+    report.say(
+        f"{workload}, {loop.mode.value}: of {len(loop.samples['step'])} steps {stalled} waited for a driver call in the "
+        f"foreground (claim: 0), {late} found the device idle after the pump (claim: 0); bookkeeping took "
+        f"{bookkeeping.p50:.0f} us a step, p99 {bookkeeping.p99:.0f} us (claim: < 100)"
+    )
 
 
 if __name__ == "__main__":

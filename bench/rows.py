@@ -102,7 +102,7 @@ def _cpu_model() -> str:
 
 
 def _nvidia_driver() -> str:
-    match = re.search(r"Kernel Module\D*([\d.]+)", _text(Path("/proc/driver/nvidia/version")))
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _text(Path("/proc/driver/nvidia/version")))
     if match:
         return match[1]
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"

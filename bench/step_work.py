@@ -119,11 +119,11 @@ class CudaWork:
 
     def done(self) -> bool:
         """See StepWork.done."""
-        return bool(self._done.query())
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """See StepWork.wait."""
-        self._done.synchronize()  # type: ignore[no-untyped-call]
+        self._done.synchronize()
 
     def check(self, slot: int, start: int, end: int) -> None:
         """See StepWork.check."""

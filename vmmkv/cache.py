@@ -41,7 +41,7 @@ class KVCache:
     176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
 
     Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError.
-    Cost: one reserve for each group.
+    Cost: one reserve for each group, and waiting for the caller's current stream.
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
@@ -101,8 +101,10 @@ class KVCache:
         A blank parked slot of the same tenant is taken first, with what is mapped there.
         Memory that another tenant wrote is zeroed before this one sees it (law 7).
 
-        Cost: none, if a slot is free or blank; else a parked slot is evicted, and its fence waited for.
-        Raises: OutOfSlots; SequenceTooLong if `max_tokens` is more than the cache's.
+        Cost: no driver call if a slot is free, but the limit's copy if it is blank. If none is, the tenant's oldest
+        parked slot is taken over like a blank one, or another's is evicted and its fence waited for.
+        Raises: OutOfSlots; DriverError, after which parked slots may have been evicted; SequenceTooLong if `max_tokens`
+        is more than the cache's.
         """
         with self.pool.lock:
             end = self._check_end(max_tokens)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import DriverError
-from vmmkv.pool import Extent, Pool, Tenant
+from vmmkv.extents import Extent, Tenant
+from vmmkv.pool import Pool
 from vmmkv.ranges import Arena, Mapping, Span
 
 _SMOOTHING = 0.1

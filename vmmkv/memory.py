@@ -12,9 +12,10 @@ import torch
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import LayoutError, OutOfPages
+from vmmkv.extents import Extent, Tenant
 from vmmkv.layout import KVLayout
 from vmmkv.mapper import Growth, Mapper, Target
-from vmmkv.pool import Extent, Pool, Tenant
+from vmmkv.pool import Pool
 from vmmkv.ranges import Arena, Span
 from vmmkv.slots import SlotState, SlotTable
 from vmmkv.units import PAGE_BYTES, ceil_div

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import OutOfSlots, RowsUnmapped
+from vmmkv.extents import Evictable, Extent
 from vmmkv.layout import KVLayout
 from vmmkv.mapper_thread import MapperThread
 from vmmkv.memory import SlotMemory
-from vmmkv.pool import Evictable, Extent, Pool
+from vmmkv.pool import Pool
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.slots import SlotState
 

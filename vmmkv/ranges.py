@@ -16,8 +16,8 @@ import torch
 
 from vmmkv.dlpack import wrap
 from vmmkv.driver.base import Access, Driver, Fence
+from vmmkv.extents import Extent
 from vmmkv.layout import Group
-from vmmkv.pool import Extent
 from vmmkv.units import PAGE_BYTES
 
 

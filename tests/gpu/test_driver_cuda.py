@@ -7,7 +7,7 @@ import torch
 
 from tests.laws.driver_laws import DriverLaws, put, refused
 from vmmkv.dlpack import wrap
-from vmmkv.driver import Driver
+from vmmkv.driver import Access, Driver
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
@@ -195,7 +195,7 @@ def test_another_current_device_does_not_matter(gpu: torch.device) -> None:
 
 def test_errors_name_the_call_and_cudas_own_code(driver: Driver) -> None:
     address = driver.reserve(PAGE_BYTES)
-    error = refused("unmap", driver.unmap, address, PAGE_BYTES)
+    error = refused("set_access", driver.set_access, address, PAGE_BYTES, Access.READ)
     assert error.code.startswith("CUDA_ERROR_")
     assert error.code in str(error)
     assert hex(address) in str(error)

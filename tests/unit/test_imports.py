@@ -20,7 +20,7 @@ LAYERS = (
     ("units", "errors", "config"),
     ("layout",),
     ("driver", "dlpack"),
-    ("pool", "ranges", "slots"),
+    ("extents", "pool", "ranges", "slots"),
     ("mapper", "mapper_thread"),
     ("memory",),
     ("cache", "occupancy", "sequence", "stats"),

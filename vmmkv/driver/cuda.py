@@ -5,6 +5,7 @@ Facts relied upon, seen on an H200 with driver 580:
 - A released handle lives while it is mapped. Touching what is not mapped loses the CUDA context, of the whole process.
 - create, map, set_access, unmap and release do not wait for kernels that run, nor for each other's threads.
 - cuMemCreate promises no zeroes.
+- cuMemUnmap where nothing is mapped succeeds and does nothing; of a part of a mapping it is refused.
 - The calls of virtual memory belong to the device named in the handle or in the access, not to the current context; a
   memset is put on a stream and needs that stream's context current.
 """

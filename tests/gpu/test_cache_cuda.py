@@ -1,0 +1,189 @@
+"""The cache's laws on a GPU: growth and retirement around kernels that run, streams, graphs, tenants."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from vmmkv import MIB, KVCache, KVLayout, Pool
+from vmmkv.driver.cuda import CudaDriver
+from vmmkv.driver.fake import FakeDriver
+
+LAYOUT = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 tokens a page
+LONG = 400_000_000
+"""Cycles: about 0.2 s."""
+
+
+@pytest.fixture
+def make(gpu: torch.device) -> Iterator[Callable[..., KVCache]]:
+    made: list[KVCache] = []
+
+    def cache(*, budget_bytes: int = 256 * MIB, slots: int = 4, guard_tokens: int = 0) -> KVCache:
+        pool = Pool(gpu, budget_bytes, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50))
+        made.append(KVCache(LAYOUT, pool, slots=slots, max_tokens=100_000, guard_tokens=guard_tokens))
+        return made[-1]
+
+    yield cache
+    for one in made:
+        one.check()
+        one.close()
+        one.pool.close()
+        calls = one.pool.driver.calls
+        assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
+
+
+def test_every_byte_comes_back_through_both_views(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequences = [cache.open() for _ in range(3)]
+    written = {}
+    for step in range(4):
+        for sequence in sequences:
+            sequence.grow(sequence.length + 37)
+            for layer in (0, 17, 31):
+                keys = torch.randn(37, 8, 128, device=cache.device).bfloat16()
+                sequence.k(layer)[sequence.length : sequence.length + 37] = keys
+                cache.v(layer)[sequence.slot, sequence.length : sequence.length + 37] = -keys
+                written[sequence.slot, layer, step] = keys
+            sequence.advance(37)
+            cache.check()
+    for (slot, layer, step), keys in written.items():
+        rows = slice(37 * step, 37 * step + 37)
+        assert torch.equal(cache.k(layer)[slot, rows], keys)
+        assert torch.equal(next(one for one in sequences if one.slot == slot).v(layer)[rows], -keys)
+
+
+def test_growing_does_not_wait_for_a_kernel(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(16)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    running = cache.pool.driver.fence()
+    began = time.perf_counter()
+    sequence.grow(200)
+    waited = time.perf_counter() - began
+    assert not running.done(), f"growing took {waited} s, as long as the kernel"
+    sequence.k(3)[:200] = 1.0  # behind the kernel, and behind the zeroes
+    running.wait()
+    assert bool((sequence.k(3)[:200] == 1).all())
+
+
+def test_nothing_is_unmapped_before_its_fence(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(160)
+    sequence.k(0)[:160] = 2.0
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    total = sequence.k(0)[:160].sum()  # reads when the sleep is over
+    sequence.close()
+    assert cache.pump() == 0 and cache.stats().retiring_bytes == 10 * 2 * MIB
+    assert float(total) == 160 * 8 * 128 * 2.0
+    torch.cuda.synchronize()
+    assert cache.pump() == 10 and cache.stats().retiring_bytes == 0
+
+
+def test_other_streams_are_waited_for_once_recorded(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    side = torch.cuda.Stream()
+    cache.record_stream(side)
+    sequence = cache.open()
+    sequence.grow(160)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        total = sequence.k(0)[:160].sum()
+    sequence.close()
+    torch.cuda.current_stream().synchronize()
+    assert cache.pump() == 0, "the side stream still reads"
+    side.synchronize()
+    assert float(total) == 0.0 and cache.pump() == 10
+
+
+def test_a_captured_graph_serves_every_length(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(10)
+    keys, values = cache.k(5), cache.v(5)
+    position = torch.zeros(1, dtype=torch.int64, device=cache.device)
+    row = torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=cache.device)
+    slot = torch.full((1,), sequence.slot, device=cache.device)
+
+    def step() -> None:
+        keys[slot, position] = row
+        values[slot, position] = row + 1
+        position.add_(1)
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    position.zero_()
+    for token in range(100):
+        sequence.grow(token + 1)
+        row.fill_(float(token))
+        graph.replay()
+        sequence.advance()
+    assert sequence.k(5)[:100, 0, 0].tolist() == [float(token) for token in range(100)]
+    assert torch.equal(sequence.v(5)[:100], sequence.k(5)[:100] + 1)
+
+
+def test_another_tenant_sees_zeroes(make: Callable[..., KVCache]) -> None:
+    cache = make(budget_bytes=8 * 2 * MIB, slots=1)
+    mine = cache.open(tenant="mine")
+    mine.grow(128)
+    for layer in range(32):
+        mine.k(layer)[:] = 7.0
+        mine.v(layer)[:] = 7.0
+    mine.advance(128)
+    mine.close()
+    yours = cache.open(tenant="yours")
+    yours.grow(128)
+    assert all(float(yours.k(layer).abs().max()) == 0.0 == float(yours.v(layer).abs().max()) for layer in range(32))
+
+
+def test_a_parked_slot_is_adopted_without_a_driver_call(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(160)
+    sequence.k(1)[:160] = 3.0
+    sequence.advance(160)
+    parked = sequence.park()
+    before = cache.pool.driver.calls.copy()
+    again = cache.adopt(parked, 100)
+    again.grow(160)
+    assert bool((again.k(1)[:100] == 3).all())
+    assert {name for name, count in (cache.pool.driver.calls - before).items() if count} <= {"copy_in"}
+
+
+def test_the_mappers_thread_keeps_ahead(make: Callable[..., KVCache]) -> None:
+    cache = make(slots=4)
+    sequences = [cache.open() for _ in range(4)]
+    for sequence in sequences:
+        sequence.grow(16)
+    cache.start_mapper(lead_tokens=16)
+    for token in range(200):
+        for sequence in sequences:
+            if sequence.length + 1 > sequence.limit:
+                sequence.grow(sequence.length + 1)
+            sequence.k(9)[sequence.length] = float(token % 128)
+            sequence.advance()
+        time.sleep(0.001)
+    cache.stop_mapper()
+    for sequence in sequences:
+        assert sequence.k(9)[:200, 0, 0].tolist() == [float(token % 128) for token in range(200)]
+    assert cache.stats().stalls == 0 and cache.stats().pumped_pages >= 4 * 11
+
+
+def test_device_limits_follow(make: Callable[..., KVCache]) -> None:
+    cache = make(guard_tokens=20)
+    sequence = cache.open(max_tokens=90)
+    sequence.grow(30)
+    assert cache.limit.tolist()[sequence.slot] == sequence.limit == 4 * 16 - 20
+    sequence.grow(90)
+    assert cache.limit.tolist()[sequence.slot] == 90
+    slot = sequence.slot
+    sequence.close()
+    torch.cuda.synchronize()
+    assert cache.limit.tolist()[slot] == 0

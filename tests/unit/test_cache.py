@@ -1,0 +1,698 @@
+"""The public cache: what each call does and costs, and what it says of bad input."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from vmmkv import (
+    BudgetError,
+    Closed,
+    DriverError,
+    Evicted,
+    KVCache,
+    KVLayout,
+    LayoutError,
+    OutOfPages,
+    OutOfSlots,
+    Pool,
+    RowsUnmapped,
+    SequenceTooLong,
+)
+from vmmkv.driver.fake import FakeDriver
+from vmmkv.driver.host import HostDriver
+from vmmkv.units import PAGE_BYTES
+
+# 128 KiB a row: 16 tokens a page.
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+ROW_BYTES = 128 * 1024
+TOKENS_PER_PAGE = 16
+
+# Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
+WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
+
+
+@pytest.fixture
+def driver():
+    below = HostDriver()
+    yield FakeDriver(over=below)
+    below.close()
+
+
+@pytest.fixture
+def pool(driver):
+    pool = Pool("cpu", 16 * PAGE_BYTES, driver=driver)
+    yield pool
+    pool.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+@pytest.fixture
+def cache(pool):
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
+        yield cache
+
+
+@pytest.fixture
+def windowed(pool):
+    with KVCache(WINDOWED, pool, slots=2, max_tokens=256) as cache:
+        yield cache
+
+
+def written(cache, num_tokens, **options):
+    """A sequence with token t's rows full of t."""
+    sequence = cache.open(**options)
+    sequence.grow(num_tokens)
+    numbers = torch.arange(num_tokens, dtype=torch.float32).view(-1, 1, 1)
+    for layer in cache.layout.group_of:
+        sequence.k(layer)[:num_tokens] = numbers
+        sequence.v(layer)[:num_tokens] = -numbers
+    sequence.advance(num_tokens)
+    return sequence
+
+
+def launch_over(driver, cache, sequence):
+    base = cache.k(0)[sequence.slot].data_ptr()
+    return driver.launch([(base, base + 1)])
+
+
+class Calls:
+    """The driver calls since it was made, by name."""
+
+    def __init__(self, driver):
+        self.driver, self.before = driver, driver.calls.copy()
+
+    def made(self):
+        return dict(self.driver.calls - self.before)
+
+
+# opening
+
+
+def test_a_new_sequence_is_empty_and_costs_no_driver_call(cache, driver):
+    calls = Calls(driver)
+    sequence = cache.open(max_tokens=30, tenant="red")
+    assert calls.made() == {}
+    assert (sequence.slot, sequence.length, sequence.limit, sequence.start()) == (0, 0, 0, 0)
+    assert (sequence.max_tokens, sequence.tenant, sequence.closed) == (30, "red", False)
+    assert sequence.k(0).shape == (0, 8, 512)
+    assert cache.limit.tolist() == [0, 0, 0, 0]
+    assert repr(sequence) == "<Sequence in slot 0: 0 tokens, room for 0 of 30>"
+    assert repr(cache) == "<KVCache on cpu: 1 sequences in 4 slots>"
+
+
+def test_slots_are_taken_in_order_and_the_fifth_of_four_is_refused(cache):
+    assert [cache.open().slot for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(OutOfSlots, match=r"4 of 4 run sequences; close some, or make the cache with more slots"):
+        cache.open()
+
+
+def test_a_closed_slot_is_opened_again_once_its_work_is_done(cache, driver):
+    sequences = [written(cache, 1) for _ in range(4)]
+    launch = launch_over(driver, cache, sequences[2])
+    sequences[2].close()
+    assert cache.open().slot == 2
+    assert launch.finished
+
+
+def test_a_batch_has_adjacent_slots(cache):
+    blocking = cache.open_batch(2)[0]
+    assert [sequence.slot for sequence in cache.open_batch(2)] == [2, 3]
+    blocking.close()
+    with pytest.raises(OutOfSlots, match="2 adjacent slots are wanted; 3 of 4"):
+        cache.open_batch(2)
+    with pytest.raises(ValueError, match="count=0: a batch has at least 1"):
+        cache.open_batch(0)
+
+
+def test_a_batch_evicts_parked_slots_in_its_way(cache):
+    parked = [written(cache, 3).park() for _ in range(1)]
+    batch = cache.open_batch(4)
+    assert [sequence.slot for sequence in batch] == [0, 1, 2, 3]
+    with pytest.raises(Evicted):
+        cache.adopt(parked[0])
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_a_sequence_of_no_tokens_is_refused(cache, max_tokens):
+    with pytest.raises(ValueError, match=f"max_tokens={max_tokens}: a sequence has at least 1"):
+        cache.open(max_tokens=max_tokens)
+
+
+def test_a_sequence_longer_than_the_slots_is_refused(cache):
+    with pytest.raises(SequenceTooLong, match="max_tokens=129 is more than this cache's slots have addresses for, 128"):
+        cache.open(max_tokens=129)
+
+
+# making a cache
+
+
+@pytest.mark.parametrize("bad", [{"slots": 0}, {"slots": -1}, {"max_tokens": 0}, {"guard_tokens": -1}])
+def test_sizes_that_are_not_positive_are_refused(pool, driver, bad):
+    calls = Calls(driver)
+    with pytest.raises(ValueError, match="must be at least 1, guard_tokens at least 0"):
+        KVCache(LAYOUT, pool, **{"slots": 1, "max_tokens": 1, **bad})
+    assert calls.made() == {}
+
+
+def test_more_tokens_than_an_int32_counts_are_refused(pool):
+    with pytest.raises(ValueError, match=r"must stay below 2\*\*31"):
+        KVCache(LAYOUT, pool, slots=1, max_tokens=2**31 - 1, guard_tokens=1)
+
+
+def test_a_budget_below_a_page_for_each_group_is_refused(driver):
+    pool = Pool("cpu", PAGE_BYTES, driver=driver)
+    with pytest.raises(BudgetError, match=r"2\.0 MiB cannot hold a page for each of 2 groups; the least is 4\.0 MiB"):
+        KVCache(WINDOWED, pool, slots=1, max_tokens=10)
+    KVCache(LAYOUT, pool, slots=1, max_tokens=10).close()
+    pool.close()
+
+
+def test_a_cache_that_could_not_be_made_warns_of_nothing_when_it_goes(pool, driver, recwarn):
+    driver.fail_at = {driver.num_calls}
+    with pytest.raises(DriverError):
+        KVCache(LAYOUT, pool, slots=1, max_tokens=10)
+    gc.collect()
+    assert not recwarn.list
+
+
+# growing
+
+
+def test_growing_maps_whole_pages_and_nothing_when_enough_is_mapped(cache, driver):
+    sequence = cache.open()
+    calls = Calls(driver)
+    sequence.grow(17)
+    assert sequence.limit == 32
+    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "copy_in": 1}
+    calls = Calls(driver)
+    for num_tokens in (0, 1, 17, 32):
+        sequence.grow(num_tokens)
+    assert calls.made() == {}
+    assert cache.limit.tolist() == cache.limits.tolist() == [32, 0, 0, 0]
+
+
+def test_a_limit_that_did_not_reach_the_device_is_not_sent_with_the_next(cache, driver):
+    failing, other = cache.open(), cache.open()
+    driver.fail_at = {driver.num_calls + 3}
+    with pytest.raises(DriverError) as error:
+        failing.grow(16)
+    assert error.value.call == "copy_in"
+    other.grow(16)
+    assert cache.limit.tolist() == cache.limits.tolist() == [0, 16, 0, 0]
+
+
+def test_the_limit_ends_with_the_sequence(cache):
+    sequence = cache.open(max_tokens=20)
+    sequence.grow(20)
+    assert sequence.limit == 20
+    assert sequence.k(0).shape[0] == 20
+    with pytest.raises(SequenceTooLong, match="slot 0 cannot have 21 tokens: it was opened with max_tokens=20"):
+        sequence.grow(21)
+    with pytest.raises(SequenceTooLong, match="cannot have 21"):
+        sequence.expect(21)
+
+
+@pytest.mark.parametrize("method", ["grow", "expect"])
+def test_fewer_than_no_tokens_are_refused(cache, method):
+    with pytest.raises(ValueError, match="num_tokens=-1: it cannot be negative"):
+        getattr(cache.open(), method)(-1)
+
+
+def test_a_guard_is_mapped_past_the_limit(pool, driver):
+    with KVCache(LAYOUT, pool, slots=1, max_tokens=40, guard_tokens=5) as cache:
+        sequence = cache.open()
+        sequence.grow(12)
+        assert sequence.limit == 27  # two pages hold 32 rows
+        sequence.grow(40)
+        assert sequence.limit == 40
+        assert driver.is_accessible(sequence.k(0).data_ptr(), 45 * ROW_BYTES)
+
+
+def test_out_of_pages_says_what_would_work(cache):
+    written(cache, 128)
+    sequence = cache.open()
+    sequence.grow(112)
+    message = (
+        r"slot 1 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; raise "
+        r"budget_bytes to at least 33554432 \(32\.0 MiB\), close or park sequences, or ask for fewer tokens"
+    )
+    cache.pool.resize(15 * PAGE_BYTES)
+    with pytest.raises(OutOfPages, match=message):
+        sequence.grow(128)
+    cache.pool.resize(33554432)
+    sequence.grow(128)
+
+
+def test_addresses_never_change(cache, driver):
+    sequence = written(cache, 40)
+    address = sequence.k(2).data_ptr()
+    launch = launch_over(driver, cache, sequence)
+    for act in (lambda: sequence.grow(100), lambda: sequence.truncate(3), cache.pump, launch.finish, cache.pump):
+        act()
+        assert sequence.k(2).data_ptr() == address == cache.k(2)[0].data_ptr()
+    sequence.grow(128)
+    assert sequence.k(2).data_ptr() == address
+    assert sequence.k(2)[:3, 5, 7].tolist() == [0, 1, 2]
+
+
+# writing
+
+
+def test_advance_counts_rows_and_stops_at_the_limit(cache, driver):
+    sequence = cache.open()
+    sequence.grow(10)
+    calls = Calls(driver)
+    sequence.advance()
+    sequence.advance(15)
+    assert calls.made() == {}
+    assert sequence.length == 16
+    with pytest.raises(RowsUnmapped, match="slot 0 has 16 tokens and memory for 16: it cannot advance to 17; grow first"):
+        sequence.advance()
+    with pytest.raises(ValueError, match="slot 0 cannot advance from 16 to 15 tokens"):
+        sequence.advance(-1)
+    assert sequence.length == 16
+
+
+def test_many_slots_advance_at_once_or_none(cache):
+    sequences = cache.open_batch(3)
+    for sequence in sequences:
+        sequence.grow(16)
+    cache.advance([0, 1, 2])
+    cache.advance(np.array([2, 0]), [3, 4])
+    cache.advance([])
+    assert cache.lengths.tolist() == [5, 1, 4, 0]
+    with pytest.raises(RowsUnmapped, match="slot 1 has 1 tokens and memory for 16: it cannot advance to 17"):
+        cache.advance([0, 1], [1, 16])
+    with pytest.raises(RowsUnmapped, match="slot 3 has 0 tokens and memory for 0"):
+        cache.advance([0, 3])
+    with pytest.raises(ValueError, match="slot -1"):
+        cache.advance([-1], 0)
+    assert cache.lengths.tolist() == [5, 1, 4, 0]
+
+
+def test_counts_are_seen_and_not_written_by_users(cache):
+    for array in (cache.lengths, cache.limits):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_views_share_the_memory(cache):
+    sequence = cache.open_batch(2)[1]
+    sequence.grow(20)
+    sequence.k(3)[17, 2] = 5
+    sequence.v(3)[17, 2] = 6
+    assert (cache.k(3)[1, 17, 2] == 5).all()
+    assert (cache.v(3)[1, 17, 2] == 6).all()
+    assert cache.k(3).shape == (4, 128, 8, 512)
+    assert cache.k(3).stride() == (128 * ROW_BYTES // 4, ROW_BYTES // 4, 512, 1)
+    assert sequence.k(3).stride() == (ROW_BYTES // 4, 512, 1)
+    assert not sequence.k(2)[17].any()
+
+
+def test_torch_itself_refuses_to_go_past_what_is_mapped(cache):
+    sequence = cache.open()
+    empty = sequence.k(0)
+    sequence.grow(1)
+    view = sequence.v(3)
+    with pytest.raises(IndexError):
+        view[16]
+    for bad in (view, empty):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            bad.as_strided((17, 8, 512), sequence.k(0).stride())
+    assert view.untyped_storage().nbytes() == PAGE_BYTES
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        view.as_strided((1,), (1,), PAGE_BYTES // 4)
+
+
+def test_a_layer_or_plane_that_is_not_there_is_named(cache):
+    sequence = cache.open()
+    for owner in (cache, sequence):
+        with pytest.raises(LayoutError, match=r"no layer 4 in this cache; it has \[0, 1, 2, 3\]"):
+            owner.k(4)
+        with pytest.raises(LayoutError, match="no plane 'q' in this group; it has k, v"):
+            owner.view(0, "q")
+
+
+# truncating
+
+
+def test_truncating_retires_pages_and_growing_again_revives_them_without_a_driver_call(cache, driver):
+    sequence = written(cache, 60)
+    calls = Calls(driver)
+    sequence.truncate(20)
+    assert calls.made() == {"fence": 1, "copy_in": 1}
+    assert (sequence.length, sequence.limit) == (20, 32)
+    assert cache.stats().retiring_bytes == 2 * PAGE_BYTES
+    calls = Calls(driver)
+    sequence.grow(60)
+    assert calls.made() == {"copy_in": 1}
+    assert sequence.limit == 64
+    assert cache.stats().stalls == 0
+    assert sequence.k(0)[:20, 0, 0].tolist() == list(range(20))
+
+
+def test_truncating_within_a_page_costs_nothing(cache, driver):
+    sequence = written(cache, 20)
+    calls = Calls(driver)
+    sequence.truncate(17)
+    assert calls.made() == {}
+    assert (sequence.length, sequence.limit) == (17, 32)
+
+
+def test_truncating_keeps_at_most_what_there_is(cache):
+    sequence = written(cache, 20)
+    for num_tokens in (21, -1):
+        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: the sequence in slot 0 has 20 tokens to keep"):
+            sequence.truncate(num_tokens)
+
+
+def test_truncated_pages_stay_mapped_while_a_launch_may_read_them(cache, driver):
+    sequence = written(cache, 60)
+    base = sequence.k(0).data_ptr()
+    launch = driver.launch([(base, base + 60 * ROW_BYTES)])
+    sequence.truncate(1)
+    assert cache.pump() == 0
+    assert driver.live_mappings == 4
+    launch.finish()
+    assert cache.pump() == 3
+    assert driver.live_mappings == 1
+
+
+# windows
+
+
+def test_a_windowed_group_gives_its_first_pages_back(windowed, driver):
+    sequence = written(windowed, 150)
+    assert sequence.limit == 160
+    before = driver.live_mappings
+    sequence.advance_start(1)
+    windowed.pump()
+    assert (sequence.start(0), sequence.start(1)) == (0, 111)
+    assert before - driver.live_mappings == 3  # rows [0, 96) of 32 a page
+    assert sequence.k(0).shape[0] == 160
+    assert sequence.k(1).shape[0] == 49
+    assert sequence.k(1)[0, 0, 0] == 111
+    assert sequence.v(3)[38, 0, 0] == -149
+
+
+def test_a_start_is_given_or_refused_with_what_the_next_token_sees(windowed):
+    sequence = written(windowed, 150)
+    sequence.advance_start(1, 70)
+    assert sequence.start(1) == 70
+    for start in (69, 112):
+        with pytest.raises(ValueError, match=f"start_token={start} .* is 70 now, .* window of 40 .* from 111 on"):
+            sequence.advance_start(1, start)
+    with pytest.raises(ValueError, match="group 0 has no window"):
+        sequence.advance_start(0)
+    for use in (sequence.start, sequence.advance_start):
+        with pytest.raises(ValueError, match="group=2: this cache has groups 0 to 1"):
+            use(2)
+
+
+def test_rows_that_a_window_has_passed_cannot_be_come_back_to(windowed):
+    sequence = written(windowed, 150)
+    sequence.advance_start(1)
+    sequence.truncate(150)
+    for act in (lambda: sequence.truncate(149), lambda: sequence.park(149), lambda: sequence.truncate(0)):
+        with pytest.raises(RowsUnmapped, match=r"window of group 1 begins at row .* rows before 111 are gone"):
+            act()
+    parked = sequence.park()
+    with pytest.raises(RowsUnmapped, match="with 140 tokens the window of group 1 begins at row 101"):
+        windowed.adopt(parked, 140)
+    assert windowed.adopt(parked).k(1)[0, 0, 0] == 111
+
+
+def test_a_blank_slot_whose_windows_moved_starts_from_nothing_there(windowed):
+    sequence = written(windowed, 150)
+    sequence.advance_start(1)
+    sequence.park(0)
+    sequence = windowed.open()
+    assert (sequence.slot, sequence.limit, sequence.start(1)) == (0, 0, 0)
+    sequence.grow(100)
+    windowed.check()
+    assert sequence.k(1).shape[0] == sequence.k(0).shape[0] >= 100
+
+
+# parking and adopting
+
+
+def test_a_parked_slot_is_adopted_with_its_rows_and_no_driver_call_but_the_limit(cache, driver):
+    parked = written(cache, 40).park()
+    assert (parked.slot, parked.length, parked.num_pages) == (0, 40, 3)
+    assert cache.parked() == [parked]
+    assert cache.limit.tolist() == [0, 0, 0, 0]
+    calls = Calls(driver)
+    sequence = cache.adopt(parked, 33)
+    assert calls.made() == {"copy_in": 1}
+    assert (sequence.length, sequence.limit) == (33, 48)
+    assert sequence.k(1)[:33, 0, 0].tolist() == list(range(33))
+    assert cache.stats().adopted_slots == 1
+    with pytest.raises(Evicted, match="slot 0 is parked no longer: it was evicted or adopted; open a new sequence"):
+        cache.adopt(parked)
+
+
+def test_a_blank_slot_is_opened_by_its_tenant_with_what_is_mapped(cache, driver):
+    written(cache, 40, tenant="red").park(0)
+    other = cache.open(tenant="blue")
+    assert (other.slot, other.limit) == (1, 0)
+    calls = Calls(driver)
+    sequence = cache.open(tenant="red", max_tokens=45)
+    sequence.grow(45)
+    assert calls.made() == {"copy_in": 1}
+    assert (sequence.slot, sequence.length, sequence.limit) == (0, 0, 45)
+
+
+def test_rows_are_adopted_only_as_they_were_parked(cache):
+    parked = written(cache, 40, tenant="red").park(30)
+    with pytest.raises(ValueError, match="slot 0 was parked by another tenant"):
+        cache.adopt(parked, tenant="blue")
+    for num_tokens in (31, -1):
+        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: slot 0 was parked with 30 tokens"):
+            cache.adopt(parked, num_tokens, tenant="red")
+    with pytest.raises(SequenceTooLong, match="30 parked tokens are adopted by a sequence of max_tokens=20"):
+        cache.adopt(parked, max_tokens=20, tenant="red")
+    assert cache.parked() == [parked]
+
+
+def test_a_parked_slot_is_evicted_on_request_and_under_pressure(cache, driver):
+    first, second, third = (written(cache, 64).park() for _ in range(3))
+    cache.evict(second)
+    with pytest.raises(Evicted):
+        cache.evict(second)
+    sequence = cache.open()
+    sequence.grow(128)
+    assert cache.parked() == [first, third]
+    cache.open().grow(16)
+    assert cache.parked() == [third]
+    cache.check()
+
+
+def test_with_no_slot_free_a_tenant_takes_its_oldest_parked_one_over(cache, driver):
+    for _ in range(4):
+        written(cache, 20).park()
+    calls = Calls(driver)
+    sequence = cache.open()
+    assert calls.made() == {"copy_in": 1}
+    assert (sequence.slot, sequence.length, sequence.limit) == (0, 0, 32)
+
+
+def test_no_tenant_reads_what_another_wrote(cache):
+    written(cache, 64, tenant="red").close()
+    cache.pump()
+    sequence = cache.open(tenant="blue")
+    sequence.grow(128)
+    assert cache.stats().driver_calls["zero"] == 4
+    for layer in range(4):
+        assert not sequence.k(layer).any()
+        assert not sequence.v(layer).any()
+
+
+def test_a_tenants_own_memory_is_not_zeroed_again(cache):
+    written(cache, 64, tenant="red").close()
+    cache.pump()
+    cache.open(tenant="red").grow(64)
+    assert "zero" not in cache.stats().driver_calls
+
+
+# ahead of need
+
+
+def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache, driver):
+    near, far = cache.open(max_tokens=17), cache.open()
+    near.grow(16)
+    far.grow(16)
+    near.advance(16)
+    far.advance(10)
+    calls = Calls(driver)
+    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert (near.limit, far.limit) == (17, 16)
+    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert (near.limit, far.limit) == (17, 32)
+    assert cache.pump(lead_tokens=8) == 0
+    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "copy_in": 2}
+    assert cache.stats().pumped_pages == 2
+
+
+def test_pump_maps_what_is_expected(cache):
+    sequence = cache.open()
+    sequence.expect(100)
+    assert cache.pump() == 7
+    assert sequence.limit == 112
+    sequence.grow(100)
+    assert cache.stats().stalls == 0
+
+
+def test_pump_says_nothing_of_a_sequence_that_finds_no_page(cache):
+    written(cache, 128)
+    sequence = cache.open()
+    sequence.expect(128)
+    cache.pool.resize(10 * PAGE_BYTES)
+    assert cache.pump() == 0
+    assert sequence.limit == 0
+    sequence.expect(32)
+    assert cache.pump() == 2
+
+
+def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
+    sequences = cache.open_batch(2)
+    for sequence in sequences:
+        sequence.grow(16)
+    for _ in range(100):
+        calls = Calls(driver)
+        for sequence in sequences:
+            sequence.grow(sequence.length + 1)
+        cache.advance([0, 1])
+        assert calls.made() == {}
+        cache.pump(lead_tokens=4)
+    assert cache.stats().stalls == 0
+
+
+def test_the_lead_follows_from_what_mapping_costs_and_who_may_need_it_at_once(windowed):
+    windowed.open_batch(2)
+    map_us = windowed._memory.mapper.map_us
+    assert windowed.lead_tokens(4 * map_us) == 2
+    assert windowed.lead_tokens(map_us) == 5
+    assert windowed.lead_tokens(0.0) > 100
+
+
+# what it tells
+
+
+def test_stats_are_what_one_counts_by_hand(pool, driver):
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=128, guard_tokens=3) as cache:
+        written(cache, 20)  # 23 rows: 2 pages
+        written(cache, 15)  # 18 rows: 2 pages
+        written(cache, 30).park()  # 33 rows: 3 pages
+        closing = written(cache, 5)  # 1 page
+        launch = launch_over(driver, cache, closing)
+        closing.close()
+        stats = cache.stats()
+        assert stats.reserved_bytes == 4 * 144 * ROW_BYTES
+        assert stats.mapped_bytes == 7 * PAGE_BYTES
+        assert stats.parked_bytes == 3 * PAGE_BYTES
+        assert stats.retiring_bytes == PAGE_BYTES
+        assert stats.token_bytes == 35 * ROW_BYTES
+        assert stats.guard_bytes == 6 * ROW_BYTES
+        assert stats.waste_bytes == (64 - 35 - 6) * ROW_BYTES
+        assert stats.mapped_bytes == stats.token_bytes + stats.guard_bytes + stats.waste_bytes + stats.parked_bytes
+        assert (stats.pool_created_bytes, stats.pool_held_bytes, stats.pool_free_bytes) == (8 * PAGE_BYTES, 8 * PAGE_BYTES, 0)
+        assert stats.pool_budget_bytes == 16 * PAGE_BYTES
+        assert (stats.num_tokens, stats.num_sequences, stats.num_parked, stats.num_slots) == (35, 2, 1, 4)
+        assert (stats.mapped_pages, stats.pumped_pages, stats.adopted_slots, stats.stalls) == (8, 0, 0, 0)
+        launch.finish()
+        cache.pump()
+        assert (cache.stats().retiring_bytes, cache.stats().pool_free_bytes) == (0, PAGE_BYTES)
+
+
+def test_windows_count_what_they_keep(windowed):
+    sequence = written(windowed, 150)
+    sequence.advance_start(1)
+    stats = windowed.stats()
+    assert stats.token_bytes == (150 + 39) * 64 * 1024
+    assert stats.mapped_bytes == (5 + 2) * PAGE_BYTES
+
+
+def test_a_stall_is_a_running_sequence_that_waited_for_the_driver(cache):
+    sequence = cache.open()
+    sequence.grow(16)
+    assert cache.stats().stalls == 0
+    sequence.advance(16)
+    sequence.grow(17)
+    stats = cache.stats()
+    assert stats.stalls == 1
+    assert stats.stall_us > 0
+    sequence.grow(32)
+    assert cache.stats().stalls == 1
+
+
+# ending
+
+
+def test_use_after_close_is_refused(cache):
+    closed = cache.open()
+    closed.close()
+    closed.close()
+    parked = cache.open()
+    parked.park()
+    uses = [
+        lambda s: s.length,
+        lambda s: s.limit,
+        lambda s: s.start(),
+        lambda s: s.grow(1),
+        lambda s: s.expect(1),
+        lambda s: s.advance(),
+        lambda s: s.truncate(0),
+        lambda s: s.advance_start(0),
+        lambda s: s.k(0),
+        lambda s: s.park(),
+    ]
+    for sequence in (closed, parked):
+        for use in uses:
+            with pytest.raises(
+                Closed, match=f"the sequence in slot {sequence.slot} was closed or parked; open or adopt another"
+            ):
+                use(sequence)
+    assert repr(closed) == "<Sequence in slot 0, closed>"
+
+
+def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
+    cache = KVCache(LAYOUT, pool, slots=2, max_tokens=64)
+    sequence, parked = written(cache, 20), written(cache, 20).park()
+    launch = launch_over(driver, cache, sequence)
+    cache.close()
+    cache.close()
+    assert launch.finished
+    assert (driver.live_mappings, pool.stats().held_bytes, cache.stats().mapped_bytes) == (0, 0, 0)
+    for use in (
+        cache.open,
+        lambda: cache.open_batch(1),
+        lambda: cache.adopt(parked),
+        lambda: cache.advance([0]),
+        lambda: cache.k(0),
+        cache.pump,
+        cache.start_mapper,
+        lambda: cache.record_stream(None),
+    ):
+        with pytest.raises(Closed, match="this cache is closed"):
+            use()
+    with pytest.raises(Closed):
+        sequence.grow(1)
+    with pytest.raises(Evicted):
+        cache.evict(parked)
+
+
+def test_a_sequence_closes_with_its_block(cache, driver):
+    with cache.open() as sequence:
+        sequence.grow(5)
+    assert sequence.closed
+    cache.pump()
+    assert driver.live_mappings == 0
+
+
+def test_a_cache_that_was_forgotten_says_so(pool):
+    cache = KVCache(LAYOUT, pool, slots=1, max_tokens=10)
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        cache.__del__()
+    cache.close()

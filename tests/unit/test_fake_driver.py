@@ -1,0 +1,162 @@
+"""The fake driver refuses every law broken: else what the law tests prove with it would be nothing."""
+
+import pytest
+import torch
+
+from vmmkv import DriverError
+from vmmkv.driver.base import Access
+from vmmkv.driver.fake import FakeDriver, LawBroken
+from vmmkv.driver.host import HostDriver
+from vmmkv.errors import OutOfDeviceMemory
+from vmmkv.units import PAGE_BYTES
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(memory_bytes=4 * PAGE_BYTES)
+
+
+@pytest.fixture
+def base(driver):
+    return driver.reserve(8 * PAGE_BYTES)
+
+
+def put(driver, address, num_pages=1):
+    handle = driver.create(num_pages * PAGE_BYTES)
+    driver.map(address, handle, num_pages * PAGE_BYTES)
+    driver.set_access(address, num_pages * PAGE_BYTES, Access.READ_WRITE)
+    return handle
+
+
+def test_a_second_map_where_one_stands_is_refused_as_on_a_device(driver, base):
+    put(driver, base, 2)
+    handle = driver.create(PAGE_BYTES)
+    calls = driver.calls.copy()
+    with pytest.raises(DriverError) as error:
+        driver.map(base + PAGE_BYTES, handle, PAGE_BYTES)
+    assert (error.value.call, error.value.code) == ("map", "FAKE_ALREADY_MAPPED")
+    assert driver.calls == calls
+
+
+def test_a_handle_is_mapped_whole_and_unmapped_whole(driver, base):
+    handle = driver.create(2 * PAGE_BYTES)
+    with pytest.raises(LawBroken, match="in part"):
+        driver.map(base, handle, PAGE_BYTES)
+    driver.map(base, handle, 2 * PAGE_BYTES)
+    for address in (base, base + PAGE_BYTES):
+        with pytest.raises(LawBroken, match="no one mapping"):
+            driver.unmap(address, PAGE_BYTES)
+
+
+def test_nothing_is_mapped_outside_a_reservation(driver, base):
+    handle = driver.create(PAGE_BYTES)
+    for address in (base - PAGE_BYTES, base + 8 * PAGE_BYTES):
+        with pytest.raises(LawBroken, match="not inside one reservation"):
+            driver.map(address, handle, PAGE_BYTES)
+
+
+def test_sizes_and_addresses_are_whole_pages(driver, base):
+    handle = driver.create(PAGE_BYTES)
+    for size_bytes in (0, -PAGE_BYTES, PAGE_BYTES - 1):
+        with pytest.raises(LawBroken, match="multiples of a page"):
+            driver.create(size_bytes)
+    with pytest.raises(LawBroken, match="multiples of a page"):
+        driver.map(base + 1, handle, PAGE_BYTES)
+
+
+def test_a_released_handle_is_not_used_again(driver, base):
+    handle = driver.create(PAGE_BYTES)
+    driver.release(handle)
+    for use in (lambda: driver.release(handle), lambda: driver.map(base, handle, PAGE_BYTES)):
+        with pytest.raises(LawBroken, match="after its release"):
+            use()
+
+
+def test_released_memory_is_given_back_when_its_last_mapping_goes(driver, base):
+    handle = put(driver, base)
+    driver.release(handle)
+    assert (driver.live_handles, driver.live_mappings, driver.used_bytes) == (0, 1, PAGE_BYTES)
+    driver.unmap(base, PAGE_BYTES)
+    assert (driver.live_mappings, driver.used_bytes) == (0, 0)
+
+
+def test_memory_ends(driver):
+    driver.create(3 * PAGE_BYTES)
+    with pytest.raises(OutOfDeviceMemory, match=r"4\.0 MiB were asked of a device with 2\.0 MiB free"):
+        driver.create(2 * PAGE_BYTES)
+    assert driver.memory() == (PAGE_BYTES, 4 * PAGE_BYTES)
+
+
+def test_what_a_launch_touches_stays_mapped_until_it_finishes(driver, base):
+    put(driver, base)
+    launch = driver.launch([(base + 100, base + 200)])
+    for touch in (lambda: driver.unmap(base, PAGE_BYTES), lambda: driver.zero(base, PAGE_BYTES)):
+        with pytest.raises(LawBroken, match="while a launch may touch it"):
+            touch()
+    fence = driver.fence()
+    assert not fence.done()
+    launch.finish()
+    assert fence.done()
+    driver.unmap(base, PAGE_BYTES)
+
+
+def test_a_fence_knows_only_what_was_launched_before_it(driver, base):
+    put(driver, base)
+    fence = driver.fence()
+    launch = driver.launch([(base, base + 1)])
+    assert fence.done()
+    later = driver.fence()
+    later.wait()
+    assert launch.finished
+
+
+def test_a_launch_may_touch_only_what_is_accessible(driver, base):
+    handle = driver.create(PAGE_BYTES)
+    driver.map(base, handle, PAGE_BYTES)
+    for access in (None, Access.READ):
+        if access is not None:
+            driver.set_access(base, PAGE_BYTES, access)
+        with pytest.raises(LawBroken, match="not all mapped"):
+            driver.launch([(base, base + 1)])
+        with pytest.raises(LawBroken, match="not all mapped"):
+            driver.zero(base, PAGE_BYTES)
+    driver.set_access(base, PAGE_BYTES, Access.READ_WRITE)
+    driver.launch([(base, base + PAGE_BYTES)])
+    with pytest.raises(LawBroken, match="not all mapped"):
+        driver.launch([(base, base + PAGE_BYTES + 1)])
+
+
+def test_a_call_that_was_told_to_fail_changes_nothing_and_is_not_counted(driver, base):
+    driver.fail_at = {driver.num_calls}
+    with pytest.raises(DriverError, match="told to fail"):
+        driver.create(PAGE_BYTES)
+    assert driver.calls["create"] == driver.live_handles == driver.used_bytes == 0
+    put(driver, base)
+    driver.fail_at = {driver.num_calls}
+    with pytest.raises(DriverError) as error:
+        driver.unmap(base, PAGE_BYTES)
+    assert error.value.call == "unmap"
+    assert driver.is_accessible(base, PAGE_BYTES)
+
+
+def test_over_another_driver_the_memory_is_real():
+    below = HostDriver()
+    driver = FakeDriver(over=below)
+    base = driver.reserve(2 * PAGE_BYTES)
+    handle = put(driver, base)
+    limit, source = torch.zeros(2), torch.ones(2)
+    driver.copy_in(limit, source)
+    assert limit.tolist() == [1, 1]
+    fd = driver.export_fd(handle)
+    imported = driver.import_fd(fd, PAGE_BYTES)
+    driver.map(base + PAGE_BYTES, imported, PAGE_BYTES)
+    assert below.calls == driver.calls
+    below.close()
+
+
+def test_alone_it_has_no_memory_to_share(driver):
+    handle = driver.create(PAGE_BYTES)
+    with pytest.raises(DriverError, match="no memory to export"):
+        driver.export_fd(handle)
+    with pytest.raises(DriverError, match="no memory to import"):
+        driver.import_fd(0, PAGE_BYTES)

@@ -1,0 +1,89 @@
+"""Extents, the handles that a pool lends; for whom they are; and what a pool asks of those that it lends them to.
+
+extent.holders = mappings, live or retiring, + other holders        (0: free in its pool)
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from vmmkv.driver.base import Handle
+from vmmkv.units import PAGE_BYTES
+
+SIZE_CLASSES: Final = (1, 16)
+"""Pages in a handle: 1 for new tokens, so that sharing stays page-fine; 16 for what is shared by many (32 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who wrote an extent last: memory that passes between two different tenants is zeroed in between (law 7)."""
+
+    cache: int
+    """Which cache of the process."""
+    phase: Hashable
+    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
+    name: Hashable
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """One handle of a size class. Identity is what counts: two extents are never equal."""
+
+    handle: Handle
+    num_pages: int
+    holders: int = 0
+    zeroed: bool = False
+    """Nothing but zeroes, since it was created or zeroed. False once it is mapped for a tenant."""
+    tenant: Tenant | None = None
+    """Who wrote it last; None for nobody."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the handle."""
+        return self.num_pages * PAGE_BYTES
+
+    def must_be_zeroed_for(self, tenant: Tenant) -> bool:
+        """May its bytes be somebody else's, or undefined?"""
+        return not self.zeroed and self.tenant != tenant
+
+
+class Evictable(NamedTuple):
+    """The least recently parked slot of a cache."""
+
+    stamp: int
+    """The pool's clock when it was parked."""
+    idle: bool
+    """Is all work done that may touch it? Then its pages are free at once."""
+
+
+class Reclaimable(Protocol):
+    """What a pool asks of each of its caches when pages run short. All calls come with the pool's lock held."""
+
+    def retiring_pages(self) -> int:
+        """Pages that will be free when their fences have passed."""
+        ...
+
+    def parked_pages(self) -> int:
+        """Pages of parked slots, which can be evicted."""
+        ...
+
+    def oldest_parked(self) -> Evictable | None:
+        """The slot that was parked least recently, if any is."""
+        ...
+
+    def evict_oldest_parked(self) -> None:
+        """Retire that slot's mappings."""
+        ...
+
+    def collect(self) -> int:
+        """Unmap what has retired and whose fence has passed; the number of pages unmapped. Never blocks."""
+        ...
+
+    def wait_for_retired(self) -> bool:
+        """Block until the oldest retirement's fence has passed; False if there is none."""
+        ...
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted from scratch: how often this cache holds each extent."""
+        ...
