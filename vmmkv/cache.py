@@ -41,7 +41,7 @@ class KVCache:
     176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
 
     Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError.
-    Cost: one reserve for each group, and waiting for the caller's current stream.
+    Cost: a reserve, a map and an access call for each group, and waiting for the caller's current stream.
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
@@ -69,6 +69,7 @@ class KVCache:
             pool.check_open()
             self._memory = SlotMemory(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
             self._table = self._memory.table
+            self._lengths, self._limits = _read_only(self._table.lengths), _read_only(self._table.limits)
             self._occupancy = Occupancy(layout, pool, self._memory)
             pool.attach(self._occupancy)
         self.closed = False
@@ -77,23 +78,23 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots, taken or not."""
-        return len(self._table)
+        """Slots that sequences can have, taken or not: they are numbered from 1."""
+        return self._table.num_slots
 
     @property
     def limit(self) -> torch.Tensor:
-        """[slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
+        """[1 + slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
         return self._memory.limit
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[slots] tokens written, by slot; read-only."""
-        return _read_only(self._table.lengths)
+        """[1 + slots] tokens written, by slot; read-only."""
+        return self._lengths
 
     @property
     def limits(self) -> npt.NDArray[np.int32]:
-        """[slots] what `limit` holds on the device; read-only."""
-        return _read_only(self._table.limits)
+        """[1 + slots] what `limit` holds on the device; read-only."""
+        return self._limits
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> Sequence:
         """A new sequence in a free slot, with `max_tokens` (the cache's by default) as its end.
@@ -180,10 +181,12 @@ class KVCache:
         return self.view(layer, "v")
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
-        """A plane of a layer over the whole arena: [slots, slot_tokens, heads, dim], strided; for batched kernels.
+        """A plane of a layer over the whole arena: [1 + slots, slot_tokens, heads, dim], strided; for batched kernels.
 
-        Most of it is not mapped: a kernel must load rows below each sequence's length only (plus the guard). Strides
-        pass 2**31 elements. It stays valid for the cache's life. Cost: about 4 us; no driver call, no copy, no touch.
+        Slot 0 is the pad: its first page is always mapped, read-only and zero, so that kernels and launchers that look at
+        the tensor's own address find memory there, and rows that only fill up a batch have a slot to point to. Most of
+        the rest is not mapped: a kernel must load rows below each sequence's length only (plus the guard). Strides pass
+        2**31 elements. It stays valid for the cache's life. Cost: about 4 us; no driver call, no copy, no touch.
         """
         self._check_open()
         return self._memory.arena_of(layer).view(layer, plane)
@@ -191,10 +194,10 @@ class KVCache:
     # ahead of need, and behind
 
     def lead_tokens(self, step_us: float) -> int:
-        """How many tokens ahead memory should be mapped so that no step of `step_us` waits, one token a step.
+        """How many tokens ahead memory should be mapped so that no step waits, if the mapper has `step_us` in each.
 
-        If every sequence crosses a page at once, the mapper needs `pages due * measured cost`; it must have begun that
-        many steps before.
+        One token a step. If every sequence crosses a page at once, the mapper needs `pages due * measured cost`; it must
+        have begun that many steps before.
         """
         pages_due = len(self._occupancy.sequences) * len(self.layout.groups)
         return 1 + ceil_div(int(pages_due * self._memory.mapper.map_us), max(1, int(step_us)))
@@ -277,7 +280,7 @@ class KVCache:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"<KVCache on {self.device}: {len(self._occupancy.sequences)} sequences in {len(self._table)} slots>"
+        return f"<KVCache on {self.device}: {len(self._occupancy.sequences)} sequences in {self._table.num_slots} slots>"
 
     def check(self) -> None:
         """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""

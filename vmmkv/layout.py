@@ -196,7 +196,7 @@ class KVLayout:
         window = None if get("use_sliding_window") is False else get("sliding_window")
         layer_types = get("layer_types")
         if layer_types is None:  # older files: every nth layer sees all, the others a window
-            every = get("sliding_window_pattern") or _FULL_ATTENTION_EVERY.get(get("model_type"), 0)
+            every = get("sliding_window_pattern") or _FULL_ATTENTION_EVERY.get(str(get("model_type")), 0)
             layer_types = [
                 "full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
             ]

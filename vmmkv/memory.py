@@ -3,6 +3,7 @@
 One step below the public cache: slots and token counts, no sequences. Every call comes with the pool's lock held.
 """
 
+import contextlib
 import itertools
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 
 from vmmkv.driver.base import Fence
-from vmmkv.errors import LayoutError, OutOfPages
+from vmmkv.errors import DriverError, LayoutError, OutOfPages
 from vmmkv.extents import Extent, Tenant
 from vmmkv.layout import KVLayout
 from vmmkv.mapper import Growth, Mapper, Target
@@ -26,7 +27,7 @@ _numbers = itertools.count()
 class SlotMemory:
     """The arenas of a cache, one for each group, and the mappings under every slot.
 
-    `limit` is a device tensor, [slots] int32: rows below it may be written; 0 where no sequence runs.
+    `limit` is a device tensor, [1 + slots] int32: rows below it may be written; 0 where no sequence runs.
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int) -> None:
@@ -34,7 +35,7 @@ class SlotMemory:
         self.pool = pool
         self.guard_tokens = guard_tokens
         self.table = SlotTable(slots, len(layout.groups))
-        self.tenants: list[Hashable] = [None] * slots
+        self.tenants: list[Hashable] = [None] * len(self.table)
         """Whose sequence runs in a slot, or ran last."""
         self.mapper = Mapper(pool)
         self.streams: list[torch.Stream] = []
@@ -44,10 +45,30 @@ class SlotMemory:
             Arena(pool.driver, index, group, slots=slots, max_rows=max_tokens + guard_tokens)
             for index, group in enumerate(layout.groups)
         ]
-        self.limit = torch.zeros(slots, dtype=torch.int32, device=pool.device)
-        self._limit_source = torch.zeros(slots, dtype=torch.int32)
+        self.limit = torch.zeros(len(self.table), dtype=torch.int32, device=pool.device)
+        self._limit_source = torch.zeros(len(self.table), dtype=torch.int32)
         self._next_limits = self._limit_source.numpy()
         pool.driver.fence().wait()  # those zeroes are on the caller's stream, the copies of later limits on another
+        self._padded: list[Arena] = []
+        try:
+            for arena in self.arenas:
+                pool.pad.map(arena.address)
+                self._padded.append(arena)
+        except BaseException:
+            with contextlib.suppress(DriverError):  # then they go when the pool is closed
+                self.unmap_pads()
+            raise
+
+    @property
+    def has_pads(self) -> bool:
+        """Is the pad still mapped?"""
+        return bool(self._padded)
+
+    def unmap_pads(self) -> None:
+        """Nothing reads this cache any more. Cost: an unmap for each group. Idempotent."""
+        while self._padded:
+            self.pool.pad.unmap(self._padded[-1].address)
+            self._padded.pop()
 
     # questions
 

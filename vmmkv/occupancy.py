@@ -83,8 +83,8 @@ class Occupancy:
             first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
         if first is None:
             raise OutOfSlots(
-                f"{count} adjacent slots are wanted; {len(self.sequences)} of {len(self.table)} run sequences; close some, "
-                f"or make the cache with more slots"
+                f"{count} adjacent slots are wanted; {len(self.sequences)} of {self.table.num_slots} run sequences; close "
+                f"some, or make the cache with more slots"
             )
         run = range(first, first + count)
         for slot in run:
@@ -173,6 +173,9 @@ class Occupancy:
             self.evict(parked)
         while self.memory.mapper.wait():
             self.collect()
+        if self.memory.has_pads:
+            self.memory.fence().wait()
+            self.memory.unmap_pads()
 
     # what the pool asks
 

@@ -21,6 +21,7 @@ from vmmkv.driver import open_driver
 from vmmkv.driver.base import Driver
 from vmmkv.errors import BudgetError, Closed, DriverError, OutOfDeviceMemory, OutOfPages
 from vmmkv.extents import SIZE_CLASSES, Extent, Reclaimable
+from vmmkv.pad import Pad
 from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
 
 
@@ -40,6 +41,7 @@ class Pool:
 
     `device` is anything torch takes: "cpu" is host virtual memory, "cuda:0" a GPU's. Nothing is created until it is
     needed; what is freed stays created, for whoever comes next, until `resize` or `close` gives it back to the device.
+    One page more than the budget is the pool's own: the pad (see `vmmkv.pad`).
 
     Raises: BudgetError for a budget below one page; DriverUnavailable, of the kind that says what is missing.
     """
@@ -54,6 +56,7 @@ class Pool:
         self.created_bytes = 0
         self.held_bytes = 0
         self.closed = False
+        self.pad: Final = Pad(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
         self._caches: list[Reclaimable] = []
         self._clock = 0
@@ -143,6 +146,7 @@ class Pool:
             while self._destroy_any_free():
                 pass
             assert not self.created_bytes, "no cache is open, and yet extents are held"
+            self.pad.close()
             self.closed = True
 
     def stats(self) -> PoolStats:
@@ -188,7 +192,14 @@ class Pool:
             assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
             assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
             calls = self.driver.calls
-            assert len(free) + len(held) <= calls["create"] + calls["import_fd"] - calls["release"], "a handle was lost"
+            pads = self.pad.handle is not None
+            assert pads + len(free) + len(held) <= calls["create"] + calls["import_fd"] - calls["release"], "a handle was lost"
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and self.created_bytes:

@@ -1,6 +1,6 @@
 """Arenas of addresses, the slots in them, and what is mapped under each slot.
 
-    arena   | slot 0            | slot 1            | ...       one reservation for each group of layers
+    arena   | pad | slot 1            | slot 2          | ...   one reservation for each group of layers
     slot    |..RRRR|LLLLLLLLLL|RR|......................|       pages of one sequence
                    ^first     ^end
             L live, R retiring: still mapped, waiting for a fence; . nothing mapped
@@ -63,7 +63,7 @@ class Span:
 
 
 class Arena:
-    """The addresses of one group: `slots` spans of the same size, one after the other in one reservation.
+    """The addresses of one group: the pad and `slots` spans of the same size, one after the other in one reservation.
 
     The reservation outlives everything: addresses are never given back (law 6), since a stale view must fault
     rather than read somebody else's bytes.
@@ -75,14 +75,14 @@ class Arena:
         self.group = group
         self.slot_tokens = group.slot_tokens(max_rows)
         self.slot_bytes = self.slot_tokens * group.row_bytes
-        self.reserved_bytes = slots * self.slot_bytes
+        self.reserved_bytes = (1 + slots) * self.slot_bytes
         self.address = driver.reserve(self.reserved_bytes)
-        self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(slots)]
+        self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
         self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
         self._driver = driver
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
-        """All slots of one plane of one layer: [slots, slot_tokens, heads, dim], strided, mapped or not."""
+        """All slots of one plane of one layer: [1 + slots, slot_tokens, heads, dim], strided, mapped or not."""
         shape = self.group.plane(plane)
         typed = self._bytes.view(shape.dtype)
         itemsize = shape.dtype.itemsize

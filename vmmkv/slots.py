@@ -17,10 +17,12 @@ class SlotState(enum.IntEnum):
     """No sequence's; still mapped, to be adopted or evicted."""
     CLOSING = 3
     """No sequence's; its mappings are retiring."""
+    PAD = 4
+    """Slot 0, always: no sequence's, ever (see `vmmkv.pad`)."""
 
 
 class SlotTable:
-    """State and token counts of each slot. A slot that is not live has length, end, expected and limit 0.
+    """State and token counts of each slot, the pad among them. A slot that is not live has length, end, expected and limit 0.
 
         start <= length <= limit = min(committed, end)
 
@@ -28,18 +30,22 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, num_groups: int) -> None:
-        self.states = np.zeros(num_slots, dtype=np.int8)
-        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        self.num_slots = num_slots
+        """Slots that sequences can have: 1 to num_slots."""
+        num_rows = 1 + num_slots
+        self.states = np.zeros(num_rows, dtype=np.int8)
+        self.states[0] = SlotState.PAD
+        self.lengths = np.zeros(num_rows, dtype=np.int64)
         """Tokens written."""
-        self.committed = np.zeros(num_slots, dtype=np.int64)
+        self.committed = np.zeros(num_rows, dtype=np.int64)
         """Tokens whose rows lie wholly under live mappings in every group, less the guard."""
-        self.ends = np.zeros(num_slots, dtype=np.int64)
+        self.ends = np.zeros(num_rows, dtype=np.int64)
         """The most tokens that the sequence may ever have."""
-        self.expected = np.zeros(num_slots, dtype=np.int64)
+        self.expected = np.zeros(num_rows, dtype=np.int64)
         """Tokens that the sequence said it will have soon."""
-        self.starts = np.zeros((num_groups, num_slots), dtype=np.int64)
+        self.starts = np.zeros((num_groups, num_rows), dtype=np.int64)
         """The first row still kept, in each group."""
-        self.limits = np.zeros(num_slots, dtype=np.int32)
+        self.limits = np.zeros(num_rows, dtype=np.int32)
         """What the device's limit tensor holds."""
 
     def __len__(self) -> int:
@@ -70,9 +76,11 @@ class SlotTable:
     def short_of(self, lead_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Live slots with less memory than the next `lead_tokens` need, most urgent first, and what each should have.
 
-        A slot's deadline is the number of tokens until it stands still: committed - length.
+        A slot's deadline is the number of tokens until it stands still: committed - length. A sequence that has no
+        tokens yet, and only expects some, keeps nobody waiting: it comes last.
         """
         targets = np.minimum(np.maximum(self.lengths + lead_tokens, self.expected), self.ends)
         short = np.flatnonzero((self.committed < targets) & (self.states == SlotState.LIVE))
-        short = short[np.argsort((self.committed - self.lengths)[short], kind="stable")]
+        deadlines, are_new = (self.committed - self.lengths)[short], self.lengths[short] == 0
+        short = short[np.lexsort((deadlines, are_new))]
         return short, targets[short]

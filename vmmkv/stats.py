@@ -79,7 +79,7 @@ def snapshot(memory: SlotMemory, occupancy: Occupancy) -> CacheStats:
         num_tokens=int(table.lengths.sum()),
         num_sequences=len(live),
         num_parked=len(occupancy.parked),
-        num_slots=len(table),
+        num_slots=table.num_slots,
         stalls=occupancy.stalls,
         stall_us=occupancy.stall_us,
         mapped_pages=memory.mapped_pages,

@@ -74,7 +74,7 @@ def test_nothing_is_unmapped_before_its_fence(make: Callable[..., KVCache]) -> N
     sequence = cache.open()
     sequence.grow(160)
     sequence.k(0)[:160] = 2.0
-    torch.cuda.synchronize()
+    sequence.k(0)[:160].sum().item()  # loads the kernel: loading waits for whatever runs
     torch.cuda._sleep(LONG)
     total = sequence.k(0)[:160].sum()  # reads when the sleep is over
     sequence.close()
@@ -90,6 +90,7 @@ def test_other_streams_are_waited_for_once_recorded(make: Callable[..., KVCache]
     cache.record_stream(side)
     sequence = cache.open()
     sequence.grow(160)
+    sequence.k(0)[:160].sum().item()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)

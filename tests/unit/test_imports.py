@@ -20,7 +20,7 @@ LAYERS = (
     ("units", "errors", "config"),
     ("layout",),
     ("driver", "dlpack"),
-    ("extents", "pool", "ranges", "slots"),
+    ("extents", "pad", "pool", "ranges", "slots"),
     ("mapper", "mapper_thread"),
     ("memory",),
     ("cache", "occupancy", "sequence", "stats"),
