@@ -22,7 +22,7 @@ help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
 	@echo "make test  [ARGS=...]              lint, types, then all tests; ARGS go to pytest"
 	@echo "make check                         lint, format and types alone"
-	@echo "make bench [ARGS=...]              the cost of driver calls and of growing, on this machine"
+	@echo "make bench [ARGS=...]              driver calls, growing, decode attention, on this machine; see bench/README.md"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
@@ -38,8 +38,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev-installed
-	$(BIN)/python -m bench.driver_calls $(ARGS)
-	$(BIN)/python -m bench.append $(ARGS)
+	$(BIN)/python -m bench all $(ARGS)
 
 model: $(VENV)/.dev-installed
 	$(BIN)/vmmkv fetch smollm2-135m

@@ -20,13 +20,13 @@ class FlaggedDriver(CudaDriver):
         properties = super()._allocation_properties()
         if not self._exportable:
             properties.requestedHandleTypes = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
-        if not self._rdma:
-            properties.allocFlags.gpuDirectRDMACapable = 0
+        if self._rdma:
+            properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
 
 
 def drivers_by_flags(device: torch.device) -> dict[str, Driver]:
-    """By what is asked for; the library's own choice, both, is the last, and is less where the device cannot."""
+    """By what is asked for; the library's own choice is "exportable"."""
     return {
         "no flags": FlaggedDriver(device, exportable=False, rdma=False),
         "exportable": FlaggedDriver(device, exportable=True, rdma=False),

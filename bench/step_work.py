@@ -107,7 +107,7 @@ class CudaWork:
             num_rows, self._shape.heads, self._shape.head_dim, dtype=self._shape.dtype, device=self._device
         )
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # Every slot is -1 while this runs and is captured: nothing is mapped yet, and nothing is touched.
+        # Every slot is -1 while this runs and is captured: no sequence has memory yet, and nothing is touched.
         self._graph = capture(self._layers, self._device)
 
     def launch(self, slots_B: Indices, lengths_B: Indices) -> None:

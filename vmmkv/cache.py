@@ -217,6 +217,15 @@ class KVCache:
             self._check_open()
             return self._occupancy.pump(budget_us, lead_tokens, self.pool.driver.order)
 
+    def drain(self) -> None:
+        """Unmap everything that retires, waiting for its fences: for when there is nothing else to do.
+
+        Cost: one unmap for each page; blocks until the work that touches them is done. Raises: DriverError.
+        """
+        with self.pool.lock:
+            self._check_open()
+            self._occupancy.drain()
+
     def start_mapper(self, lead_tokens: int | None = None) -> None:
         """Pump in a thread, for users with no loop of their own. A graph capture then needs capture_error_mode="thread_local".
 

@@ -165,14 +165,18 @@ class Occupancy:
         self.memory.retire_all(parked.slot, parked.fence)
         self._free_if_bare(parked.slot)
 
+    def drain(self) -> None:
+        """Wait for the work that touches what retires, and unmap it."""
+        while self.memory.mapper.wait():
+            self.collect()
+
     def close_all(self) -> None:
         """End everybody, wait for the work that touches them, unmap everything."""
         for sequence in list(self.sequences.values()):
             self.close(sequence)
         for parked in list(self.parked.values()):
             self.evict(parked)
-        while self.memory.mapper.wait():
-            self.collect()
+        self.drain()
         if self.memory.has_pads:
             self.memory.fence().wait()
             self.memory.unmap_pads()

@@ -202,7 +202,7 @@ class Pool:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True) and self.created_bytes:
+        if not getattr(self, "closed", True) and (self.created_bytes or self.pad.handle is not None):
             warnings.warn(f"a Pool holding {format_bytes(self.created_bytes)} was not closed", ResourceWarning, stacklevel=2)
 
     # within

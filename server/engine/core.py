@@ -104,7 +104,7 @@ class Engine:
 
     def settle(self) -> None:
         """Nothing is left to do: unmap what retires, and report the end state."""
-        self.cache.pump()
+        self.cache.drain()
         self.report()
 
     def report(self, *, only_if_due: bool = False) -> None:

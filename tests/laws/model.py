@@ -5,6 +5,7 @@ are small integers, which every type of the tests holds exactly.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +81,11 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
     """Where row 0 of a slot is, in each group, as the arena views have it."""
     views = [cache.view(group.layers[0], group.planes[0].name) for group in cache.layout.groups]
     return [view.data_ptr() + slot * view.stride(0) * view.element_size() for view in views]
+
+
+def num_pads(caches: Iterable[KVCache]) -> int:
+    """Mappings of the pad: one for each group of every cache that is open."""
+    return sum(len(cache.layout.groups) for cache in caches if not cache.closed)
 
 
 def planes_of(layout: KVLayout) -> list[tuple[int, int, str]]:

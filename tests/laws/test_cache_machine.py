@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, verify_unwritten, verify_written, write
+from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
 from vmmkv import Closed, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
+from vmmkv.dlpack import wrap
 from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
@@ -86,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
     def open_batch(self, pick, tenant, count):
         cache = self.caches[pick % 2]
         taken = {live.sequence.slot for live in self.live if live.cache is cache}
-        runs = [first for first in range(SLOTS - count + 1) if taken.isdisjoint(range(first, first + count))]
+        runs = [first for first in range(1, SLOTS - count + 2) if taken.isdisjoint(range(first, first + count))]
         try:
             sequences = cache.open_batch(count, tenant=tenant)
         except OutOfSlots:
@@ -321,7 +322,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for cache in self.caches:
             cache.check()
-            limits = [0] * SLOTS
+            limits = [0] * (1 + SLOTS)
             for live in self.live:
                 if live.cache is cache:
                     limits[live.sequence.slot] = live.sequence.limit
@@ -332,8 +333,17 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.num_tokens == sum(len(live.rows.stamps) for live in self.live if live.cache is cache)
         pool = self.pool.stats()
         assert sum(s.mapped_bytes + s.retiring_bytes for s in map(KVCache.stats, self.caches)) == pool.held_bytes
-        assert self.driver.live_mappings * PAGE_BYTES == pool.held_bytes
-        assert self.driver.live_handles * PAGE_BYTES == pool.created_bytes
+        assert (self.driver.live_mappings - num_pads(self.caches)) * PAGE_BYTES == pool.held_bytes
+        assert (self.driver.live_handles - 1) * PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
+
+    @invariant()
+    def pads_stand_whatever_happens_to_sequences(self):
+        for cache in getattr(self, "caches", []):
+            bases = addresses(cache, 0)
+            assert all(self.driver.is_read_only(base, PAGE_BYTES) for base in bases)
+            if self.real_memory:
+                assert not any(wrap(base, PAGE_BYTES, torch.device("cpu"))[::SAMPLE].any() for base in bases)
+        assert all(live.sequence.slot > 0 for live in getattr(self, "live", []))
 
     @invariant()
     def rows_are_where_and_what_they_were(self):

@@ -28,6 +28,8 @@ from vmmkv.units import PAGE_BYTES
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 ROW_BYTES = 128 * 1024
 TOKENS_PER_PAGE = 16
+PAD = 1
+"""Mappings of the pad, of which each group has one."""
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
 WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
@@ -94,16 +96,16 @@ def test_a_new_sequence_is_empty_and_costs_no_driver_call(cache, driver):
     calls = Calls(driver)
     sequence = cache.open(max_tokens=30, tenant="red")
     assert calls.made() == {}
-    assert (sequence.slot, sequence.length, sequence.limit, sequence.start()) == (0, 0, 0, 0)
+    assert (sequence.slot, sequence.length, sequence.limit, sequence.start()) == (1, 0, 0, 0)
     assert (sequence.max_tokens, sequence.tenant, sequence.closed) == (30, "red", False)
     assert sequence.k(0).shape == (0, 8, 512)
-    assert cache.limit.tolist() == [0, 0, 0, 0]
-    assert repr(sequence) == "<Sequence in slot 0: 0 tokens, room for 0 of 30>"
+    assert cache.limit.tolist() == [0, 0, 0, 0, 0]
+    assert repr(sequence) == "<Sequence in slot 1: 0 tokens, room for 0 of 30>"
     assert repr(cache) == "<KVCache on cpu: 1 sequences in 4 slots>"
 
 
 def test_slots_are_taken_in_order_and_the_fifth_of_four_is_refused(cache):
-    assert [cache.open().slot for _ in range(4)] == [0, 1, 2, 3]
+    assert [cache.open().slot for _ in range(4)] == [1, 2, 3, 4]
     with pytest.raises(OutOfSlots, match=r"4 of 4 run sequences; close some, or make the cache with more slots"):
         cache.open()
 
@@ -112,13 +114,13 @@ def test_a_closed_slot_is_opened_again_once_its_work_is_done(cache, driver):
     sequences = [written(cache, 1) for _ in range(4)]
     launch = launch_over(driver, cache, sequences[2])
     sequences[2].close()
-    assert cache.open().slot == 2
+    assert cache.open().slot == sequences[2].slot == 3
     assert launch.finished
 
 
 def test_a_batch_has_adjacent_slots(cache):
     blocking = cache.open_batch(2)[0]
-    assert [sequence.slot for sequence in cache.open_batch(2)] == [2, 3]
+    assert [sequence.slot for sequence in cache.open_batch(2)] == [3, 4]
     blocking.close()
     with pytest.raises(OutOfSlots, match="2 adjacent slots are wanted; 3 of 4"):
         cache.open_batch(2)
@@ -129,7 +131,7 @@ def test_a_batch_has_adjacent_slots(cache):
 def test_a_batch_evicts_parked_slots_in_its_way(cache):
     parked = [written(cache, 3).park() for _ in range(1)]
     batch = cache.open_batch(4)
-    assert [sequence.slot for sequence in batch] == [0, 1, 2, 3]
+    assert [sequence.slot for sequence in batch] == [1, 2, 3, 4]
     with pytest.raises(Evicted):
         cache.adopt(parked[0])
 
@@ -190,7 +192,7 @@ def test_growing_maps_whole_pages_and_nothing_when_enough_is_mapped(cache, drive
     for num_tokens in (0, 1, 17, 32):
         sequence.grow(num_tokens)
     assert calls.made() == {}
-    assert cache.limit.tolist() == cache.limits.tolist() == [32, 0, 0, 0]
+    assert cache.limit.tolist() == cache.limits.tolist() == [0, 32, 0, 0, 0]
 
 
 def test_a_limit_that_did_not_reach_the_device_is_not_sent_with_the_next(cache, driver):
@@ -200,7 +202,7 @@ def test_a_limit_that_did_not_reach_the_device_is_not_sent_with_the_next(cache, 
         failing.grow(16)
     assert error.value.call == "copy_in"
     other.grow(16)
-    assert cache.limit.tolist() == cache.limits.tolist() == [0, 16, 0, 0]
+    assert cache.limit.tolist() == cache.limits.tolist() == [0, 0, 16, 0, 0]
 
 
 def test_the_limit_ends_with_the_sequence(cache):
@@ -208,7 +210,7 @@ def test_the_limit_ends_with_the_sequence(cache):
     sequence.grow(20)
     assert sequence.limit == 20
     assert sequence.k(0).shape[0] == 20
-    with pytest.raises(SequenceTooLong, match="slot 0 cannot have 21 tokens: it was opened with max_tokens=20"):
+    with pytest.raises(SequenceTooLong, match="slot 1 cannot have 21 tokens: it was opened with max_tokens=20"):
         sequence.grow(21)
     with pytest.raises(SequenceTooLong, match="cannot have 21"):
         sequence.expect(21)
@@ -235,7 +237,7 @@ def test_out_of_pages_says_what_would_work(cache):
     sequence = cache.open()
     sequence.grow(112)
     message = (
-        r"slot 1 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; raise "
+        r"slot 2 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; raise "
         r"budget_bytes to at least 33554432 \(32\.0 MiB\), close or park sequences, or ask for fewer tokens"
     )
     cache.pool.resize(15 * PAGE_BYTES)
@@ -247,11 +249,13 @@ def test_out_of_pages_says_what_would_work(cache):
 
 def test_addresses_never_change(cache, driver):
     sequence = written(cache, 40)
-    address = sequence.k(2).data_ptr()
+    address, in_arena = sequence.k(2).data_ptr(), cache.k(2)[sequence.slot].data_ptr()
+    assert address == in_arena
     launch = launch_over(driver, cache, sequence)
     for act in (lambda: sequence.grow(100), lambda: sequence.truncate(3), cache.pump, launch.finish, cache.pump):
         act()
-        assert sequence.k(2).data_ptr() == address == cache.k(2)[0].data_ptr()
+        in_arena = cache.k(2)[sequence.slot].data_ptr()
+        assert sequence.k(2).data_ptr() == address == in_arena
     sequence.grow(128)
     assert sequence.k(2).data_ptr() == address
     assert sequence.k(2)[:3, 5, 7].tolist() == [0, 1, 2]
@@ -268,9 +272,9 @@ def test_advance_counts_rows_and_stops_at_the_limit(cache, driver):
     sequence.advance(15)
     assert calls.made() == {}
     assert sequence.length == 16
-    with pytest.raises(RowsUnmapped, match="slot 0 has 16 tokens and memory for 16: it cannot advance to 17; grow first"):
+    with pytest.raises(RowsUnmapped, match="slot 1 has 16 tokens and memory for 16: it cannot advance to 17; grow first"):
         sequence.advance()
-    with pytest.raises(ValueError, match="slot 0 cannot advance from 16 to 15 tokens"):
+    with pytest.raises(ValueError, match="slot 1 cannot advance from 16 to 15 tokens"):
         sequence.advance(-1)
     assert sequence.length == 16
 
@@ -279,23 +283,30 @@ def test_many_slots_advance_at_once_or_none(cache):
     sequences = cache.open_batch(3)
     for sequence in sequences:
         sequence.grow(16)
-    cache.advance([0, 1, 2])
-    cache.advance(np.array([2, 0]), [3, 4])
+    cache.advance([1, 2, 3])
+    cache.advance(np.array([3, 1]), [3, 4])
     cache.advance([])
-    assert cache.lengths.tolist() == [5, 1, 4, 0]
-    with pytest.raises(RowsUnmapped, match="slot 1 has 1 tokens and memory for 16: it cannot advance to 17"):
-        cache.advance([0, 1], [1, 16])
-    with pytest.raises(RowsUnmapped, match="slot 3 has 0 tokens and memory for 0"):
-        cache.advance([0, 3])
+    assert cache.lengths.tolist() == [0, 5, 1, 4, 0]
+    with pytest.raises(RowsUnmapped, match="slot 2 has 1 tokens and memory for 16: it cannot advance to 17"):
+        cache.advance([1, 2], [1, 16])
+    with pytest.raises(RowsUnmapped, match="slot 4 has 0 tokens and memory for 0"):
+        cache.advance([1, 4])
     with pytest.raises(ValueError, match="slot -1"):
         cache.advance([-1], 0)
-    assert cache.lengths.tolist() == [5, 1, 4, 0]
+    assert cache.lengths.tolist() == [0, 5, 1, 4, 0]
 
 
 def test_counts_are_seen_and_not_written_by_users(cache):
-    for array in (cache.lengths, cache.limits):
+    lengths, limits = cache.lengths, cache.limits
+    for array in (lengths, limits):
         with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
+            array[1] = 1
+    sequence = cache.open()
+    sequence.grow(16)
+    sequence.advance(3)
+    assert (lengths[1], limits[1]) == (3, 16)  # whoever keeps an array sees what happens
+    assert cache.lengths is lengths
+    assert cache.limits is limits
 
 
 def test_views_share_the_memory(cache):
@@ -303,10 +314,13 @@ def test_views_share_the_memory(cache):
     sequence.grow(20)
     sequence.k(3)[17, 2] = 5
     sequence.v(3)[17, 2] = 6
-    assert (cache.k(3)[1, 17, 2] == 5).all()
-    assert (cache.v(3)[1, 17, 2] == 6).all()
-    assert cache.k(3).shape == (4, 128, 8, 512)
-    assert cache.k(3).stride() == (128 * ROW_BYTES // 4, ROW_BYTES // 4, 512, 1)
+    # Not in an assertion: one that fails prints all of its parts, and most of an arena is not there to be read.
+    key, value = (view[sequence.slot, 17, 2] for view in (cache.k(3), cache.v(3)))
+    shape, stride = cache.k(3).shape, cache.k(3).stride()
+    assert key.eq(5).all()
+    assert value.eq(6).all()
+    assert shape == (5, 128, 8, 512)
+    assert stride == (128 * ROW_BYTES // 4, ROW_BYTES // 4, 512, 1)
     assert sequence.k(3).stride() == (ROW_BYTES // 4, 512, 1)
     assert not sequence.k(2)[17].any()
 
@@ -364,7 +378,7 @@ def test_truncating_within_a_page_costs_nothing(cache, driver):
 def test_truncating_keeps_at_most_what_there_is(cache):
     sequence = written(cache, 20)
     for num_tokens in (21, -1):
-        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: the sequence in slot 0 has 20 tokens to keep"):
+        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: the sequence in slot 1 has 20 tokens to keep"):
             sequence.truncate(num_tokens)
 
 
@@ -374,10 +388,10 @@ def test_truncated_pages_stay_mapped_while_a_launch_may_read_them(cache, driver)
     launch = driver.launch([(base, base + 60 * ROW_BYTES)])
     sequence.truncate(1)
     assert cache.pump() == 0
-    assert driver.live_mappings == 4
+    assert driver.live_mappings == 4 + PAD
     launch.finish()
     assert cache.pump() == 3
-    assert driver.live_mappings == 1
+    assert driver.live_mappings == 1 + PAD
 
 
 # windows
@@ -429,7 +443,7 @@ def test_a_blank_slot_whose_windows_moved_starts_from_nothing_there(windowed):
     sequence.advance_start(1)
     sequence.park(0)
     sequence = windowed.open()
-    assert (sequence.slot, sequence.limit, sequence.start(1)) == (0, 0, 0)
+    assert (sequence.slot, sequence.limit, sequence.start(1)) == (1, 0, 0)
     sequence.grow(100)
     windowed.check()
     assert sequence.k(1).shape[0] == sequence.k(0).shape[0] >= 100
@@ -440,36 +454,36 @@ def test_a_blank_slot_whose_windows_moved_starts_from_nothing_there(windowed):
 
 def test_a_parked_slot_is_adopted_with_its_rows_and_no_driver_call_but_the_limit(cache, driver):
     parked = written(cache, 40).park()
-    assert (parked.slot, parked.length, parked.num_pages) == (0, 40, 3)
+    assert (parked.slot, parked.length, parked.num_pages) == (1, 40, 3)
     assert cache.parked() == [parked]
-    assert cache.limit.tolist() == [0, 0, 0, 0]
+    assert cache.limit.tolist() == [0, 0, 0, 0, 0]
     calls = Calls(driver)
     sequence = cache.adopt(parked, 33)
     assert calls.made() == {"copy_in": 1}
     assert (sequence.length, sequence.limit) == (33, 48)
     assert sequence.k(1)[:33, 0, 0].tolist() == list(range(33))
     assert cache.stats().adopted_slots == 1
-    with pytest.raises(Evicted, match="slot 0 is parked no longer: it was evicted or adopted; open a new sequence"):
+    with pytest.raises(Evicted, match="slot 1 is parked no longer: it was evicted or adopted; open a new sequence"):
         cache.adopt(parked)
 
 
 def test_a_blank_slot_is_opened_by_its_tenant_with_what_is_mapped(cache, driver):
     written(cache, 40, tenant="red").park(0)
     other = cache.open(tenant="blue")
-    assert (other.slot, other.limit) == (1, 0)
+    assert (other.slot, other.limit) == (2, 0)
     calls = Calls(driver)
     sequence = cache.open(tenant="red", max_tokens=45)
     sequence.grow(45)
     assert calls.made() == {"copy_in": 1}
-    assert (sequence.slot, sequence.length, sequence.limit) == (0, 0, 45)
+    assert (sequence.slot, sequence.length, sequence.limit) == (1, 0, 45)
 
 
 def test_rows_are_adopted_only_as_they_were_parked(cache):
     parked = written(cache, 40, tenant="red").park(30)
-    with pytest.raises(ValueError, match="slot 0 was parked by another tenant"):
+    with pytest.raises(ValueError, match="slot 1 was parked by another tenant"):
         cache.adopt(parked, tenant="blue")
     for num_tokens in (31, -1):
-        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: slot 0 was parked with 30 tokens"):
+        with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: slot 1 was parked with 30 tokens"):
             cache.adopt(parked, num_tokens, tenant="red")
     with pytest.raises(SequenceTooLong, match="30 parked tokens are adopted by a sequence of max_tokens=20"):
         cache.adopt(parked, max_tokens=20, tenant="red")
@@ -495,7 +509,7 @@ def test_with_no_slot_free_a_tenant_takes_its_oldest_parked_one_over(cache, driv
     calls = Calls(driver)
     sequence = cache.open()
     assert calls.made() == {"copy_in": 1}
-    assert (sequence.slot, sequence.length, sequence.limit) == (0, 0, 32)
+    assert (sequence.slot, sequence.length, sequence.limit) == (1, 0, 32)
 
 
 def test_no_tenant_reads_what_another_wrote(cache):
@@ -535,6 +549,17 @@ def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache,
     assert cache.stats().pumped_pages == 2
 
 
+def test_pump_maps_for_newcomers_last_for_nobody_waits_for_them_yet(cache):
+    newcomer, running = cache.open(), cache.open()
+    newcomer.expect(16)
+    running.grow(16)
+    running.advance(10)
+    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert (newcomer.limit, running.limit) == (0, 32)
+    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert (newcomer.limit, running.limit) == (16, 32)
+
+
 def test_pump_maps_what_is_expected(cache):
     sequence = cache.open()
     sequence.expect(100)
@@ -563,7 +588,7 @@ def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
         calls = Calls(driver)
         for sequence in sequences:
             sequence.grow(sequence.length + 1)
-        cache.advance([0, 1])
+        cache.advance([sequence.slot for sequence in sequences])
         assert calls.made() == {}
         cache.pump(lead_tokens=4)
     assert cache.stats().stalls == 0
@@ -589,7 +614,7 @@ def test_stats_are_what_one_counts_by_hand(pool, driver):
         launch = launch_over(driver, cache, closing)
         closing.close()
         stats = cache.stats()
-        assert stats.reserved_bytes == 4 * 144 * ROW_BYTES
+        assert stats.reserved_bytes == (1 + 4) * 144 * ROW_BYTES
         assert stats.mapped_bytes == 7 * PAGE_BYTES
         assert stats.parked_bytes == 3 * PAGE_BYTES
         assert stats.retiring_bytes == PAGE_BYTES
@@ -654,7 +679,7 @@ def test_use_after_close_is_refused(cache):
                 Closed, match=f"the sequence in slot {sequence.slot} was closed or parked; open or adopt another"
             ):
                 use(sequence)
-    assert repr(closed) == "<Sequence in slot 0, closed>"
+    assert repr(closed) == "<Sequence in slot 1, closed>"
 
 
 def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
@@ -669,7 +694,7 @@ def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
         cache.open,
         lambda: cache.open_batch(1),
         lambda: cache.adopt(parked),
-        lambda: cache.advance([0]),
+        lambda: cache.advance([1]),
         lambda: cache.k(0),
         cache.pump,
         cache.start_mapper,
@@ -688,7 +713,7 @@ def test_a_sequence_closes_with_its_block(cache, driver):
         sequence.grow(5)
     assert sequence.closed
     cache.pump()
-    assert driver.live_mappings == 0
+    assert driver.live_mappings == PAD
 
 
 def test_a_cache_that_was_forgotten_says_so(pool):
@@ -696,3 +721,18 @@ def test_a_cache_that_was_forgotten_says_so(pool):
     with pytest.warns(ResourceWarning, match="was not closed"):
         cache.__del__()
     cache.close()
+
+
+def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:
+    driver = FakeDriver()
+    with Pool("cpu", 8 * PAGE_BYTES, driver=driver) as pool, KVCache(LAYOUT, pool, slots=2, max_tokens=100) as cache:
+        sequence = cache.open()
+        sequence.grow(40)
+        address = cache.k(0)[sequence.slot].data_ptr()
+        driver.launch([(address, address + PAGE_BYTES)])
+        sequence.close()
+        assert cache.pump() == 0 and cache.stats().retiring_bytes > 0
+        cache.drain()
+        assert (cache.stats().retiring_bytes, pool.stats().held_bytes) == (0, 0)
+        cache.drain()  # nothing is left
+        cache.check()

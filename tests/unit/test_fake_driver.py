@@ -126,6 +126,24 @@ def test_a_launch_may_touch_only_what_is_accessible(driver, base):
         driver.launch([(base, base + PAGE_BYTES + 1)])
 
 
+def test_it_tells_what_may_be_done_where_and_how_often_a_handle_is_mapped(driver, base):
+    handle = driver.create(PAGE_BYTES)
+    assert driver.mappings_of(handle) == 0
+    for address, access in ((base, Access.READ), (base + PAGE_BYTES, Access.READ_WRITE)):
+        driver.map(address, handle, PAGE_BYTES)
+        assert not driver.is_read_only(address, 1)
+        assert not driver.is_accessible(address, 1)
+        driver.set_access(address, PAGE_BYTES, access)
+    assert driver.mappings_of(handle) == 2
+    assert driver.is_read_only(base, PAGE_BYTES)
+    assert driver.is_accessible(base + PAGE_BYTES, PAGE_BYTES)
+    for test in (driver.is_read_only, driver.is_accessible):
+        assert not test(base + 1, PAGE_BYTES), "it reaches into a page of another kind"
+    driver.unmap(base, PAGE_BYTES)
+    assert driver.mappings_of(handle) == 1
+    assert not driver.is_read_only(base, 1)
+
+
 def test_a_call_that_was_told_to_fail_changes_nothing_and_is_not_counted(driver, base):
     driver.fail_at = {driver.num_calls}
     with pytest.raises(DriverError, match="told to fail"):

@@ -110,13 +110,17 @@ class FakeDriver:
         """Mappings that stand."""
         return len(self._mapped)
 
+    def mappings_of(self, handle: Handle) -> int:
+        """At how many addresses a handle is mapped."""
+        return self._handles[handle].num_mappings
+
     def is_accessible(self, address: int, size_bytes: int) -> bool:
         """May the device read and write every byte of [address, address + size_bytes)?"""
-        first = address // self.page_bytes * self.page_bytes
-        for page in range(first, round_up(address + size_bytes, self.page_bytes), self.page_bytes):
-            if page not in self._pages or self._mapped[self._pages[page]].access is not Access.READ_WRITE:
-                return False
-        return True
+        return self._accesses(address, size_bytes) <= {Access.READ_WRITE}
+
+    def is_read_only(self, address: int, size_bytes: int) -> bool:
+        """May the device read every byte of [address, address + size_bytes), and write none?"""
+        return self._accesses(address, size_bytes) <= {Access.READ}
 
     def launch(self, ranges: Sequence[tuple[int, int]]) -> Launch:
         """A kernel starts that touches the byte ranges [start, end); all of them must be accessible now (law 4)."""
@@ -255,6 +259,12 @@ class FakeDriver:
         return handle
 
     # the laws
+
+    def _accesses(self, address: int, size_bytes: int) -> set[Access | None]:
+        """What may be done with the pages of [address, address + size_bytes); None for one that is not mapped."""
+        first = address // self.page_bytes * self.page_bytes
+        pages = range(first, round_up(address + size_bytes, self.page_bytes), self.page_bytes)
+        return {self._mapped[self._pages[page]].access if page in self._pages else None for page in pages}
 
     def _call(self, name: str, function: Callable[[], _T]) -> _T:
         number, self.num_calls = self.num_calls, self.num_calls + 1

@@ -1,0 +1,43 @@
+"""What the README tells people to do is done here."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_library_example_runs_and_is_right() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (promised,) = re.findall(r"waste_bytes\)\s+# (\d+)", example)
+    assert run.stdout.strip() == promised
+
+
+def test_the_plan_example_says_what_the_readme_says() -> None:
+    (command,) = re.findall(r"^\$ vmmkv (plan .*)$", README, re.MULTILINE)
+    run = subprocess.run([sys.executable, "-m", "vmmkv", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "327,680" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "ARCHITECTURE.md", "docs/performance.md", "bench/README.md", "kernels/README.md"]
+)
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / document).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("target", ["serve", "test", "check", "bench"])
+def test_make_targets_exist_and_are_explained(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    assert f'"make {target} ' in makefile
