@@ -96,10 +96,10 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     match first["type"]:
         case "extra_forbidden":
             return bad_request(f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
+        case "missing" | "model_attributes_type" if not path:  # no body, or one that is no object
+            return bad_request("The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body")
         case "missing":
             return bad_request(f"Missing required parameter: {param!r}.", param=param, code="missing_required_parameter")
-        case "model_attributes_type" if not path:
-            return bad_request("The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body")
         case "unsupported_parameter":
             return bad_request(first["msg"], param=param, code="unsupported_parameter")
         case _:

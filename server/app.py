@@ -132,11 +132,13 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service, arrived_s = _service(request), time.perf_counter()
     ready, tokenizer = service.require(body.model)
     try:
-        prompts = [await tokenizer.encode(prompt) for prompt in body.prompt]
+        prompts = await tokenizer.encode(body.prompt)
     except PromptError as error:
         raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
     new_tokens = [
-        fit_new_tokens(len(prompt), body.max_tokens, DEFAULT_COMPLETION_TOKENS, ready, prompt_param="prompt")
+        fit_new_tokens(
+            len(prompt), body.max_tokens, DEFAULT_COMPLETION_TOKENS, ready, model=service.model, prompt_param="prompt"
+        )
         for prompt in prompts
     ]
     answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model)
@@ -153,7 +155,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    new_tokens = fit_new_tokens(len(prompt), wanted, None, ready, prompt_param="messages")
+    new_tokens = fit_new_tokens(len(prompt), wanted, None, ready, model=service.model, prompt_param="messages")
     answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", service.model)
     return await _respond(request, body, answer, [prompt], [new_tokens], continues=False, arrived_s=arrived_s)
 

@@ -8,6 +8,7 @@ is being cancelled because its client has gone away.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from vmmkv.server.protocol import (
     FromEngine,
     Generate,
     Loading,
-    Message,
     Ready,
     Shutdown,
     Snapshot,
@@ -121,6 +121,8 @@ class EngineClient:
         self.phase: Phase = Loading(stage="starting the engine", done=0, total=1)
         self.snapshot: Snapshot | None = None
         """The engine's last account of itself."""
+        self.was_ready = False
+        """Has the engine ever been ready? One that still loads does not read its socket."""
         self._on_loading = on_loading
         self._answers: dict[str, Answers] = {}
         self._settled = asyncio.Event()
@@ -155,21 +157,22 @@ class EngineClient:
     def submit(self, requests: Sequence[Generate]) -> Answers:
         """Send requests to the engine. Their answers come through one iterator, which is to be closed.
 
-        Raises: EngineNotReady, EngineDead; then nothing was sent.
+        Raises: EngineNotReady, EngineDead, or what a request that cannot be encoded raises; then nothing was sent.
         """
         self.require_ready()
+        encoded = [encode(request) for request in requests]
         answers = Answers(self, [request.request_id for request in requests])
         for request in requests:
             assert request.request_id not in self._answers, f"request id {request.request_id} is in use"
             self._answers[request.request_id] = answers
-        for request in requests:
-            self._send(request)
+        for data in encoded:
+            self._send(data)
         return answers
 
     def abort(self, request_id: str) -> None:
         """Forget a request and have the engine stop it; nothing if it has ended."""
         if self._answers.pop(request_id, None) is not None and isinstance(self.phase, Ready):
-            self._send(Abort(request_id=request_id))
+            self._send(encode(Abort(request_id=request_id)))
 
     def fail(self, reason: str) -> None:
         """The engine is dead: everybody who waits for it gets EngineDead with this reason. Only the first one counts."""
@@ -188,7 +191,7 @@ class EngineClient:
 
     def shutdown(self) -> None:
         """Ask the engine to finish. Its process may take a while to end."""
-        self._send(Shutdown())
+        self._send(encode(Shutdown()))
 
     async def close(self) -> None:
         """Stop listening; who still waits gets EngineDead. Idempotent."""
@@ -203,29 +206,30 @@ class EngineClient:
             self._socket = None
             self._context.term()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, data: bytes) -> None:
         """Send at once or not at all; when there is nobody at the other end, who watches the process will say so."""
         if self._socket is None:
             return
-        sent = self._socket.send(encode(message), zmq.NOBLOCK)
+        sent = self._socket.send(data, zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future)  # it has been tried when the call returns, without an await
         if (error := sent.exception()) is not None:
-            log.warning("%s could not be sent to the engine: %s", type(message).__name__, error)
+            log.warning("A message could not be sent to the engine: %s", error)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         # One wake-up of the event loop takes all that a step of the engine sent, not one message each.
         shadow: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-        while True:
-            data = await socket.recv()
-            try:
-                while True:
-                    self._handle(decode_from_engine(data))
-                    data = shadow.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            except msgspec.DecodeError as error:
-                self.fail(f"The engine sent what cannot be read: {error}.")
-                return
+        try:
+            while True:
+                data = await socket.recv()
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        self._handle(decode_from_engine(data))
+                        data = shadow.recv(zmq.NOBLOCK)
+        except msgspec.DecodeError as error:
+            self.fail(f"The engine sent what cannot be read: {error}.")
+        except Exception as error:  # nobody awaits this task: it has to tell those who wait for it
+            log.exception("Receiving from the engine failed.")
+            self.fail(f"Receiving from the engine failed ({type(error).__name__}); the server's log has the details.")
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -246,6 +250,7 @@ class EngineClient:
                     if self._on_loading is not None:
                         self._on_loading(message)
             case Ready():
+                self.was_ready = True
                 if isinstance(self.phase, Loading):
                     self.phase = message
                     self._settled.set()

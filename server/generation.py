@@ -15,6 +15,8 @@ from vmmkv.units import format_bytes
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds reach the engine as non-negative numbers of 63 bits."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that the seeds of a request's prompts all differ; 2**64 over the golden ratio spreads them far from its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,12 @@ class TextDelta:
     finish_reason: FinishReason | None
 
 
-def fit_new_tokens(num_prompt_tokens: int, wanted: int | None, default: int | None, ready: Ready, *, prompt_param: str) -> int:
+def fit_new_tokens(
+    num_prompt_tokens: int, wanted: int | None, default: int | None, ready: Ready, *, model: str, prompt_param: str
+) -> int:
     """How many new tokens a request may have: what it `wanted`, else `default`, else whatever fits.
 
+    `model` is the name that clients know; `ready.model` may be a path of this machine.
     Raises: ApiError (400) if the prompt is empty or the request could never fit, whatever else runs.
     """
     limit = min(ready.max_tokens, ready.pool_tokens)
@@ -43,7 +48,7 @@ def fit_new_tokens(num_prompt_tokens: int, wanted: int | None, default: int | No
     if ready.pool_tokens < ready.max_tokens:
         reason = f"all that the KV budget of {format_bytes(ready.budget_bytes)} can hold; a larger budget would hold more"
     else:
-        reason = f"the most that {ready.model} takes here"
+        reason = f"the most that {model} takes here"
     given = f"{num_prompt_tokens} tokens of prompt"
     if wanted is not None:
         given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
@@ -58,8 +63,11 @@ def fit_new_tokens(num_prompt_tokens: int, wanted: int | None, default: int | No
 def engine_requests(
     request: GenerationRequest, base_id: str, prompts: Sequence[list[int]], new_tokens: Sequence[int]
 ) -> list[Generate]:
-    """The engine's part of a request: one Generate for each prompt, all with the same sampling parameters."""
-    seed = secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK
+    """The engine's part of a request: one Generate for each prompt, all with the same sampling parameters.
+
+    Each has a seed of its own, that equal prompts may get different answers; the first one's is the request's.
+    """
+    first_seed = secrets.randbits(63) if request.seed is None else request.seed
     return [
         Generate(
             request_id=f"{base_id}-{index}",
@@ -69,7 +77,7 @@ def engine_requests(
             ignore_eos=request.ignore_eos,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            seed=seed,
+            seed=(first_seed + index * _SEED_STEP) & _SEED_MASK,
         )
         for index, (prompt, max_new_tokens) in enumerate(zip(prompts, new_tokens, strict=True))
     ]

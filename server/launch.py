@@ -1,6 +1,6 @@
 """`vmmkv serve`: the engine process, the HTTP server in this one, and the end of both.
 
-run ── resolve the model ── listen ── start the engine ── bind its socket ── uvicorn
+run ── listen ── resolve the model ── start the engine ── bind its socket ── uvicorn
                                             │                                   │
              the engine ends: /health says 503, requests are answered, then exit 1
              SIGINT, SIGTERM: requests get GRACE_S to finish, the rest an error, then exit 0
@@ -47,13 +47,13 @@ def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) 
     Raises: ModelUnavailable if there is no such model.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    model_dir = resolve(config.model)
     try:
         listener = _listen(config.host, config.port)
     except OSError as error:
         log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
         return 1
     with listener, _private_directory() as directory:
+        model_dir = resolve(config.model)
         service_name = served_name(config.model)
         launch = _Launch(dataclasses.replace(config, model=str(model_dir)), service_name, listener, f"ipc://{directory}/engine")
         return asyncio.run(launch.serve(engine_command))
@@ -114,8 +114,7 @@ class _Launch:
             for task in tasks:
                 task.cancel()
             self._progress.close()
-            # An engine that loads does not read its socket yet.
-            await engine.stop(None if isinstance(self._client.phase, Loading) else self._client.shutdown)
+            await engine.stop(self._client.shutdown if self._client.was_ready else None)
             await self._client.close()
         return self._exit_code
 
@@ -151,7 +150,8 @@ class _Launch:
         try:
             self._service.tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
         except Exception as error:  # a broken file makes transformers raise almost anything
-            self._give_up(f"The tokenizer in {self._config.model} cannot be loaded: {error}")
+            log.error("The tokenizer in %s: %s", self._config.model, error)
+            self._give_up("The tokenizer cannot be loaded.")  # clients are told this much, and no path
             self._server.should_exit = True
             return
         ready = await self._client.settled()
@@ -198,7 +198,7 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before the engine starts: a port that is taken shows before a minute of loading."""
+    """A listening socket, opened before all else: a port that is taken shows before minutes of fetching and loading."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=2048)
 

@@ -12,7 +12,10 @@ from pydantic_core import PydanticCustomError
 
 FinishReason = Literal["stop", "length"]
 Prompt = str | list[int]
+MAX_PROMPTS = 128
+"""Of one request; each is a sequence of the engine and a choice of the answer."""
 MAX_STOP_STRINGS = 4
+MAX_STOP_TOKEN_IDS = 64
 
 
 _Sparse = Field(exclude_if=lambda value: value is None)
@@ -49,10 +52,16 @@ def _as_prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
         if _are_token_ids(value):
             return [value]
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "prompt",
+                "it has {given} prompts and a request may have {limit}; send the others in further requests",
+                {"given": len(value), "limit": MAX_PROMPTS},
+            )
+        if all(isinstance(item, str) for item in value):
+            return value
         if all(isinstance(item, list) and _are_token_ids(item) for item in value):
             return value
     raise PydanticCustomError(
@@ -108,7 +117,7 @@ class GenerationRequest(_Request):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     """Not OpenAI's: go on past the model's end token, for benchmarks."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
 
     @model_validator(mode="after")

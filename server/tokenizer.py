@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 INLINE_CHARS = 4096
-"""Shorter texts are tokenised in well under a millisecond: not worth the way to another thread and back."""
+"""Texts of fewer characters together are tokenised in about a millisecond: not worth the way to another thread and back."""
 
 
 class PromptError(ValueError):
@@ -47,13 +47,18 @@ class Tokenizer:
 
         return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt as given to /v1/completions: with the model's own start token if it is text.
+    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of prompts as given to /v1/completions: with the model's own start token where they are text.
 
-        Raises: PromptError for a token id that the model does not have.
+        Raises: PromptError for a token id that the model does not have, or what is no text.
         """
+        if sum(map(len, prompts)) <= INLINE_CHARS:
+            return [self._encode(prompt) for prompt in prompts]
+        return await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in prompts])
+
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return await self._encode_text(prompt, add_special_tokens=True)
+            return self._encode_text(prompt, add_special_tokens=True)
         unknown = next((token_id for token_id in prompt if not 0 <= token_id < self.vocab_size), None)
         if unknown is not None:
             raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
@@ -62,15 +67,16 @@ class Tokenizer:
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
 
-        Raises: PromptError if the model has no template or its template refuses the conversation.
+        Raises: PromptError if the model has no template, its template refuses the conversation, or a content is no text.
         """
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         if sum(len(message.content) for message in messages) <= INLINE_CHARS:
-            text = self._render(messages)
-        else:
-            text = await asyncio.to_thread(self._render, messages)
-        return await self._encode_text(text, add_special_tokens=False)
+            return self._encode_chat(messages)
+        return await asyncio.to_thread(self._encode_chat, messages)
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self._encode_text(self._render(messages), add_special_tokens=False)
 
     def detokenizer(self, stops: Sequence[str], context: Sequence[int] = ()) -> Detokenizer:
         """For one choice. `context` is the prompt, if the answer continues its text."""
@@ -89,12 +95,13 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) <= INLINE_CHARS:
-            return self._encode_now(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode_now, text, add_special_tokens)
-
-    def _encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # JSON can write half of a surrogate pair ("\\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X}"
+            raise PromptError(f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode") from error
         # A batch of one, for `encode` holds Python's lock all the while: 1.4 s for a million characters.
         ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vmmkv.arguments import whole
 from vmmkv.errors import BudgetError, Closed, Evicted, SequenceTooLong
 from vmmkv.layout import KVLayout
 from vmmkv.mapper_thread import MapperThread
@@ -45,6 +46,8 @@ class KVCache:
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
+        slots, max_tokens = whole("slots", slots), whole("max_tokens", max_tokens)
+        guard_tokens = whole("guard_tokens", guard_tokens)
         if slots < 1 or max_tokens < 1 or guard_tokens < 0:
             raise ValueError(
                 f"slots={slots}, max_tokens={max_tokens}, guard_tokens={guard_tokens}: slots and max_tokens must be at "
@@ -64,15 +67,18 @@ class KVCache:
         self.device: Final = pool.device
         self.max_tokens: Final = max_tokens
         self.guard_tokens: Final = guard_tokens
-        self.closed = True  # until all of it stands
         with pool.lock:
             pool.check_open()
             self._memory = SlotMemory(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
             self._table = self._memory.table
             self._lengths, self._limits = _read_only(self._table.lengths), _read_only(self._table.limits)
             self._occupancy = Occupancy(layout, pool, self._memory)
-            pool.attach(self._occupancy)
-        self.closed = False
+            self._occupancy.attach()
+
+    @property
+    def closed(self) -> bool:
+        """Has it been closed, by `close` or with its pool? Nothing but `close` can be called any more."""
+        return self._occupancy.closed
 
     # sequences
 
@@ -119,6 +125,7 @@ class KVCache:
 
         Cost and errors: as `open`.
         """
+        count = whole("count", count)
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
         with self.pool.lock:
@@ -138,7 +145,7 @@ class KVCache:
         with self.pool.lock:
             end = self._check_end(max_tokens)
             self._check_parked(parked)
-            num_tokens = parked.length if num_tokens is None else num_tokens
+            num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
             if parked.tenant != tenant:
                 raise ValueError(f"slot {parked.slot} was parked by another tenant")
             if not 0 <= num_tokens <= parked.length:
@@ -164,8 +171,8 @@ class KVCache:
         """`num_tokens` (one number, or one for each) more rows have been written in each of these different slots.
 
         Cost: a few numpy calls whatever the number of slots; no lock, no driver call.
-        Raises: RowsUnmapped, naming the first slot that would pass its limit; ValueError for a negative number; then
-        none has advanced.
+        Raises: RowsUnmapped, naming the first slot that would pass its limit; ValueError for a negative number or a slot
+        that there is not; TypeError for what is no whole number; then none has advanced.
         """
         self._check_open()
         self._occupancy.advance(slots, num_tokens)
@@ -205,39 +212,46 @@ class KVCache:
     def pump(self, budget_us: float = float("inf"), *, lead_tokens: int = 1) -> int:
         """Do the mapper's work for about `budget_us`: call it while launched work is still queued on the device.
 
-        First it maps for sequences that have less memory than `lead_tokens` more tokens need, or than they `expect`,
-        most urgent first and never past their end; then it unmaps what has retired and whose fence has passed.
+        First it maps for sequences that have less memory than their next token needs, then than `lead_tokens` more do,
+        then than they `expect`: each time the most urgent first, and never past their end. A sequence that finds too few
+        pages for one of these gets none for it, and the others theirs. Then it unmaps what has retired and whose fence
+        has passed.
 
         Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
-        any to do, however small the budget. Never waits for a fence; does nothing about a sequence that finds no page.
+        any to do, however small the budget. Never waits for a fence, nor takes a parked slot that running work may touch.
         Not under graph capture.
-        Raises: DriverError; what was done before it stays done.
+        Raises: DriverError; what was done before it stays done. ValueError for a negative lead.
         """
+        lead_tokens = whole("lead_tokens", lead_tokens)
+        if lead_tokens < 0:
+            raise ValueError(f"lead_tokens={lead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:
             self._check_open()
-            return self._occupancy.pump(budget_us, lead_tokens, self.pool.driver.order)
+            return self._occupancy.pump(budget_us, lead_tokens, self._memory.order)
 
     def drain(self) -> None:
         """Unmap everything that retires, waiting for its fences: for when there is nothing else to do.
 
-        Cost: one unmap for each page; blocks until the work that touches them is done. Raises: DriverError.
+        Cost: one unmap for each page; blocks until the work that touches them is done, but not the other users of the
+        pool. Raises: DriverError.
         """
-        with self.pool.lock:
-            self._check_open()
-            self._occupancy.drain()
+        self._check_open()
+        self._occupancy.drain()
 
     def start_mapper(self, lead_tokens: int | None = None) -> None:
         """Pump in a thread, for users with no loop of their own. A graph capture then needs capture_error_mode="thread_local".
 
         `lead_tokens` is by default as many as a page holds. A DriverError of the thread is raised by `stop_mapper`, or
-        by the next `grow`.
+        by the next `grow` that lacks memory or `start_mapper`, once; then another can be started.
         """
         with self.pool.lock:
             self._check_open()
+            self._occupancy.check_thread()
             if self._occupancy.thread is not None:
                 raise ValueError("the mapper's thread runs already; stop_mapper() ends it")
             if lead_tokens is None:
                 lead_tokens = max(1, *(group.tokens_under(1) for group in self.layout.groups))
+            lead_tokens = whole("lead_tokens", lead_tokens)
             if lead_tokens < 1:
                 raise ValueError(f"lead_tokens={lead_tokens}: the mapper maps at least 1 token ahead")
             name = f"vmmkv-mapper-{self._memory.number}"
@@ -245,16 +259,23 @@ class KVCache:
 
     def stop_mapper(self) -> None:
         """End the thread. Idempotent. Raises what the thread failed with, if it did."""
-        thread, self._occupancy.thread = self._occupancy.thread, None
-        if thread is not None:
-            thread.stop()
+        self.pool.lock.check_process()
+        self._occupancy.stop_thread()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Work on this stream touches the cache too: retirements wait for it as for the caller's current stream."""
+        """Work on this stream touches the cache too.
+
+        Retirements wait for it, and what is zeroed or limited is ordered before it, as for the stream that is current
+        when the cache is called. Work on streams that are neither must be ordered by whoever launches it.
+        Raises: ValueError for another device's.
+        """
         with self.pool.lock:
             self._check_open()
+            if stream.device != self.device:
+                raise ValueError(f"a stream of {stream.device} cannot be recorded by a cache on {self.device}")
             if stream not in self._memory.streams:
                 self._memory.streams.append(stream)
+                self._memory.order()
 
     # the whole
 
@@ -267,16 +288,10 @@ class KVCache:
         """End all sequences, wait for the work that touches them, unmap everything. Idempotent.
 
         The addresses stay reserved until the process ends, so that a stale view faults (law 6).
-        Cost: an unmap for each page; blocks on the fences.
+        Cost: an unmap for each page; blocks on the fences, but not the other users of the pool.
+        Raises: DriverError, and then it can be called again; what the mapper's thread failed with, and then it is closed.
         """
-        try:
-            self.stop_mapper()
-        finally:
-            with self.pool.lock:
-                if not self.closed:
-                    self._occupancy.close_all()
-                    self.pool.detach(self._occupancy)
-                    self.closed = True
+        self._occupancy.close_all()
 
     def __enter__(self) -> "KVCache":
         return self
@@ -285,7 +300,8 @@ class KVCache:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        occupancy = getattr(self, "_occupancy", None)  # there is none if it could not be made
+        if occupancy is not None and occupancy.attached:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -318,12 +334,13 @@ class KVCache:
             raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
 
     def _check_open(self) -> None:
+        self.pool.lock.check_process()
         if self.closed:
             raise Closed("this cache is closed")
 
     def _check_end(self, max_tokens: int | None) -> int:
         self._check_open()
-        end = self.max_tokens if max_tokens is None else max_tokens
+        end = self.max_tokens if max_tokens is None else whole("max_tokens", max_tokens)
         if end < 1:
             raise ValueError(f"max_tokens={end}: a sequence has at least 1")
         if end > self.max_tokens:

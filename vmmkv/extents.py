@@ -64,8 +64,8 @@ class Reclaimable(Protocol):
         """Pages that will be free when their fences have passed."""
         ...
 
-    def parked_pages(self) -> int:
-        """Pages of parked slots, which can be evicted."""
+    def reclaimable_pages(self, *, wait: bool) -> int:
+        """Pages that retire or are parked; without `wait` those only that no running work may touch."""
         ...
 
     def oldest_parked(self) -> Evictable | None:
@@ -76,12 +76,16 @@ class Reclaimable(Protocol):
         """Retire that slot's mappings."""
         ...
 
-    def collect(self) -> int:
-        """Unmap what has retired and whose fence has passed; the number of pages unmapped. Never blocks."""
+    def collect(self, num_pages: int) -> int:
+        """Unmap what has retired and whose fence has passed, until `num_pages` are; how many were. Never blocks."""
         ...
 
     def wait_for_retired(self) -> bool:
         """Block until the oldest retirement's fence has passed; False if there is none."""
+        ...
+
+    def close_all(self) -> None:
+        """Close the cache, unmap everything and detach it from its pool. Called without the lock. Idempotent."""
         ...
 
     def holders(self) -> Counter[Extent]:

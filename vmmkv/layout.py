@@ -26,6 +26,9 @@ ROW_ALIGNMENT_BYTES = 128
 PLANE_ALIGNMENT_BYTES = 16
 """A plane starts on this: the widest load of a GPU thread, and what the attention kernels ask of strides."""
 
+MAX_LAYERS = PAGE_BYTES // (2 * PLANE_ALIGNMENT_BYTES)
+"""More layers than this in a row never fit in a page, however small their K and V."""
+
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 """Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
 
@@ -128,6 +131,18 @@ class Group:
             return 0
         return ceil_div(end_token * self.row_bytes, PAGE_BYTES) - start_token * self.row_bytes // PAGE_BYTES
 
+    def peak_pages(self, num_tokens: int, guard_tokens: int, *, sliding: bool) -> int:
+        """Pages that a sequence holds at most on its way to `num_tokens`.
+
+        The next row is mapped before the one that it makes superfluous goes, so a window keeps `window` rows; these
+        stand at every phase in time, and touch at most one page more than at the best.
+        """
+        whole = self.pages_between(0, num_tokens + guard_tokens if num_tokens else 0)
+        if self.window is None or not sliding:
+            return whole
+        kept_bytes = min(num_tokens, self.window) * self.row_bytes + guard_tokens * self.row_bytes
+        return min(whole, ceil_div(kept_bytes, PAGE_BYTES) + 1)
+
     def tokens_under(self, num_pages: int) -> int:
         """Rows that lie wholly in the first `num_pages` of a slot."""
         return num_pages * PAGE_BYTES // self.row_bytes
@@ -166,13 +181,12 @@ class KVLayout:
         windows: Sequence[int | None] | None = None,
     ) -> "KVLayout":
         """K and V of the same heads in every layer; `windows` gives each layer's window, and layers of one window a group."""
-        if layers < 1:
-            raise LayoutError(f"layers={layers}; a model has at least 1")
+        _check_layers(layers)
         if windows is not None and len(windows) != layers:
             raise LayoutError(f"{len(windows)} windows for {layers} layers")
         planes = (
             Plane(name="k", heads=kv_heads, dim=head_dim, dtype=dtype),
-            Plane(name="v", heads=kv_heads, dim=value_dim or head_dim, dtype=dtype),
+            Plane(name="v", heads=kv_heads, dim=head_dim if value_dim is None else value_dim, dtype=dtype),
         )
         by_window: dict[int | None, list[int]] = {}
         for layer in range(layers):
@@ -193,6 +207,7 @@ class KVLayout:
                 "the configuration is of latent attention (kv_lora_rank): what is kept depends on the kernel; say it with "
                 "Group(planes=(Plane(name='latent', heads=1, dim=kv_lora_rank + qk_rope_head_dim, ...),), ...)"
             )
+        _check_layers(layers)
         window = None if get("use_sliding_window") is False else get("sliding_window")
         layer_types = get("layer_types")
         if layer_types is None:  # older files: every nth layer sees all, the others a window
@@ -200,6 +215,12 @@ class KVLayout:
             layer_types = [
                 "full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
             ]
+        unknown = sorted({kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")})
+        if unknown:
+            raise LayoutError(
+                f"the configuration has layers of type {', '.join(unknown)}; only full_attention and sliding_attention keep "
+                f"their keys and values as rows of tokens"
+            )
         windows = [window if kind == "sliding_attention" else None for kind in layer_types]
         return cls.uniform(
             layers=layers,
@@ -231,8 +252,16 @@ class KVLayout:
         """Pages that one sequence of `num_tokens` tokens holds, over all groups, with a guard of mapped rows past its end."""
         return sum(group.pages_between(self.start_for(group, num_tokens), num_tokens + guard_tokens) for group in self.groups)
 
-    def tokens_in(self, num_pages: int, guard_tokens: int = 0) -> int:
-        """The longest single sequence that `num_pages` can hold.
+    def peak_pages(self, num_tokens: int, guard_tokens: int = 0, *, sliding: bool = True) -> int:
+        """Pages that one sequence holds at most on its way to `num_tokens`: never less for more tokens.
+
+        `sliding`: windowed groups give their rows back as soon as they can; else they keep them all, as while a whole
+        prompt is computed.
+        """
+        return sum(group.peak_pages(num_tokens, guard_tokens, sliding=sliding) for group in self.groups)
+
+    def tokens_in(self, num_pages: int, guard_tokens: int = 0, *, sliding: bool = True) -> int:
+        """The longest single sequence that `num_pages` can hold, all the way from its first token (see `peak_pages`).
 
         A windowed group stops growing at its window, so a layout of windowed groups alone can hold any length; that
         is reported as 2**31 - 1, the most that a length can be.
@@ -240,5 +269,12 @@ class KVLayout:
         low, high = 0, 2**31 - 1
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.pages_for(middle, guard_tokens) <= num_pages else (low, middle - 1)
+            fits = self.peak_pages(middle, guard_tokens, sliding=sliding) <= num_pages
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
+
+
+def _check_layers(layers: int) -> None:
+    """Before anything is made for each of them."""
+    if not 1 <= layers <= MAX_LAYERS:
+        raise LayoutError(f"layers={layers}; a model has at least 1, and at most {MAX_LAYERS} have rows that fit in a page")

@@ -4,13 +4,16 @@
                                          │                           ^                  │
                                          └──rollback──> free         └────revive────────┘
 
-Nothing here knows of sequences or of time; `KVCache` decides what to grow and when.
+Nothing here knows of sequences: what grows, retires and comes first is decided by `memory` and `occupancy`. Time is
+known only as a budget, and as the running means of what a page costs.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import DriverError
@@ -41,7 +44,7 @@ class _PassedFence:
     def wait(self) -> None:
         """At once."""
 
-    def order(self) -> None:
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """Nothing to wait for."""
 
 
@@ -54,6 +57,8 @@ class Growth:
     def __init__(self, mapper: "Mapper", targets: Sequence[Target]) -> None:
         self.targets = targets
         self.num_mapped = 0
+        self.mapping_us = 0.0
+        """What mapping took, without what the pool did to find the pages."""
         self._mapper = mapper
         self._new: list[tuple[Arena, Mapping, Tenant]] = []
         self._revived: list[tuple[Arena, Mapping, Fence]] = []
@@ -93,9 +98,11 @@ class Growth:
                 else:  # before any extent is acquired, since making room could unmap it
                     self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
         unused = deque(self._mapper.pool.acquire(len(missing), wait=wait))
+        began_ns = time.perf_counter_ns()
         try:
             for target, page in missing:
                 self._map(target, page, unused)
+            self.mapping_us = (time.perf_counter_ns() - began_ns) / 1e3
         finally:
             for extent in unused:
                 self._mapper.pool.drop(extent)
@@ -116,6 +123,10 @@ class Growth:
 def _fence_of(mapping: Mapping) -> Fence:
     assert mapping.fence is not None, "a live mapping has no fence"
     return mapping.fence
+
+
+def _fence_in(batch: dict[Mapping, Arena]) -> Fence:
+    return _fence_of(next(reversed(batch)))
 
 
 class Mapper:
@@ -140,16 +151,21 @@ class Mapper:
         Raises: OutOfPages, DriverError.
         """
         growth = Growth(self, targets)
-        began_ns = time.perf_counter_ns()
         try:
             growth._stage(wait=wait)
         except BaseException:
             growth.rollback()
             raise
         if growth.num_mapped:
-            page_us = (time.perf_counter_ns() - began_ns) / 1e3 / growth.num_mapped
-            self.map_us += _SMOOTHING * (page_us - self.map_us)
+            self.map_us += _SMOOTHING * (growth.mapping_us / growth.num_mapped - self.map_us)
         return growth
+
+    def pages_within(self, budget_us: float) -> int:
+        """How many pages can be mapped in that time; beyond the pool's spare ones, each must be unmapped elsewhere first."""
+        spare = self.pool.spare_pages
+        dear_us = budget_us - spare * self.map_us
+        pages = budget_us / self.map_us if dear_us <= 0 else spare + dear_us / (self.map_us + self.unmap_us)
+        return int(max(0.0, min(pages, 2.0**31)))
 
     def retire(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
         """These are not live any more; unmap them when the fence has passed. No driver call."""
@@ -176,8 +192,14 @@ class Mapper:
         self.revive(mapping)
         self.pool.drop(mapping.extent)
 
-    def collect(self, budget_us: float = float("inf")) -> int:
-        """Unmap what has retired, oldest fence first, as far as fences and time allow; the number of pages.
+    def retired_pages(self) -> int:
+        """Retiring pages whose fence has passed."""
+        return sum(
+            mapping.extent.num_pages for batch in self._retiring.values() if _fence_in(batch).done() for mapping in batch
+        )
+
+    def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
+        """Unmap what has retired, oldest fence first, as far as fences, time and `max_pages` allow; the number of pages.
 
         A fence that has not passed holds up nobody behind it: the work of streams ends in any order.
         Cost: one unmap for each mapping. Never blocks. If an unmap fails, its mapping stays retiring.
@@ -185,7 +207,7 @@ class Mapper:
         began_ns, num_pages = time.perf_counter_ns(), 0
         for mapping in self._passed():
             elapsed_us = (time.perf_counter_ns() - began_ns) / 1e3
-            if num_pages and elapsed_us + self.unmap_us > budget_us:
+            if num_pages >= max_pages or (num_pages and elapsed_us + self.unmap_us > budget_us):
                 break
             self.finish(mapping)
             num_pages += mapping.extent.num_pages
@@ -200,16 +222,15 @@ class Mapper:
         From the last page of a retirement to its first, which a growth would revive first.
         """
         for batch in list(self._retiring.values()):
-            if _fence_of(next(reversed(batch))).done():
+            if _fence_in(batch).done():
                 while batch:
                     yield next(reversed(batch))
 
-    def wait(self) -> bool:
-        """Block until the fence of the oldest retirement has passed; False if nothing retires."""
+    def oldest_fence(self) -> Fence | None:
+        """What the oldest retirement waits for; None if nothing retires."""
         for batch in self._retiring.values():
-            _fence_of(next(reversed(batch))).wait()
-            return True
-        return False
+            return _fence_in(batch)
+        return None
 
     def check(self) -> None:
         """The queue is the retiring mappings, no others, and they stand in their spans."""

@@ -21,17 +21,18 @@ class MapperThread:
         if not self._event.is_set():
             self._event.set()
 
+    @property
+    def failed(self) -> bool:
+        """Has it ended by an exception, which `stop` will raise?"""
+        return self._failure is not None
+
     def stop(self) -> None:
-        """End the thread and wait for it. Raises what it failed with."""
+        """End the thread and wait for it. Raises what it failed with, once."""
         self._stopping = True
         self._event.set()
         self._thread.join()
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise what the thread failed with, if it did."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def _run(self) -> None:

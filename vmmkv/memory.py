@@ -49,26 +49,22 @@ class SlotMemory:
         self._limit_source = torch.zeros(len(self.table), dtype=torch.int32)
         self._next_limits = self._limit_source.numpy()
         pool.driver.fence().wait()  # those zeroes are on the caller's stream, the copies of later limits on another
-        self._padded: list[Arena] = []
+        self._pads: list[int] = []
         try:
             for arena in self.arenas:
-                pool.pad.map(arena.address)
-                self._padded.append(arena)
+                for page in range(ceil_div((1 + guard_tokens) * arena.group.row_bytes, PAGE_BYTES)):
+                    pool.pad.map(arena.address + page * PAGE_BYTES)
+                    self._pads.append(arena.address + page * PAGE_BYTES)
         except BaseException:
             with contextlib.suppress(DriverError):  # then they go when the pool is closed
                 self.unmap_pads()
             raise
 
-    @property
-    def has_pads(self) -> bool:
-        """Is the pad still mapped?"""
-        return bool(self._padded)
-
     def unmap_pads(self) -> None:
-        """Nothing reads this cache any more. Cost: an unmap for each group. Idempotent."""
-        while self._padded:
-            self.pool.pad.unmap(self._padded[-1].address)
-            self._padded.pop()
+        """Nothing reads this cache any more. Cost: an unmap for each page of a pad. Idempotent."""
+        while self._pads:
+            self.pool.pad.unmap(self._pads[-1])
+            self._pads.pop()
 
     # questions
 
@@ -119,33 +115,41 @@ class SlotMemory:
         On failure all is as before. Raises: OutOfPages, DriverError.
         """
         growth = self._stage(slot, self.end_pages(num_tokens), wait=True)
-        self._publish([growth], self.pool.driver.order)
+        self._publish([growth], self.order)
         return growth.num_mapped
 
     def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
         """Map ahead of need for whoever is short, the most urgent first, while the budget lasts; the number of pages.
 
-        `order` puts what was zeroed before whatever is done by those who see the new limits.
+        `order` puts what was zeroed before whatever is done by those who see the new limits. Who finds no page gets none,
+        and keeps nobody from theirs.
         """
         began_ns = time.perf_counter_ns()
-        growths: list[Growth] = []
         num_pages = 0
-        try:
-            for slot, target in zip(*self.table.short_of(lead_tokens), strict=True):
-                left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
-                if num_pages and left_us < self.mapper.map_us:
-                    break
-                affordable = max(1, int(min(left_us / self.mapper.map_us, 2**31)))
-                wanted = zip(self.spans(slot), self.end_pages(int(target)), strict=True)
-                growths.append(
-                    self._stage(int(slot), [min(end, span.end_page + affordable) for span, end in wanted], wait=False)
-                )
-                num_pages += growths[-1].num_mapped
-        except OutOfPages:
-            pass  # whoever really needs a page will ask in the foreground, and be told
-        finally:
-            self._publish(growths, order)
+        for wanted in self.table.wanted_ahead(lead_tokens):
+            growths: list[Growth] = []
+            try:
+                for slot, target in zip(*self.table.short_of(wanted), strict=True):
+                    affordable = self.mapper.pages_within(budget_us - (time.perf_counter_ns() - began_ns) / 1e3)
+                    if num_pages and not affordable:
+                        break
+                    ends = self._share(slot, self.end_pages(int(target)), max(1, affordable))
+                    with contextlib.suppress(OutOfPages):  # whoever really needs it asks in the foreground, and is told
+                        growths.append(self._stage(int(slot), ends, wait=False))
+                        num_pages += growths[-1].num_mapped
+            finally:
+                self._publish(growths, order)
         return num_pages
+
+    def _share(self, slot: int, end_pages: list[int], num_pages: int) -> list[int]:
+        """Ends with at most `num_pages` of the missing pages, each given to the group that then is furthest behind."""
+        ends = [span.end_page for span in self.spans(slot)]
+        if sum(max(0, wanted - end) for wanted, end in zip(end_pages, ends, strict=True)) <= num_pages:
+            return end_pages
+        for _ in range(num_pages):
+            behind = [index for index, end in enumerate(ends) if end < end_pages[index]]
+            ends[min(behind, key=lambda index: self.arenas[index].group.tokens_under(ends[index]))] += 1
+        return ends
 
     def _stage(self, slot: int, end_pages: list[int], *, wait: bool) -> Growth:
         def tenant_in(index: int) -> Callable[[int], Tenant]:
@@ -184,10 +188,15 @@ class SlotMemory:
         for slot, tokens in committed.items():
             self.table.committed[slot] = tokens
 
-    def set_limits(self, limits: Iterable[tuple[int, int]], order: Callable[[], None] = lambda: None) -> None:
-        """New limits of some slots, for the device and then for the host; `order` runs in between.
+    def order(self) -> None:
+        """Whatever is launched next, on the caller's current stream or a recorded one, comes after zeroes and limits."""
+        self.pool.driver.order(self.streams)
 
-        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
+    def set_limits(self, limits: Iterable[tuple[int, int]], order: Callable[[], None] | None = None) -> None:
+        """New limits of some slots, for the device and then for the host; `order` (or our own) runs in between.
+
+        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once. And
+        what is launched from now on must see a lowered one, for the fence behind which its pages go was made before.
         Cost: one small copy, not blocking, if any limit differs. On failure nothing changes.
         """
         for slot, limit in limits:
@@ -195,9 +204,11 @@ class SlotMemory:
         try:
             if (self._next_limits != self.table.limits).any():
                 self.pool.driver.copy_in(self.limit, self._limit_source)
-            order()
+            (order or self.order)()
         except BaseException:
             self._next_limits[:] = self.table.limits
+            with contextlib.suppress(DriverError):
+                self.pool.driver.copy_in(self.limit, self._limit_source)
             raise
         self.table.limits[:] = self._next_limits
 

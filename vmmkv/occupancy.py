@@ -8,6 +8,7 @@
 What may fail comes first in every step, so that a failure leaves the occupants as they were.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -15,6 +16,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import numpy.typing as npt
 
+from vmmkv.arguments import wholes
 from vmmkv.driver.base import Fence
 from vmmkv.errors import OutOfSlots, RowsUnmapped
 from vmmkv.extents import Evictable, Extent
@@ -29,7 +31,7 @@ from vmmkv.slots import SlotState
 class Occupancy:
     """The sequences and the parked slots of one cache. What the pool asks of a cache, it asks here (see Reclaimable).
 
-    Every call but `advance` and `wake` comes with the pool's lock held.
+    Every call comes with the pool's lock held, but for `advance` and `wake`, and those that say so because they wait.
     """
 
     def __init__(self, layout: KVLayout, pool: Pool, memory: SlotMemory) -> None:
@@ -41,11 +43,20 @@ class Occupancy:
         self.parked: dict[int, Parked] = {}
         """Oldest first."""
         self.thread: MapperThread | None = None
-        """Who pumps in the background, if anybody does."""
+        """Who pumps in the background, if anybody does; perhaps it has failed, and nobody was told yet."""
+        self.closed = False
+        """Is it of no use any more? Something can still be mapped, as long as it is attached."""
+        self.attached = False
+        """Is it known to the pool, and so perhaps a holder of extents?"""
         self.stalls = 0
         self.stall_us = 0.0
         self.pumped_pages = 0
         self.adopted_slots = 0
+
+    def attach(self) -> None:
+        """From now on the pool asks here when pages run short, and closes this when it closes."""
+        self.pool.attach(self)
+        self.attached = True
 
     # in
 
@@ -62,8 +73,8 @@ class Occupancy:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
         committed = self.memory.committed(slot, from_first=not num_tokens)
-        self.memory.set_limits([(slot, min(committed, end))], self.pool.driver.order)
-        parked.fence.order()
+        self.memory.set_limits([(slot, min(committed, end))])
+        parked.fence.order(self.memory.streams)
         if not num_tokens:
             self.memory.retire_cut(slot, parked.fence)
         del self.parked[slot]
@@ -75,7 +86,7 @@ class Occupancy:
     def clear_run(self, count: int) -> int:
         """The first of `count` adjacent free slots; made free, if need be, from parked and closing ones."""
         first = self.table.run_of(count, SlotState.FREE)
-        if first is None and self.collect():
+        if first is None and self._collect():
             first = self.table.run_of(count, SlotState.FREE)
         if first is None and count == 1 and self.parked:
             first = next(iter(self.parked))
@@ -91,17 +102,21 @@ class Occupancy:
             if slot in self.parked:
                 self.evict(self.parked[slot])
         while not all(self.table.state(slot) is SlotState.FREE for slot in run):
-            self.memory.mapper.wait()
-            self.collect()
+            self.wait_for_retired()
+            self._collect()
         return first
 
     # on
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
         """See KVCache.advance. Takes no lock: a slot's length is written by its sequence's owner alone."""
-        indices = np.atleast_1d(np.asarray(slots, dtype=np.int64))
-        before = self.table.lengths[indices]
-        after = before + np.asarray(num_tokens, dtype=np.int64)
+        indices = np.atleast_1d(wholes("slots", slots))
+        try:
+            before = self.table.lengths[indices]
+        except IndexError:
+            unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
+            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
+        after = before + wholes("num_tokens", num_tokens)
         wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
         if wrong.any():
             slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
@@ -121,6 +136,17 @@ class Occupancy:
         thread = self.thread
         if thread is not None:
             thread.wake()
+
+    def check_thread(self) -> None:
+        """Raise what the mapper's thread failed with, once: then there is none any more, and another may be started."""
+        if self.thread is not None and self.thread.failed:
+            self.stop_thread()
+
+    def stop_thread(self) -> None:
+        """End the mapper's thread, if there is one; raises what it failed with. Without the lock, unless it has failed."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.stop()
 
     def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
         """See KVCache.pump; `order` makes what was mapped visible to whoever is told of it."""
@@ -166,20 +192,40 @@ class Occupancy:
         self._free_if_bare(parked.slot)
 
     def drain(self) -> None:
-        """Wait for the work that touches what retires, and unmap it."""
-        while self.memory.mapper.wait():
-            self.collect()
+        """Unmap what retires. Waits for its fences without the lock, which others need meanwhile."""
+        while True:
+            with self.pool.lock:
+                self._collect()
+                fence = self.memory.mapper.oldest_fence()
+            if fence is None:
+                return
+            fence.wait()
 
     def close_all(self) -> None:
-        """End everybody, wait for the work that touches them, unmap everything."""
-        for sequence in list(self.sequences.values()):
-            self.close(sequence)
-        for parked in list(self.parked.values()):
-            self.evict(parked)
+        """See Reclaimable. Waits without the lock; if it fails it can be called again, and goes on."""
+        self.pool.lock.check_process()
+        try:
+            self.stop_thread()
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        with self.pool.lock:
+            if not self.attached:
+                return
+            for sequence in list(self.sequences.values()):
+                self.close(sequence)
+            for parked in list(self.parked.values()):
+                self.evict(parked)
+            fence = self.memory.fence()
+            self.closed = True  # nothing is launched, opened or grown here while the lock is not held
+        fence.wait()
         self.drain()
-        if self.memory.has_pads:
-            self.memory.fence().wait()
-            self.memory.unmap_pads()
+        with self.pool.lock:
+            if self.attached:
+                self.memory.unmap_pads()
+                self.pool.detach(self)
+                self.attached = False
 
     # what the pool asks
 
@@ -187,8 +233,15 @@ class Occupancy:
         """See Reclaimable."""
         return self.memory.mapper.retiring_pages
 
-    def parked_pages(self) -> int:
+    def reclaimable_pages(self, *, wait: bool) -> int:
         """See Reclaimable."""
+        if wait:
+            return self.retiring_pages() + self.parked_pages()
+        idle = itertools.takewhile(lambda parked: parked.fence.done(), self.parked.values())  # the oldest goes first
+        return self.memory.mapper.retired_pages() + sum(parked.num_pages for parked in idle)
+
+    def parked_pages(self) -> int:
+        """Pages of parked slots, which can be evicted."""
         return sum(parked.num_pages for parked in self.parked.values())
 
     def oldest_parked(self) -> Evictable | None:
@@ -201,13 +254,16 @@ class Occupancy:
         """See Reclaimable."""
         self.evict(next(iter(self.parked.values())))
 
-    def collect(self) -> int:
+    def collect(self, num_pages: int) -> int:
         """See Reclaimable."""
-        return self._collect(float("inf"))
+        return self._collect(max_pages=num_pages)
 
     def wait_for_retired(self) -> bool:
         """See Reclaimable."""
-        return self.memory.mapper.wait()
+        fence = self.memory.mapper.oldest_fence()
+        if fence is not None:
+            fence.wait()
+        return fence is not None
 
     def holders(self) -> Counter[Extent]:
         """See Reclaimable."""
@@ -234,9 +290,9 @@ class Occupancy:
 
     # within
 
-    def _collect(self, budget_us: float) -> int:
+    def _collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         try:
-            return self.memory.mapper.collect(budget_us)
+            return self.memory.mapper.collect(budget_us, max_pages)
         finally:
             for slot in self.table.where(SlotState.CLOSING):
                 self._free_if_bare(slot)

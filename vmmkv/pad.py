@@ -1,4 +1,4 @@
-"""The pad: one page of zeroes that stands, read-only, at the beginning of every arena of a pool.
+"""The pad: one page of zeroes that stands, read-only, under row 0 (and its guard) of every arena of a pool.
 
 A view of a whole arena begins at slot 0, and its `data_ptr` must be mapped though most of the view is not: Triton's
 launcher asks the driver about every pointer argument and refuses one that it does not know ("cannot be accessed from

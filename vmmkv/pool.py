@@ -9,7 +9,6 @@ little.
 """
 
 import contextlib
-import threading
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from typing import Final
 
 import torch
 
+from vmmkv.arguments import whole
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Driver
 from vmmkv.errors import BudgetError, Closed, DriverError, OutOfDeviceMemory, OutOfPages
 from vmmkv.extents import SIZE_CLASSES, Extent, Reclaimable
 from vmmkv.pad import Pad
+from vmmkv.process_lock import ProcessLock
 from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
 
 
@@ -43,15 +44,17 @@ class Pool:
     needed; what is freed stays created, for whoever comes next, until `resize` or `close` gives it back to the device.
     One page more than the budget is the pool's own: the pad (see `vmmkv.pad`).
 
-    Raises: BudgetError for a budget below one page; DriverUnavailable, of the kind that says what is missing.
+    Raises: BudgetError for a budget below one page; DriverUnavailable, of the kind that says what is missing. In a child
+    made by fork() every operation of the pool and of its caches raises ForkedProcess.
     """
 
     def __init__(self, device: str | torch.device, budget_bytes: int, *, driver: Driver | None = None) -> None:
-        _check_budget(budget_bytes)
+        budget_bytes = _checked_budget(budget_bytes)
         self.driver: Final = open_driver(device) if driver is None else driver
         self.device: Final = self.driver.device
-        self.lock: Final = threading.RLock()
-        """Taken by every operation of the pool and of its caches: the driver is called by one thread at a time."""
+        self.lock: Final = ProcessLock()
+        """Taken by every operation of the pool and of its caches: the driver is called by one thread at a time, of one
+        process."""
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
         self.held_bytes = 0
@@ -72,14 +75,15 @@ class Pool:
         """`count` extents of `num_pages` each, with the caller as their one holder; all of them or none.
 
         Takes free extents first, newest first, then creates, then reclaims from the caches.
-        Cost: one create for each extent that is not free; blocks on a fence only if pages are retiring, nothing else is
-        left and `wait` is set.
+        Cost: one create for each extent that is not free, or an unmap for each page reclaimed: no more than are missing.
+        Blocks on a fence only if `wait` is set and nothing else is left; without it, nothing that running work may still
+        touch is reclaimed.
         Raises: OutOfPages, naming pages wanted, free and evictable; DriverError. Either leaves the pool as it was,
         but for parked slots that were evicted to make room.
         """
         with self.lock:
             self.check_open()
-            self._check_feasible(count, num_pages)
+            self._check_feasible(count, num_pages, wait=wait)
             reused: list[Extent] = []
             created: list[Extent] = []
             try:
@@ -122,7 +126,7 @@ class Pool:
         """
         with self.lock:
             self.check_open()
-            _check_budget(budget_bytes)
+            budget_bytes = _checked_budget(budget_bytes)
             least_bytes = self.held_bytes - self._reclaimable_pages() * PAGE_BYTES
             if budget_bytes < least_bytes:
                 raise BudgetError(
@@ -137,17 +141,28 @@ class Pool:
             assert self.created_bytes <= budget_bytes
 
     def close(self) -> None:
-        """Release every handle. Idempotent. Raises Closed if a cache of this pool is still open."""
+        """Close the caches of this pool that are still open, then release every handle. Idempotent.
+
+        Cost: as `KVCache.close` for each cache; a release for each handle.
+        Raises: DriverError, and then it can be called again; what the thread of a cache's mapper failed with.
+        """
+        while not self._close_if_unused():
+            with contextlib.ExitStack() as closing:  # all of them, whether or not one fails
+                for cache in list(self._caches):
+                    closing.callback(cache.close_all)
+
+    def _close_if_unused(self) -> bool:
         with self.lock:
             if self.closed:
-                return
+                return True
             if self._caches:
-                raise Closed(f"{len(self._caches)} caches of this pool are still open: close them first")
+                return False
             while self._destroy_any_free():
                 pass
             assert not self.created_bytes, "no cache is open, and yet extents are held"
             self.pad.close()
             self.closed = True
+            return True
 
     def stats(self) -> PoolStats:
         """The pool at this moment."""
@@ -212,20 +227,30 @@ class Pool:
         if self.closed:
             raise Closed("this pool is closed")
 
+    @property
+    def spare_pages(self) -> int:
+        """Pages that can be acquired without taking any from a cache."""
+        return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
+
     def _room_bytes(self) -> int:
         return self.budget_bytes - self.created_bytes
 
-    def _reclaimable_pages(self) -> int:
-        return sum(cache.retiring_pages() + cache.parked_pages() for cache in self._caches)
+    def _reclaimable_pages(self, *, wait: bool = True) -> int:
+        return sum(cache.reclaimable_pages(wait=wait) for cache in self._caches)
 
-    def _check_feasible(self, count: int, num_pages: int) -> None:
+    def _check_feasible(self, count: int, num_pages: int, *, wait: bool) -> None:
         """Refuse before anything is evicted for nothing."""
         if count < 0 or num_pages not in SIZE_CLASSES:
             raise ValueError(f"{count} extents of {num_pages} pages: the count is at least 0, the pages are {SIZE_CLASSES}")
-        wanted, free = count * num_pages, (self.budget_bytes - self.held_bytes) // PAGE_BYTES
+        wanted, free = count * num_pages, self.spare_pages
         if wanted <= free:
             return
         evictable = self._reclaimable_pages()
+        if not wait and free + (at_once := self._reclaimable_pages(wait=False)) < wanted <= free + evictable:
+            raise OutOfPages(
+                f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed at once, {free} are free and {at_once} can "
+                f"be evicted; {evictable - at_once} are still retiring or parked behind running work: wait for it"
+            )
         if wanted > free + evictable:
             least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
             raise OutOfPages(
@@ -286,9 +311,15 @@ class Pool:
 
     def _reclaim(self, num_pages: int, *, wait: bool) -> bool:
         """One step towards `num_pages` more free ones: False when there is none left to take."""
-        if sum(cache.collect() for cache in self._caches):
+        num_unmapped = 0
+        for cache in self._caches:
+            num_unmapped += cache.collect(num_pages - num_unmapped)
+            if num_unmapped >= num_pages:
+                break
+        if num_unmapped:
             return True
-        parked = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_parked()) is not None]
+        oldest_parked = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_parked()) is not None]
+        parked = [(oldest, cache) for oldest, cache in oldest_parked if wait or oldest.idle]
         if parked:
             oldest, cache = min(parked, key=lambda entry: entry[0].stamp)
             if oldest.idle or sum(cache.retiring_pages() for cache in self._caches) < num_pages:
@@ -297,8 +328,10 @@ class Pool:
         return wait and any(cache.wait_for_retired() for cache in self._caches)
 
 
-def _check_budget(budget_bytes: int) -> None:
+def _checked_budget(budget_bytes: int) -> int:
+    budget_bytes = whole("budget_bytes", budget_bytes)
     if budget_bytes < PAGE_BYTES:
         raise BudgetError(
             f"budget_bytes={budget_bytes} is below one page; the least is {PAGE_BYTES} ({format_bytes(PAGE_BYTES)})"
         )
+    return budget_bytes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vmmkv.arguments import whole
 from vmmkv.driver.base import Fence
 from vmmkv.errors import Closed, OutOfPages, SequenceTooLong
 from vmmkv.layout import KVLayout
@@ -61,7 +62,7 @@ class Sequence:
 
     def start(self, group: int = 0) -> int:
         """The first row still kept in a group: 0 unless `advance_start` was called."""
-        self._check_group(group)
+        group = self._check_group(group)
         return int(self._table.starts[group, self.slot])
 
     def grow(self, num_tokens: int) -> None:
@@ -71,24 +72,22 @@ class Sequence:
         evicted to make room.
 
         Cost: one map and one access call for each page that is missing (and a create or a zero where there is no free
-        page of this tenant); none if enough is mapped. Blocks only if the pool must wait for a retirement. Not under
-        graph capture.
+        page of this tenant); none, nor the pool's lock, if enough is mapped. Blocks only if the pool must wait for a
+        retirement, or the lock is taken. Not under graph capture.
         Raises: SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable; DriverError.
         """
-        occupancy = self._occupancy
+        num_tokens = self._check_reach(num_tokens)
+        if num_tokens <= self.limit:
+            return
+        occupancy, began_ns = self._occupancy, time.perf_counter_ns()
         with occupancy.pool.lock:
-            table = self._table
-            self._check_reach(num_tokens)
-            if num_tokens <= table.committed[self.slot]:
-                return
-            if occupancy.thread is not None:
-                occupancy.thread.raise_failure()
-            began_ns = time.perf_counter_ns()
-            try:
-                num_pages = occupancy.memory.grow(self.slot, num_tokens)
-            except OutOfPages as error:
-                raise OutOfPages(f"sequence in slot {self.slot} cannot grow to {num_tokens} tokens: {error}") from None
-            if num_pages and table.lengths[self.slot]:
+            occupancy.check_thread()
+            if num_tokens > self._table.committed[self.slot]:  # else the mapper was at it
+                try:
+                    occupancy.memory.grow(self.slot, num_tokens)
+                except OutOfPages as error:
+                    raise OutOfPages(f"sequence in slot {self.slot} cannot grow to {num_tokens} tokens: {error}") from None
+            if self.length:
                 occupancy.stalls += 1
                 occupancy.stall_us += (time.perf_counter_ns() - began_ns) / 1e3
 
@@ -98,8 +97,7 @@ class Sequence:
         Raises: SequenceTooLong.
         """
         table = self._table
-        self._check_reach(num_tokens)
-        table.expected[self.slot] = num_tokens
+        table.expected[self.slot] = self._check_reach(num_tokens)
         self._occupancy.wake()
 
     def advance(self, num_tokens: int = 1) -> None:
@@ -118,7 +116,7 @@ class Sequence:
         """
         with self._occupancy.pool.lock:
             table = self._table
-            self._check_kept(num_tokens)
+            num_tokens = self._check_kept(num_tokens)
             self._occupancy.check_windows(self.slot, num_tokens)
             self._occupancy.memory.retire_from(self.slot, num_tokens)
             table.lengths[self.slot] = num_tokens
@@ -132,14 +130,14 @@ class Sequence:
         """
         with self._occupancy.pool.lock:
             table = self._table
-            self._check_group(group)
+            group = self._check_group(group)
             layout_group = self._layout.groups[group]
             if layout_group.window is None:
                 raise ValueError(f"group {group} has no window: all its rows are needed")
             current = int(table.starts[group, self.slot])
             unseen = self._layout.start_for(layout_group, int(table.lengths[self.slot]))
             latest = max(unseen, current)
-            start_token = latest if start_token is None else start_token
+            start_token = latest if start_token is None else whole("start_token", start_token)
             if not current <= start_token <= latest:
                 raise ValueError(
                     f"start_token={start_token} in group {group} of slot {self.slot}: it is {current} now, and with a window "
@@ -181,7 +179,7 @@ class Sequence:
         occupancy = self._occupancy
         with occupancy.pool.lock:
             num_tokens = int(self._table.lengths[self.slot]) if num_tokens is None else num_tokens
-            self._check_kept(num_tokens)
+            num_tokens = self._check_kept(num_tokens)
             if num_tokens:
                 self._occupancy.check_windows(self.slot, num_tokens)
             return occupancy.park(self, num_tokens)
@@ -216,14 +214,19 @@ class Sequence:
         return self._occupancy.layout
 
     def _check_live(self) -> None:
+        self._occupancy.pool.lock.check_process()
         if self.closed:
             raise Closed(f"the sequence in slot {self.slot} was closed or parked; open or adopt another")
 
-    def _check_group(self, group: int) -> None:
+    def _check_group(self, group: int) -> int:
+        group = whole("group", group)
         if not 0 <= group < len(self._layout.groups):
             raise ValueError(f"group={group}: this cache has groups 0 to {len(self._layout.groups) - 1}")
+        return group
 
-    def _check_reach(self, num_tokens: int) -> None:
+    def _check_reach(self, num_tokens: int) -> int:
+        self._check_live()
+        num_tokens = whole("num_tokens", num_tokens)
         if num_tokens < 0:
             raise ValueError(f"num_tokens={num_tokens}: it cannot be negative")
         if num_tokens > self.max_tokens:
@@ -231,8 +234,11 @@ class Sequence:
                 f"the sequence in slot {self.slot} cannot have {num_tokens} tokens: it was opened with "
                 f"max_tokens={self.max_tokens}"
             )
+        return num_tokens
 
-    def _check_kept(self, num_tokens: int) -> None:
+    def _check_kept(self, num_tokens: int) -> int:
+        num_tokens = whole("num_tokens", num_tokens)
         length = int(self._table.lengths[self.slot])
         if not 0 <= num_tokens <= length:
             raise ValueError(f"num_tokens={num_tokens}: the sequence in slot {self.slot} has {length} tokens to keep")
+        return num_tokens

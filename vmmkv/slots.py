@@ -1,6 +1,7 @@
 """The numbers of every slot, as arrays over the slots, so that a step over 256 sequences is a few numpy calls."""
 
 import enum
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -73,13 +74,23 @@ class SlotTable:
         starts = np.flatnonzero(sums[count:] - sums[:-count] == count)
         return int(starts[0]) if len(starts) else None
 
-    def short_of(self, lead_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Live slots with less memory than the next `lead_tokens` need, most urgent first, and what each should have.
+    def wanted_ahead(self, lead_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens that each slot should have memory for, what presses most first.
+
+        The next token of whoever runs; the lead of all; and what is expected, however much it is, when nobody lacks the
+        others.
+        """
+        yield np.where(self.lengths > 0, self.lengths + min(1, lead_tokens), 0)
+        yield self.lengths + lead_tokens
+        yield self.expected
+
+    def short_of(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Live slots with less memory than `wanted` tokens need, most urgent first, and what each should have.
 
         A slot's deadline is the number of tokens until it stands still: committed - length. A sequence that has no
-        tokens yet, and only expects some, keeps nobody waiting: it comes last.
+        tokens yet keeps nobody waiting: it comes last.
         """
-        targets = np.minimum(np.maximum(self.lengths + lead_tokens, self.expected), self.ends)
+        targets = np.minimum(wanted, self.ends)
         short = np.flatnonzero((self.committed < targets) & (self.states == SlotState.LIVE))
         deadlines, are_new = (self.committed - self.lengths)[short], self.lengths[short] == 0
         short = short[np.lexsort((deadlines, are_new))]

@@ -38,9 +38,9 @@ class CacheStats:
     num_parked: int
     num_slots: int
     stalls: int
-    """Growths of a sequence that had tokens already and whose caller waited for the driver."""
+    """Growths of a sequence that had tokens already and lacked memory: its caller waited, for the driver or the lock."""
     stall_us: float
-    """How long they waited in all."""
+    """How long they waited in all, from the call on."""
     mapped_pages: int
     """Pages mapped in the cache's life, by anybody."""
     pumped_pages: int

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from vmmkv import VmmkvError
 from vmmkv.server.engine.core import Engine, EngineDied
 from vmmkv.server.engine.loading import load
 from vmmkv.server.protocol import FromEngine, Shutdown, decode_to_engine, encode
@@ -33,10 +34,11 @@ def main() -> int:
         try:
             return serve(config, socket)
         except EngineDied as error:
-            log.critical("%s", error)
+            log.critical("%s", error, exc_info=True)
             return 3
         except Exception as error:
-            log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(logging.DEBUG))
+            known = isinstance(error, VmmkvError | ValueError) and not log.isEnabledFor(logging.DEBUG)
+            log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=not known)
             return 1
 
 
@@ -48,7 +50,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
 
     loaded = load(config, send)
     send(loaded.ready)
-    loaded.engine.report()
+    loaded.engine.settle()
     log.info(
         "KV cache: %s on %s, %s tokens of one sequence",
         format_bytes(loaded.ready.budget_bytes),

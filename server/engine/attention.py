@@ -6,15 +6,20 @@ computes everything but attention on all of them at once; here each run meets it
 Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, S slots.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from vmmkv import KVCache
+
+_QUERIES_AT_ONCE: Final = 256
+"""Under an arbitrary mask: torch then may hold all scores, heads * queries * rows, at once."""
 
 NAME: Final = "vmmkv"
 """Of the attention implementation, as `attn_implementation=NAME`."""
@@ -54,7 +59,7 @@ class DecodeRows:
     """int32: rows to attend to, the new token's own among them."""
 
 
-class UnsupportedAttention(ValueError):
+class UnsupportedModel(ValueError):
     """The model's attention does something that this server cannot do."""
 
 
@@ -69,8 +74,26 @@ class SlotAttention:
         self._limit = cache.limit
         self._views = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
         self._on_gpu = cache.device.type == "cuda"
+        self._calls: Counter[int] = Counter()
         AttentionInterface.register(NAME, self.attend)
         AttentionMaskInterface.register(NAME, _no_mask)
+
+    def begin(self, step: Step) -> None:
+        """The next forward pass is this step's."""
+        self.step = step
+        self._calls.clear()
+
+    def check(self) -> None:
+        """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
+
+        A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
+        """
+        others = {layer: self._calls[layer] for layer in self._views if self._calls[layer] != 1}
+        if others:
+            raise UnsupportedModel(
+                f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
+                f"in a forward pass, not once: this model cannot be served from a KV cache of rows"
+            )
 
     def attend(
         self,
@@ -87,11 +110,12 @@ class SlotAttention:
         """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
         refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
         if refused or query.shape[0] != 1:
-            raise UnsupportedAttention(
+            raise UnsupportedModel(
                 f"{type(module).__name__} asks for {', '.join(refused) or 'a padded batch'}, which vmmkv does not do yet"
             )
         step, layer = self.step, module.layer_idx
         assert step is not None and isinstance(layer, int)
+        self._calls[layer] += 1
         k_STKD, v_STKD = self._views[layer]
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         self._append(k_NKD, v_NKD, k_STKD, v_STKD, step)
@@ -128,13 +152,30 @@ def _attend_run(
 ) -> torch.Tensor:
     """One run against its rows: torch's own attention on the contiguous view; the last query sees the last row."""
     num_queries, num_rows = q_NHD.shape[0], k_TKD.shape[0]
-    mask, is_causal = None, False
+    mask: torch.Tensor | None = None
+    is_causal = num_queries == num_rows > 1
     if window is not None and num_rows > window:
-        mask = _windowed(num_queries, num_rows, window, q_NHD.device)
-    elif num_queries == num_rows:
-        is_causal = num_queries > 1
-    elif num_queries > 1:
-        mask = torch.ones(num_queries, num_rows, dtype=torch.bool, device=q_NHD.device).tril(num_rows - num_queries)
+        mask, is_causal = _windowed(num_queries, num_rows, window, q_NHD.device), False
+    elif not is_causal and num_queries > 1:
+        if q_NHD.is_cuda and q_NHD.dtype in (torch.float16, torch.bfloat16):
+            mask = causal_lower_right(num_queries, num_rows)  # flash attention knows this one; it takes no other mask
+        else:
+            mask = _windowed(num_queries, num_rows, num_rows, q_NHD.device)
+    if type(mask) is torch.Tensor and num_queries > _QUERIES_AT_ONCE:
+        blocks = zip(torch.split(q_NHD, _QUERIES_AT_ONCE), torch.split(mask, _QUERIES_AT_ONCE), strict=True)
+        return torch.cat([_sdpa(q, k_TKD, v_TKD, block, is_causal=False, scale=scale) for q, block in blocks])
+    return _sdpa(q_NHD, k_TKD, v_TKD, mask, is_causal=is_causal, scale=scale)
+
+
+def _sdpa(
+    q_NHD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
     q_HND, k_KTD, v_KTD = (tensor.transpose(0, 1)[None] for tensor in (q_NHD, k_TKD, v_TKD))
     out = F.scaled_dot_product_attention(q_HND, k_KTD, v_KTD, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from vmmkv import KVCache
+from vmmkv import DriverError, KVCache
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.runner import ModelRunner
+from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Scheduler
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Snapshot, Tokens
 
@@ -39,6 +40,7 @@ class Engine:
         self._scheduler = Scheduler(cache, step_tokens=step_tokens)
         self._eos_ids = eos_ids
         self._send = send
+        self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._step_us = 10_000.0
@@ -46,7 +48,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Is any request waiting or running, or memory still to be unmapped?"""
+        """Is any request waiting or running?"""
         return self._scheduler.has_work
 
     def receive(self, message: Generate | Abort) -> None:
@@ -70,7 +72,6 @@ class Engine:
         else:
             stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
             self._scheduler.waiting.append(Request(message, stop_ids))
-            self._prompt_tokens += len(message.prompt)
 
     def step(self) -> None:
         """One forward pass over whoever is to run, and its answers. One failing request does not stop the others.
@@ -82,25 +83,31 @@ class Engine:
             work = self._scheduler.plan()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
-            self._fail([error.request], str(error))
             self._check_device()
+            self._fail([error.request], str(error))
             return
         if not work:
             return
         try:
             sampled = self._runner.forward(work)
-            # While the device computes: map what the next steps need, unmap what the last ones left.
-            self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us))
+            self._pump()
             tokens = sampled.tolist()
         except Exception as error:
             log.exception("a step failed")
-            self._fail([request for request, _ in work], f"the step failed: {error}")
             self._check_device()
+            self._fail([request for request, _ in work], f"the step failed: {error}")
             return
         for (request, count), token in zip(work, tokens, strict=True):
             self._account(request, count, token)
         self._step_us += 0.1 * ((time.perf_counter() - began_s) * 1e6 - self._step_us)
         self.report(only_if_due=True)
+
+    def _pump(self) -> None:
+        """While the device computes: map what the next steps need, unmap what the last ones left."""
+        try:
+            self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
+        except DriverError:
+            log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
 
     def settle(self) -> None:
         """Nothing is left to do: unmap what retires, and report the end state."""
@@ -136,8 +143,14 @@ class Engine:
     def _account(self, request: Request, count: int, token: int) -> None:
         """The device has computed `count` tokens of a request; `token` comes next if those were all it had."""
         request.memory.advance(count)
+        for group in self._windowed:
+            request.memory.advance_start(group)
+        self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
         request.num_computed += count
         if request.num_computed < len(request.tokens):
+            return
+        if token == NOT_A_NUMBER:
+            self._fail([request], "the model's logits are not numbers: it may need another --dtype")
             return
         finish_reason = request.accept(token)
         kept = finish_reason != "stop"
@@ -149,8 +162,8 @@ class Engine:
 
     def _fail(self, requests: list[Request], message: str) -> None:
         for request in requests:
-            self._scheduler.end(request)
             self._send(Failed(request_id=request.ask.request_id, message=message))
+            self._scheduler.end(request)
 
     def _check_device(self) -> None:
         """After a failure: is the device's context still there?"""

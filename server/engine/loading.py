@@ -52,15 +52,15 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     at(1)
     text_config = model.config.get_text_config()
     layout = KVLayout.from_config(text_config, dtype)
-    max_tokens = min(config.max_tokens or 2**30, text_config.max_position_embeddings)
+    max_tokens = choose_max_tokens(config.max_tokens, text_config)
     step_tokens = STEP_TOKENS[device.type]
-    most_bytes = layout.pages_for(max_tokens) * config.max_sequences * PAGE_BYTES
-    first_bytes = max(layout.pages_for(min(step_tokens, max_tokens)), len(layout.groups)) * PAGE_BYTES
+    most_bytes = layout.peak_pages(max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
+    first_bytes = layout.peak_pages(min(step_tokens, max_tokens), sliding=False) * PAGE_BYTES
     pool = Pool(device, config.kv_budget_bytes or first_bytes)
     cache = KVCache(layout, pool, slots=config.max_sequences, max_tokens=max_tokens)
     runner = ModelRunner(model, cache)
     at(2)
-    warm_up(runner, cache, min(step_tokens, max_tokens - 1, layout.tokens_in(pool.budget_bytes // PAGE_BYTES)))
+    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
     if config.kv_budget_bytes is None:
         pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
     engine = Engine(cache, runner, eos_ids=end_tokens(model), step_tokens=step_tokens, send=send)
@@ -69,11 +69,22 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         max_tokens=max_tokens,
-        pool_tokens=layout.tokens_in(pool.budget_bytes // PAGE_BYTES),
+        pool_tokens=pool_tokens(layout, pool),
         budget_bytes=pool.budget_bytes,
         max_sequences=config.max_sequences,
     )
     return Loaded(engine, ready)
+
+
+def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
+    """The longest sequence: what was asked for, or all that the model's positions reach. Raises ValueError for more."""
+    reach: int | None = getattr(text_config, "max_position_embeddings", None)
+    longest = wanted if wanted is not None else reach
+    if longest is None:
+        raise ValueError("the model's configuration does not say how long its sequences may be: give --max-tokens")
+    if reach is not None and longest > reach:
+        raise ValueError(f"--max-tokens {longest} is more than this model's positions reach, {reach}")
+    return longest
 
 
 def choose_device(device: str) -> torch.device:
@@ -115,7 +126,13 @@ def warm_up(runner: ModelRunner, cache: KVCache, num_tokens: int) -> None:
         first = num_tokens - 1
         for count in (first, 1) if first else (1,):
             runner.forward([(request, count)]).tolist()
+            runner.check()
             request.num_computed += count
+
+
+def pool_tokens(layout: KVLayout, pool: Pool) -> int:
+    """The longest request that the whole pool can hold; a prompt has all its rows in every group while it is computed."""
+    return layout.tokens_in(pool.budget_bytes // PAGE_BYTES, sliding=False)
 
 
 def default_budget_bytes(pool: Pool) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vmmkv import KVCache
-from vmmkv.server.engine.attention import NAME, DecodeRows, Run, SlotAttention, Step
+from vmmkv.server.engine.attention import NAME, DecodeRows, Run, SlotAttention, Step, UnsupportedModel
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.sampler import Choice, sample
 
@@ -17,6 +17,8 @@ class ModelRunner:
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model = model
         self._device = cache.device
+        if not model._supports_attention_backend:
+            raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
         self._attention = SlotAttention(cache)
         model.set_attn_implementation(NAME)
 
@@ -37,10 +39,14 @@ class ModelRunner:
             positions += range(start, start + count)
             slots += [slot] * count
         packed = torch.tensor([ids, positions, slots], device=self._device)
-        self._attention.step = Step(runs=tuple(runs), slots_N=packed[2], positions_N=packed[1], decode=self._decode_rows(runs))
+        self._attention.begin(Step(runs=tuple(runs), slots_N=packed[2], positions_N=packed[1], decode=self._decode_rows(runs)))
         last_B = torch.tensor([run.column + run.count - 1 for run in runs], device=self._device)
         output = self._model(input_ids=packed[:1], position_ids=packed[1:2], use_cache=False, logits_to_keep=last_B)
         return sample(output.logits[0], [_choice_of(request, run) for (request, _), run in zip(work, runs, strict=True)])
+
+    def check(self) -> None:
+        """After a forward pass: is this a model that can be served at all? Raises UnsupportedModel."""
+        self._attention.check()
 
     def _decode_rows(self, runs: Sequence[Run]) -> DecodeRows | None:
         single = [run for run in runs if run.count == 1]

@@ -1,14 +1,21 @@
 """From logits to token ids, on whatever device the logits are.
 
-A row's random number depends on its request's seed and the token's position alone, so a request's tokens do not depend
-on who runs beside it. Sampling is by inverse distribution over the sorted probabilities, one number a token.
+A row's random number depends on its request's seed and the token's position alone, never on who runs beside it. (The
+logits themselves can differ in their last bits with the size of the batch, and so, rarely, can the token.) Sampling is
+by inverse distribution in the order of the vocabulary, one number a token.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+
+NOT_A_NUMBER: Final = -1
+"""In place of a token whose logits were not numbers: the host must fail that request."""
+
+COLDEST: Final = 1e-5
+"""Temperatures below are greedy: divided by them, logits leave float32."""
 
 
 class Choice(NamedTuple):
@@ -17,7 +24,7 @@ class Choice(NamedTuple):
     temperature: float
     """0 takes the likeliest."""
     top_p: float
-    """The least probable tokens go until this much probability is left."""
+    """The least probable tokens go until this much probability is left; the likeliest always stays."""
     seed: int
     position: int
 
@@ -28,26 +35,24 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits_BV: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """[B] int64 token ids on the logits' device; B rows, V vocabulary. Does not wait for the device."""
+    """[B] int64 token ids on the logits' device, or NOT_A_NUMBER; B rows, V vocabulary. Does not wait for the device."""
     tokens_B = logits_BV.argmax(dim=-1)
-    rows = [row for row, choice in enumerate(choices) if choice.temperature > 0]
-    if not rows:
-        return tokens_B
-    chosen = [choices[row] for row in rows]
-    numbers = torch.tensor(
-        [(choice.temperature, choice.top_p, uniform(choice.seed, choice.position)) for choice in chosen],
-        dtype=torch.float32,
-        device=logits_BV.device,
-    )
-    temperature_R, top_p_R, uniform_R = numbers.unbind(dim=1)
-    rows_R = torch.tensor(rows, device=logits_BV.device)
-    probabilities_RV = torch.softmax(logits_BV[rows_R].float() / temperature_R[:, None], dim=-1)
-    sorted_RV, ids_RV = probabilities_RV.sort(dim=-1, descending=True, stable=True)
-    before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
-    sorted_RV = sorted_RV.masked_fill(before_RV >= top_p_R[:, None], 0.0)
-    sums_RV = sorted_RV.cumsum(dim=-1)
-    # Of equal sums the first is taken, so that a token of probability 0 never is; the clamp is for rounding at the end.
-    picks_R1 = torch.searchsorted(sums_RV, uniform_R[:, None] * sums_RV[:, -1:], right=True)
-    last_R1 = (sorted_RV > 0).sum(dim=-1, keepdim=True) - 1
-    tokens_B[rows_R] = ids_RV.gather(1, torch.minimum(picks_R1, last_R1)).squeeze(1)
-    return tokens_B
+    rows = [row for row, choice in enumerate(choices) if choice.temperature >= COLDEST]
+    if rows:
+        rows_R = torch.tensor(rows, device=logits_BV.device)
+        tokens_B[rows_R] = _draw(logits_BV[rows_R].float(), [choices[row] for row in rows])
+    return tokens_B.masked_fill(logits_BV.isnan().any(dim=-1), NOT_A_NUMBER)
+
+
+def _draw(logits_RV: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """[R] token ids, drawn. Whatever the logits are, an id of the vocabulary comes out: an index past it loses the device."""
+    numbers = [(choice.temperature, choice.top_p, uniform(choice.seed, choice.position)) for choice in choices]
+    temperature_R1, top_p_R1, uniform_R1 = torch.tensor(numbers, device=logits_RV.device).T[:, :, None]
+    sorted_RV, ids_RV = torch.softmax(logits_RV / temperature_R1, dim=-1).sort(dim=-1, descending=True, stable=True)
+    cut_RV = sorted_RV.cumsum(dim=-1) - sorted_RV >= top_p_R1
+    cut_RV[:, 0] = False
+    kept_RV = torch.zeros_like(sorted_RV).scatter(1, ids_RV, sorted_RV.masked_fill(cut_RV, 0.0))
+    sums_RV = kept_RV.cumsum(dim=-1)
+    # The first sum above the number, so that a token of probability 0 never is; rounding can leave none above the last.
+    picks_R = (sums_RV <= uniform_R1 * sums_RV[:, -1:]).sum(dim=-1)
+    return torch.where(picks_R < logits_RV.shape[-1], picks_R, ids_RV[:, 0])

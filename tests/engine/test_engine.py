@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv import DriverError
+from vmmkv.server.engine.core import EngineDied
 from vmmkv.server.protocol import Abort, Snapshot
 
 
@@ -151,3 +152,57 @@ def test_sampled_tokens_depend_on_seed_and_position_only(harness: Callable[..., 
     crowd.ask("y", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=8)
     crowd.run()
     assert crowd.tokens("x") == alone.tokens("x") != crowd.tokens("y")
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = harness()
+    one.ask("good", prompt_of(5))
+    one.ask("bad", prompt_of(6))
+    forward = one.engine._runner.forward
+
+    def spoiling(work: Any) -> Any:
+        tokens = forward(work).clone()
+        for row, (request, _) in enumerate(work):
+            if request.ask.request_id == "bad":
+                tokens[row] = -1
+        return tokens
+
+    monkeypatch.setattr(one.engine._runner, "forward", spoiling)
+    one.run()
+    assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
+    assert one.tokens("good") == one.expected(prompt_of(5))
+
+
+def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = harness()
+    one.ask("a", prompt_of(5))
+
+    def lost(*args: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def died() -> None:
+        raise EngineDied("the device's context is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.engine._runner, "forward", lost)
+        patch.setattr(one.engine, "_check_device", died)
+        patch.setattr(one.engine._scheduler, "end", lost)
+        with pytest.raises(EngineDied):
+            one.engine.step()
+
+
+def test_what_fails_ahead_of_need_fails_nobody(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = harness()
+    one.ask("a", prompt_of(5))
+
+    def fail(*args: Any, **options: Any) -> int:
+        raise DriverError("not now", call="map", code="TEST")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.cache, "pump", fail)
+        one.run()
+    assert one.tokens("a") == one.expected(prompt_of(5))

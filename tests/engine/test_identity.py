@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 
@@ -103,9 +112,39 @@ def test_another_family_of_models(harness: Callable[..., Harness]) -> None:
         assert one.tokens(str(index)) == one.expected(prompt)
 
 
-def test_a_model_that_attends_otherwise_is_refused(harness: Callable[..., Harness]) -> None:
+def test_a_long_prompt_under_a_window_is_attended_to_in_blocks(harness: Callable[..., Harness]) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, sliding_window=300,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    one = harness(MistralForCausalLM(config).eval(), step_tokens=700)
+    prompt = prompt_of(1500)
+    one.ask("long", prompt, 8)
+    one.run()
+    assert one.tokens("long") == one.expected(prompt, 8)
+    assert one.cache.stats().mapped_bytes == 0
+
+
+def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model())
-    attend = one.engine._runner._attention.attend
+    attention = one.engine._runner._attention
     tensor = torch.zeros(1, 4, 1, 32)
     with pytest.raises(ValueError, match="softcap"):
-        attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
+        attention.attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
+    one.ask("a", prompt_of(5), 1)
+    one.run()
+    one.engine._runner.check()
+    attention._calls[0] += 1  # as if a layer had attended twice
+    with pytest.raises(ValueError, match=r"layers \[0\] .* \[2\] times"):
+        one.engine._runner.check()
+
+
+def test_models_with_an_attention_of_their_own_are_refused(harness: Callable[..., Harness]) -> None:
+    config = GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=2, attention_types=[[["global"], 2]],
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM has an attention of its own"):
+        harness(GPTNeoForCausalLM(config).eval())

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vmmkv.server.engine.sampler import Choice, sample, uniform
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Choice, sample, uniform
 
 
 def test_greedy_takes_the_likeliest_beside_sampled_rows() -> None:
@@ -46,3 +46,25 @@ def test_uniform_is_a_function_of_seed_and_position() -> None:
     assert uniform(1, 2) == uniform(1, 2)
     assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
     assert 0 <= uniform(2**63 + 5, 0) < 1 and 0 <= uniform(-1, 0) < 1
+
+
+def test_extreme_parameters_are_greedy_and_touch_no_other_row() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0], [0.0, 0.0, 9.0], [0.0, 2.0, 0.0]])
+    tokens = sample(
+        logits, [Choice(1e-40, 1.0, 0, 0), Choice(1.0, 1e-46, 1, 1), Choice(0.0, 1.0, 0, 0), Choice(1e-6, 1.0, 2, 3)]
+    )
+    assert tokens.tolist() == [1, 0, 2, 1]
+
+
+def test_logits_that_are_no_numbers_are_told_and_touch_no_other_row() -> None:
+    nan = float("nan")
+    logits = torch.tensor([[nan, 1.0], [nan, nan], [0.0, 1.0], [nan, 0.0]])
+    tokens = sample(logits, [Choice(1.0, 0.9, 0, 0), Choice(0.0, 1.0, 0, 0), Choice(0.0, 1.0, 0, 0), Choice(1.0, 1.0, 0, 0)])
+    assert tokens.tolist() == [NOT_A_NUMBER, NOT_A_NUMBER, 1, NOT_A_NUMBER]
+
+
+def test_infinite_logits_give_ids_of_the_vocabulary() -> None:
+    infinite = float("inf")
+    logits = torch.tensor([[infinite, 0.0, infinite], [-infinite, -infinite, -infinite]])
+    tokens = sample(logits, [Choice(1.0, 1.0, 0, 0), Choice(1.0, 1.0, 0, 0)])
+    assert all(-1 <= token < 3 for token in tokens.tolist())

@@ -188,3 +188,99 @@ def test_device_limits_follow(make: Callable[..., KVCache]) -> None:
     sequence.close()
     torch.cuda.synchronize()
     assert cache.limit.tolist()[slot] == 0
+
+
+def control_stream(cache: KVCache) -> torch.cuda.Stream:
+    """The driver's own stream, on which zeroes and limits travel."""
+    stream = cache.pool.driver.over._control
+    assert isinstance(stream, torch.cuda.Stream)
+    return stream
+
+
+def test_zeroes_and_limits_come_before_work_on_every_recorded_stream(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    side = torch.cuda.Stream()
+    cache.record_stream(side)
+    sequence = cache.open()
+    with torch.cuda.stream(control_stream(cache)):
+        torch.cuda._sleep(LONG)  # the zeroes have to wait, and so must whoever writes
+    sequence.grow(160)
+    with torch.cuda.stream(side):
+        sequence.k(0)[:160] = 1.0
+        seen = cache.limit.clone()
+    sequence.k(1)[:160] = 2.0
+    torch.cuda.synchronize()
+    assert bool((sequence.k(0)[:160] == 1).all()) and bool((sequence.k(1)[:160] == 2).all())
+    assert int(seen[sequence.slot]) == 160
+
+
+def test_a_lowered_limit_is_seen_by_whatever_is_launched_next(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(160)
+    sequence.advance(160)
+    with torch.cuda.stream(control_stream(cache)):
+        torch.cuda._sleep(LONG)
+    sequence.truncate(16)
+    seen = cache.limit.clone()
+    assert int(seen[sequence.slot]) == 16
+
+
+def test_a_sequence_opened_meanwhile_reads_its_own_truncated_rows_again(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(160)
+    sequence.k(0)[:160] = 5.0
+    sequence.advance(160)
+    torch.cuda._sleep(LONG)
+    sequence.truncate(16)
+    calls = cache.pool.driver.calls.copy()
+    sequence.grow(160)  # revived: its pages had not been unmapped yet
+    assert cache.pool.driver.calls["map"] == calls["map"]
+    assert bool((sequence.k(0)[:160] == 5).all())
+
+
+def test_resize_gives_memory_back_to_the_device_and_takes_it_again(make: Callable[..., KVCache]) -> None:
+    cache = make(budget_bytes=1024 * MIB)
+    sequence = cache.open()
+    sequence.grow(8000)  # 1000 MiB
+    sequence.close()
+    cache.drain()
+    before, _ = torch.cuda.mem_get_info()
+    cache.pool.resize(64 * MIB)
+    after, _ = torch.cuda.mem_get_info()
+    assert after - before >= 900 * MIB
+    cache.pool.resize(1024 * MIB)
+    again = cache.open()
+    again.grow(8000)
+    again.k(0)[:8000] = 1.0
+    assert bool((again.k(0)[:8000] == 1).all())
+
+
+def test_two_groups_one_windowed_and_two_caches_on_a_pool(gpu: torch.device) -> None:
+    layout = KVLayout.uniform(
+        layers=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, windows=[None, 1024, None, 1024]
+    )  # rows of 8 KiB in each group: 256 tokens a page
+    with (
+        Pool(gpu, 256 * MIB, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50)) as pool,
+        KVCache(layout, pool, slots=2, max_tokens=10_000) as one,
+        KVCache(LAYOUT, pool, slots=2, max_tokens=1000) as two,
+    ):
+        first, second = one.open(), two.open()
+        first.grow(5000)
+        second.grow(100)
+        for layer in range(4):
+            first.k(layer)[:5000] = float(layer + 1)
+        second.v(31)[:100] = 9.0
+        first.advance(5000)
+        second.advance(100)
+        held = pool.stats().held_bytes
+        first.advance_start(1)
+        torch.cuda.synchronize()
+        one.pump()
+        assert pool.stats().held_bytes == held - 15 * 2 * MIB  # rows [0, 3977) wholly cover 15 pages
+        assert first.k(1).shape[0] == first.limit - 3977 and bool((first.k(1)[: 5000 - 3977] == 2).all())
+        assert all(bool((first.k(layer)[:5000] == layer + 1).all()) for layer in (0, 2))
+        assert bool((second.v(31)[:100] == 9).all())
+        one.check()
+        two.check()

@@ -84,8 +84,9 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
 
 
 def num_pads(caches: Iterable[KVCache]) -> int:
-    """Mappings of the pad: one for each group of every cache that is open."""
-    return sum(len(cache.layout.groups) for cache in caches if not cache.closed)
+    """Mappings of the pad: for each group of every cache that is open, what a row and the guard behind it touch."""
+    opened = [cache for cache in caches if not cache.closed]
+    return sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in opened for group in cache.layout.groups)
 
 
 def planes_of(layout: KVLayout) -> list[tuple[int, int, str]]:

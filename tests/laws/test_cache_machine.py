@@ -1,8 +1,12 @@
 """The laws of a cache under random use: two caches on one pool, two tenants each, launches in flight, against a model.
 
-The fake driver refuses whatever breaks a law of the device. Over the host driver the memory is real, and every byte
-written is read back.
+The fake driver refuses whatever breaks a law of the device, and now and then one of its calls fails: then the caches are
+as the model says that they were, and the operation can be tried again (law 5). Over the host driver the memory is real,
+and every byte written is read back.
 """
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,13 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
-from vmmkv import Closed, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
+from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
 from vmmkv.dlpack import wrap
 from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
 from vmmkv.units import PAGE_BYTES
 
+T = TypeVar("T")
 SLOTS = 4
 MAX_TOKENS = 14
 
@@ -46,6 +51,46 @@ class CacheMachine(RuleBasedStateMachine):
         self.kept: list[Kept] = []
         self.launches: list[Launch] = []
         self.stamp = 0
+
+    # failures
+
+    @precondition(lambda self: not self.driver.fail_at)
+    @rule(number=st.integers(0, 12))
+    def let_a_call_fail(self, number):
+        """The driver call of that number from now on, whatever operation makes it."""
+        self.driver.fail_at = {self.driver.num_calls + number}
+
+    def attempt(self, act: Callable[[], T], *, partial: bool = False) -> T:
+        """Do it, and again if a call was to fail: meanwhile all is as it was. `partial`: but for what was done by then."""
+        if not self.driver.fail_at:
+            return act()
+        before = self.state()
+        try:
+            return act()
+        except DriverError as error:
+            assert error.code == "FAKE_INJECTED"
+        finally:
+            if self.driver.num_calls > max(self.driver.fail_at):
+                self.driver.fail_at = set()
+        for cache in self.caches:
+            cache.check()
+        if not partial:
+            assert self.state() == before
+            self.laws_hold()
+            self.pads_stand_whatever_happens_to_sequences()
+            self.rows_are_where_and_what_they_were()
+        return act()
+
+    def state(self) -> list[object]:
+        """All that a failure leaves alone: everything but parked slots, which may have been evicted on the way."""
+        running = [
+            (live.sequence.length, live.sequence.limit, [live.sequence.start(i) for i in range(len(live.rows.starts))])
+            for live in self.live
+        ]
+        stats = [cache.stats() for cache in self.caches]
+        mapped = [each.mapped_bytes - each.parked_bytes for each in stats]
+        counts = [(each.num_sequences, each.num_tokens, each.stalls, each.adopted_slots) for each in stats]
+        return [running, mapped, counts, self.pool.budget_bytes]
 
     def new_cache(self, index: int) -> KVCache:
         layout, guard = self.geometry[index]
@@ -76,7 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
     def open(self, pick, tenant, end, first):
         cache = self.caches[pick % 2]
         try:
-            sequence = cache.open(max_tokens=end, tenant=tenant)
+            sequence = self.attempt(lambda: cache.open(max_tokens=end, tenant=tenant))
         except OutOfSlots:
             assert sum(live.cache is cache for live in self.live) == SLOTS
         else:
@@ -89,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         taken = {live.sequence.slot for live in self.live if live.cache is cache}
         runs = [first for first in range(1, SLOTS - count + 2) if taken.isdisjoint(range(first, first + count))]
         try:
-            sequences = cache.open_batch(count, tenant=tenant)
+            sequences = self.attempt(lambda: cache.open_batch(count, tenant=tenant))
         except OutOfSlots:
             assert not runs
         else:
@@ -105,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         num_tokens = None if cut is None else min(cut, kept.parked.length)
         calls = self.driver.calls.copy()
         try:
-            sequence = kept.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant)
+            sequence = self.attempt(lambda: kept.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
         except RowsUnmapped:
             assert num_tokens and any(kept.rows.starts)
             return
@@ -134,7 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = min(sequence.length + more, sequence.max_tokens)
         before, calls = sequence.limit, self.driver.num_calls
         try:
-            sequence.grow(wanted)
+            self.attempt(lambda: sequence.grow(wanted))
         except OutOfPages:
             assert sequence.limit == before < wanted
         else:
@@ -150,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = live.sequence
         wanted = min(sequence.length + more, sequence.max_tokens)
         try:
-            sequence.grow(wanted)
+            self.attempt(lambda: sequence.grow(wanted))
         except OutOfPages:
             wanted = sequence.limit
         self.forget_evicted()
@@ -196,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
     def pump(self, pick, budget_us, lead):
         cache = self.caches[pick % 2]
         busy = [launch for launch in self.launches if not launch.finished]
-        cache.pump(budget_us, lead_tokens=lead)
+        self.attempt(lambda: cache.pump(budget_us, lead_tokens=lead), partial=True)
         assert not any(launch.finished for launch in busy), "pump waited for a fence"
         for live in self.live:
             self.look(live)
@@ -208,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         live = self.live[pick % len(self.live)]
         num_tokens = max(0, live.sequence.length - fewer)
         try:
-            live.sequence.truncate(num_tokens)
+            self.attempt(lambda: live.sequence.truncate(num_tokens))
         except RowsUnmapped:
             assert any(live.rows.starts)
         else:
@@ -225,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             latest = max(0, live.sequence.length - description.window + 1)
             start = max(latest - short, live.rows.starts[group])
-            live.sequence.advance_start(group, start if short else None)
+            self.attempt(lambda group=group, start=start: live.sequence.advance_start(group, start if short else None))
             live.rows.starts[group] = max(latest, live.rows.starts[group]) if not short else start
             assert live.sequence.start(group) == live.rows.starts[group]
 
@@ -252,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
     def resize(self, pages):
         before = self.pool.stats()
         try:
-            self.pool.resize(pages * PAGE_BYTES)
+            self.attempt(lambda: self.pool.resize(pages * PAGE_BYTES))
         except BudgetError:
             after = self.pool.stats()
             assert (before.budget_bytes, before.created_bytes) == (after.budget_bytes, after.created_bytes)
@@ -265,15 +310,15 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(pick=picks, keep=cuts)
     def park(self, pick, keep):
-        live = self.live.pop(pick % len(self.live))
+        live = self.live[pick % len(self.live)]
         self.verify(live)
         num_tokens = None if keep is None else min(keep, live.sequence.length)
         try:
-            parked = live.sequence.park(num_tokens)
+            parked = self.attempt(lambda: live.sequence.park(num_tokens))
         except RowsUnmapped:
             assert any(live.rows.starts)
-            self.live.append(live)
             return
+        self.live.remove(live)
         live.rows.stamps = live.rows.stamps[: parked.length]
         self.kept.append(Kept(live.cache, parked, live.rows))
         with pytest.raises(Closed):
@@ -290,9 +335,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(pick=picks)
     def close(self, pick):
-        live = self.live.pop(pick % len(self.live))
+        live = self.live[pick % len(self.live)]
         self.verify(live)
-        live.sequence.close()
+        self.attempt(live.sequence.close)
+        self.live.remove(live)
         live.sequence.close()
         with pytest.raises(Closed):
             live.sequence.view(live.cache.layout.groups[0].layers[0], live.cache.layout.groups[0].planes[0].name)
@@ -303,7 +349,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         index = self.stamp % 2
         gone = self.caches[index]
-        gone.close()
+        self.attempt(gone.close, partial=True)
+        self.driver.fail_at = set()  # what follows is no operation of a cache's life
         self.live = [live for live in self.live if live.cache is not gone]
         self.kept = [kept for kept in self.kept if kept.cache is not gone]
         with pytest.raises(Closed):
@@ -368,6 +415,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "pool"):
             return
+        self.driver.fail_at = set()
         for live in self.live:
             self.verify(live)
         for cache in self.caches:

@@ -284,3 +284,23 @@ def test_operations_cover_every_driver_call():
         made |= {call for call, count in world.driver.calls.items() if count > before[call]}
         world.end()
     assert made == {"reserve", "create", "release", "map", "set_access", "unmap", "zero", "copy_in", "fence"}
+
+
+def test_limits_that_could_not_be_ordered_are_taken_back_from_the_device() -> None:
+    driver = FakeDriver()
+    with (
+        Pool("cpu", 8 * PAGE_BYTES, driver=driver) as pool,
+        KVCache(LAYOUTS["one_group"], pool, slots=2, max_tokens=9) as cache,
+    ):
+        sequence = cache.open()
+        sequence.grow(2)
+        before = cache.limit.tolist()
+        driver.order_fails = True
+        with pytest.raises(DriverError, match="order"):
+            sequence.grow(9)
+        assert cache.limit.tolist() == before
+        cache.check()
+        driver.order_fails = False
+        sequence.grow(9)
+        assert cache.limit.tolist()[sequence.slot] == 9
+        cache.check()

@@ -1,6 +1,10 @@
 """The public cache: what each call does and costs, and what it says of bad input."""
 
 import gc
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from vmmkv import (
 )
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
+from vmmkv.errors import ForkedProcess
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
@@ -363,7 +368,7 @@ def test_truncating_retires_pages_and_growing_again_revives_them_without_a_drive
     sequence.grow(60)
     assert calls.made() == {"copy_in": 1}
     assert sequence.limit == 64
-    assert cache.stats().stalls == 0
+    assert cache.stats().stalls == 1  # it lacked memory, however soon it had some
     assert sequence.k(0)[:20, 0, 0].tolist() == list(range(20))
 
 
@@ -574,10 +579,183 @@ def test_pump_says_nothing_of_a_sequence_that_finds_no_page(cache):
     sequence = cache.open()
     sequence.expect(128)
     cache.pool.resize(10 * PAGE_BYTES)
-    assert cache.pump() == 0
+    assert cache.pump(lead_tokens=0) == 0
     assert sequence.limit == 0
     sequence.expect(32)
-    assert cache.pump() == 2
+    assert cache.pump(lead_tokens=0) == 2
+
+
+def test_who_expects_much_takes_the_next_page_from_nobody(cache):
+    greedy, running = written(cache, 16), written(cache, 15)
+    cache.pool.resize(6 * PAGE_BYTES)
+    greedy.expect(128)
+    assert cache.pump(lead_tokens=4) == 2
+    assert (greedy.limit, running.limit) == (32, 32)
+    greedy.expect(48)
+    assert cache.pump(lead_tokens=4) == 1
+    assert greedy.limit == 48
+
+
+def test_the_next_token_of_all_comes_before_the_lead_of_anybody(cache):
+    first, second = written(cache, 16), written(cache, 16)
+    cache.pool.resize(4 * PAGE_BYTES)
+    assert cache.pump(lead_tokens=32) == 2
+    assert (first.limit, second.limit) == (32, 32)
+
+
+def test_pump_evicts_no_slot_that_running_work_may_touch(cache, driver):
+    cache.pool.resize(8 * PAGE_BYTES)
+    idle = written(cache, 33).park()
+    busy = written(cache, 33)
+    launch = launch_over(driver, cache, busy)
+    busy = busy.park()
+    running = written(cache, 32)
+    running.expect(128)
+    assert cache.pump(lead_tokens=16) == 1 + 2  # the idle one gives a page, and the rest is unmapped
+    assert running.limit == 48, "for what is expected there is not enough"
+    assert cache.parked() == [busy] and idle not in cache.parked()
+    launch.finish()
+    assert cache.pump(lead_tokens=16) > 0
+    assert running.limit == 128
+
+
+@pytest.mark.parametrize(("budget_pages", "mapped"), [(0.0, 1), (3.5, 3), (6.5, 6), (20.0, 8)])
+def test_the_budget_of_a_pump_is_shared_among_the_groups(windowed, budget_pages, mapped):
+    windowed._memory.mapper.map_us = 1e6  # whatever it really takes is little against it
+    windowed._memory.mapper.unmap_us = 1e6
+    windowed.open().expect(128)
+    assert windowed.pump(budget_pages * 1e6, lead_tokens=0) == mapped
+    ends = [span.end_page for span in windowed._memory.spans(1)]
+    assert max(ends) - min(ends) <= 1, "no group is far ahead of another"
+    windowed.check()
+
+
+def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monkeypatch):
+    busy = written(cache, 128)
+    launch_over(driver, cache, busy)
+    busy.close()
+    cache.pool.resize(8 * PAGE_BYTES)
+    fence = cache._memory.mapper.oldest_fence()
+    slow = type(fence).wait
+    monkeypatch.setattr(type(fence), "wait", lambda self: (time.sleep(0.2), slow(self)))
+    cache.open().grow(16)
+    assert cache._memory.mapper.map_us < 10_000
+
+
+def test_negative_leads_are_refused(cache):
+    with pytest.raises(ValueError, match="lead_tokens=-3: how far memory is mapped ahead is at least 0"):
+        cache.pump(lead_tokens=-3)
+
+
+# waiting
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("end", [KVCache.drain, KVCache.close])
+def test_nobody_else_waits_while_a_cache_waits_for_its_fences(cache, pool, driver, end, monkeypatch):
+    other = KVCache(LAYOUT, pool, slots=1, max_tokens=64)
+    sequence = written(other, 1)
+    launch_over(driver, other, sequence)
+    waiting, finish = threading.Event(), threading.Event()
+    fence = type(driver.fence())
+    slow = fence.wait
+    monkeypatch.setattr(fence, "wait", lambda self: (waiting.set(), finish.wait(10.0), slow(self)))
+    sequence.close()
+    thread = in_thread(lambda: end(other))
+    assert waiting.wait(10.0)
+    running = cache.open()
+    running.grow(64)  # would be refused the lock
+    assert not finish.is_set() and thread.is_alive()
+    finish.set()
+    thread.join()
+    assert running.limit == 64
+    other.close()
+    cache.check()
+
+
+def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool):
+    sequence = written(cache, 16)
+    with pool.lock:
+        thread = in_thread(lambda: sequence.grow(20))
+        time.sleep(0.05)
+        cache.pump(lead_tokens=4)  # does its work meanwhile
+    thread.join()
+    stats = cache.stats()
+    assert stats.stalls == 1
+    assert stats.stall_us > 20_000
+    sequence.grow(20)
+    assert cache.stats().stalls == 1
+
+
+def test_a_growth_that_lacks_nothing_does_not_wait_for_the_lock(cache, pool):
+    sequence = written(cache, 16)
+    with pool.lock:
+        thread = in_thread(lambda: sequence.grow(16))
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+# what is no number, slot or stream
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache, sequence: sequence.grow(2.5),
+        lambda cache, sequence: sequence.grow("7"),
+        lambda cache, sequence: sequence.expect(2.0),
+        lambda cache, sequence: sequence.advance(1.9),
+        lambda cache, sequence: sequence.truncate(0.5),
+        lambda cache, sequence: sequence.park(0.5),
+        lambda cache, sequence: sequence.start(0.0),
+        lambda cache, sequence: cache.open(max_tokens=2.5),
+        lambda cache, sequence: cache.open_batch(1.5),
+        lambda cache, sequence: cache.advance([1.0]),
+        lambda cache, sequence: cache.advance([1], [0.5]),
+        lambda cache, sequence: cache.pump(lead_tokens=1.5),
+        lambda cache, sequence: cache.start_mapper(lead_tokens=1.5),
+        lambda cache, sequence: cache.pool.resize(16.0 * PAGE_BYTES),
+        lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1.0, max_tokens=1),
+        lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1, max_tokens=1.5),
+    ],
+)
+def test_what_is_not_a_whole_number_is_refused_and_changes_nothing(cache, driver, use):
+    sequence = written(cache, 3)
+    before, calls = cache.stats(), driver.num_calls
+    with pytest.raises(TypeError, match=r"\w+=.* whole number"):
+        use(cache, sequence)
+    assert (cache.stats(), driver.num_calls) == (before, calls)
+    sequence.grow(np.int64(5))
+    sequence.advance(torch.tensor(2))
+    assert sequence.length == 5
+
+
+@pytest.mark.parametrize("slots", [[99], [1, 5], [-99]])
+def test_a_slot_that_there_is_not_is_named(cache, slots):
+    written(cache, 3)
+    with pytest.raises(ValueError, match=f"there is no slot {slots[-1]}: this cache has slots 1 to 4"):
+        cache.advance(slots)
+    assert cache.lengths.tolist() == [0, 3, 0, 0, 0]
+
+
+class StreamOf:
+    """All that a cache asks of a stream."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+
+def test_a_stream_of_another_device_is_refused_and_the_cache_still_closes(cache):
+    with pytest.raises(ValueError, match="a stream of cuda:1 cannot be recorded by a cache on cpu"):
+        cache.record_stream(StreamOf("cuda:1"))
+    cache.record_stream(StreamOf("cpu"))
+    cache.record_stream(StreamOf("cpu"))
+    assert len(cache._memory.streams) == 2
 
 
 def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
@@ -721,6 +899,83 @@ def test_a_cache_that_was_forgotten_says_so(pool):
     with pytest.warns(ResourceWarning, match="was not closed"):
         cache.__del__()
     cache.close()
+
+
+def forked(function):
+    """What `function` raises in a child, by name; a child that hangs is ended by the alarm."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            function()
+            os.write(theirs, b"nothing")
+        except BaseException as error:
+            os.write(theirs, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        name = answer.read()
+    assert os.waitpid(child, 0)[1] == 0, "the child hung"
+    return name
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made(cache, pool):
+    sequence, held, over = written(cache, 3), threading.Event(), threading.Event()
+
+    def hold():
+        with pool.lock:
+            held.set()
+            over.wait(60.0)
+
+    thread = in_thread(hold)
+    assert held.wait(10.0)
+    uses = [
+        lambda: sequence.grow(100),
+        lambda: sequence.grow(1),
+        lambda: sequence.expect(4),
+        sequence.advance,
+        lambda: sequence.truncate(1),
+        lambda: sequence.k(0),
+        sequence.park,
+        sequence.close,
+        cache.open,
+        lambda: cache.open_batch(1),
+        lambda: cache.advance([1]),
+        lambda: cache.k(0),
+        cache.parked,
+        cache.pump,
+        cache.drain,
+        cache.start_mapper,
+        cache.stop_mapper,
+        cache.stats,
+        cache.check,
+        cache.close,
+        lambda: pool.acquire(1),
+        lambda: pool.resize(4 * PAGE_BYTES),
+        lambda: KVCache(LAYOUT, pool, slots=1, max_tokens=1),
+        pool.stats,
+        pool.close,
+    ]
+
+    def all_uses():
+        for number, use in enumerate(uses):
+            try:
+                use()
+            except ForkedProcess:
+                continue
+            raise AssertionError(number)
+
+    try:
+        assert forked(all_uses) == "nothing"
+        assert forked(uses[0]) == "ForkedProcess"
+    finally:
+        over.set()
+        thread.join()
+    sequence.grow(100)
+    assert sequence.k(0)[:3, 0, 0].tolist() == [0, 1, 2]
 
 
 def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:

@@ -178,3 +178,15 @@ def test_alone_it_has_no_memory_to_share(driver):
         driver.export_fd(handle)
     with pytest.raises(DriverError, match="no memory to import"):
         driver.import_fd(0, PAGE_BYTES)
+
+
+def test_a_launch_over_memory_that_is_zeroed_and_not_ordered_is_refused() -> None:
+    driver = FakeDriver()
+    address, handle = driver.reserve(PAGE_BYTES), driver.create(PAGE_BYTES)
+    driver.map(address, handle, PAGE_BYTES)
+    driver.set_access(address, PAGE_BYTES, Access.READ_WRITE)
+    driver.zero(address, PAGE_BYTES)
+    with pytest.raises(LawBroken, match="zeroed after it"):
+        driver.launch([(address, address + 128)])
+    driver.order()
+    driver.launch([(address, address + 128)])

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    ("units", "errors", "config"),
+    ("units", "errors", "config", "arguments", "process_lock"),
     ("layout",),
     ("driver", "dlpack"),
     ("extents", "pad", "pool", "ranges", "slots"),

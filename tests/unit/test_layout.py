@@ -177,7 +177,7 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(layout: KVLayout,
     if num_tokens:
         assert layout.pages_for(num_tokens, guard_tokens) <= num_pages
     if num_tokens < 2**31 - 1:
-        assert layout.pages_for(num_tokens + 1, guard_tokens) > num_pages
+        assert layout.peak_pages(num_tokens + 1, guard_tokens) > num_pages
 
 
 K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
@@ -229,3 +229,36 @@ def test_a_text_model_inside_another_is_found() -> None:
 def test_latent_attention_is_not_guessed_at() -> None:
     with pytest.raises(LayoutError, match="kv_lora_rank"):
         KVLayout.from_config({"num_hidden_layers": 2, "num_attention_heads": 2, "kv_lora_rank": 512}, torch.float16)
+
+
+@pytest.mark.parametrize("row_kib", [700, 96, 1024, 2048])
+@pytest.mark.parametrize("guard_tokens", [0, 3])
+def test_a_window_that_slides_never_needs_more_than_its_peak(row_kib: int, guard_tokens: int) -> None:
+    plane = Plane(name="k", heads=1, dim=row_kib * 1024 // 4, dtype=torch.float32)
+    layout = KVLayout(groups=(Group(layers=(0,), planes=(plane,), window=5), Group(layers=(1,), planes=(plane,))))
+    group = layout.groups[0]
+    for num_tokens in range(1, 60):
+        # The nth row is mapped before any that it makes superfluous goes.
+        worst = max(group.pages_between(layout.start_for(group, n - 1), n + guard_tokens) for n in range(1, num_tokens + 1))
+        peak = group.peak_pages(num_tokens, guard_tokens, sliding=True)
+        assert worst <= peak <= worst + 1
+        pages = layout.peak_pages(num_tokens, guard_tokens)
+        assert layout.tokens_in(pages, guard_tokens) >= num_tokens
+        assert layout.peak_pages(layout.tokens_in(pages, guard_tokens), guard_tokens) <= pages
+
+
+def test_windows_alone_hold_any_length_but_a_whole_prompt_does_not() -> None:
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=64, dtype=torch.float16, windows=[64, 64])
+    assert layout.tokens_in(4) == 2**31 - 1
+    assert layout.tokens_in(4, sliding=False) == layout.groups[0].tokens_under(4)
+
+
+def test_a_value_dim_of_zero_is_refused_and_not_taken_for_none():
+    with pytest.raises(LayoutError, match="plane 'v' has heads=1, dim=0"):
+        KVLayout.uniform(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32, value_dim=0)
+
+
+def test_layers_that_keep_no_rows_of_tokens_are_refused() -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64, "layer_types": ["conv", "full_attention"]}
+    with pytest.raises(LayoutError, match="layers of type conv"):
+        KVLayout.from_config(config, torch.float16)

@@ -105,6 +105,21 @@ def test_what_it_failed_with_is_raised_by_the_next_grow_that_maps(cache, driver)
     cache.stop_mapper()
 
 
+def test_after_its_failure_was_raised_it_starts_again(cache, driver):
+    sequence = cache.open()
+    for use in (lambda: sequence.grow(1), cache.start_mapper):
+        driver.fail_at = {driver.num_calls}
+        cache.start_mapper()
+        sequence.expect(sequence.limit + 50)
+        until(lambda: not threads())
+        with pytest.raises(DriverError, match="told to fail"):
+            use()
+        cache.start_mapper()
+        until(lambda: sequence.limit >= 50)
+        cache.stop_mapper()
+        assert not threads()
+
+
 def test_what_it_failed_with_is_raised_by_stop_and_by_close_which_closes(driver):
     for stop in (KVCache.stop_mapper, KVCache.close):
         pool = Pool("cpu", 64 * PAGE_BYTES, driver=driver)

@@ -189,7 +189,7 @@ def test_a_cache_gives_way_to_another_but_a_running_sequence_does_not(pool):
     opened(one, 8).park()
     opened(two, 8)
     sequence = two.open()
-    with pytest.raises(OutOfPages, match=r"5 pages .* 4 are free and 0 can be evicted"):
+    with pytest.raises(OutOfPages, match=r"5 pages .* 0 are free and 4 can be evicted"):
         sequence.grow(5 * TOKENS_PER_PAGE)
 
 
@@ -252,8 +252,6 @@ def test_a_device_with_less_memory_than_the_budget_first_gives_what_is_free_then
 def test_close_gives_everything_back_and_is_idempotent(pool, driver):
     cache = new_cache(pool)
     opened(cache, 3)
-    with pytest.raises(Closed, match="1 caches of this pool are still open"):
-        pool.close()
     cache.close()
     pool.close()
     pool.close()
@@ -268,6 +266,71 @@ def test_a_pool_closes_with_its_block(driver):
         pool.drop(pool.acquire(1)[0])
     assert pool.closed
     assert driver.live_handles == 0
+
+
+def test_a_pool_closes_the_caches_that_are_still_open(pool, driver):
+    one, two = new_cache(pool), new_cache(pool)
+    sequence = opened(one, 3)
+    launch = launch_over(driver, one, sequence)
+    opened(two, 2).park()
+    pool.close()
+    assert (one.closed, two.closed, sequence.closed, launch.finished) == (True, True, True, True)
+    assert (driver.live_handles, driver.live_mappings, driver.used_bytes) == (0, 0, 0)
+    with pytest.raises(Closed, match="this cache is closed"):
+        one.open()
+
+
+def test_a_block_that_fails_raises_what_it_failed_with_though_a_cache_is_open(driver):
+    with pytest.raises(RuntimeError, match="mine"), Pool("cpu", 4 * PAGE_BYTES, driver=driver) as pool:
+        opened(KVCache(LAYOUT, pool, slots=1, max_tokens=8), 1)
+        raise RuntimeError("mine")
+    assert pool.closed
+    assert driver.live_handles == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*was not closed:ResourceWarning")
+def test_a_cache_that_was_forgotten_is_closed_with_its_pool(driver):
+    pool = Pool("cpu", 4 * PAGE_BYTES, driver=driver)
+    cache = KVCache(LAYOUT, pool, slots=1, max_tokens=8)
+    opened(cache, 1)
+    del cache
+    gc.collect()
+    pool.close()
+    assert driver.live_handles == 0
+
+
+def test_a_pool_that_failed_to_close_has_closed_what_it_could_and_can_be_closed_again(pool, driver):
+    one, two = new_cache(pool), new_cache(pool)
+    opened(one, 2)
+    opened(two, 2)
+    driver.fail_at = {driver.num_calls}
+    with pytest.raises(DriverError, match="told to fail"):
+        pool.close()
+    assert sorted([one.closed, two.closed]) == [False, True]
+    pool.close()
+    assert one.closed and two.closed
+    assert driver.live_handles == 0
+
+
+def test_no_more_is_unmapped_than_is_wanted(pool, driver):
+    one, two = new_cache(pool), new_cache(pool)
+    opened(one, 8).close()
+    opened(two, 8).close()
+    opened(one, 4)
+    before = driver.calls["unmap"]
+    sequence = opened(two, 1)
+    assert driver.calls["unmap"] - before == 1
+    sequence.grow(4 * TOKENS_PER_PAGE)
+    assert driver.calls["unmap"] - before == 4
+    one.check()
+    two.check()
+
+
+@pytest.mark.parametrize("budget_bytes", [5242880.0, "5242880", None])
+def test_a_budget_is_a_whole_number_of_bytes(budget_bytes, pool, driver):
+    for use in (pool.resize, lambda size: Pool("cpu", size, driver=driver)):
+        with pytest.raises(TypeError, match=r"budget_bytes=.* is not a whole number; give an int"):
+            use(budget_bytes)
 
 
 def test_a_pool_that_was_forgotten_says_so(driver):

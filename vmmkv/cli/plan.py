@@ -235,10 +235,10 @@ def _layout(arguments: argparse.Namespace, config: Mapping[str, Any], dtype: "to
 
     if arguments.model is not None:
         return KVLayout.from_config(config, dtype)
-    windows = [arguments.window] * arguments.layers if arguments.window is not None else None
-    return KVLayout.uniform(
-        layers=arguments.layers, kv_heads=arguments.kv_heads, head_dim=arguments.head_dim, dtype=dtype, windows=windows
+    everything = KVLayout.uniform(
+        layers=arguments.layers, kv_heads=arguments.kv_heads, head_dim=arguments.head_dim, dtype=dtype
     )
+    return KVLayout(groups=tuple(dataclasses.replace(group, window=arguments.window) for group in everything.groups))
 
 
 def _dtype(name: str | None, config: Mapping[str, Any]) -> "torch.dtype":

@@ -54,8 +54,8 @@ class Fence(Protocol):
         """Block until it has."""
         ...
 
-    def order(self) -> None:
-        """Make the caller's current stream wait for it. Does not block the caller."""
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        """Make the caller's current stream, and `streams`, wait for it. Does not block the caller."""
         ...
 
 
@@ -105,8 +105,8 @@ class Driver(Protocol):
         """Copy a small CPU tensor into a device tensor, in order on the control stream; `source` may change at once."""
         ...
 
-    def order(self) -> None:
-        """Make the caller's current stream wait for what was put on the control stream so far. Does not block."""
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        """Make the caller's current stream, and `streams`, wait for what is on the control stream. Does not block."""
         ...
 
     def settle(self) -> None:

@@ -150,15 +150,16 @@ class CudaDriver:
         tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before the copy is over
         self.calls["copy_in"] += 1
 
-    def order(self) -> None:
-        """See Driver.order. Cost: a few us while the control stream has work, else one query, and none if it had none."""
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        """See Driver.order. Cost: a few us a stream while the control stream has work, else one query, or none."""
         self._enter("order")
         if not self._unordered:
             return
         if self._control.query():
             self._unordered = False
         else:
-            torch.cuda.current_stream(self.device).wait_stream(self._control)
+            for stream in (torch.cuda.current_stream(self.device), *streams):
+                _as_cuda_stream(stream).wait_stream(self._control)
 
     def settle(self) -> None:
         """See Driver.settle. Blocks until zeroes and copies are through; they wait for no kernel of other streams."""

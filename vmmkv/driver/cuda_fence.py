@@ -1,7 +1,7 @@
 """Fences over CUDA events, which are used again: making one costs more than recording it."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,11 +53,11 @@ class CudaFence:
         for event in events:
             event.synchronize()
 
-    def order(self) -> None:
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Fence.order."""
         if self.done():
             return
-        stream = torch.cuda.current_stream(self._pool.device)
         with self._pool.lock:
-            for event in self._events:
-                stream.wait_event(event)
+            for stream in (torch.cuda.current_stream(self._pool.device), *streams):
+                for event in self._events:
+                    stream.wait_event(event)

@@ -64,9 +64,9 @@ class _LaunchFence:
         if self.under is not None:
             self.under.wait()
 
-    def order(self) -> None:
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         if self.under is not None:
-            self.under.order()
+            self.under.order(streams)
 
 
 @dataclass
@@ -96,6 +96,8 @@ class FakeDriver:
         self._pages: dict[int, int] = {}  # address of each mapped page -> address of its mapping
         self._reserved: list[tuple[int, int]] = []
         self._launches: list[Launch] = []
+        self.order_fails = False
+        self._unordered: list[tuple[int, int]] = []  # zeroed on the control stream, and no launch waits for it yet
         self._numbers = itertools.count(1)
 
     # what a test asks
@@ -123,10 +125,15 @@ class FakeDriver:
         return self._accesses(address, size_bytes) <= {Access.READ}
 
     def launch(self, ranges: Sequence[tuple[int, int]]) -> Launch:
-        """A kernel starts that touches the byte ranges [start, end); all of them must be accessible now (law 4)."""
+        """A kernel starts that touches the byte ranges [start, end).
+
+        All of them must be accessible now, and zeroes on their way to them ordered before (law 4).
+        """
         for start, end in ranges:
             if not self.is_accessible(start, end - start):
                 raise LawBroken(f"a launch touches [{start:#x}, {end:#x}), which is not all mapped")
+            if any(first < end and start < last for first, last in self._unordered):
+                raise LawBroken(f"a launch touches [{start:#x}, {end:#x}), which may be zeroed after it")
         launch = Launch(tuple(ranges))
         self._launches.append(launch)
         return launch
@@ -216,20 +223,25 @@ class FakeDriver:
             raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is zeroed and not all mapped")
         self._idle(address, size_bytes, "zeroed")
         self._pass_on("zero", address, size_bytes)
+        self._unordered.append((address, address + size_bytes))
 
     def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """See Driver.copy_in."""
         self._call("copy_in", lambda: tensor.copy_(source) if self.over is None else self.over.copy_in(tensor, source))
 
-    def order(self) -> None:
-        """See Driver.order."""
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
+        """See Driver.order. Fails while `order_fails` is set."""
+        if self.order_fails:
+            raise DriverError("order was told to fail", call="order", code="FAKE_INJECTED")
         if self.over is not None:
-            self.over.order()
+            self.over.order(streams)
+        self._unordered.clear()
 
     def settle(self) -> None:
         """See Driver.settle."""
         if self.over is not None:
             self.over.settle()
+        self._unordered.clear()
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.fence. `wait` finishes the launches, as the device would in time."""

@@ -44,7 +44,7 @@ class _Done:
     def wait(self) -> None:
         pass
 
-    def order(self) -> None:
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         pass
 
 
@@ -141,6 +141,7 @@ class HostDriver:
                     "map", f"{_span(address, size_bytes)} overlaps {standing}, which is mapped; unmap that first", "EEXIST"
                 )
         try:
+            host_addresses.hold_ballast()
             libc.mmap(address, size_bytes, libc.PROT_NONE, libc.MAP_SHARED | libc.MAP_FIXED, piece.fd, piece.offset_bytes)
             libc.madvise(address, size_bytes, libc.MADV_DONTFORK)
         except OSError as error:
@@ -191,7 +192,7 @@ class HostDriver:
         tensor.copy_(source)
         self.calls["copy_in"] += 1
 
-    def order(self) -> None:
+    def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Driver.order. Nothing to wait for."""
         self._enter("order")
 

@@ -1,5 +1,6 @@
 """Addresses of the host with nothing under them: reserved, so that nobody else gets them, and faulting when touched."""
 
+import mmap as mmap_module
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,9 @@ from vmmkv.units import PAGE_BYTES, round_up
 _NOTHING: Final = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _MAX_MAP_COUNT: Final = Path("/proc/sys/vm/max_map_count")
 
+_BALLAST_MAPPINGS: Final = 32
+
+_ballast: tuple[int, int] | None = None  # address and size
 _reserved: list[tuple[int, int]] = []  # (address, size) of every reservation; they stay until the process ends
 
 
@@ -30,8 +34,11 @@ def clear(address: int, size_bytes: int) -> None:
     try:
         libc.mmap(address, size_bytes, libc.PROT_NONE, _NOTHING | libc.MAP_FIXED)
     except OSError:
-        if not close_hole(address, size_bytes):
+        if close_hole(address, size_bytes):
+            return
+        if not _throw_ballast():
             raise
+        clear(address, size_bytes)
 
 
 def close_hole(address: int, size_bytes: int) -> bool:
@@ -44,6 +51,34 @@ def close_hole(address: int, size_bytes: int) -> bool:
         libc.mmap(address, size_bytes, libc.PROT_NONE, _NOTHING | libc.MAP_FIXED_NOREPLACE)
     except OSError:
         return False
+    return True
+
+
+def hold_ballast() -> None:
+    """Have some mappings of nothing, to be thrown off when unmapping needs more than the kernel allows. Raises OSError.
+
+    At `vm.max_map_count` Linux refuses even the mmap that takes a mapping away, and what it splits needs one or two more.
+    """
+    global _ballast
+    if _ballast is not None:
+        return
+    size_bytes = _BALLAST_MAPPINGS * mmap_module.PAGESIZE
+    address = libc.mmap(0, size_bytes, libc.PROT_NONE, _NOTHING)
+    try:
+        for offset_bytes in range(0, size_bytes, 2 * mmap_module.PAGESIZE):  # neighbours that differ stay apart
+            libc.mprotect(address + offset_bytes, mmap_module.PAGESIZE, libc.PROT_READ)
+    except OSError:
+        libc.munmap(address, size_bytes)
+        raise
+    _ballast = address, size_bytes
+
+
+def _throw_ballast() -> bool:
+    global _ballast
+    if _ballast is None:
+        return False
+    libc.munmap(*_ballast)
+    _ballast = None
     return True
 
 

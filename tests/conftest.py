@@ -1,0 +1,9 @@
+"""What must be settled before any test module is imported."""
+
+import os
+
+import torch
+
+# Triton reads this when it is first imported, its own library functions included. Some packages import it on their way.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
