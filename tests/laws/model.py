@@ -132,7 +132,7 @@ def verify_written(live: Live, every: int = 1) -> None:
     """Every row that was written and is kept reads as it was written; of each head, every so manieth number."""
     for group, layer, name in planes_of(live.cache.layout):
         start, length = live.rows.starts[group], len(live.rows.stamps)
-        view = live.sequence.view(layer, name)[: length - start]
+        view = live.sequence.view(layer, name)[: length - start].cpu()
         wanted = expected(live.rows, range(start, length), layer, name, view)
         assert torch.equal(view[..., ::every], wanted[..., ::every]), (
             f"rows [{start}, {length}) of {name} of layer {layer} in slot {live.sequence.slot} are not what was written"
@@ -142,7 +142,7 @@ def verify_written(live: Live, every: int = 1) -> None:
 def verify_unwritten(live: Live) -> None:
     """What lies past the length is zero, or was written by the same owner (law 7)."""
     for group, layer, name in planes_of(live.cache.layout):
-        view = live.sequence.view(layer, name)[len(live.rows.stamps) - live.rows.starts[group] :, :, ::SAMPLE]
+        view = live.sequence.view(layer, name)[len(live.rows.stamps) - live.rows.starts[group] :, :, ::SAMPLE].cpu()
         first = live.rows.first_number()
         foreign = (view != 0) & ((view < first) | (view >= first + OWNER_SPAN))
         assert not foreign.any(), f"slot {live.sequence.slot} can read another owner's bytes in {name} of layer {layer}"

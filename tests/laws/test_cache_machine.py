@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
 from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
 from vmmkv.dlpack import wrap
+from vmmkv.driver import Driver
 from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
@@ -35,6 +36,11 @@ class CacheMachine(RuleBasedStateMachine):
     """On the fake driver alone: addresses, mappings and counts."""
 
     real_memory = False
+    """Is there memory whose bytes can be read and written?"""
+
+    def open_below(self) -> Driver | None:
+        """The driver below the fake one, with the memory, if there is to be any."""
+        return None
 
     @initialize(
         layouts=st.tuples(st.sampled_from(sorted(LAYOUTS)), st.sampled_from(sorted(LAYOUTS))),
@@ -42,9 +48,9 @@ class CacheMachine(RuleBasedStateMachine):
         pages=st.integers(6, 24),
     )
     def make(self, layouts, guards, pages):
-        self.below = HostDriver() if self.real_memory else None
+        self.below = self.open_below()
         self.driver = FakeDriver(over=self.below)
-        self.pool = Pool("cpu", pages * PAGE_BYTES, driver=self.driver)
+        self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.geometry = [(LAYOUTS[name], guard) for name, guard in zip(layouts, guards, strict=True)]
         self.caches = [self.new_cache(index) for index in range(len(self.geometry))]
         self.live: list[Live] = []
@@ -389,7 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
             bases = addresses(cache, 0)
             assert all(self.driver.is_read_only(base, PAGE_BYTES) for base in bases)
             if self.real_memory:
-                assert not any(wrap(base, PAGE_BYTES, torch.device("cpu"))[::SAMPLE].any() for base in bases)
+                assert not any(wrap(base, PAGE_BYTES, self.driver.device)[::SAMPLE].any() for base in bases)
         assert all(live.sequence.slot > 0 for live in getattr(self, "live", []))
 
     @invariant()
@@ -426,7 +432,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool.close()
         assert self.driver.live_handles == 0
         assert self.driver.used_bytes == 0
-        if self.below is not None:
+        if isinstance(self.below, HostDriver):
             self.below.close()
 
 
@@ -434,6 +440,9 @@ class RealMemoryMachine(CacheMachine):
     """Over the host driver: the bytes too."""
 
     real_memory = True
+
+    def open_below(self) -> Driver | None:
+        return HostDriver()
 
 
 _SETTINGS = settings(

@@ -1,0 +1,41 @@
+"""The laws of a cache under random use, as tests/laws/test_cache_machine.py has them, on a GPU's memory."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.laws.test_cache_machine import CacheMachine
+from vmmkv.driver import Driver, Fence
+from vmmkv.driver.cuda import CudaDriver
+
+pytestmark = pytest.mark.gpu
+
+
+class PromptCuda(CudaDriver):
+    """A device that is never behind: what runs is what the machine launches on the fake driver."""
+
+    def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
+        fence = super().fence(streams)
+        fence.wait()
+        return fence
+
+
+class CudaMachine(CacheMachine):
+    """Over CUDA: the bytes too."""
+
+    real_memory = True
+
+    def open_below(self) -> Driver | None:
+        return PromptCuda(torch.device("cuda", 0))
+
+
+TestOnCuda = CudaMachine.TestCase
+TestOnCuda.settings = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
