@@ -96,12 +96,14 @@ class Tokenizer:
         return text
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # JSON can write half of a surrogate pair ("\\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.
+        # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = f"U+{ord(text[error.start]):04X}"
-            raise PromptError(f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode") from error
+            raise PromptError(
+                f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode"
+            ) from error
         # A batch of one, for `encode` holds Python's lock all the while: 1.4 s for a million characters.
         ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids

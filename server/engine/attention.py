@@ -16,10 +16,10 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from vmmkv import KVCache
+from vmmkv import MIB, KVCache
 
-_QUERIES_AT_ONCE: Final = 256
-"""Under an arbitrary mask: torch then may hold all scores, heads * queries * rows, at once."""
+_SCORES_BYTES: Final = 64 * MIB
+"""Of the float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
 
 NAME: Final = "vmmkv"
 """Of the attention implementation, as `attn_implementation=NAME`."""
@@ -161,8 +161,9 @@ def _attend_run(
             mask = causal_lower_right(num_queries, num_rows)  # flash attention knows this one; it takes no other mask
         else:
             mask = _windowed(num_queries, num_rows, num_rows, q_NHD.device)
-    if type(mask) is torch.Tensor and num_queries > _QUERIES_AT_ONCE:
-        blocks = zip(torch.split(q_NHD, _QUERIES_AT_ONCE), torch.split(mask, _QUERIES_AT_ONCE), strict=True)
+    queries_at_once = max(1, _SCORES_BYTES // (4 * q_NHD.shape[1] * num_rows))
+    if type(mask) is torch.Tensor and num_queries > queries_at_once:
+        blocks = zip(torch.split(q_NHD, queries_at_once), torch.split(mask, queries_at_once), strict=True)
         return torch.cat([_sdpa(q, k_TKD, v_TKD, block, is_causal=False, scale=scale) for q, block in blocks])
     return _sdpa(q_NHD, k_TKD, v_TKD, mask, is_causal=is_causal, scale=scale)
 

@@ -31,9 +31,14 @@ def sent(server: Running) -> Generate:
     return requests[0]
 
 
+def post(server: Running, path: str, body: dict[str, Any]) -> httpx.Response:
+    """With everything beyond ASCII escaped: httpx's own JSON is UTF-8, which has no lone surrogates."""
+    return server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
 def refused(server: Running, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The error of a request that is refused with 400 and never reaches the engine."""
-    response = server.http.post(path, json={"model": "tiny", **body})
+    response = post(server, path, {"model": "tiny", **body})
     assert response.status_code == 400, response.text
     assert not any(isinstance(message, Generate) for message in server.engine.received)
     error: dict[str, Any] = response.json()["error"]
@@ -167,6 +172,18 @@ class TestCompletions:
         server.openai.completions.create(model="tiny", prompt="a", seed=seed)
         assert 0 <= sent(server).seed < 1 << 63
 
+    @pytest.mark.parametrize("seed", [42, -1, None])
+    def test_equal_prompts_have_seeds_of_their_own(self, server: Running, seed: int | None) -> None:
+        server.openai.completions.create(model="tiny", prompt=["a"] * 128, seed=seed)
+        seeds = [message.seed for message in server.engine.received if isinstance(message, Generate)]
+        assert len(set(seeds)) == 128
+        assert all(0 <= each < 1 << 63 for each in seeds)
+        if seed is not None:
+            server.openai.completions.create(model="tiny", prompt="a", seed=seed)
+            alone = server.engine.received[-1]
+            assert isinstance(alone, Generate)
+            assert alone.seed == seeds[0]
+
     def test_values_that_ask_for_nothing_are_taken(self, server: Running) -> None:
         body = {
             "n": 1,
@@ -179,9 +196,10 @@ class TestCompletions:
         }
         assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", **body}).status_code == 200
 
-    def test_a_large_prompt_does_not_hold_up_others(self, server: Running) -> None:
+    @pytest.mark.parametrize("prompt", ["hello there " * 100_000, ["hello there " * 300] * 128])
+    def test_a_large_prompt_does_not_hold_up_others(self, server: Running, prompt: Any) -> None:
         with httpx.Client(base_url=server.url, timeout=60) as http:
-            body = {"model": "tiny", "prompt": "hello there " * 100_000}
+            body = {"model": "tiny", "prompt": prompt}
             large = threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": body})
             large.start()
             slowest = 0.0
@@ -260,6 +278,12 @@ class TestRefusals:
             ("prompt", [-1]),
             ("prompt", [258]),
             ("prompt", None),
+            ("prompt", ["a"] * 129),
+            ("prompt", [[1]] * 129),
+            ("stop", "\ud800"),
+            ("stop_token_ids", [10**30]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", [1] * 65),
         ],
     )
     def test_the_parameter_is_named(self, server: Running, param: str, value: Any) -> None:
@@ -305,6 +329,29 @@ class TestRefusals:
         error = refused(server, "/v1/completions", {"prompt": [1] * 256})
         assert error["param"] == "prompt"
         assert "255" in error["message"]
+
+    @pytest.mark.parametrize("prompt", ["\ud800", "a" * 5000 + "\udfff", ["ok", "\ud800"]])
+    def test_half_of_a_surrogate_pair_is_no_text(self, server: Running, prompt: Any) -> None:
+        error = refused(server, "/v1/completions", {"prompt": prompt})
+        assert error["param"] == "prompt"
+        assert "surrogate" in error["message"]
+        assert post(server, "/v1/completions", {"model": "\ud800", "prompt": "a"}).status_code == 404
+
+    def test_half_of_a_surrogate_pair_is_no_content(self, server: Running) -> None:
+        error = refused(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]})
+        assert error["param"] == "messages"
+        assert "U+D800" in error["message"]
+
+    def test_no_path_of_the_server_is_told(self) -> None:
+        with running_server(ready=msgspec.structs.replace(READY, model="/home/me/models/tiny")) as server:
+            error = refused(server, "/v1/completions", {"prompt": [1] * 256})
+            assert "/home" not in error["message"]
+            assert "the most that tiny takes here" in error["message"]
+
+    def test_an_empty_body_is_said_to_be_none(self, server: Running) -> None:
+        response = server.http.post("/v1/completions", headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
+        assert "must be a JSON object" in response.json()["error"]["message"]
 
     def test_what_the_pool_can_never_hold_is_refused_with_the_budget(self) -> None:
         with running_server(ready=msgspec.structs.replace(READY, pool_tokens=64)) as server:

@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.protocol import Abort, Generate, Loading, Shutdown, Tokens
+from vmmkv.server.protocol import Abort, FromEngine, Generate, Loading, Shutdown, Tokens
 
 
 @pytest.fixture
@@ -155,6 +155,33 @@ def test_what_cannot_be_read_ends_the_connection_and_not_in_silence(address: str
             assert isinstance(phase, Dead)
             assert "cannot be read" in phase.reason
         await client.close()
+
+    asyncio.run(check())
+
+
+def test_an_error_of_the_receiving_task_reaches_everybody(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, _):
+
+            def broken(message: FromEngine) -> None:
+                raise KeyError(message)
+
+            client._handle = broken  # type: ignore[method-assign]
+            with client.submit([request("a")]) as answers, pytest.raises(EngineDead, match="KeyError"):
+                await asyncio.wait_for(anext(answers), 5)
+
+    asyncio.run(check())
+
+
+def test_requests_of_which_one_cannot_be_encoded_are_not_sent(address: str) -> None:
+    async def check() -> None:
+        async with connected(address) as (client, engine):
+            with pytest.raises(OverflowError):
+                client.submit([request("a"), request("b", seed=1 << 70)])
+            assert client._answers == {}
+            with client.submit([request("c")]) as answers:
+                assert {message.request_id async for message in answers} == {"c"}
+            assert [message.request_id for message in engine.received if isinstance(message, Generate)] == ["c"]
 
     asyncio.run(check())
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from tests.server import fake_engine
 from tests.server.fake_engine import DIE_SEED, SILENT_SEED
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer
+from vmmkv.server.launch import run
+from vmmkv.server.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 SERVE = """\
@@ -167,9 +170,10 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text((model_dir / name).read_text())
     (tmp_path / "tokenizer.json").write_text("{")
-    with serving(tmp_path) as served:
-        assert served.ends(60) == 1
-        assert "tokenizer" in served.log()
+    with serving(tmp_path, "--loading-s", "60") as served:
+        assert eventually(lambda: "tokenizer" in served.log(), within_s=60)
+        assert served.ends(8) == 1  # at once: an engine that loads is not asked to finish
+        assert str(tmp_path) in served.log()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path) -> None:
@@ -179,3 +183,10 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path)
             assert second.ends(60) == 1
             assert f"port {port}" in second.log()
             assert "serves" not in second.log()
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(ServeConfig(model=str(tmp_path / "nothing"), port=port)) == 1
+    assert f"port {port}" in caplog.text

@@ -113,6 +113,8 @@ def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFi
         ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "guard_tokens=-1"),
         ([*LARGE[:-1], "int3", "--memory", "80GiB"], "fp8_e5m2"),
         (["plan", "--layers", "0", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at least 1"),
+        (["plan", "--layers", "1000000000", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at most 65536"),
+        ([*LARGE[:1], "--layers", "1000000000", *LARGE[3:], "--window", "64", "--memory", "1GiB"], "at most 65536"),
         (["plan", "--layers", "80", "--kv-heads", "64", "--head-dim", "256", "--memory", "1GiB"], "more than a page"),
     ],
 )
@@ -126,7 +128,7 @@ def test_wrong_input_is_one_line_that_says_what_is_right(
     assert shown.out == ""
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "{}"])
+@pytest.mark.parametrize("content", ["{", "[1]", "{}", '{"num_hidden_layers": 1000000000, "num_attention_heads": 1}'])
 def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
