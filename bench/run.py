@@ -21,7 +21,8 @@ SUITES: Final = {
 }
 """By the name of its module, what a suite measures. A suite is loaded when it runs: kernels need triton."""
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parent / "out"
+"""Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
 
 
 class Suite(Protocol):

@@ -126,6 +126,8 @@ class _Launch:
             return
         self._stopping = True
         self._server.should_exit = True
+        say = f"stopping: requests in flight get up to {GRACE_S:g} s; once more (Ctrl-C) stops at once"
+        self._progress.console.print(say, highlight=False)
         asyncio.get_running_loop().call_later(GRACE_S, self._client.fail, "The server is shutting down.")
 
     def _give_up(self, message: str) -> None:

@@ -48,6 +48,8 @@ class KVCache:
     def __init__(self, layout: KVLayout, pool: Pool, *, slots: int, max_tokens: int, guard_tokens: int = 0) -> None:
         slots, max_tokens = whole("slots", slots), whole("max_tokens", max_tokens)
         guard_tokens = whole("guard_tokens", guard_tokens)
+        if not isinstance(layout, KVLayout) or not isinstance(pool, Pool):
+            raise TypeError(f"KVCache(layout, pool, ...) takes a KVLayout and a Pool, not {type(layout)} and {type(pool)}")
         if slots < 1 or max_tokens < 1 or guard_tokens < 0:
             raise ValueError(
                 f"slots={slots}, max_tokens={max_tokens}, guard_tokens={guard_tokens}: slots and max_tokens must be at "

@@ -48,6 +48,8 @@ class Plane:
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim < 1:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
+        if not isinstance(self.dtype, torch.dtype):
+            raise LayoutError(f"dtype={self.dtype!r} is not a torch.dtype such as torch.bfloat16")
         if not self.name.isidentifier():
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
 

@@ -94,8 +94,8 @@ class Occupancy:
             first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
         if first is None:
             raise OutOfSlots(
-                f"{count} adjacent slots are wanted; {len(self.sequences)} of {self.table.num_slots} run sequences; close "
-                f"some, or make the cache with more slots"
+                f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
+                f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
             )
         run = range(first, first + count)
         for slot in run:
@@ -117,6 +117,8 @@ class Occupancy:
             unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
             raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
         after = before + wholes("num_tokens", num_tokens)
+        if len(indices) > 1 and np.unique(indices).size != len(indices):
+            raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
         wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
         if wrong.any():
             slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
@@ -124,6 +126,8 @@ class Occupancy:
                 raise ValueError(
                     f"slot {slot} cannot advance from {length} to {wanted} tokens: slots and num_tokens are at least 0"
                 )
+            if self.table.states[slot] != SlotState.LIVE:
+                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
             raise RowsUnmapped(
                 f"slot {slot} has {length} tokens and memory for {self.table.limits[slot]}: it cannot advance to {wanted}; "
                 f"grow first"

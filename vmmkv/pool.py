@@ -255,7 +255,7 @@ class Pool:
             least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
             raise OutOfPages(
                 f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed, {free} are free and {evictable} can be "
-                f"evicted; raise budget_bytes to at least {least_bytes} ({format_bytes(least_bytes)}), close or park "
+                f"evicted; resize() the budget to at least {least_bytes} bytes ({format_bytes(least_bytes)}), close or park "
                 f"sequences, or ask for fewer tokens"
             )
 

@@ -52,7 +52,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     send(loaded.ready)
     loaded.engine.settle()
     log.info(
-        "KV cache: %s on %s, %s tokens of one sequence",
+        "KV cache: %s on %s, %s tokens in all",
         format_bytes(loaded.ready.budget_bytes),
         loaded.ready.device,
         loaded.ready.pool_tokens,

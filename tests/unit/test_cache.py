@@ -242,8 +242,8 @@ def test_out_of_pages_says_what_would_work(cache):
     sequence = cache.open()
     sequence.grow(112)
     message = (
-        r"slot 2 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; raise "
-        r"budget_bytes to at least 33554432 \(32\.0 MiB\), close or park sequences, or ask for fewer tokens"
+        r"slot 2 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; resize\(\) "
+        r"the budget to at least 33554432 bytes \(32\.0 MiB\), close or park sequences, or ask for fewer tokens"
     )
     cache.pool.resize(15 * PAGE_BYTES)
     with pytest.raises(OutOfPages, match=message):
@@ -294,7 +294,7 @@ def test_many_slots_advance_at_once_or_none(cache):
     assert cache.lengths.tolist() == [0, 5, 1, 4, 0]
     with pytest.raises(RowsUnmapped, match="slot 2 has 1 tokens and memory for 16: it cannot advance to 17"):
         cache.advance([1, 2], [1, 16])
-    with pytest.raises(RowsUnmapped, match="slot 4 has 0 tokens and memory for 0"):
+    with pytest.raises(RowsUnmapped, match="no sequence runs in slot 4: it is free"):
         cache.advance([1, 4])
     with pytest.raises(ValueError, match="slot -1"):
         cache.advance([-1], 0)
@@ -991,3 +991,16 @@ def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:
         assert (cache.stats().retiring_bytes, pool.stats().held_bytes) == (0, 0)
         cache.drain()  # nothing is left
         cache.check()
+
+
+def test_a_slot_named_twice_is_refused(cache):
+    sequence = cache.open()
+    sequence.grow(16)
+    with pytest.raises(ValueError, match="named twice"):
+        cache.advance([sequence.slot, sequence.slot], [2, 3])
+    assert sequence.length == 0
+
+
+def test_arguments_in_the_wrong_order_are_told(cache):
+    with pytest.raises(TypeError, match="takes a KVLayout and a Pool"):
+        KVCache(cache.pool, LAYOUT, slots=1, max_tokens=1)

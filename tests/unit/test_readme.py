@@ -13,11 +13,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_library_example_runs_and_is_right() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    run = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    (promised,) = re.findall(r"waste_bytes\)\s+# (\d+)", example)
-    assert run.stdout.strip() == promised
+    first, loop = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (promised,) = re.findall(r"waste_bytes\)\s+# (\d+)", first)
+    for example, output in ((first, promised), (loop, "")):
+        run = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.strip() == output
 
 
 def test_the_plan_example_says_what_the_readme_says() -> None:

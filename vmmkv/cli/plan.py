@@ -134,7 +134,8 @@ def make_plan(
     if memory_pages < num_groups:
         raise ValueError(
             f"{format_bytes(memory_bytes)} is less than a page of {format_bytes(PAGE_BYTES)} for each of "
-            f"{num_groups} groups of layers; give at least {format_bytes(num_groups * PAGE_BYTES)}"
+            f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
+            f"{format_bytes(num_groups * PAGE_BYTES)}, with its unit"
         )
     longest = layout.tokens_in(memory_pages, guard_tokens)
     return Plan(
