@@ -117,7 +117,9 @@ class Occupancy:
             unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
             raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
         after = before + wholes("num_tokens", num_tokens)
-        if len(indices) > 1 and np.unique(indices).size != len(indices):
+        named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
+        named[indices] = True
+        if np.count_nonzero(named) != len(indices):
             raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
         wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
         if wrong.any():

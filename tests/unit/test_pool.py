@@ -110,7 +110,8 @@ def test_an_extent_is_never_freed_twice_nor_held_when_free(pool):
 def test_more_than_the_budget_is_refused_with_what_would_work(pool):
     pool.acquire(18)
     with pytest.raises(
-        OutOfPages, match=rf"3 pages \(6\.0 MiB\) are needed, 2 are free and 0 can be evicted.* {21 * PAGE_BYTES} \(42\.0 MiB\)"
+        OutOfPages,
+        match=rf"3 pages \(6\.0 MiB\) are needed, 2 are free and 0 can be evicted.* {21 * PAGE_BYTES} bytes \(42\.0 MiB\)",
     ):
         pool.acquire(3)
     assert counts(pool) == (18, 18, 0)
