@@ -25,7 +25,6 @@ from vmmkv import (
     SequenceTooLong,
 )
 from vmmkv.driver.fake import FakeDriver
-from vmmkv.driver.host import HostDriver
 from vmmkv.errors import ForkedProcess
 from vmmkv.units import PAGE_BYTES
 
@@ -38,13 +37,6 @@ PAD = 1
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
 WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
-
-
-@pytest.fixture
-def driver():
-    below = HostDriver()
-    yield FakeDriver(over=below)
-    below.close()
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from vmmkv import Closed, DriverError, KVCache, KVLayout, Pool
-from vmmkv.driver.fake import FakeDriver
-from vmmkv.driver.host import HostDriver
 from vmmkv.mapper_thread import MapperThread
 from vmmkv.units import PAGE_BYTES
 
@@ -25,13 +23,6 @@ def until(condition, timeout_s=10.0):
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("vmmkv-mapper")]
-
-
-@pytest.fixture
-def driver():
-    below = HostDriver()
-    yield FakeDriver(over=below)
-    below.close()
 
 
 @pytest.fixture

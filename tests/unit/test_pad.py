@@ -7,7 +7,6 @@ from tests.laws.driver_laws import assert_faulted, run_child
 from vmmkv import Closed, DriverError, KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, RowsUnmapped
 from vmmkv.dlpack import wrap
 from vmmkv.driver.fake import FakeDriver, LawBroken
-from vmmkv.driver.host import HostDriver
 from vmmkv.units import PAGE_BYTES
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
@@ -15,13 +14,6 @@ LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float3
 ONE_GROUP = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 CPU = torch.device("cpu")
 NUM_PAGES = 8
-
-
-@pytest.fixture
-def driver():
-    below = HostDriver()
-    yield FakeDriver(over=below)
-    below.close()
 
 
 @pytest.fixture
