@@ -1,6 +1,7 @@
 """The command line: `python -m bench SUITE... [--quick]`; each suite also runs by itself, as `python -m bench.append`."""
 
 import argparse
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,20 +10,27 @@ from typing import Final, Protocol, cast
 
 import torch
 
+from bench import table
 from bench.report import Report
 from bench.rows import Provenance, RowFile
-from bench.settings import SHAPES, Settings
+from bench.settings import MODEL_SHAPES, SHAPES, Settings
 from bench.timing import warm_clock
 
 SUITES: Final = {
     "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
     "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
-    "decode": "reading: attention over vmmkv's memory, over a plain tensor, and torch's SDPA",
+    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
+    "quality": "what quantised K and V cost a real model: the error of attention, and perplexity",
 }
 """By the name of its module, what a suite measures. A suite is loaded when it runs: kernels need triton."""
 
 RESULTS: Final = Path(__file__).parent / "out"
 """Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
+
+
+_SHAPE_HELP: Final = (
+    "default: llama-3.1-8b on a GPU (and for kernels the two smaller models as well), wide (one layer) on a CPU"
+)
 
 
 class Suite(Protocol):
@@ -32,7 +40,10 @@ class Suite(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run suites; 1 if any of them failed. Those behind a failed one still run."""
+    """Run suites; 1 if any of them failed. Those behind a failed one still run. `table FILE` prints rows instead."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "table":
+        return table.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.suites:
@@ -52,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warm_clock(settings.device)
     failed = [name for name in names if not _succeeds(name, settings, report)]
     for name in names:
-        report.print_tables(name)
+        if name == "kernels":
+            table.print_tables(report)
+        else:
+            report.print_tables(name)
     report.say(f"{len(report.rows)} rows appended under {options.out}; bench/README.md says what they do and do not show")
     if failed:
         report.say(f"FAILED: {', '.join(failed)}; see the traceback above")
@@ -73,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     suites = "\n".join(f"  {name:14}{text}" for name, text in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description=f"suites:\n{suites}\n  {'all':14}all of them",
+        description=f"suites:\n{suites}\n  {'all':14}all of them\n\n`table ROWS.jsonl` prints the tables of rows instead",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="which to run; none prints this")
@@ -82,11 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where SUITE.jsonl is appended to")
     parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model-shape", choices=SHAPES, help="default: llama-3.1-8b on a GPU, wide (one layer) on a CPU")
+    parser.add_argument("--model-shape", choices=SHAPES, help=_SHAPE_HELP)
     group = parser.add_argument_group("append")
     group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
     group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
     group.add_argument("--steps", type=int, help="steps that are measured in each mode")
+    group = parser.add_argument_group("kernels")
+    group.add_argument("--parts", nargs="+", default=(), metavar="PART", help="of decode, prefill, quantised, append, copy")
+    group.add_argument("--cases", nargs="+", default=(), metavar="CASE", help="by the names that rows have, such as 64x8K")
+    group.add_argument("--fa3", type=Path, metavar="LIBRARY", help="FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so")
     return parser
 
 
@@ -103,4 +121,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         work=options.work,
         sequences=options.sequences,
         steps=options.steps,
+        parts=tuple(options.parts),
+        cases=tuple(options.cases),
+        fa3=options.fa3,
+        shapes=() if options.model_shape or device.type == "cpu" else MODEL_SHAPES,
     )

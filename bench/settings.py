@@ -1,6 +1,7 @@
 """What every suite is told: the device, the shape of the model, how long to measure."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -36,6 +37,8 @@ _SHAPES = (
     Shape(name="wide", layers=1, heads=32, kv_heads=32, head_dim=256, dtype=torch.float32, weight_bytes=0),
 )
 SHAPES: Final = {shape.name: shape for shape in _SHAPES}
+MODEL_SHAPES: Final = _SHAPES[:3]
+"""Those of real models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,9 @@ class Settings:
     `quick` measures for seconds, to see that everything works; its figures are noise. `work` is what a decode step of the
     append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
     are the suite's own choice.
+
+    Of the kernels suite: `parts` and `cases` by their names, empty for all; `fa3`, FlashAttention-3's library; `shapes`,
+    empty for `shape` alone.
     """
 
     device: torch.device
@@ -54,12 +60,23 @@ class Settings:
     work: str = "attention"
     sequences: int | None = None
     steps: int | None = None
+    parts: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    fa3: Path | None = None
+    shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("sequences", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: at least 1")
+        if self.fa3 is not None and not self.fa3.is_file():
+            raise ValueError(f"fa3={self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
+
+    @property
+    def kernel_shapes(self) -> tuple[Shape, ...]:
+        """What the kernels suite measures, the most important first."""
+        return self.shapes or (self.shape,)
 
     @property
     def on_gpu(self) -> bool:

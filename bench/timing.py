@@ -1,7 +1,7 @@
 """Samples, their percentiles, and the clocks that take them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,12 @@ import torch
 
 _WARM_S: Final = 0.5
 """How long a GPU is kept busy before the first measurement: its clock rises from idle within some 100 ms."""
+
+_LEAST_RUNS: Final = 5
+_MOST_RUNS: Final = 500
+
+_HEAD_START_CYCLES: Final = 200_000
+"""About 0.1 ms: longer than the host takes to launch a graph."""
 
 
 class WrongNumbers(Exception):
@@ -70,19 +76,17 @@ def sleep_cycles(device: torch.device, duration_us: float) -> int:
     return int(probe * duration_us / summarize(samples_us).p50)
 
 
-def time_in_turn(variants: Mapping[str, Callable[[], object]], device: torch.device, n: int) -> dict[str, list[float]]:
-    """Microseconds of `n` runs of each variant, taken in turn so that a drift of the clock hits all alike.
+def time_for(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Microseconds of each of as many runs as take about so long, and at least _LEAST_RUNS of them. `run` has run before.
 
-    On a GPU each is captured once as a graph, so that it is the kernels that are timed and not their launches.
+    On a GPU it is captured as a graph, so that it is the kernels that are timed and not their launches.
     """
-    replays = {name: _captured(run, device) if device.type == "cuda" else run for name, run in variants.items()}
-    samples_us: dict[str, list[float]] = {name: [] for name in variants}
-    for index in range(n + 2):  # two to warm up
-        for name, replay in replays.items():
-            sample_us = _event_us(device, replay) if device.type == "cuda" else _wall_us(replay)
-            if index >= 2:
-                samples_us[name].append(sample_us)
-    return samples_us
+    replay = capture(run, device).replay if device.type == "cuda" else run
+    clock = _queued_us if device.type == "cuda" else _wall_us
+    clock(device, replay)  # to warm up
+    estimate_us = clock(device, replay)
+    num_runs = int(min(_MOST_RUNS, max(_LEAST_RUNS, seconds * 1e6 / estimate_us)))
+    return [clock(device, replay) for _ in range(num_runs)]
 
 
 def capture(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -99,8 +103,10 @@ def capture(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAG
     return graph
 
 
-def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    return capture(run, device).replay
+def _queued_us(device: torch.device, run: Callable[[], object]) -> float:
+    """Behind a kernel that spins for longer than a launch takes, so that the GPU does not wait for the host meanwhile."""
+    device_sleep(_HEAD_START_CYCLES)
+    return _event_us(device, run)
 
 
 def _event_us(device: torch.device, run: Callable[[], object]) -> float:
@@ -112,7 +118,7 @@ def _event_us(device: torch.device, run: Callable[[], object]) -> float:
     return float(began.elapsed_time(ended)) * 1e3
 
 
-def _wall_us(run: Callable[[], object]) -> float:
+def _wall_us(device: torch.device, run: Callable[[], object]) -> float:
     began_us = now_us()
     run()
     return now_us() - began_us

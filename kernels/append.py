@@ -1,89 +1,317 @@
-"""Append: write new tokens' K and V into their slots, in place, in one launch.
+"""Append: rotate, quantise and write new tokens' K and V into their slots, in place, in one launch.
 
-Legend: N new tokens, S slots, T rows of a slot, K kv heads, D head dim.
+Legend: N new tokens, S slots, T rows of a slot, P blocks, U rows of a block, C columns of a block table, H query heads,
+K kv heads, D head dim, W payload width in elements, R = D / 2 angles. A *vector* is one head of one token.
+Prefixes: p_ pointer, i_ index, m_ mask.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
+from vmmkv.kernels.memory import kv_memory
+from vmmkv.kernels.quantise import TOKEN_SCALE_MAX, TOKEN_SCALE_MIN
 from vmmkv.units import ceil_div
 
-_PROGRAM_ELEMENTS = 2048
-"""Elements of K that one program of 4 warps moves: two 16-byte loads a thread in 16-bit types."""
+_PROGRAM_BYTES = 4096
+"""Bytes of K that a program moves when nothing is computed: two 16-byte loads for each of its 128 threads."""
+
+_HALF_BYTES = 2048
+"""Bytes of one half of K's vectors in a program that computes: one 16-byte load a thread, four with V and the other halves."""
+
+_SCALE_MIN = tl.constexpr(TOKEN_SCALE_MIN)
+_SCALE_MAX = tl.constexpr(TOKEN_SCALE_MAX)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows"])
-def _append(
-    p_k_new, p_v_new, p_k, p_v, p_slots, p_positions, p_limits,
-    num_tokens, num_slots, num_rows,
-    stride_kn, stride_kh, stride_vn, stride_vh,
-    stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
-    K: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each."""
-    i_n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    m_n = i_n < num_tokens
+@triton.jit
+def _rows(
+    i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK: tl.constexpr
+):
+    """Where tokens `i_n` go: index of the slot or block, row in it, position, and whether it is written at all."""
     slot = tl.load(p_slots + i_n, mask=m_n, other=-1).to(tl.int64)
     position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
     limit = tl.load(p_limits + slot, mask=(slot >= 0) & (slot < num_slots), other=0)
     m_row = (position >= 0) & (position < tl.minimum(limit, num_rows))
+    if BLOCK == 0:
+        return slot, position, position, m_row
+    else:
+        block = tl.load(p_tables + slot * stride_table + position // BLOCK, mask=m_row, other=-1).to(tl.int64)
+        return block, position % BLOCK, position, m_row & (block >= 0) & (block < num_blocks)
 
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks"])
+def _write(
+    p_k_new, p_v_new, p_k, p_v, p_slots, p_positions, p_limits, p_tables,
+    num_tokens, num_slots, num_rows, num_blocks,
+    stride_kn, stride_kh, stride_vn, stride_vh,
+    stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table,
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each, as they are."""
+    i_n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    m_n = i_n < num_tokens
     i_e = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    m_e = (i_e < K * D)[None, :]
     i_h = (i_e // D).to(tl.int64)
     i_d = i_e % D
-    mask = m_row[:, None] & (i_e < K * D)[None, :]
     n_64 = i_n.to(tl.int64)
-
+    # Loaded before it is known who is written: the loads then do not wait for the slots' limits.
+    mask = m_n[:, None] & m_e
     k_new = tl.load(p_k_new + (n_64 * stride_kn)[:, None] + (i_h * stride_kh + i_d)[None, :], mask=mask)
     v_new = tl.load(p_v_new + (n_64 * stride_vn)[:, None] + (i_h * stride_vh + i_d)[None, :], mask=mask)
-    o_k = (slot * stride_ks + position * stride_kt)[:, None] + (i_h * stride_kk + i_d)[None, :]
-    o_v = (slot * stride_vs + position * stride_vt)[:, None] + (i_h * stride_vk + i_d)[None, :]
-    tl.store(p_k + o_k, k_new, mask=mask)
-    tl.store(p_v + o_v, v_new, mask=mask)
+
+    i_s, i_t, _, m_row = _rows(
+        i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
+    )
+    mask = m_row[:, None] & m_e
+    tl.store(p_k + (i_s * stride_ks + i_t * stride_kt)[:, None] + (i_h * stride_kk + i_d)[None, :], k_new, mask=mask)
+    tl.store(p_v + (i_s * stride_vs + i_t * stride_vt)[:, None] + (i_h * stride_vk + i_d)[None, :], v_new, mask=mask)
+
+
+@triton.jit
+def _rotate(low, high, cos, sin):
+    """Rotate the plane of elements j and j + D / 2 by angle j (Su et al., 2021, in the halves of GPT-NeoX and Llama)."""
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _payload(x, KIND: tl.constexpr, CAST: tl.constexpr):
+    """A scaled and clamped float32 as the payload's bits in an integer: its byte in fp8 and int8, its nibble in int4."""
+    if KIND == "fp8":
+        if CAST:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            bits = x.to(tl.int32, bitcast=True)
+            magnitude = bits & 0x7FFFFFFF
+            # Round to the third bit of the mantissa, then the exponent's bias goes from 127 to 7.
+            normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+            # Below 2**-6 the step is 2**-9, which is also the step of floats in [2**14, 2**15): the sum rounds.
+            steps = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+            return tl.where(magnitude < 0x3C800000, steps, normal) | ((bits >> 24) & 0x80)
+    else:
+        # The step of floats in [2**23, 2**24) is 1: the sum rounds to nearest even, and its low bits are the integer.
+        bits = (x + 12582912.0).to(tl.int32, bitcast=True)
+        return bits if KIND == "int8" else (bits + 8) & 15
+
+
+@triton.jit
+def _store_vectors(
+    p_row, p_scale, m_v, mask, low, high, i_d, i_h, stride_h,
+    HALF: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Two halves of vectors to [vectors] pointers to their rows; `p_scale` points to a scale each, to write or to read."""
+    pointers = (p_row + i_h * stride_h)[:, None] + i_d
+    if KIND is None:
+        dtype: tl.constexpr = p_row.dtype.element_ty
+        tl.store(pointers, low.to(dtype), mask=mask)
+        tl.store(pointers + HALF, high.to(dtype), mask=mask)
+    else:
+        if TOKEN_SCALE:
+            amax = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
+            wanted = tl.minimum(tl.maximum(tl.div_rn(amax, QMAX), _SCALE_MIN), _SCALE_MAX)
+            nearest = wanted.to(tl.float16)
+            bits_up = (nearest.to(tl.float32) < wanted).to(tl.int16)
+            scale = (nearest.to(tl.int16, bitcast=True) + bits_up).to(tl.float16, bitcast=True)
+            tl.store(p_scale, scale, mask=m_v)
+        else:
+            scale = tl.load(p_scale)
+        reciprocal = tl.div_rn(1.0, scale.to(tl.float32))[:, None]
+        low = _payload(tl.minimum(tl.maximum(low * reciprocal, -QMAX), QMAX), KIND, CAST)
+        high = _payload(tl.minimum(tl.maximum(high * reciprocal, -QMAX), QMAX), KIND, CAST)
+        if KIND == "int4":
+            tl.store(pointers, (low | (high << 4)).to(tl.uint8), mask=mask)
+        else:
+            tl.store(pointers, low.to(tl.uint8), mask=mask)
+            tl.store(pointers + HALF, high.to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks", "num_angles", "num_kv_programs"])
+def _rotate_and_write(
+    p_k_new, p_v_new, p_q, p_k, p_v, p_k_scale, p_v_scale, p_cos, p_sin,
+    p_slots, p_positions, p_limits, p_tables,
+    num_tokens, num_slots, num_rows, num_blocks, num_angles, num_kv_programs,
+    stride_kn, stride_kh, stride_vn, stride_vh, stride_qn, stride_qh,
+    stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table, stride_cos, stride_sin,
+    scale_stride_ks, scale_stride_kt, scale_stride_vs, scale_stride_vt, scale_stride_h,
+    K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_Q: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Program p: vectors [p, p + 1) * VECTORS of K and V; those from `num_kv_programs` on take vectors of q instead.
+
+    The halves of a vector are two tiles, so that neither the rotation nor int4 moves an element between threads.
+    """
+    i_d = tl.arange(0, HALF_PAD)[None, :]
+    i_p = tl.program_id(0)
+    if HAS_Q and i_p >= num_kv_programs:
+        i_v = (i_p - num_kv_programs) * VECTORS + tl.arange(0, VECTORS)
+        m_n = i_v < num_tokens * H
+        i_n = i_v // H
+        p_vector = (p_q + i_n.to(tl.int64) * stride_qn + (i_v % H).to(tl.int64) * stride_qh)[:, None] + i_d
+        mask = m_n[:, None] & (i_d < HALF)
+        low = tl.load(p_vector, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(p_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+        position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
+        mask = ((position >= 0) & (position < num_angles))[:, None] & (i_d < HALF)
+        cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
+        sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
+        low, high = _rotate(low, high, cos, sin)
+        tl.store(p_vector, low.to(p_q.dtype.element_ty), mask=mask)
+        tl.store(p_vector + HALF, high.to(p_q.dtype.element_ty), mask=mask)
+    else:
+        i_v = i_p * VECTORS + tl.arange(0, VECTORS)
+        m_n = i_v < num_tokens * K
+        i_n = i_v // K
+        i_h = (i_v % K).to(tl.int64)
+        n_64 = i_n.to(tl.int64)
+        mask = m_n[:, None] & (i_d < HALF)
+        p_k_vector = (p_k_new + n_64 * stride_kn + i_h * stride_kh)[:, None] + i_d
+        p_v_vector = (p_v_new + n_64 * stride_vn + i_h * stride_vh)[:, None] + i_d
+        k_low = tl.load(p_k_vector, mask=mask, other=0.0).to(tl.float32)
+        k_high = tl.load(p_k_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+        v_low = tl.load(p_v_vector, mask=mask, other=0.0).to(tl.float32)
+        v_high = tl.load(p_v_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+        i_s, i_t, position, m_row = _rows(
+            i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
+        )
+        if HAS_ROPE:
+            # Masked by what the position alone says: these loads do not wait for the limits either.
+            m_angle = (position >= 0) & (position < num_angles)
+            mask = m_angle[:, None] & (i_d < HALF)
+            cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
+            sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
+            k_low, k_high = _rotate(k_low, k_high, cos, sin)
+            m_row &= m_angle
+        mask = m_row[:, None] & (i_d < HALF)
+        p_k_row, p_v_row = p_k + i_s * stride_ks + i_t * stride_kt, p_v + i_s * stride_vs + i_t * stride_vt
+        if TOKEN_SCALE:
+            p_k_scales = p_k_scale + i_s * scale_stride_ks + i_t * scale_stride_kt + i_h * scale_stride_h
+            p_v_scales = p_v_scale + i_s * scale_stride_vs + i_t * scale_stride_vt + i_h * scale_stride_h
+        elif KIND is not None:
+            p_k_scales, p_v_scales = p_k_scale + i_h, p_v_scale + i_h
+        else:
+            p_k_scales, p_v_scales = None, None
+        _store_vectors(
+            p_k_row, p_k_scales, m_row, mask, k_low, k_high, i_d, i_h, stride_kk, HALF, KIND, QMAX, TOKEN_SCALE, CAST
+        )
+        _store_vectors(
+            p_v_row, p_v_scales, m_row, mask, v_low, v_high, i_d, i_h, stride_vk, HALF, KIND, QMAX, TOKEN_SCALE, CAST
+        )
 
 
 def append(
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
+    k_STKW: torch.Tensor,
+    v_STKW: torch.Tensor,
     slots_N: torch.Tensor,
     positions_N: torch.Tensor,
     limit_S: torch.Tensor,
+    *,
+    q_NHD: torch.Tensor | None = None,
+    cos_TR: torch.Tensor | None = None,
+    sin_TR: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write token n's K and V at `[slots_N[n], positions_N[n]]` of the arena views, where its limit allows it.
 
-    A token is written if its slot is in [0, S) and 0 <= position < min(limit_S[slot], T). Any other token is
-    written nowhere, and its address is not touched. No two tokens of one call may have the same slot and position.
+    A token is written if its slot is in [0, S) and 0 <= position < min(limit_S[slot], T), and with rope, if the tables
+    have its position. Any other token is written nowhere, and its address is not touched. No two tokens of one call may
+    have the same slot and position.
 
-    k_NKD, v_NKD: new rows, of the arena's dtype. k_STKD, v_STKD: views of all slots, of any strides; fp16, bf16 or
-    fp32. slots_N, positions_N: int32 or int64 on the device. limit_S: int32 on the device, one a slot.
+    With `cos_TR` and `sin_TR` K is rotated before it is written: elements j and j + D / 2 by the angle of their position.
+    `q_NHD` is then rotated in place as well, whether or not its token is written. Arithmetic is float32.
+
+    Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`: token scales, float16
+    [S, T, K], are computed and written beside the payload; head scales, positive float32 [K] for fp8, are read.
+
+    k_NKD, v_NKD, q_NHD: new vectors in fp16, bf16 or fp32, finite. k_STKW, v_STKW: views of all slots, of any strides; of
+    k_NKD's dtype or a payload's. slots_N, positions_N: int32 or int64 on the device. limit_S: int32 on the device, one a
+    slot. cos_TR, sin_TR: float32, by position.
 
     Cost: one launch, no allocation, no synchronisation; safe while a graph is captured.
     Raises: ValueError naming the argument.
     """
+    launch_append(
+        k_NKD, v_NKD, k_STKW, v_STKW, slots_N, positions_N, limit_S,
+        q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+
+
+@functools.cache
+def _casts_to_fp8(device: torch.device) -> bool:
+    """Does the device round to e4m3 in one instruction? Bit arithmetic gives the same elsewhere."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def launch_append(
+    k_NKD: torch.Tensor,
+    v_NKD: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots_N: torch.Tensor,
+    positions_N: torch.Tensor,
+    limit_S: torch.Tensor,
+    *,
+    q_NHD: torch.Tensor | None,
+    cos_TR: torch.Tensor | None,
+    sin_TR: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    tables_SC: torch.Tensor | None = None,
+) -> None:
+    """What `append` and `paged_append` share: everything but `tables_SC`."""
     device = k_NKD.device
     checks.runnable("k_NKD", device)
-    num_slots, num_rows, num_kv_heads, head_dim = checks.arena(k_STKD, v_STKD, device)
+    if k_NKD.dtype not in checks.FLOAT_DTYPES:
+        checks.refuse("k_NKD", f"of {k_NKD.dtype}", "float16, bfloat16 or float32")
+    memory = kv_memory(k, v, k_scale, v_scale, tables_SC, k_NKD.dtype, device)
+    num_kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
     num_tokens = k_NKD.shape[0] if k_NKD.dim() == 3 else 0
     shape = (num_tokens, num_kv_heads, head_dim)
-    checks.vectors("k_NKD", k_NKD, shape, k_STKD.dtype, device)
-    checks.vectors("v_NKD", v_NKD, shape, k_STKD.dtype, device)
+    checks.vectors("k_NKD", k_NKD, shape, k_NKD.dtype, device)
+    checks.vectors("v_NKD", v_NKD, shape, k_NKD.dtype, device)
     checks.index("slots_N", slots_N, num_tokens, device)
     checks.index("positions_N", positions_N, num_tokens, device)
-    checks.limits("limit_S", limit_S, num_slots, device)
+    checks.limits("limit_S", limit_S, memory.num_slots, device)
+    num_angles = checks.angles(cos_TR, sin_TR, head_dim, device)
+    num_heads = checks.rotated(q_NHD, cos_TR is not None, num_tokens, head_dim, k_NKD.dtype, device)
+    if head_dim % 2 and (num_angles is not None or memory.kind is not None):
+        checks.refuse("k_NKD", f"of head dim {head_dim}", "an even one to rotate or to quantise")
     if num_tokens == 0:
         return
-    elements = min(triton.next_power_of_2(num_kv_heads * head_dim), _PROGRAM_ELEMENTS)
-    tokens = _PROGRAM_ELEMENTS // elements
-    grid = (ceil_div(num_tokens, tokens), ceil_div(num_kv_heads * head_dim, elements))
+    itemsize = k_NKD.element_size()
+    indices = (slots_N, positions_N, limit_S, tables_SC)
+    sizes = (num_tokens, memory.num_slots, memory.num_rows, k.shape[0])
+    if num_angles is None and memory.kind is None:
+        most = _PROGRAM_BYTES // itemsize
+        elements = min(triton.next_power_of_2(num_kv_heads * head_dim), most)
+        tokens = most // elements
+        with checks.on_device(device):
+            _write[(ceil_div(num_tokens, tokens), ceil_div(num_kv_heads * head_dim, elements))](
+                k_NKD, v_NKD, memory.k, memory.v, *indices, *sizes,
+                *k_NKD.stride()[:2], *v_NKD.stride()[:2], *memory.strides[:6], memory.stride_table,
+                K=num_kv_heads, D=head_dim, BLOCK=memory.block, TOKENS=tokens, ELEMENTS=elements, num_warps=4,
+            )  # fmt: skip
+        return
+    half_pad = triton.next_power_of_2(head_dim // 2)
+    vectors = max(1, _HALF_BYTES // (half_pad * itemsize))
+    num_kv_programs = ceil_div(num_tokens * num_kv_heads, vectors)
+    num_programs = num_kv_programs + ceil_div(num_tokens * num_heads, vectors)
     with checks.on_device(device):
-        _append[grid](
-            k_NKD, v_NKD, k_STKD, v_STKD, slots_N, positions_N, limit_S,
-            num_tokens, num_slots, num_rows,
-            k_NKD.stride(0), k_NKD.stride(1), v_NKD.stride(0), v_NKD.stride(1),
-            k_STKD.stride(0), k_STKD.stride(1), k_STKD.stride(2), v_STKD.stride(0), v_STKD.stride(1), v_STKD.stride(2),
-            K=num_kv_heads, D=head_dim, TOKENS=tokens, ELEMENTS=elements, num_warps=4,
+        _rotate_and_write[(num_programs,)](
+            k_NKD, v_NKD, q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, cos_TR, sin_TR, *indices,
+            *sizes, num_angles or 0, num_kv_programs,
+            *k_NKD.stride()[:2], *v_NKD.stride()[:2], *((0, 0) if q_NHD is None else q_NHD.stride()[:2]),
+            *memory.strides[:6], memory.stride_table,
+            0 if cos_TR is None else cos_TR.stride(0), 0 if sin_TR is None else sin_TR.stride(0), *memory.strides[6:],
+            K=num_kv_heads, H=num_heads, HALF=head_dim // 2, HALF_PAD=half_pad, BLOCK=memory.block,
+            VECTORS=vectors, KIND=memory.kind, QMAX=memory.qmax, TOKEN_SCALE=memory.scale == "token",
+            HAS_ROPE=num_angles is not None, HAS_Q=q_NHD is not None, CAST=_casts_to_fp8(device), num_warps=4,
+            # A fused multiply-add would round a rotation otherwise than the reference does.
+            enable_fp_fusion=False,
         )  # fmt: skip

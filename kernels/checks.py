@@ -6,7 +6,10 @@ is lost. So the checks are always on, and cheap enough for it: plain comparisons
 Legend: S slots, T rows of a slot, K kv heads, D head dim, N vectors of an index.
 """
 
+import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -22,6 +25,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Do the kernels run in Triton's interpreter? It is settled when they are imported."""
 
 _INT32_END = 2**31
+_LOG2_E = math.log2(math.e)
+_NO_WINDOW = 2**31 - 1
 
 
 def refuse(argument: str, given: object, wanted: str) -> NoReturn:
@@ -111,6 +116,108 @@ def workspace(argument: str, tensor: torch.Tensor, elements: int, device: torch.
         refuse(argument, given, f"at least {elements} contiguous elements of float32")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What attention is asked for, as its kernels take it: in base-2 logarithms."""
+
+    scale_log2: float
+    """From a dot product to the score; with a cap, to twice the score over the cap."""
+    softcap_log2: float
+    """0 for no cap."""
+    rows_seen: int
+    """The window."""
+
+
+def attention_options(scale: float | None, window: int | None, softcap: float | None, head_dim: int) -> AttentionOptions:
+    """Check the options that all attention takes. Scores are softcap * tanh(scale * qk / softcap)."""
+    if window is not None and window < 1:
+        refuse("window", window, "at least 1, or None to attend to all rows")
+    if softcap is not None and not softcap > 0.0:
+        refuse("softcap", softcap, "a positive number, or None for no cap")
+    scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
+    if softcap is not None:
+        scale_log2 *= 2.0 / softcap
+    rows_seen = min(window or _NO_WINDOW, _NO_WINDOW)
+    return AttentionOptions(scale_log2=scale_log2, softcap_log2=(softcap or 0.0) * _LOG2_E, rows_seen=rows_seen)
+
+
+def heads(argument: str, num_heads: int, num_kv_heads: int, max_group: int, head_dim: int, max_head_dim: int) -> int:
+    """Check the head counts and the head dim. Returns G, the query heads of a kv head."""
+    if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < num_heads <= max_group * num_kv_heads:
+        wanted = f"a multiple of the {num_kv_heads} kv heads of K and V, at most {max_group} times as many"
+        refuse(argument, f"of {num_heads} query heads", wanted)
+    if head_dim > max_head_dim:
+        refuse(argument, f"of head dim {head_dim}", f"at most {max_head_dim}")
+    return num_heads // num_kv_heads
+
+
+@functools.cache
+def launches_dependents(device: torch.device) -> bool:
+    """Can a kernel be launched while the one before it still runs, and wait inside (programmatic dependent launch)?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Has the device a tensor memory accelerator, which loads tiles by itself? The interpreter has."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the *current* device and its stream; make that the tensors' own for the launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# Append
+
+
+def angles(cos_TR: torch.Tensor | None, sin_TR: torch.Tensor | None, head_dim: int, device: torch.device) -> int | None:
+    """Check the tables of a rotary embedding. Returns the number of positions that they have; None without tables."""
+    if cos_TR is None or sin_TR is None:
+        if cos_TR is not None or sin_TR is not None:
+            refuse("cos_TR" if cos_TR is None else "sin_TR", "missing", "both cosines and sines, or neither")
+        return None
+    if cos_TR.dim() != 2:
+        refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", "2 dimensions: [positions, head dim / 2]")
+    shape = (cos_TR.shape[0], head_dim // 2)
+    vectors("cos_TR", cos_TR, shape, torch.float32, device)
+    vectors("sin_TR", sin_TR, shape, torch.float32, device)
+    return shape[0]
+
+
+def rotated(
+    q_NHD: torch.Tensor | None, has_angles: bool, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Check the queries that are rotated in place. Returns how many heads they have; 0 without queries."""
+    if q_NHD is None:
+        return 0
+    if not has_angles:
+        refuse("q_NHD", "given without cos_TR and sin_TR", "both, since rotation is all that happens to a query here")
+    if q_NHD.dim() != 3:
+        refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [tokens, query heads, head dim]")
+    vectors("q_NHD", q_NHD, (num_tokens, q_NHD.shape[1], head_dim), dtype, device)
+    return q_NHD.shape[1]
+
+
+# Copy
+
+
+def byte_rows(argument: str, tensor: torch.Tensor) -> None:
+    """Refuse anything but uint8 [slots, rows, row bytes] whose rows follow one another, in multiples of 16 bytes."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 3:
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        refuse(argument, given, "uint8 of 3 dimensions: [slots, rows, bytes of a row]")
+    row_bytes = tensor.shape[2]
+    if row_bytes % ALIGNMENT_BYTES or row_bytes >= _INT32_END:
+        refuse(argument, f"of rows of {row_bytes} bytes", f"a multiple of {ALIGNMENT_BYTES} below 2**31")
+    aligned(argument, tensor)
+    if tensor.shape[1] > 1 and tensor.stride(1) != row_bytes:
+        refuse(argument, f"strided by {tensor.stride(1)} bytes from row to row", f"{row_bytes}: the rows one after the other")
+
+
+def copies(argument: str, tensor: torch.Tensor, most: int) -> int:
+    """Refuse more copies than a launch can sum up. Returns their number."""
+    num_copies = tensor.shape[0] if tensor.dim() == 1 else 0
+    if num_copies > most:
+        refuse(argument, f"of {num_copies} copies", f"at most {most} a launch")
+    return num_copies

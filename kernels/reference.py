@@ -3,13 +3,18 @@
 With `dtype` the same arithmetic is done in that type instead: the error of *that* against float32 is the yardstick for a
 kernel's own error (the rule of FlashAttention's tests: at most twice as large).
 
-Legend: B sequences, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim. A sequence is the rows
+Attention takes plain K and V: of quantised ones, `quantise.dequantise(payload, scale)` gives them.
+
+Legend: B sequences, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim, W payload width in
+elements, R = D / 2 angles, E bytes of a row, M copies. A sequence is the rows
 [0, length) of its slot. Rows at and past the length are never touched, since nothing may be mapped there.
 """
 
 import math
 
 import torch
+
+from vmmkv.kernels.quantise import kind_of, quantise
 
 
 def attend(
@@ -109,19 +114,70 @@ def prefill(
     return out_NHD
 
 
+def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+    """Rotate elements j and j + D / 2 of each vector by angle j of its position. Returns float32.
+
+    A vector whose position the tables do not have stays as it is.
+    """
+    known_N = (positions_N >= 0) & (positions_N < cos_TR.shape[0])
+    rows_N = positions_N.long().where(known_N, 0)
+    cos_N1R, sin_N1R = cos_TR[rows_N].unsqueeze(1), sin_TR[rows_N].unsqueeze(1)
+    low_NHR, high_NHR = x_NHD.float().chunk(2, dim=-1)
+    turned_NHD = torch.cat([low_NHR * cos_N1R - high_NHR * sin_N1R, high_NHR * cos_N1R + low_NHR * sin_N1R], dim=-1)
+    return turned_NHD.where(known_N[:, None, None], x_NHD.float())
+
+
 def append(
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
+    k_STKW: torch.Tensor,
+    v_STKW: torch.Tensor,
     slots_N: torch.Tensor,
     positions_N: torch.Tensor,
     limit_S: torch.Tensor,
+    *,
+    q_NHD: torch.Tensor | None = None,
+    cos_TR: torch.Tensor | None = None,
+    sin_TR: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write token n's K and V at [slots_N[n], positions_N[n]] if 0 <= position < limit_S[slot]; else nowhere."""
-    num_slots, num_rows = k_STKD.shape[:2]
+    """Write token n's K and V at [slots_N[n], positions_N[n]] if 0 <= position < limit_S[slot]; else nowhere.
+
+    With angles K is rotated first, and q in place; a position without an angle is not written. A quantised view comes
+    with scales: token scales (3 dimensions) are written too, head scales are used.
+    """
+    num_slots, num_rows = k_STKW.shape[:2]
+    kind = kind_of(k_STKW.dtype)
+    if cos_TR is not None and sin_TR is not None:
+        num_rows = min(num_rows, cos_TR.shape[0])
+        k_NKD = rotate(k_NKD, positions_N, cos_TR, sin_TR)
+        if q_NHD is not None:
+            q_NHD.copy_(rotate(q_NHD, positions_N, cos_TR, sin_TR))
     limits = limit_S.tolist()
     for n, (slot, position) in enumerate(zip(slots_N.tolist(), positions_N.tolist(), strict=True)):
-        if 0 <= slot < num_slots and 0 <= position < min(limits[slot], num_rows):
-            k_STKD[slot, position] = k_NKD[n]
-            v_STKD[slot, position] = v_NKD[n]
+        if not (0 <= slot < num_slots and 0 <= position < min(limits[slot], num_rows)):
+            continue
+        for new_KD, view_STKW, scale in ((k_NKD[n], k_STKW, k_scale), (v_NKD[n], v_STKW, v_scale)):
+            if kind is None or scale is None:
+                view_STKW[slot, position] = new_KD.to(view_STKW.dtype)
+            elif scale.dim() == 1:
+                view_STKW[slot, position] = quantise(new_KD, kind, scale)[0]
+            else:
+                view_STKW[slot, position], scale[slot, position] = quantise(new_KD, kind)
+
+
+def copy_rows(
+    rows_STE: torch.Tensor,
+    source_slots_M: torch.Tensor,
+    target_slots_M: torch.Tensor,
+    starts_M: torch.Tensor,
+    ends_M: torch.Tensor,
+) -> None:
+    """Copy rows [start, end) of each source slot to the same rows of its target slot; of a slot outside [0, S) nothing."""
+    num_slots, num_rows = rows_STE.shape[:2]
+    ranges = (source_slots_M.tolist(), target_slots_M.tolist(), starts_M.tolist(), ends_M.tolist())
+    for source, target, start, end in zip(*ranges, strict=True):
+        if 0 <= source < num_slots and 0 <= target < num_slots:
+            first, last = max(start, 0), max(min(end, num_rows), 0)
+            rows_STE[target, first:last] = rows_STE[source, first:last]

@@ -1,49 +1,48 @@
-"""How decode cuts a shape into tiles, chunks and programs.
-
-Legend: G query heads of a kv head, D head dim.
-"""
+"""How decode cuts a shape into tiles, chunks and lanes."""
 
 import functools
 from dataclasses import dataclass
 
 import triton
 
-from vmmkv.units import ceil_div
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How one shape is cut; it depends on head counts, head size and dtype, never on the batch.
-
-    A sequence of up to `chunk_rows * max_chunks` rows has chunks of `chunk_rows`; a longer one has chunks of the least
-    multiple of it that leaves no more than `max_chunks`, which bounds the workspace whatever the length.
-    """
+    """How one shape is cut; it depends on head counts, head size and dtypes, never on the batch."""
 
     tile_rows: int
     """Rows in one step of the inner loop."""
-    chunk_rows: int
-    max_chunks: int
+    chunk_tiles: int
+    """Tiles whose leaves are merged one after the other (lanes.py); a lane that has all of a chunk leaves one partial of it."""
+    max_chunks: int = 16
+    """A sequence of more has chunks of twice, three times, ... as many tiles, which bounds the workspace."""
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    """Of a thread; None leaves it to the compiler."""
     programs_per_sm: int = 2
-    """At most as many as are resident together: a program that starts late ends late."""
+    """As many as are resident together: a program that starts late ends late."""
 
 
 @functools.cache
-def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Tiling:
-    """The tiling of a shape.
+def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payload_bytes: int) -> Tiling:
+    """The tiling of a shape. `itemsize` is that of the query, `payload_bytes` those of a head's K in a row.
 
-    tile_rows: 16 KiB of K, so that two programs with three stages of K and V each fit an SM's shared memory; in float32,
-    whose dots run without tensor cores, 16 rows and 8 warps, since more spills registers.
-    chunk_rows: 256 for up to 4 query heads a kv head and more in proportion, since a unit's partials (4 D G bytes) should
-    stay near 2 % of its rows. max_chunks: enough units to fill a GPU with a single long sequence.
+    tile_rows: 32 KiB of K in the query's dtype, so that a program with three stages of K and V fills an SM's shared memory.
+    Quantised K and V are bound by what dequantising costs, and want more programs instead. In float32, whose dots run
+    without tensor cores: 16 rows and 8 warps, since more spills registers.
+    chunk_tiles: 8192 rows.
     """
-    group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     exact = itemsize == 4
+    tile_rows = 16 if exact else min(256, max(16, 32768 // (padded_dim * itemsize)))
+    is_quantised = payload_bytes < head_dim * itemsize and not exact
+    is_wide = (num_heads // num_kv_heads) * padded_dim > 8192
     return Tiling(
-        tile_rows=16 if exact else min(128, max(16, 16384 // (padded_dim * itemsize))),
-        chunk_rows=256 * triton.next_power_of_2(ceil_div(group, 4)),
-        max_chunks=max(64, triton.next_power_of_2(ceil_div(256, num_kv_heads))),
-        num_warps=8 if exact or group * padded_dim > 8192 else 4,
+        tile_rows=tile_rows,
+        chunk_tiles=8192 // tile_rows,
+        num_warps=8 if exact or is_wide else 4,
+        num_stages=2 if is_quantised else 3,
+        max_registers=168 if is_quantised and not is_wide else None,
+        programs_per_sm=3 if is_quantised and not is_wide else 1,
     )

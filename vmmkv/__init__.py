@@ -21,6 +21,7 @@ from vmmkv.errors import (
     SequenceTooLong,
     VmmkvError,
 )
+from vmmkv.kv_type import KVType
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.pool import Pool, PoolStats
 from vmmkv.sequence import Parked, Sequence
@@ -46,6 +47,7 @@ __all__ = [
     "Group",
     "KVCache",
     "KVLayout",
+    "KVType",
     "LayoutError",
     "OutOfPages",
     "OutOfSlots",

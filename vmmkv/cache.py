@@ -21,7 +21,7 @@ import torch
 
 from vmmkv.arguments import whole
 from vmmkv.errors import BudgetError, Closed, Evicted, SequenceTooLong
-from vmmkv.layout import KVLayout
+from vmmkv.layout import SCALES, KVLayout
 from vmmkv.mapper_thread import MapperThread
 from vmmkv.memory import SlotMemory
 from vmmkv.occupancy import Occupancy
@@ -189,8 +189,18 @@ class KVCache:
         """Values of a layer over all slots: `view(layer, "v")`."""
         return self.view(layer, "v")
 
+    def k_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised keys, kept in the rows: [1 + slots, slot_tokens, heads], strided by 2."""
+        return self.view(layer, SCALES)[..., 0]
+
+    def v_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised values, each behind that of its keys."""
+        return self.view(layer, SCALES)[..., 1]
+
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the whole arena: [1 + slots, slot_tokens, heads, dim], strided; for batched kernels.
+
+        A plane without a dim, as scales have none, gives [1 + slots, slot_tokens, heads].
 
         Slot 0 is the pad: its first page is always mapped, read-only and zero, so that kernels and launchers that look at
         the tensor's own address find memory there, and rows that only fill up a batch have a slot to point to. Most of

@@ -7,6 +7,12 @@
 
 All layers of a token share a row, so that a 2 MiB page holds 16 tokens of Llama-3.1-8B and not 512 tokens of one of
 its layers.
+
+Quantised K and V with a scale for each token and head have one plane more in a layer, and it trails: it stands behind
+all layers' payloads, which so keep their alignment. K's and V's scale of a head are a pair, which one load of 4 bytes gets.
+
+    row     | 0: k, v | 1: k, v | ... | 0: scales | 1: scales | ... | padding
+    scales  | head 0: of K, of V | head 1: of K, of V | ...              one layer's scales of one token
 """
 
 import math
@@ -18,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from vmmkv.errors import LayoutError
+from vmmkv.kv_type import KVType
 from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes, round_up
 
 ROW_ALIGNMENT_BYTES = 128
@@ -26,8 +33,14 @@ ROW_ALIGNMENT_BYTES = 128
 PLANE_ALIGNMENT_BYTES = 16
 """A plane starts on this: the widest load of a GPU thread, and what the attention kernels ask of strides."""
 
+SECTOR_BYTES = 32
+"""What a GPU reads of memory at the least: no trailing part of a layer lies in more of these than it must."""
+
 MAX_LAYERS = PAGE_BYTES // (2 * PLANE_ALIGNMENT_BYTES)
 """More layers than this in a row never fit in a page, however small their K and V."""
+
+SCALES: Final = "scales"
+"""The plane of the scales of quantised K and V: [heads, 2], K's first."""
 
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 """Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
@@ -37,13 +50,15 @@ _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 class Plane:
     """One named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
 
-    K and V are planes; a latent (MLA) model has a single one; quantised K and V have planes of scales beside them.
+    K and V are planes; a latent (MLA) model has a single one; quantised K and V have a plane of scales beside them.
+    A `trailing` plane stands behind all layers' other planes, at the row's end.
     """
 
     name: str
     heads: int
     dim: int
     dtype: torch.dtype
+    trailing: bool = False
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim < 1:
@@ -92,21 +107,47 @@ class Group:
 
     @cached_property
     def plane_offsets(self) -> Mapping[str, int]:
-        """Where each plane starts in a layer's part of the row, in bytes."""
-        offsets, offset_bytes = {}, 0
+        """Where each plane starts in its layer's part of the row, in bytes; a trailing one in the layer's trailing part."""
+        offsets, leading_bytes, trailing_bytes = {}, 0, 0
         for plane in self.planes:
-            offsets[plane.name] = offset_bytes
-            offset_bytes += round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES)
+            if plane.trailing:
+                offsets[plane.name] = round_up(trailing_bytes, plane.dtype.itemsize)
+                trailing_bytes = offsets[plane.name] + plane.size_bytes
+            else:
+                offsets[plane.name] = leading_bytes
+                leading_bytes += round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES)
         return offsets
 
     @cached_property
+    def leading_bytes(self) -> int:
+        """From one layer's planes to the next one's, without the trailing planes."""
+        size_bytes = self._end_bytes(trailing=False)
+        # What trails begins on a sector; K and V of one width are a multiple of it anyhow.
+        return round_up(size_bytes, SECTOR_BYTES if self.trailing_bytes else PLANE_ALIGNMENT_BYTES)
+
+    @cached_property
+    def trailing_bytes(self) -> int:
+        """From one layer's trailing planes to the next one's; 0 if there are none.
+
+        A power of two up to 16, then a multiple of 16: so that they cross no more borders of sectors than their size asks.
+        """
+        size_bytes = self._end_bytes(trailing=True)
+        if size_bytes <= PLANE_ALIGNMENT_BYTES:
+            return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+        return round_up(size_bytes, PLANE_ALIGNMENT_BYTES)
+
+    def _end_bytes(self, *, trailing: bool) -> int:
+        ends = (self.plane_offsets[plane.name] + plane.size_bytes for plane in self.planes if plane.trailing == trailing)
+        return max(ends, default=0)
+
+    @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer in a row."""
-        return sum(round_up(plane.size_bytes, PLANE_ALIGNMENT_BYTES) for plane in self.planes)
+        """Bytes of one layer in a row, scales and all."""
+        return self.leading_bytes + self.trailing_bytes
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one token: `layers * sum(planes)`, padded to ROW_ALIGNMENT_BYTES."""
+        """Bytes of one token: `layers * layer_bytes`, padded to ROW_ALIGNMENT_BYTES."""
         return round_up(len(self.layers) * self.layer_bytes, ROW_ALIGNMENT_BYTES)
 
     @property
@@ -116,9 +157,13 @@ class Group:
 
     def offset_bytes(self, layer: int, plane: str) -> int:
         """Where a layer's plane starts in the row. Raises LayoutError naming the layers and planes there are."""
-        if plane not in self.plane_offsets:
-            raise LayoutError(f"no plane {plane!r} in this group; it has {', '.join(self.plane_offsets)}")
-        return self.layers.index(layer) * self.layer_bytes + self.plane_offsets[plane]
+        trailing = self.plane(plane).trailing
+        if layer not in self.layers:
+            raise LayoutError(f"no layer {layer} in this group; it has {', '.join(map(str, self.layers))}")
+        index = self.layers.index(layer)
+        if trailing:
+            return len(self.layers) * self.leading_bytes + index * self.trailing_bytes + self.plane_offsets[plane]
+        return index * self.leading_bytes + self.plane_offsets[plane]
 
     def plane(self, name: str) -> Plane:
         """The plane of that name. Raises LayoutError naming those there are."""
@@ -178,26 +223,30 @@ class KVLayout:
         layers: int,
         kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | KVType,
         value_dim: int | None = None,
         windows: Sequence[int | None] | None = None,
     ) -> "KVLayout":
-        """K and V of the same heads in every layer; `windows` gives each layer's window, and layers of one window a group."""
+        """K and V of the same heads in every layer; `windows` gives each layer's window, and layers of one window a group.
+
+        A `dtype` such as KVType("int4") keeps them quantised: planes k and v are the payload, and a plane of scales
+        behind them holds two float16 for each head, K's and V's, unless the scales are static.
+        """
         _check_layers(layers)
         if windows is not None and len(windows) != layers:
             raise LayoutError(f"{len(windows)} windows for {layers} layers")
-        planes = (
-            Plane(name="k", heads=kv_heads, dim=head_dim, dtype=dtype),
-            Plane(name="v", heads=kv_heads, dim=head_dim if value_dim is None else value_dim, dtype=dtype),
-        )
+        planes = _kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
         by_window: dict[int | None, list[int]] = {}
         for layer in range(layers):
             by_window.setdefault(windows[layer] if windows else None, []).append(layer)
         return cls(groups=tuple(Group(layers=tuple(ids), planes=planes, window=window) for window, ids in by_window.items()))
 
     @classmethod
-    def from_config(cls, config: Any, dtype: torch.dtype) -> "KVLayout":
-        """The layout of a transformers configuration: an object such as `model.config`, or the dict of a config.json."""
+    def from_config(cls, config: Any, dtype: torch.dtype | KVType) -> "KVLayout":
+        """The layout of a transformers configuration: an object such as `model.config`, or the dict of a config.json.
+
+        `dtype` is that of K and V, as in `uniform`; what type the weights have does not matter here.
+        """
         get = config.get if isinstance(config, Mapping) else lambda name, default=None: getattr(config, name, default)
         if get("text_config") is not None:
             return cls.from_config(get("text_config"), dtype)
@@ -274,6 +323,17 @@ class KVLayout:
             fits = self.peak_pages(middle, guard_tokens, sliding=sliding) <= num_pages
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
+
+
+def _kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:
+    """K and V, and the scales of those that have them in the row."""
+    dims = {"k": k_dim, "v": v_dim}
+    if not isinstance(dtype, KVType):
+        return tuple(Plane(name=name, heads=heads, dim=dim, dtype=dtype) for name, dim in dims.items())
+    payloads = tuple(Plane(name=name, heads=heads, dim=dtype.width(dim), dtype=dtype.dtype) for name, dim in dims.items())
+    if dtype.scale == "head":
+        return payloads
+    return *payloads, Plane(name=SCALES, heads=heads, dim=len(dims), dtype=torch.float16, trailing=True)
 
 
 def _check_layers(layers: int) -> None:

@@ -83,12 +83,11 @@ class Arena:
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """All slots of one plane of one layer: [1 + slots, slot_tokens, heads, dim], strided, mapped or not."""
-        shape = self.group.plane(plane)
-        typed = self._bytes.view(shape.dtype)
-        itemsize = shape.dtype.itemsize
-        return typed.as_strided(
-            (len(self.spans), self.slot_tokens, shape.heads, shape.dim),
-            (self.slot_bytes // itemsize, self.group.row_bytes // itemsize, shape.dim, 1),
+        known = self.group.plane(plane)
+        itemsize = known.dtype.itemsize
+        return self._bytes.view(known.dtype).as_strided(
+            (len(self.spans), self.slot_tokens, known.heads, known.dim),
+            (self.slot_bytes // itemsize, self.group.row_bytes // itemsize, known.dim, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
 
@@ -102,11 +101,11 @@ class Arena:
 
     def view_rows(self, rows: torch.Tensor, layer: int, plane: str) -> torch.Tensor:
         """One plane of one layer of what `rows` gave: [tokens, heads, dim]."""
-        shape, row_bytes = self.group.plane(plane), self.group.row_bytes
-        itemsize = shape.dtype.itemsize
-        return rows.view(shape.dtype).as_strided(
-            (rows.numel() // row_bytes, shape.heads, shape.dim),
-            (row_bytes // itemsize, shape.dim, 1),
+        known, row_bytes = self.group.plane(plane), self.group.row_bytes
+        itemsize = known.dtype.itemsize
+        return rows.view(known.dtype).as_strided(
+            (rows.numel() // row_bytes, known.heads, known.dim),
+            (row_bytes // itemsize, known.dim, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
 

@@ -10,7 +10,7 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.driver.base import Fence
 from vmmkv.errors import Closed, OutOfPages, SequenceTooLong
-from vmmkv.layout import KVLayout
+from vmmkv.layout import SCALES, KVLayout
 from vmmkv.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -153,8 +153,18 @@ class Sequence:
         """Values of a layer: `view(layer, "v")`."""
         return self.view(layer, "v")
 
+    def k_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised keys, kept in the rows: [limit - start, heads], strided by 2."""
+        return self.view(layer, SCALES)[..., 0]
+
+    def v_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised values, each behind that of its keys."""
+        return self.view(layer, SCALES)[..., 1]
+
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the rows [start, limit): [limit - start, heads, dim], to read and to write in place.
+
+        A plane without a dim, as scales have none, gives [limit - start, heads].
 
         Its storage ends with the last mapped row, so that torch itself refuses whatever goes past it. Take a new view
         after `grow`, `truncate` or `advance_start`; the addresses stay the same.

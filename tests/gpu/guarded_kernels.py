@@ -1,95 +1,108 @@
 """Run as a child process: kernels on CUDA addresses of which only some are mapped; a stray access loses the context.
 
-    python -m tests.gpu.guarded_kernels (within|decode-past|window-before|append-past)
+    python -m tests.gpu.guarded_kernels (within|decode-past|...: see strays)
 
-A row (K and V of one token, 2 heads of 128, bf16) is 1 KiB, so 2048 rows are a page. Exit status 3 says that the
-context was lost.
+A row (K and V of one token, 2 heads of 128, bf16; or payloads, scales and padding) is 1 KiB, so 2048 rows are a page. Exit
+status 3 says that the context was lost.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
+from tests.kernels.spans import Geometry, MemoryOf, Slot, Span, attention_strays, spans_around, write_at_the_limit
 from vmmkv.dlpack import wrap
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
-from vmmkv.kernels import reference
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode
+from vmmkv.kernels.copy import copy_rows
+from vmmkv.kernels.quantise import Kind
 from vmmkv.units import PAGE_BYTES
 
-NUM_PAGES, PAGE_ROWS = 8, 2048
+NUM_PAGES, ROW_BYTES = 28, 1024
+PAGE_ROWS = PAGE_BYTES // ROW_BYTES
 DEVICE = torch.device("cuda", 0)
 CONTEXT_LOST = 3
+LOSSES = ("illegal memory access", "unspecified launch failure")
+"""What CUDA says of an address that is not mapped."""
 
-driver = open_driver(DEVICE)
 
+class DeviceMemory(MemoryOf):
+    """Slots and tables with some pages mapped. A tensor's own first page always is, as a cache's pad: Triton looks there."""
 
-class Slot:
-    """Addresses for NUM_PAGES pages of which [start_page, end_page) are mapped, and hold random rows.
+    geometry = Geometry(
+        rows=NUM_PAGES * PAGE_ROWS,
+        row_bytes=ROW_BYTES,
+        kv_heads=2,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        page_rows=PAGE_ROWS,
+        block=16,
+    )
 
-    It is slot 1 of the views. Slot 0 has its first page mapped, as a cache's pad: Triton refuses other views.
-    """
+    def __init__(self) -> None:
+        self.driver = open_driver(DEVICE)
 
-    def __init__(self, start_page: int, end_page: int) -> None:
-        base = driver.reserve(2 * NUM_PAGES * PAGE_BYTES)
-        for page in (0, *range(NUM_PAGES + start_page, NUM_PAGES + end_page)):
+    def reserve(self, num_pages: int, mapped: set[int]) -> torch.Tensor:
+        """Addresses of so many pages, of which some are mapped, and hold 0x7F: large numbers, entries and payloads."""
+        base = self.driver.reserve(num_pages * PAGE_BYTES)
+        bytes_E = wrap(base, num_pages * PAGE_BYTES, DEVICE)
+        for page in sorted(mapped):
             address = base + page * PAGE_BYTES
-            driver.map(address, driver.create(PAGE_BYTES), PAGE_BYTES)
-            driver.set_access(address, PAGE_BYTES, Access.READ_WRITE)
-        memory = wrap(base, 2 * NUM_PAGES * PAGE_BYTES, DEVICE).view(torch.bfloat16)
-        rows = memory.view(2, NUM_PAGES * PAGE_ROWS, 2, 2, 128)
-        rows[1, start_page * PAGE_ROWS : end_page * PAGE_ROWS].normal_()
-        self.k_STKD, self.v_STKD = rows[:, :, 0], rows[:, :, 1]
+            self.driver.map(address, self.driver.create(PAGE_BYTES), PAGE_BYTES)
+            self.driver.set_access(address, PAGE_BYTES, Access.READ_WRITE)
+            bytes_E[page * PAGE_BYTES : (page + 1) * PAGE_BYTES].fill_(0x7F)
         torch.cuda.synchronize()
+        return bytes_E
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        pages = range(NUM_PAGES + start // PAGE_ROWS, NUM_PAGES + end // PAGE_ROWS)
+        return self.reserve(2 * NUM_PAGES, {0, *pages}).view(2, NUM_PAGES * PAGE_ROWS, ROW_BYTES)
+
+    def entries(self, first: int, end: int, count: int) -> torch.Tensor:
+        words = self.reserve(4, {0, 1}).view(torch.int32)
+        # Triton takes no pointer to where nothing is mapped: of no entries there is one.
+        base = 2 * PAGE_BYTES // words.itemsize - max(end, 1)
+        return words[base : base + count]
 
 
-def attend(slot: Slot, q_BHD: torch.Tensor, length: int, window: int | None = None) -> torch.Tensor:
-    """Decode at that length."""
-    lengths_B, slots_B = torch.tensor([length], device=DEVICE), torch.tensor([1], device=DEVICE)
-    return decode(q_BHD, slot.k_STKD, slot.v_STKD, lengths_B, slots_B, window=window)
+def stay_within(memory: DeviceMemory) -> None:
+    """Every kernel up to the edge of what it may touch, and not over it."""
+    short_window = Span(length=8 * PAGE_ROWS + 16, window=16)
+    for paged in (False, True):
+        for span in spans_around(PAGE_ROWS):
+            span.compare(memory, paged=paged)
+    formats: tuple[tuple[Kind, bool], ...] = (("fp8", False), ("int8", True), ("int4", False))
+    for kind, paged in formats:
+        for span in (Span(length=PAGE_ROWS), Span(length=PAGE_ROWS + 1), short_window):
+            span.compare(memory, kind, paged=paged)
+        write_at_the_limit(memory, PAGE_ROWS, kind, paged=paged)
+    for paged in (False, True):
+        write_at_the_limit(memory, 2 * PAGE_ROWS, None, paged=paged)
+        for count, length, window in ((300, PAGE_ROWS, None), (40, 8 * PAGE_ROWS + 50, 11), (1, PAGE_ROWS, None)):
+            Span(length=length, count=count, window=window).compare(memory, paged=paged)
+    Span(length=PAGE_ROWS, count=70).compare(memory, "int4")
+    slot = Slot(memory, 0, 2 * PAGE_ROWS)
+    slot.rows_STE[0, :100] = 1
+    copy_rows(slot.rows_STE, slot.index(0, 1), slot.index(1, 0), slot.index(0, PAGE_ROWS), slot.index(100, PAGE_ROWS))
+    assert slot.rows_STE[1, :100].eq(1).all()
 
 
-def attend_and_compare(slot: Slot, length: int, window: int | None = None) -> None:
-    """Decode at that length and compare with plain torch over the same rows."""
-    q_BHD = torch.randn(1, 8, 128, device=DEVICE).bfloat16()
-    out = attend(slot, q_BHD, length, window)
-    start = max(0, length - window) if window else 0
-    k_TKD, v_TKD = slot.k_STKD[1, start:length], slot.v_STKD[1, start:length]
-    truth = reference.attend(q_BHD, k_TKD, v_TKD, torch.tensor([length - start - 1], device=DEVICE))
-    torch.testing.assert_close(out.float(), truth, rtol=2e-2, atol=2e-3)
+def strays(memory: DeviceMemory) -> dict[str, Callable[[], object]]:
+    """In each a kernel is told to touch what it may not, and nothing else is."""
 
+    def copy_past() -> None:
+        slot = Slot(memory, 0, PAGE_ROWS)
+        one_M = slot.index(1)
+        copy_rows(slot.rows_STE, one_M, one_M, slot.index(PAGE_ROWS - 1), slot.index(PAGE_ROWS + 1))
 
-def write(slot: Slot, position: int, limit: int) -> None:
-    """Append one token of sevens."""
-    token_NKD = torch.full((1, 2, 128), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    limit_S = torch.tensor([0, limit], dtype=torch.int32, device=DEVICE)
-    slots_N, positions_N = torch.tensor([1], device=DEVICE), torch.tensor([position], device=DEVICE)
-    append(token_NKD, token_NKD, slot.k_STKD, slot.v_STKD, slots_N, positions_N, limit_S)
+    return attention_strays(memory, PAGE_ROWS) | {"copy-past": copy_past}
 
 
 def main(what: str) -> None:
-    """`within` must end well; in the others a kernel is told to touch what it may not, and nothing else is."""
-    q_BHD = torch.randn(1, 8, 128, device=DEVICE).bfloat16()
-    if what == "within":
-        slot = Slot(0, 2)
-        for length in (0, 1, 63, 2048, 4095, 4096):
-            if length:
-                attend_and_compare(slot, length)
-            else:
-                assert attend(slot, q_BHD, 0).eq(0.0).all()
-        write(slot, 4095, 4096)
-        write(slot, 4096, 4096)
-        assert slot.k_STKD[1, 4095].eq(7.0).all() and slot.v_STKD[1, 4095].eq(7.0).all()
-        windowed = Slot(2, 3)
-        attend_and_compare(windowed, 6144, window=2048)
-        attend_and_compare(windowed, 6111, window=2015)
-    elif what == "decode-past":
-        attend(Slot(0, 2), q_BHD, 4097)
-    elif what == "window-before":
-        attend(Slot(2, 3), q_BHD, 6144, window=2049)
-    elif what == "append-past":
-        write(Slot(0, 2), 4096, 4097)
+    """`within` must end well, and nothing else."""
+    memory = DeviceMemory()
+    stay_within(memory) if what == "within" else strays(memory)[what]()
     torch.cuda.synchronize()
     print("done", flush=True)
 
@@ -99,4 +112,4 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
-        sys.exit(CONTEXT_LOST if "illegal memory access" in str(error) else 1)
+        sys.exit(CONTEXT_LOST if any(loss in str(error) for loss in LOSSES) else 1)

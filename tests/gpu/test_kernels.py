@@ -1,8 +1,6 @@
-"""Laws of the kernels on a real GPU: every dtype, large strides, captured graphs, unmapped memory."""
+"""Laws of decode on a real GPU: every dtype and format, blocks, long sequences, large strides."""
 
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
@@ -12,171 +10,175 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
+from tests.kernels.memories import FORMATS, Memory
+from vmmkv.kernels import checks, reference
 from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode, workspace_elements
+from vmmkv.kernels.paged import paged_decode
+from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SHAPES = [(32, 8, 128), (16, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256), (12, 1, 128), (16, 1, 64), (71, 71, 64)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [BF16, FP16, FP32]
+SHAPES = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+quantised = pytest.mark.parametrize(("kind", "scale"), FORMATS[1:])
+
+
+@dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_decode_is_right_at_every_shape_and_length(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     case = make_case((*LENGTHS, 4097), heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
-    assert_right(decode(*case.arguments, out=case.poisoned_out()), case)
+    assert_right(case.decode(out=case.poisoned_out()), case)
 
 
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 11, 16, 17, 64])
 def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
-    case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
-    assert_right(decode(*case.arguments, out=case.poisoned_out()), case)
+    case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+    assert_right(case.decode(out=case.poisoned_out()), case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=dtype_name)
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (63, None), (1000, 30.0), (None, 5.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     lengths = [0, 1, 63, 64, 1063, 5000]
     case = make_case(lengths, heads=8, kv_heads=4, head_dim=128, dtype=dtype, device=DEVICE, window=window)
-    out = decode(*case.arguments, window=window, softcap=softcap, out=case.poisoned_out())
+    out = case.decode(window=window, softcap=softcap, out=case.poisoned_out())
     assert_right(out, case, window=window, softcap=softcap)
 
 
-def test_long_sequences_beside_short_ones() -> None:
+@quantised
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)],
+    ids=lambda value: dtype_name(value) if isinstance(value, torch.dtype) else None,
+)
+def test_quantised_rows_mean_what_their_bits_say(
+    kind: Kind, scale: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    case = make_case(LENGTHS, kind=kind, scale=scale, device=DEVICE, **shape)
+    assert_right(case.decode(out=case.poisoned_out()), case)
+
+
+@pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("window", [None, 100])
+def test_blocks_give_the_bits_of_slots(block: int, window: int | None) -> None:
+    lengths = [0, 1, 17, 64, 1000, 3000]
+    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE, window=window)
+    assert torch.equal(case.paged_decode(block, window=window, out=case.poisoned_out()), case.decode(window=window))
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=dtype_name)
+def test_blocks_give_the_bits_of_slots_in_other_dtypes(dtype: torch.dtype) -> None:
+    case = make_case([1, 17, 3000], heads=9, kv_heads=3, head_dim=64, dtype=dtype, device=DEVICE)
+    assert torch.equal(case.paged_decode(16, out=case.poisoned_out()), case.decode())
+
+
+@quantised
+def test_quantised_blocks_give_the_bits_of_slots(kind: Kind, scale: str) -> None:
+    lengths = [0, 17, 1000, 3000]
+    case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    assert torch.equal(case.paged_decode(16, out=case.poisoned_out()), case.decode())
+
+
+@pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[4]])
+def test_pointers_give_the_bits_of_descriptors(kind: Kind | None, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [0, 1, 17, 1000, 3000]
+    case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    expected = case.decode(out=case.poisoned_out())
+    monkeypatch.setattr(checks, "has_tma", lambda device: False)
+    assert torch.equal(case.decode(out=case.poisoned_out()), expected)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[1]])
+def test_long_sequences_beside_short_ones(kind: Kind | None, scale: str) -> None:
     lengths = [40_000, *[300] * 30, 17_000, 0]
-    case = make_case(lengths, heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
-    together = decode(*case.arguments)
+    case = make_case(lengths, kind=kind, scale=scale, heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+    together = case.decode()
     assert_right(together, case)
     for b in (0, 1, 31, 32):
-        assert torch.equal(decode(*case.only(b).arguments)[0], together[b])
-    assert torch.equal(decode(*case.arguments), together)
+        assert torch.equal(case.only(b).decode()[0], together[b])
+    assert torch.equal(case.decode(), together)
 
 
-def llama_arena(num_slots: int, num_rows: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def test_the_bits_do_not_depend_on_the_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [9000, 1, 0, 4097, *range(100, 2000, 77)]
+    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    expected = case.decode()
+    assert_right(expected, case)
+    for num_lanes in (1, 2, 7, 16, 100, 1000):
+        monkeypatch.setattr("vmmkv.kernels.decode._num_lanes", lambda *_, num_lanes=num_lanes: num_lanes)
+        assert torch.equal(case.decode(out=case.poisoned_out()), expected), f"{num_lanes} lanes"
+
+
+def test_rows_at_and_past_the_limit_are_not_read() -> None:
+    case = make_case([40, 17, 1000], heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
+    limit_S = torch.full((case.num_slots,), 5000, dtype=torch.int32, device=DEVICE)
+    limit_S[case.slots_B[0]], limit_S[case.slots_B[1]] = 40, 0
+    expected = case.decode()
+    past = dataclasses.replace(case, lengths_B=torch.tensor([90, 17, 1000], device=DEVICE))
+    for out in (past.decode(limit_S=limit_S), past.paged_decode(16, limit_S=limit_S)):
+        assert torch.equal(out[0], expected[0])
+        assert out[1].eq(0.0).all()
+        assert torch.equal(out[2], expected[2])
+
+
+def llama_arena(num_slots: int, num_rows: int, layer: int) -> Memory:
     """K and V of one layer of 32 with 8 kv heads of 128, all layers of a token in one row of 65,536 elements."""
-    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=torch.bfloat16, device=DEVICE)
-    return arena[:, :, layer, 0], arena[:, :, layer, 1]
+    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=BF16, device=DEVICE)
+    k, v = arena[:, :, layer, 0], arena[:, :, layer, 1]
+    k.fill_(NAN)
+    v.fill_(NAN)
+    return Memory(bytes_STE=arena.flatten(2).view(torch.uint8), k=k, v=v, scales={}, format=(8, 128, BF16, None, ""))
 
 
 def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
-    num_rows = 33_024
-    k_STKD, v_STKD = llama_arena(3, num_rows, layer=31)
-    assert k_STKD.stride(0) > 2**31
-    assert k_STKD.stride(1) * 32_769 > 2**31
-    lengths = [33_000, 1000, 32_769]
-    slots_B = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
-    limit_S = torch.full((3,), num_rows, dtype=torch.int32, device=DEVICE)
-    k_STKD.fill_(NAN)
-    v_STKD.fill_(NAN)
-    for length, slot in zip(lengths, slots_B.tolist(), strict=True):
-        k_NKD, v_NKD = torch.randn(2, length, 8, 128, device=DEVICE).bfloat16()
-        positions_N = torch.randperm(length, device=DEVICE)
-        append(k_NKD, v_NKD, k_STKD, v_STKD, torch.full_like(positions_N, slot), positions_N, limit_S)
-        assert torch.equal(k_STKD[slot, positions_N], k_NKD)
-        assert torch.equal(v_STKD[slot, positions_N], v_NKD)
-        assert k_STKD[slot, length:].isnan().all()
-        assert v_STKD[slot, length:].isnan().all()
+    num_rows, lengths = 33_024, [33_000, 1000, 32_769]
+    memory = llama_arena(3, num_rows, layer=31)
+    assert memory.k.stride(0) > 2**31
+    assert memory.k.stride(1) * 32_769 > 2**31
     case = Case(
         q_BHD=torch.randn(3, 32, 128, device=DEVICE).bfloat16(),
-        k_STKD=k_STKD,
-        v_STKD=v_STKD,
+        memory=memory,
         lengths_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        slots_B=slots_B,
+        slots_B=torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE),
     )
-    assert_right(decode(*case.arguments, limit_S=limit_S, out=case.poisoned_out()), case)
+    limit_S = torch.full((3,), num_rows, dtype=torch.int32, device=DEVICE)
+    for length, slot in zip(lengths, case.slots_B.tolist(), strict=True):
+        k_NKD, v_NKD = torch.randn(2, length, 8, 128, device=DEVICE).bfloat16()
+        positions_N = torch.randperm(length, device=DEVICE)
+        append(k_NKD, v_NKD, memory.k, memory.v, torch.full_like(positions_N, slot), positions_N, limit_S)
+        assert torch.equal(memory.k[slot, positions_N], k_NKD)
+        assert torch.equal(memory.v[slot, positions_N], v_NKD)
+        assert memory.k[slot, length:].isnan().all()
+        assert memory.v[slot, length:].isnan().all()
+    out = case.decode(limit_S=limit_S, out=case.poisoned_out())
+    assert_right(out, case)
+    # The same rows as blocks that lie in the arena where they are: row t of slot s in block s * 2064 + t // 16.
+    k_PUKW, v_PUKW = (view.unflatten(1, (-1, 16)).flatten(0, 1) for view in (memory.k, memory.v))
+    tables_SC = torch.arange(3 * num_rows // 16, dtype=torch.int32, device=DEVICE).view(3, -1)
+    assert torch.equal(paged_decode(case.q_BHD, k_PUKW, v_PUKW, case.lengths_B, case.slots_B, tables_SC), out)
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64), (5, 80), (2, 256)])
-def test_append_writes_what_its_limit_allows_and_nothing_else(kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    num_slots, num_rows, num_tokens = 7, 111, 500
-    arena = torch.full((num_slots, num_rows, 2, 2, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)
-    cells = torch.randperm(num_slots * num_rows, device=DEVICE)[:num_tokens]
-    slots_N, positions_N = cells // num_rows, (cells % num_rows).int()
-    positions_N[:3] = torch.tensor([-1, num_rows, 2**31 - 1], device=DEVICE)
-    slots_N[3:5] = torch.tensor([-1, num_slots], device=DEVICE)
-    limit_S = torch.tensor([0, 1, 63, 64, 110, 111, 5000], dtype=torch.int32, device=DEVICE)
-    k_NKD, v_NKD = torch.randn(2, num_tokens, kv_heads, head_dim, device=DEVICE).to(dtype)
-    append(k_NKD, v_NKD, arena[:, :, 1, 0], arena[:, :, 1, 1], slots_N, positions_N, limit_S)
-
-    written_N = (slots_N >= 0) & (slots_N < num_slots) & (positions_N >= 0) & (positions_N < num_rows)
-    written_N &= positions_N < limit_S[slots_N.clamp(0, num_slots - 1)]
-    expected = torch.full_like(arena, NAN)
-    expected[slots_N[written_N], positions_N[written_N].long(), 1, 0] = k_NKD[written_N]
-    expected[slots_N[written_N], positions_N[written_N].long(), 1, 1] = v_NKD[written_N]
-    assert 0 < written_N.sum() < num_tokens
-    torch.testing.assert_close(arena, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("own_workspace", [False, True])
-def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
-    case = make_case([3000, 2500, 2000], heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE)
-    limit_S = torch.full((case.k_STKD.shape[0],), 3000, dtype=torch.int32, device=DEVICE)
-    k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=DEVICE).bfloat16()
-    workspace = torch.empty(workspace_elements(3, 32, 8, 128, 2), device=DEVICE) if own_workspace else None
-    out = case.poisoned_out()
-
-    def step() -> None:
-        append(k_NKD, v_NKD, case.k_STKD, case.v_STKD, case.slots_B, case.lengths_B - 1, limit_S)
-        decode(*case.arguments, limit_S=limit_S, out=out, workspace=workspace)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in ([1, 0, 2000], [3000, 17, 63], [0, 0, 0], [129, 2500, 1]):
-        case.lengths_B.copy_(torch.tensor(lengths))
-        k_NKD.normal_()
-        out.fill_(NAN)
-        graph.replay()
-        assert torch.equal(out, decode(*case.arguments))
-        assert_right(out, case)
-        for b, length in enumerate(lengths):
-            if length:
-                assert torch.equal(case.k_STKD[case.slots_B[b], length - 1], k_NKD[b])
-
-
-def test_the_host_waits_for_nothing() -> None:
-    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
-    limit_S = torch.full((case.k_STKD.shape[0],), 200, dtype=torch.int32, device=DEVICE)
-    k_NKD = torch.randn(2, 2, 64, device=DEVICE).bfloat16()
-    positions_N = case.lengths_B - 1
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        append(k_NKD, k_NKD, case.k_STKD, case.v_STKD, case.slots_B, positions_N, limit_S)
-        decode(*case.arguments, limit_S=limit_S)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    starts = torch.tensor([0, 40, 41, 60], dtype=torch.int32, device=DEVICE)
+    q_NHD = torch.randn(60, 32, 128, device=DEVICE).bfloat16()
+    prefilled = prefill(q_NHD, memory.k, memory.v, starts, case.lengths_B, case.slots_B, limit_S=limit_S)
+    arguments = (q_NHD, memory.k, memory.v, starts.diff(), case.lengths_B, case.slots_B)
+    truth, peer = reference.prefill(*arguments), reference.prefill(*arguments, dtype=BF16)
+    bound = 2 * (peer.float() - truth).abs().max() + 1e-5
+    assert (prefilled.float() - truth).abs().max() <= bound
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_launches_go_to_the_tensors_device_not_the_current_one() -> None:
-    case = make_case([63, 1000], heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    case = make_case([63, 1000], heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=torch.device("cuda", 1))
     with torch.cuda.device(0):
-        assert_right(decode(*case.arguments, out=case.poisoned_out()), case)
-
-
-def run_guarded(what: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.gpu.guarded_kernels", what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
-
-
-def test_kernels_stay_within_mapped_memory() -> None:
-    child = run_guarded("within")
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == "done\n"
-
-
-@pytest.mark.parametrize("what", ["decode-past", "window-before", "append-past"])
-def test_the_guard_sees_a_stray_access(what: str) -> None:
-    child = run_guarded(what)
-    assert child.returncode == 3, child.stderr
-    assert "illegal memory access" in child.stderr
+        assert_right(case.decode(out=case.poisoned_out()), case)

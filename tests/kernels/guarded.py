@@ -1,84 +1,190 @@
 """Run as a child process: kernels on host memory with unreadable pages around it, where a stray access is SIGSEGV.
 
-    python -m tests.kernels.guarded (within|decode-past|window-before|append-past)
+    python -m tests.kernels.guarded (within|strays)
 
-A row (K and V of one token, 1 head of 64, fp16) is 256 bytes, so 16 rows are a page of 4 KiB, and a length that is a
-multiple of 16 ends where the readable memory ends.
+A row (K and V of one token, 1 head of 64, fp16; or payloads, scales and padding) is 256 bytes, so 16 rows are a page of
+4 KiB, and a length that is a multiple of 16 ends where the readable memory ends. A block of a table is such a page.
 """
 
 import ctypes
 import mmap
+import os
 import sys
+from collections.abc import Callable
 
 import torch
 
-from vmmkv.kernels import reference
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode
+from tests.kernels.spans import Geometry, MemoryOf, Slot, Span, attention_strays, spans_around, write, write_at_the_limit
+from vmmkv.kernels import checks, reference
+from vmmkv.kernels.copy import copy_extents, copy_rows
+from vmmkv.kernels.quantise import KINDS, Kind, dequantise
 
 ROWS, ROW_BYTES = 1024, 256
+PAGE_ROWS = mmap.PAGESIZE // ROW_BYTES
 PROT_NONE = 0
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class Slot:
-    """Addresses for ROWS rows of which only [start, end) may be touched."""
+class Guarded:
+    """Random bytes of which only the given ranges [start, end), in order and of whole pages, may be touched."""
 
-    def __init__(self, start: int, end: int) -> None:
-        self.memory = mmap.mmap(-1, ROWS * ROW_BYTES)
-        rows = torch.frombuffer(self.memory, dtype=torch.float16).view(1, ROWS, 2, 1, 64)
-        rows.copy_(torch.randn(rows.shape))
-        self.k_STKD, self.v_STKD = rows[:, :, 0], rows[:, :, 1]
-        for first, last in ((0, start), (end, ROWS)):
-            if first < last:
-                address = rows.data_ptr() + first * ROW_BYTES
-                if libc.mprotect(address, (last - first) * ROW_BYTES, PROT_NONE) != 0:
-                    raise OSError(ctypes.get_errno(), "mprotect refused")
+    def __init__(self, size_bytes: int, *ranges: tuple[int, int]) -> None:
+        self.memory = mmap.mmap(-1, size_bytes)
+        self.bytes_E = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.bytes_E.copy_(torch.randint(256, (size_bytes,)))
+        firsts, lasts = (0, *(end for _, end in ranges)), (*(start for start, _ in ranges), size_bytes)
+        for first, last in zip(firsts, lasts, strict=True):
+            if first < last and libc.mprotect(self.bytes_E.data_ptr() + first, last - first, PROT_NONE) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect refused")
 
 
-def attend(slot: Slot, q_BHD: torch.Tensor, length: int, window: int | None = None) -> torch.Tensor:
-    """Decode at that length."""
-    return decode(q_BHD, slot.k_STKD, slot.v_STKD, torch.tensor([length]), torch.tensor([0]), window=window)
+class HostMemory(MemoryOf):
+    """Guarded slots, of which nothing else may be touched; guarded tables, of which nothing outside [first, end) may be."""
+
+    geometry = Geometry(
+        rows=ROWS, row_bytes=ROW_BYTES, kv_heads=1, head_dim=64, dtype=torch.float16, page_rows=PAGE_ROWS, block=PAGE_ROWS
+    )
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        guarded = Guarded(2 * ROWS * ROW_BYTES, ((ROWS + start) * ROW_BYTES, (ROWS + end) * ROW_BYTES))
+        return guarded.bytes_E.view(2, ROWS, ROW_BYTES)
+
+    def entries(self, first: int, end: int, count: int) -> torch.Tensor:
+        # One end of what may be read is at the border of a page: the first entry's if there is something before it.
+        words = Guarded(4 * mmap.PAGESIZE, (mmap.PAGESIZE, 2 * mmap.PAGESIZE)).bytes_E.view(torch.int32)
+        page_entries = mmap.PAGESIZE // words.itemsize
+        base = page_entries - first if first else 2 * page_entries - end
+        return words[base : base + count]
 
 
-def attend_and_compare(start: int, length: int, window: int | None = None) -> None:
-    """Decode over rows [start, length), with nothing readable around them, and compare with plain torch."""
-    slot, q_BHD = Slot(start, length), torch.randn(1, 2, 64).half()
-    out = attend(slot, q_BHD, length, window)
-    k_TKD, v_TKD = slot.k_STKD[0, start:length], slot.v_STKD[0, start:length]
-    truth = reference.attend(q_BHD, k_TKD, v_TKD, torch.tensor([length - start - 1]))
-    torch.testing.assert_close(out.float(), truth, rtol=1e-2, atol=1e-3)
+HOST = HostMemory()
 
 
-def write(slot: Slot, position: int, limit: int) -> None:
-    """Append one token of sevens."""
-    token_NKD = torch.full((1, 1, 64), 7.0).half()
-    limit_S = torch.tensor([limit], dtype=torch.int32)
-    append(token_NKD, token_NKD, slot.k_STKD, slot.v_STKD, torch.tensor([0]), torch.tensor([position]), limit_S)
+class TwoSlots:
+    """Slot 0, of which rows [start, end) may be read, and slot 1, of which rows [start, target_end) may be written."""
+
+    def __init__(self, start: int, end: int, target_end: int) -> None:
+        ranges = ((start, end), (ROWS + start, ROWS + target_end))
+        self.guarded = Guarded(2 * ROWS * ROW_BYTES, *((first * ROW_BYTES, last * ROW_BYTES) for first, last in ranges))
+        self.rows_STE = self.guarded.bytes_E.view(2, ROWS, ROW_BYTES)
+
+    def copy_rows(self, start: int, end: int) -> None:
+        """Rows [start, end); with copies of nothing before and after it, to and from what may not be touched."""
+        first = max(start - PAGE_ROWS, 0)
+        values = ([0, 0, 0, -1], [1, 1, 2, 1], [end, start, first, first], [end, end, end, end])
+        copy_rows(self.rows_STE, *(torch.tensor(column) for column in values))
+
+    def copy_extents(self, start: int, end: int) -> None:
+        """The bytes of the same rows, and one copy without a source."""
+        sources = [self.rows_STE[0, start].data_ptr(), 0]
+        targets = [self.rows_STE[1, start].data_ptr(), self.rows_STE.data_ptr()]
+        copy_extents(torch.tensor(sources), torch.tensor(targets), (end - start) * ROW_BYTES)
+
+    def assert_copied(self, start: int, end: int) -> None:
+        """Rows [start, end) are the same in both."""
+        assert torch.equal(self.rows_STE[0, start:end], self.rows_STE[1, start:end])
+
+
+def load_by_pointers() -> None:
+    """From now on, as on a GPU without a tensor memory accelerator."""
+    checks.has_tma = lambda device: False  # type: ignore[assignment]
+
+
+def attend_within() -> None:
+    """Decode over every span, quantised and prefill over some."""
+    spans = spans_around(PAGE_ROWS)
+    for paged in (False, True):
+        for span in spans:
+            span.compare(HOST, paged=paged)
+        for kind in KINDS:
+            for span in (Span(length=48), Span(length=41), Span(length=144, window=16)):
+                span.compare(HOST, kind, paged=paged)
+    formats: tuple[tuple[Kind | None, bool], ...] = ((None, False), (None, True), ("int4", False), ("fp8", True))
+    for kind, paged in formats:
+        for span in (Span(length=48, count=48), Span(length=144, count=5, window=12), Span(length=272, count=3)):
+            span.compare(HOST, kind, paged=paged)
+
+
+def attend_with_head_scales() -> None:
+    """Decode and prefill with scales that end where the readable memory ends."""
+    words = Guarded(2 * mmap.PAGESIZE, (0, mmap.PAGESIZE)).bytes_E.view(torch.float32)
+    scale_K = words[mmap.PAGESIZE // 4 - 1 :][:1]
+    scale_K.fill_(0.01)
+    slot = Slot(HOST, 0, 48, "fp8")
+    slot.scales = {"k_scale": scale_K, "v_scale": scale_K}
+    for span in (Span(length=41), Span(length=48, count=3)):
+        q_NHD = span.query(slot)
+        values = (dequantise(view[1, : span.length], scale_K) for view in (slot.k, slot.v))
+        truth = reference.attend(q_NHD, *values, torch.arange(span.length - len(q_NHD), span.length))
+        torch.testing.assert_close(span.attend(slot, q_NHD).float(), truth, rtol=2e-2, atol=5e-3)
+
+
+def stay_within() -> None:
+    """Every kernel up to the edge of what it may touch, and not over it."""
+    attend_within()
+    attend_with_head_scales()
+    for limit in (16, 48):
+        for kind in (None, *KINDS):
+            for paged in (False, True):
+                write_at_the_limit(HOST, limit, kind, paged=paged)
+    for start, end in ((0, 16), (48, 272)):
+        for copy in (TwoSlots.copy_rows, TwoSlots.copy_extents):
+            slots = TwoSlots(start, end, end)
+            copy(slots, start, end)
+            slots.assert_copied(start, end)
+    load_by_pointers()
+    for span in spans_around(PAGE_ROWS):
+        span.compare(HOST)
+
+
+def by_pointers(stray: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        load_by_pointers()
+        stray()
+
+    return run
+
+
+def append_past_the_table() -> None:
+    slot = Slot(HOST, 0, 64)
+    write(slot, 48, 49, slot.table(0, 3))
+
+
+ATTENTION_STRAYS = attention_strays(HOST, PAGE_ROWS)
+STRAYS: dict[str, Callable[[], object]] = {
+    **ATTENTION_STRAYS,
+    "decode-past-by-pointers": by_pointers(ATTENTION_STRAYS["decode-past"]),
+    "window-before-by-pointers": by_pointers(ATTENTION_STRAYS["window-before-in-a-tile"]),
+    "append-table-past": append_past_the_table,
+    "copy-source-past": lambda: TwoSlots(16, 48, 64).copy_rows(16, 49),
+    "copy-target-past": lambda: TwoSlots(16, 64, 48).copy_rows(16, 49),
+    "copy-before": lambda: TwoSlots(16, 48, 48).copy_rows(15, 48),
+    "copy-extent-past": lambda: TwoSlots(16, 48, 64).copy_extents(16, 49),
+}
+"""A kernel is told to touch what it may not, and nothing else is."""
+
+
+def signal_of(stray: Callable[[], object]) -> int:
+    """The signal that ends a process which does that; 0 if none does."""
+    child = os.fork()
+    if child == 0:
+        stray()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def main(what: str) -> None:
-    """`within` must end well; in the others a kernel is told to touch what it may not, and nothing else is."""
-    q_BHD = torch.randn(1, 2, 64).half()
+    """`within` must end well; of `strays` it prints how each ends."""
+    torch.set_num_threads(1)
     if what == "within":
-        for length in (0, 16, 48, 112, 128, 272, 1008):
-            attend_and_compare(0, length)
-        attend_and_compare(128, 432, window=304)
-        for limit in (16, 48):
-            slot = Slot(0, limit)
-            write(slot, limit - 1, limit)
-            write(slot, limit, limit)
-            assert slot.k_STKD[0, limit - 1].eq(7.0).all()
-            assert slot.v_STKD[0, limit - 1].eq(7.0).all()
-    elif what == "decode-past":
-        attend(Slot(0, 48), q_BHD, 49)
-    elif what == "window-before":
-        attend(Slot(128, 432), q_BHD, 432, window=305)
-    elif what == "append-past":
-        write(Slot(0, 48), 48, 49)
-    print("done")
+        stay_within()
+        print("done")
+    else:
+        for name, stray in STRAYS.items():
+            print(name, signal_of(stray), flush=True)
 
 
 if __name__ == "__main__":

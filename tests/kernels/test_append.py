@@ -1,47 +1,171 @@
 """Laws of the append kernel."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.kernels.cases import NAN
+from tests.kernels.memories import FORMATS, POISON, make_memory
 from vmmkv.kernels import reference
 from vmmkv.kernels.append import append
+from vmmkv.kernels.paged import paged_append
+from vmmkv.kernels.quantise import Kind, dequantise
+from vmmkv.units import ceil_div
 
-SLOTS, ROWS = 5, 40
+SLOTS, ROWS, TOKENS, HEADS = 5, 40, 63, 4
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+shapes = pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (1, 96), (3, 128), (1, 256)])
+formats = pytest.mark.parametrize(("kind", "scale"), FORMATS)
+ropes = pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
 
 
-def arena(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN for three layers, [S, T, layer, plane, K, D]."""
-    return torch.full((SLOTS, ROWS, 3, 2, kv_heads, head_dim), NAN, dtype=dtype, device=device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (1, 96), (40, 128), (1, 256)])
-def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
-    kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def make_tokens(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, max_limit: int = ROWS + 9
+) -> tuple[torch.Tensor, ...]:
+    """K, V, q, slots, positions, limits: random cells, of which the last five belong nowhere."""
     generator = torch.Generator().manual_seed(0)
-    num_tokens = 63
-    cells = torch.randperm(SLOTS * ROWS, generator=generator)[:num_tokens].to(device)
+    cells = torch.randperm(SLOTS * ROWS, generator=generator)[:TOKENS].to(device)
     slots_N, positions_N = (cells // ROWS).int(), cells % ROWS
-    # The last five tokens belong nowhere: before the slot, past it, past its limit by far, and in no slot at all.
+    # Before the slot, past it, past its limit by far, and in no slot at all.
     positions_N[-5:-2] = torch.tensor([-1, ROWS, 2**31 - 1], device=device)
-    slots_N[-2:] = torch.tensor([-1, SLOTS], device=device)
-    limit_S = torch.tensor([0, 1, 17, ROWS, ROWS + 9], dtype=torch.int32, device=device)
-    qkv = torch.randn(num_tokens, 4 + 2 * kv_heads, head_dim, generator=generator).to(device, dtype)
-    k_NKD, v_NKD = qkv[:, 4 : 4 + kv_heads], qkv[:, 4 + kv_heads :]
+    slots_N[-5:] = torch.tensor([SLOTS - 1, SLOTS - 1, SLOTS - 1, -1, SLOTS], device=device)
+    limit_S = torch.tensor([0, 1, 17, ROWS, max_limit], dtype=torch.int32, device=device)
+    qkv = torch.randn(TOKENS, HEADS + 2 * kv_heads, head_dim, generator=generator).to(device, dtype)
+    # Each token at a magnitude of its own, some of them of zeros.
+    qkv *= 2.0 ** torch.arange(-16, TOKENS - 16).clamp(max=12).to(device)[:, None, None]
+    qkv[::8] = 0.0
+    q_NHD, k_NKD, v_NKD = qkv.split([HEADS, kv_heads, kv_heads], dim=1)
+    return k_NKD, v_NKD, q_NHD, slots_N, positions_N, limit_S
 
-    ours, expected = arena(kv_heads, head_dim, dtype, device), arena(kv_heads, head_dim, dtype, device)
-    append(k_NKD, v_NKD, ours[:, :, 1, 0], ours[:, :, 1, 1], slots_N, positions_N, limit_S)
-    reference.append(k_NKD, v_NKD, expected[:, :, 1, 0], expected[:, :, 1, 1], slots_N, positions_N, limit_S)
-    assert 0 < expected.isfinite().sum() < num_tokens * 2 * kv_heads * head_dim
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+
+def make_angles(head_dim: int, device: torch.device, positions: int = ROWS) -> dict[str, torch.Tensor]:
+    """The tables of a model with base 10,000."""
+    frequencies_R = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles_TR = torch.arange(positions)[:, None] * frequencies_R
+    return {"cos_TR": angles_TR.cos().to(device), "sin_TR": angles_TR.sin().to(device)}
+
+
+@shapes
+@pytest.mark.parametrize(
+    ("dtype", "kind", "scale"),
+    [(torch.float16, kind, scale) for kind, scale in FORMATS] + [(torch.float32, None, ""), (torch.float32, "int8", "token")],
+)
+@ropes
+def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str, rope: bool, device: torch.device
+) -> None:
+    k_NKD, v_NKD, q_NHD, *where = make_tokens(kv_heads, head_dim, dtype, device)
+    queries = [q_NHD.clone(), q_NHD.clone()]
+    memories = [make_memory((SLOTS, ROWS), kv_heads, head_dim, dtype, kind, scale, device) for _ in range(2)]
+    for write, memory, query in zip((append, reference.append), memories, queries, strict=True):
+        options: dict[str, Any] = make_angles(head_dim, device) | {"q_NHD": query} if rope else {}
+        write(k_NKD, v_NKD, memory.k, memory.v, *where, **options, **memory.scales)
+    ours, expected = memories
+    assert (expected.bytes_STE != POISON).any()
+    assert torch.equal(ours.bytes_STE, expected.bytes_STE)
+    assert torch.equal(queries[0], queries[1])
+    assert torch.equal(queries[0], q_NHD) != rope
+
+
+@formats
+@ropes
+@pytest.mark.parametrize("block", [1, 5, 16, 64])
+def test_blocks_hold_bit_for_bit_what_slots_do(
+    block: int, kind: Kind | None, scale: str, rope: bool, device: torch.device
+) -> None:
+    k_NKD, v_NKD, _, slots_N, positions_N, limit_S = make_tokens(3, 96, torch.float16, device, max_limit=ROWS - 1)
+    options: dict[str, Any] = make_angles(96, device) if rope else {}
+    expected = make_memory((SLOTS, ROWS), 3, 96, torch.float16, kind, scale, device)
+    append(k_NKD, v_NKD, expected.k, expected.v, slots_N, positions_N, limit_S, **options, **expected.scales)
+
+    columns = ceil_div(ROWS, block)
+    blocks = SLOTS * columns + 3
+    ours = make_memory((blocks, block), 3, 96, torch.float16, kind, scale, device)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).to(device)
+    tables_SC = order[: SLOTS * columns].view(SLOTS, columns).int()
+    paged_append(k_NKD, v_NKD, ours.k, ours.v, slots_N, positions_N, tables_SC, limit_S, **options, **ours.scales)
+    gathered = ours.bytes_STE[tables_SC.long()].flatten(1, 2)
+    assert torch.equal(gathered[:, :ROWS], expected.bytes_STE[:SLOTS])
+    assert (gathered[:, ROWS:] == POISON).all()
+    assert (ours.bytes_STE[order[SLOTS * columns :]] == POISON).all()
+    assert (ours.bytes_STE[blocks] == POISON).all()
+
+
+def test_a_token_whose_block_does_not_exist_is_written_nowhere(device: torch.device) -> None:
+    memory = make_memory((2, 4), 1, 64, torch.float16, None, "", device)
+    token_NKD = torch.ones(3, 1, 64, dtype=torch.float16, device=device)
+    tables_SC = torch.tensor([[-1, 2, 2**31 - 1]], dtype=torch.int32, device=device)
+    limit_S = torch.full((1,), 12, dtype=torch.int32, device=device)
+    slots_N, positions_N = torch.zeros(3, dtype=torch.int32, device=device), torch.tensor([0, 5, 11], device=device)
+    paged_append(token_NKD, token_NKD, memory.k, memory.v, slots_N, positions_N, tables_SC, limit_S)
+    assert (memory.bytes_STE == POISON).all()
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rotation_is_that_of_transformers(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    k_NKD, v_NKD, q_NHD, *_ = make_tokens(3, head_dim, dtype, device)
+    positions_N = torch.arange(TOKENS, device=device)
+    angles = make_angles(head_dim, device, TOKENS)
+    cos_1TD, sin_1TD = (torch.cat([table_TR, table_TR], dim=-1)[None] for table_TR in angles.values())
+    q_1HTD, k_1KTD = (x_NHD.float().transpose(0, 1)[None] for x_NHD in (q_NHD, k_NKD))
+    q_1HTD, k_1KTD = llama.apply_rotary_pos_emb(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
+
+    memory = make_memory((1, TOKENS), 3, head_dim, dtype, None, "", device)
+    limit_S = torch.full((1,), TOKENS, dtype=torch.int32, device=device)
+    append(k_NKD, v_NKD, memory.k, memory.v, torch.zeros_like(positions_N), positions_N, limit_S, q_NHD=q_NHD, **angles)
+    assert torch.equal(memory.k[0], k_1KTD[0].transpose(0, 1).to(dtype))
+    assert torch.equal(memory.v[0], v_NKD)
+    assert torch.equal(q_NHD, q_1HTD[0].transpose(0, 1).to(dtype))
+
+
+def test_a_position_without_an_angle_is_left_alone(device: torch.device) -> None:
+    memory = make_memory((1, ROWS), 2, 64, torch.float16, None, "", device)
+    k_NKD = torch.ones(3, 2, 64, dtype=torch.float16, device=device)
+    q_NHD = torch.ones(3, HEADS, 64, dtype=torch.float16, device=device)
+    positions_N = torch.tensor([-1, 11, 12], device=device)
+    limit_S = torch.full((1,), ROWS, dtype=torch.int32, device=device)
+    angles = make_angles(64, device, positions=12)
+    slots_N = torch.zeros_like(positions_N)
+    append(k_NKD, k_NKD, memory.k, memory.v, slots_N, positions_N, limit_S, q_NHD=q_NHD, **angles)
+    written_T = (memory.bytes_STE[0] != POISON).any(dim=-1)
+    assert written_T.nonzero().tolist() == [[11]]
+    assert (q_NHD != 1).flatten(1).any(dim=1).tolist() == [False, True, False]
+
+
+def test_every_float16_rounds_to_fp8_as_torch_rounds_it(device: torch.device) -> None:
+    all_NKD = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(256, 1, 256).to(device)
+    all_NKD = all_NKD.nan_to_num(0.0)
+    memory = make_memory((1, 256), 1, 256, torch.float16, "fp8", "", device)
+    one_K = torch.ones(1, device=device)
+    positions_N = torch.arange(256, device=device)
+    limit_S = torch.full((1,), 256, dtype=torch.int32, device=device)
+    slots_N = torch.zeros_like(positions_N)
+    append(all_NKD, all_NKD, memory.k, memory.v, slots_N, positions_N, limit_S, k_scale=one_K, v_scale=one_K)
+    expected = all_NKD.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(memory.k[0].view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_halves_round_to_even(kind: Kind, device: torch.device) -> None:
+    most = {"int8": 127, "int4": 7}[kind]
+    k_NKD = (torch.arange(-64, 64) / 2).clamp(-most, most).to(device, torch.float16).view(1, 1, 128).contiguous()
+    k_NKD[..., 0] = most
+    memory = make_memory((1, 1), 1, 128, torch.float16, kind, "token", device)
+    zero_N = torch.zeros(1, dtype=torch.int32, device=device)
+    append(k_NKD, -k_NKD, memory.k, memory.v, zero_N, zero_N, zero_N + 1, **memory.scales)
+    assert memory.scales["k_scale"].item() == 1.0
+    assert torch.equal(dequantise(memory.k, memory.scales["k_scale"])[0], k_NKD.float().round())
+    assert torch.equal(dequantise(memory.v, memory.scales["v_scale"])[0], -k_NKD.float().round())
 
 
 def test_appending_nothing_launches_nothing(device: torch.device) -> None:
-    memory = arena(2, 64, torch.float16, device)
+    memory = torch.full((SLOTS, ROWS, 2, 2, 64), NAN, dtype=torch.float16, device=device)
     limit_S = torch.full((SLOTS,), ROWS, dtype=torch.int32, device=device)
     none_NKD = torch.empty(0, 2, 64, dtype=torch.float16, device=device)
     none_N = torch.empty(0, dtype=torch.int32, device=device)
-    append(none_NKD, none_NKD, memory[:, :, 0, 0], memory[:, :, 0, 1], none_N, none_N, limit_S)
+    append(none_NKD, none_NKD, memory[:, :, 0], memory[:, :, 1], none_N, none_N, limit_S)
     assert memory.isnan().all()

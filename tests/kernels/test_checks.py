@@ -6,11 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import make_case
+from tests.kernels.cases import Case, make_case
+from tests.kernels.memories import make_memory
 from vmmkv.kernels.append import append
 from vmmkv.kernels.decode import decode
+from vmmkv.kernels.paged import paged_append, paged_decode, paged_prefill
+from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.quantise import Kind
 
-Tensors = dict[str, torch.Tensor]
+Spoil = Callable[[torch.Tensor], Any]
+Refusal = tuple[str, Spoil, str]
+"""The argument, what is done to it, and what the message says besides."""
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,90 +39,223 @@ def meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
-DECODE_REFUSALS: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
+def missing(tensor: torch.Tensor) -> None:
+    """No tensor."""
+
+
+def assert_refused(launch: Callable[..., object], arguments: dict[str, Any], refusal: Refusal) -> None:
+    """The launch works, and with one argument spoilt it is refused in that argument's name."""
+    name, spoil, wanted = refusal
+    launch(**arguments)
+    with pytest.raises(ValueError) as raised:
+        launch(**(arguments | {name: spoil(arguments[name])}))
+    assert str(raised.value).startswith(f"{name} is ")
+    assert wanted in str(raised.value)
+
+
+def small_case(device: torch.device, kind: Kind | None = None, scale: str = "token") -> Case:
+    return make_case([5, 9], heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, kind=kind, scale=scale, device=device)
+
+
+def decode_arguments(case: Case) -> dict[str, Any]:
+    names = ("q_BHD", "k_STKW", "v_STKW", "lengths_B", "slots_B")
+    return dict(zip(names, case.arguments, strict=True)) | case.memory.scales
+
+
+MEMORY: list[Refusal] = [
+    ("k_STKW", lambda k: k[0], "4 dimensions: [slots, rows, kv heads, head dim]"),
+    ("k_STKW", lambda k: k.long(), "float16, bfloat16 or float32; or quantised: float8_e4m3fn (fp8), int8 (int8), uint8"),
+    ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
+    ("k_STKW", spread, "stride 1"),
+    ("k_STKW", odd_strides, "16 bytes"),
+    ("k_STKW", misaligned, "16 bytes"),
+    ("k_STKW", meta, "where the others are"),
+    ("v_STKW", lambda v: v[:, :-1], "(4, "),
+    ("v_STKW", lambda v: v.float(), "float16"),
+    ("v_STKW", odd_strides, "16 bytes"),
+    ("v_STKW", meta, "where the others are"),
+]
+"""Of K and V, whatever the kernel."""
+
+DECODE: list[Refusal] = [
+    *MEMORY,
     ("q_BHD", lambda q: q[0], "3 dimensions"),
-    ("q_BHD", lambda q: q.float(), "float16"),
     ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
     ("q_BHD", lambda q: q[:, :0], "multiple of the 2 kv heads"),
+    ("q_BHD", lambda q: q.repeat(1, 40, 1), "at most 64 times as many"),
     ("q_BHD", lambda q: q[..., :32], "(2, 4, 64)"),
     ("q_BHD", spread, "stride 1"),
     ("q_BHD", odd_strides, "16 bytes"),
     ("q_BHD", misaligned, "16 bytes"),
     ("q_BHD", meta, "tensor"),
-    ("k_STKD", lambda k: k[0], "4 dimensions"),
-    ("k_STKD", lambda k: k.long(), "float16, bfloat16 or float32"),
-    ("k_STKD", spread, "stride 1"),
-    ("k_STKD", meta, "where the others are"),
-    ("v_STKD", lambda v: v[:, :-1], "(4, "),
-    ("v_STKD", lambda v: v.float(), "float16"),
-    ("v_STKD", odd_strides, "16 bytes"),
     ("lengths_B", lambda lengths: lengths[:1], "(2,)"),
     ("lengths_B", lambda lengths: lengths.float(), "int32 or int64"),
+    ("lengths_B", meta, "the host never reads it"),
     ("slots_B", lambda slots: slots.repeat_interleave(2)[::2], "contiguous"),
     ("slots_B", meta, "the host never reads it"),
     ("limit_S", lambda limit: limit.long(), "int32"),
     ("limit_S", lambda limit: limit[:1], "(4,)"),
+    ("limit_S", meta, "the host never reads it"),
     ("window", lambda _: 0, "at least 1"),
     ("softcap", lambda _: 0.0, "positive"),
-    ("out", lambda q: q.float(), "float16"),
-    ("workspace", lambda q: torch.empty(5, device=q.device), "at least"),
+    ("out", lambda out: out.float(), "float16"),
+    ("out", lambda out: out[:1], "(2, 4, 64)"),
+    ("out", spread, "stride 1"),
+    ("workspace", lambda _: torch.empty(5), "at least"),
+    ("workspace", lambda workspace: workspace.double(), "float32"),
+    ("workspace", meta, "where the others are"),
 ]
 
 
-@pytest.mark.parametrize(("name", "spoil", "wanted"), DECODE_REFUSALS)
-def test_decode_names_the_argument_it_refuses(
-    name: str, spoil: Callable[[torch.Tensor], Any], wanted: str, device: torch.device
-) -> None:
-    case = make_case([5, 9], heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, device=device)
-    arguments: dict[str, Any] = dict(
-        zip(("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B"), case.arguments, strict=True),
-        limit_S=torch.full((4,), 9, dtype=torch.int32, device=device),
-        out=torch.empty_like(case.q_BHD),
-    )
-    decode(**arguments)
-    arguments[name] = spoil(arguments.get(name, case.q_BHD))
-    with pytest.raises(ValueError) as refusal:
-        decode(**arguments)
-    assert str(refusal.value).startswith(f"{name} is ")
-    assert wanted in str(refusal.value)
+@pytest.mark.parametrize("refusal", DECODE, ids=lambda refusal: refusal[0])
+def test_decode_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    case = small_case(device)
+    arguments = decode_arguments(case) | {
+        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
+        "window": None,
+        "softcap": None,
+        "out": torch.empty_like(case.q_BHD) if refusal[0] == "out" else None,
+        "workspace": torch.empty(100_000, device=device),
+    }
+    assert_refused(decode, arguments, refusal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "refusal"),
+    [
+        ("int8", "token", ("k_scale", missing, "both K and V")),
+        ("int8", "token", ("v_scale", missing, "both K and V")),
+        ("int8", "token", ("k_scale", lambda scale: scale.float(), "float16 of shape (4, 14, 2)")),
+        ("int8", "token", ("k_scale", lambda scale: scale[:, :-1], "(4, 14, 2)")),
+        ("int8", "token", ("v_scale", lambda scale: scale[0], "(4, 14, 2)")),
+        ("int4", "token", ("v_scale", spread, "strided by 2")),
+        ("int4", "token", ("v_scale", meta, "where the others are")),
+        ("int4", "token", ("k_scale", lambda scale: scale[0, 0].float(), "as int4 needs")),
+        ("fp8", "head", ("k_scale", lambda scale: scale.half(), "float32 of shape (2,)")),
+        ("fp8", "head", ("v_scale", lambda scale: scale.repeat(2), "float32 of shape (2,)")),
+        ("fp8", "head", ("v_scale", spread, "contiguous")),
+        ("fp8", "head", ("v_scale", lambda scale: scale.half().expand(4, 14, 2), "1, as k_scale has")),
+        ("int4", "token", ("v_STKW", lambda v: v.view(torch.int8), "uint8")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_the_scales_of_quantised_rows_are_checked(kind: Kind, scale: str, refusal: Refusal, device: torch.device) -> None:
+    case = small_case(device, kind, scale)
+    assert_refused(decode, decode_arguments(case), refusal)
+
+
+def test_both_scales_of_quantised_rows_are_wanted(device: torch.device) -> None:
+    case = small_case(device, "fp8")
+    with pytest.raises(ValueError, match=r"^k_scale is missing; wanted the scales of fp8 K and V"):
+        decode(*case.arguments)
+    plain = small_case(device)
+    with pytest.raises(ValueError, match=r"^k_scale is given; wanted none, since k_STKW is of torch.float16"):
+        decode(*plain.arguments, **case.memory.scales)
+    with pytest.raises(ValueError, match=r"^v_scale is missing; wanted a scale for both K and V, or for neither"):
+        decode(*plain.arguments, k_scale=case.memory.scales["k_scale"])
 
 
 def test_decode_refuses_rows_too_far_apart_for_32_bit_offsets(device: torch.device) -> None:
     case = make_case([1], heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, device=device)
-    k_STKD = torch.empty(1, 1, 2, 64, dtype=torch.float16, device=device)
-    far_STKD = k_STKD.as_strided((1, 1, 2, 64), (2**31, 2**31 // 16, 64, 1))
-    with pytest.raises(ValueError, match="k_STKD is strided by"):
-        decode(case.q_BHD, far_STKD, far_STKD, case.lengths_B, case.slots_B)
+    row_STKW = torch.empty(1, 1, 2, 64, dtype=torch.float16, device=device)
+    far_STKW = row_STKW.as_strided((1, 1, 2, 64), (2**31, 2**31 // 16, 64, 1))
+    with pytest.raises(ValueError, match="k_STKW is strided by"):
+        decode(case.q_BHD, far_STKW, far_STKW, case.lengths_B, case.slots_B)
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "wanted"),
-    [
-        ("k_NKD", lambda k: k[0], "(0, 2, 64)"),
-        ("k_NKD", lambda k: k.float(), "float16"),
-        ("v_NKD", lambda v: v[:-1], "(3, 2, 64)"),
-        ("v_NKD", odd_strides, "16 bytes"),
-        ("v_STKD", misaligned, "16 bytes"),
-        ("slots_N", lambda slots: slots[:1], "(3,)"),
-        ("positions_N", meta, "where the others are"),
-        ("limit_S", lambda limit: limit.long(), "int32"),
-    ],
-)
-def test_append_names_the_argument_it_refuses(
-    name: str, spoil: Callable[[torch.Tensor], Any], wanted: str, device: torch.device
+TABLES: list[Refusal] = [
+    ("k_PUKW", lambda k: k[0], "[blocks, rows of a block, kv heads, head dim]"),
+    ("k_PUKW", lambda k: k.float(), "wanted torch.float16"),
+    ("v_PUKW", odd_strides, "16 bytes"),
+    ("v_PUKW", lambda v: v[1:], "(15, 5, 2, 64)"),
+    ("tables_SC", lambda tables: tables.long(), "int32"),
+    ("tables_SC", lambda tables: tables[0], "2 dimensions, [slots, blocks of each]"),
+    ("tables_SC", spread, "the last contiguous"),
+    ("tables_SC", meta, "where the others are"),
+    ("limit_S", lambda limit: limit[:-1], "(4,)"),
+]
+
+
+@pytest.mark.parametrize("launch", [paged_decode, paged_append, paged_prefill])
+@pytest.mark.parametrize("refusal", TABLES, ids=lambda refusal: refusal[0])
+def test_a_paged_kernel_names_the_argument_it_refuses(
+    refusal: Refusal, launch: Callable[..., object], device: torch.device
 ) -> None:
-    arguments = {
-        "k_NKD": torch.zeros(3, 2, 64, dtype=torch.float16, device=device),
-        "v_NKD": torch.zeros(3, 2, 64, dtype=torch.float16, device=device),
-        "k_STKD": torch.zeros(4, 8, 2, 64, dtype=torch.float16, device=device),
-        "v_STKD": torch.zeros(4, 8, 2, 64, dtype=torch.float16, device=device),
+    case = small_case(device)
+    blocks, tables_SC = case.memory.in_blocks(5)
+    arguments: dict[str, Any] = {
+        "k_PUKW": blocks.k,
+        "v_PUKW": blocks.v,
+        "tables_SC": tables_SC,
+        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
+    }
+    if launch is paged_append:
+        new_NKD = torch.zeros(2, 2, 64, dtype=torch.float16, device=device)
+        arguments |= {"k_NKD": new_NKD, "v_NKD": new_NKD, "slots_N": case.slots_B, "positions_N": case.lengths_B}
+    else:
+        name = "q_BHD" if launch is paged_decode else "q_NHD"
+        arguments |= {name: case.q_BHD, "lengths_B": case.lengths_B, "slots_B": case.slots_B}
+        if launch is paged_prefill:
+            arguments["query_starts"] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    assert_refused(launch, arguments, refusal)
+
+
+@pytest.mark.parametrize("refusal", MEMORY, ids=lambda refusal: refusal[0])
+def test_prefill_names_the_argument_of_its_memory(refusal: Refusal, device: torch.device) -> None:
+    arguments = decode_arguments(small_case(device))
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    assert_refused(prefill, {"q_NHD": arguments.pop("q_BHD"), "query_starts": starts} | arguments, refusal)
+
+
+APPEND: list[Refusal] = [
+    ("k_NKD", lambda k: k[0], "(0, 2, 64)"),
+    ("k_NKD", lambda k: k.long(), "float16, bfloat16 or float32"),
+    ("k_NKD", meta, "tensor"),
+    ("v_NKD", lambda v: v[:-1], "(3, 2, 64)"),
+    ("v_NKD", lambda v: v.float(), "float16"),
+    ("v_NKD", odd_strides, "16 bytes"),
+    ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
+    ("v_STKW", misaligned, "16 bytes"),
+    ("slots_N", lambda slots: slots[:1], "(3,)"),
+    ("slots_N", lambda slots: slots.float(), "int32 or int64"),
+    ("positions_N", meta, "where the others are"),
+    ("limit_S", lambda limit: limit.long(), "int32"),
+    ("q_NHD", lambda q: q[0], "3 dimensions"),
+    ("q_NHD", lambda q: q[:-1], "(3, 4, 64)"),
+    ("q_NHD", lambda q: q.float(), "float16"),
+    ("q_NHD", odd_strides, "16 bytes"),
+    ("cos_TR", missing, "both cosines and sines"),
+    ("cos_TR", lambda cos: cos[0], "2 dimensions: [positions, head dim / 2]"),
+    ("cos_TR", lambda cos: cos.half(), "float32"),
+    ("cos_TR", lambda cos: cos[:, :16], "(8, 32)"),
+    ("sin_TR", missing, "both cosines and sines"),
+    ("sin_TR", lambda sin: sin[:-1], "(8, 32)"),
+    ("sin_TR", spread, "stride 1"),
+    ("sin_TR", meta, "where the others are"),
+]
+
+
+def append_arguments(device: torch.device) -> dict[str, Any]:
+    memory = make_memory((4, 8), 2, 64, torch.float16, None, "", device)
+    new_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
+    return {
+        "k_NKD": new_NHD[:, :2],
+        "v_NKD": new_NHD[:, 2:],
+        "k_STKW": memory.k,
+        "v_STKW": memory.v,
         "slots_N": torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
         "positions_N": torch.tensor([3, 4, 5], dtype=torch.int32, device=device),
         "limit_S": torch.full((4,), 8, dtype=torch.int32, device=device),
     }
-    append(**arguments)
-    arguments[name] = spoil(arguments[name])
-    with pytest.raises(ValueError) as refusal:
-        append(**arguments)
-    assert str(refusal.value).startswith(f"{name} is ")
-    assert wanted in str(refusal.value)
+
+
+@pytest.mark.parametrize("refusal", APPEND, ids=lambda refusal: refusal[0])
+def test_append_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    angles = {name: torch.zeros(8, 32, device=device) for name in ("cos_TR", "sin_TR")}
+    q_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
+    assert_refused(append, append_arguments(device) | angles | {"q_NHD": q_NHD}, refusal)
+
+
+def test_append_refuses_queries_that_it_has_no_angles_for(device: torch.device) -> None:
+    q_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
+    assert_refused(append, append_arguments(device) | {"q_NHD": None}, ("q_NHD", lambda _: q_NHD, "both, since rotation"))

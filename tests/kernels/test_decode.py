@@ -1,104 +1,225 @@
-"""Laws of the decode kernel."""
+"""Laws of the decode kernel, over slots of unquantised rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.cases import LENGTHS, NAN, assert_right, make_case
+from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
+from vmmkv.kernels import checks
 from vmmkv.kernels.decode import decode, workspace_elements
 from vmmkv.kernels.tiling import Tiling, tiling
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 
+Cut = Callable[..., Tiling]
+
 
 @pytest.fixture
-def few_chunks(monkeypatch: pytest.MonkeyPatch) -> Tiling:
-    """Chunks of 32 rows and at most 4 of them, so that short sequences go through what long ones do."""
-    cut = dataclasses.replace(tiling(4, 2, 64, 2), tile_rows=16, chunk_rows=32, max_chunks=4)
-    monkeypatch.setattr("vmmkv.kernels.decode.tiling", lambda *shape: cut)
+def cut_like(monkeypatch: pytest.MonkeyPatch) -> Cut:
+    """Tiles of 16 rows in small chunks, so that short sequences go through what long ones do."""
+
+    def cut(**changes: int) -> Tiling:
+        small = {"tile_rows": 16, "chunk_tiles": 2, "max_chunks": 4}
+        cut = dataclasses.replace(tiling(4, 2, 64, 2, 128), **(small | changes))
+        monkeypatch.setattr("vmmkv.kernels.decode.tiling", lambda *shape: cut)
+        return cut
+
     return cut
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.fixture
+def set_lanes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """So many programs for each kv head."""
+    return lambda num_lanes: monkeypatch.setattr("vmmkv.kernels.decode._num_lanes", lambda *_: num_lanes)
+
+
+@pytest.fixture
+def by_pointers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on, tiles are loaded as on a GPU without a tensor memory accelerator."""
+    return lambda: monkeypatch.setattr(checks, "has_tma", lambda device: False)
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(4, 2, 64), (3, 3, 64), (9, 3, 64), (3, 1, 80), (16, 1, 96), (8, 2, 128), (5, 1, 256), (17, 1, 16)],
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (4, 2, 64, torch.float16),
+        (9, 3, 64, torch.float16),
+        (3, 1, 80, torch.float16),
+        (2, 1, 96, torch.float16),
+        (4, 2, 128, torch.float16),
+        (3, 1, 256, torch.float16),
+        (2, 2, 64, torch.float32),
+        (3, 1, 80, torch.float32),
+        (2, 1, 256, torch.float32),
+    ],
 )
 def test_decode_is_right_at_every_shape_and_length(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    lengths = LENGTHS if heads < 16 else LENGTHS[:6]
-    case = make_case(lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+    case = make_case(LENGTHS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device)
     out = case.poisoned_out()
-    assert decode(*case.arguments, out=out) is out
+    assert case.decode(out=out) is out
     assert_right(out, case)
 
 
-@pytest.mark.parametrize("window", [1, 16, 63, 300, 5000])
-def test_a_window_reads_nothing_before_it(window: int, device: torch.device) -> None:
-    case = make_case([0, 1, 63, 64, 65, 700], window=window, device=device, **SMALL)
-    out = decode(*case.arguments, window=window)
+@pytest.mark.parametrize("group", [*range(1, 17), 17, 64])
+def test_any_number_of_query_heads_shares_a_kv_head(group: int, device: torch.device) -> None:
+    case = make_case([130], heads=group, kv_heads=1, head_dim=16, dtype=torch.float16, device=device)
+    assert_right(case.decode(out=case.poisoned_out()), case)
+
+
+@pytest.mark.parametrize("window", [1, 63, 300, 5000])
+def test_a_window_reads_nothing_before_it(window: int, by_pointers: Callable[[], None], device: torch.device) -> None:
+    case = make_case([0, 1, 63, 64, 65, 500], window=window, device=device, **{**SMALL, "heads": 2})
+    out = case.decode(window=window, out=case.poisoned_out())
     assert_right(out, case, window=window)
+    by_pointers()
+    assert torch.equal(case.decode(window=window), out)
+
+
+def test_a_window_reads_nothing_before_it_at_a_limit_either(device: torch.device) -> None:
+    # Past its limit a sequence has few rows left in its window, and what comes out of them is dropped; but they are read.
+    case = make_case([200], window=100, device=device, **SMALL)
+    limit_S = torch.full((case.num_slots,), 110, dtype=torch.int32, device=device)
+    assert case.decode(window=100, limit_S=limit_S, out=case.poisoned_out()).isfinite().all()
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 def test_scores_are_capped_softly(softcap: float, dtype: torch.dtype, device: torch.device) -> None:
     case = make_case([1, 111, 300], device=device, **{**SMALL, "dtype": dtype})
-    out = decode(*case.arguments, softcap=softcap, scale=0.7)
+    out = case.decode(softcap=softcap, scale=0.7)
     assert_right(out, case, softcap=softcap, scale=0.7)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+@pytest.mark.parametrize("scale", [300.0, -300.0, 1e-6])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_an_extreme_score_gives_no_nan(softcap: float | None, device: torch.device) -> None:
+def test_an_extreme_score_gives_no_nan(softcap: float | None, scale: float, cut_like: Cut, device: torch.device) -> None:
+    cut_like()
     case = make_case([1, 111], device=device, **{**SMALL, "dtype": torch.float32})
-    assert decode(*case.arguments, scale=300.0, softcap=softcap).isfinite().all()
+    assert case.decode(scale=scale, softcap=softcap).isfinite().all()
+
+
+def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(cut_like: Cut, device: torch.device) -> None:
+    cut_like()
+    case = make_case([300] * 6, heads=1, kv_heads=1, head_dim=64, dtype=torch.float32, device=device)
+    slots, rows = case.slots_B.long(), torch.tensor([0, 15, 16, 150, 288, 299], device=device)
+    case.memory.k[slots, rows] = case.q_BHD * 100
+    torch.testing.assert_close(case.decode(), case.memory.v[slots, rows], rtol=1e-6, atol=1e-6)
 
 
 def test_length_one_gives_its_value(device: torch.device) -> None:
     case = make_case([1], device=device, **SMALL)
-    value_KD = case.v_STKD[case.slots_B[0], 0]
-    torch.testing.assert_close(decode(*case.arguments)[0], value_KD.repeat_interleave(2, dim=0), rtol=0, atol=0)
+    value_KD = case.memory.v[case.slots_B[0], 0]
+    torch.testing.assert_close(case.decode()[0], value_KD.repeat_interleave(2, dim=0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("lengths", [[128, 127], [129, 1], [1000, 33, 0, 257]])
-def test_a_long_sequence_takes_larger_chunks(lengths: list[int], few_chunks: Tiling, device: torch.device) -> None:
+@pytest.mark.parametrize("max_chunks", [1, 4])
+def test_a_long_sequence_takes_larger_chunks(max_chunks: int, lengths: list[int], cut_like: Cut, device: torch.device) -> None:
+    cut_like(max_chunks=max_chunks)
     case = make_case(lengths, device=device, **SMALL)
-    assert_right(decode(*case.arguments), case)
+    assert_right(case.decode(), case)
 
 
-def test_the_workspace_is_as_large_as_said(few_chunks: Tiling, device: torch.device) -> None:
-    case = make_case([1000, 1, 77], device=device, **SMALL)
-    needed = workspace_elements(3, 4, 2, 64, 2)
-    assert needed == 3 * 4 * few_chunks.max_chunks * (64 + 1)
+@pytest.mark.parametrize(("num_rows", "max_chunks"), [(400, 4), (400, 64), (77, 4)])
+@pytest.mark.parametrize("num_lanes", [1, 5])
+def test_the_workspace_is_as_large_as_said(
+    num_lanes: int, num_rows: int, max_chunks: int, cut_like: Cut, set_lanes: Callable[[int], None], device: torch.device
+) -> None:
+    cut_like(max_chunks=max_chunks)
+    set_lanes(num_lanes)
+    case = make_case([num_rows, 1, 77], num_rows=num_rows, device=device, **SMALL)
+    needed = workspace_elements(case.q_BHD, case.memory.k)
     memory = torch.full((needed + 64,), NAN, device=device)
-    out = decode(*case.arguments, workspace=memory[:needed])
+    out = case.decode(workspace=memory[:needed])
     assert_right(out, case)
     assert memory[needed:].isnan().all()
+    with pytest.raises(ValueError, match=f"at least {needed} contiguous"):
+        case.decode(workspace=memory[: needed - 1])
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7])
-def test_a_sequence_rounds_the_same_in_any_batch(
-    programs: int, few_chunks: Tiling, monkeypatch: pytest.MonkeyPatch, device: torch.device
+def test_a_workspace_may_hold_anything(cut_like: Cut, device: torch.device) -> None:
+    cut_like()
+    case = make_case([300, 0, 77], device=device, **SMALL)
+    workspace = torch.full((workspace_elements(case.q_BHD, case.memory.k),), NAN, device=device)
+    expected = case.decode(workspace=workspace)
+    assert_right(expected, case)
+    assert torch.equal(case.decode(workspace=workspace), expected)
+
+
+@pytest.mark.parametrize("lengths", [[500, 3, 0, 65], [33, 17, 16, 15, 1, 31, 64, 128], [0, 1300]])
+def test_the_bits_do_not_depend_on_the_number_of_lanes(
+    lengths: list[int], cut_like: Cut, set_lanes: Callable[[int], None], device: torch.device
 ) -> None:
-    case = make_case([500, 3, 0, 65], device=device, **SMALL)
-    together = decode(*case.arguments)
-    monkeypatch.setattr("vmmkv.kernels.decode._num_programs", lambda *_: programs)
+    # Leaves grow at 32 and at 64 tiles, of which 1300 rows have 82.
+    cut_like(chunk_tiles=8)
+    case = make_case(lengths, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, device=device)
+    set_lanes(1)
+    expected = case.decode(out=case.poisoned_out())
+    assert_right(expected, case)
+    for num_lanes in (2, 3, 7, 16):
+        set_lanes(num_lanes)
+        assert torch.equal(case.decode(out=case.poisoned_out()), expected), f"{num_lanes} lanes"
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("num_lanes", [1, 5])
+def test_a_sequence_rounds_the_same_in_any_batch_and_slot(
+    num_lanes: int, window: int | None, cut_like: Cut, set_lanes: Callable[[int], None], device: torch.device
+) -> None:
+    cut_like()
+    case = make_case([300, 3, 0, 65], heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, device=device)
+    together = case.decode(window=window)
+    set_lanes(num_lanes)
     for b in range(4):
-        assert torch.equal(decode(*case.only(b).arguments)[0], together[b])
+        alone = case.only(b)
+        assert torch.equal(alone.decode(window=window)[0], together[b])
+        moved = in_slot(alone, case.num_slots - 1 - int(alone.slots_B))
+        assert torch.equal(moved.decode(window=window)[0], together[b])
+
+
+def in_slot(case: Case, slot: int) -> Case:
+    """The one sequence of a case in another slot of a poisoned arena."""
+    source = case.slots_B[0]
+    bytes_STE = torch.full_like(case.memory.bytes_STE, 0xFF)
+    bytes_STE[slot] = case.memory.bytes_STE[source]
+    offset = case.memory.k.storage_offset(), case.memory.v.storage_offset()
+    k, v = (
+        bytes_STE.view(-1).view(view.dtype).as_strided(view.shape, view.stride(), start)
+        for view, start in zip((case.memory.k, case.memory.v), offset, strict=True)
+    )
+    return dataclasses.replace(
+        case,
+        memory=dataclasses.replace(case.memory, bytes_STE=bytes_STE, k=k, v=v),
+        slots_B=torch.full_like(case.slots_B, slot),
+    )
+
+
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 80, "heads": 3, "kv_heads": 1}, {"dtype": torch.float32}])
+def test_pointers_give_the_bits_of_descriptors(
+    shape: dict[str, Any], by_pointers: Callable[[], None], device: torch.device
+) -> None:
+    case = make_case([0, 1, 15, 16, 17, 300], device=device, **{**SMALL, **shape})
+    expected = case.decode(out=case.poisoned_out())
+    by_pointers()
+    out = case.decode(out=case.poisoned_out())
+    assert_right(out, case)
+    assert torch.equal(out, expected)
 
 
 def test_rows_at_and_past_the_limit_are_not_read(device: torch.device) -> None:
     case = make_case([40, 17, 100], device=device, **SMALL)
-    limit_S = torch.full((case.k_STKD.shape[0],), 1000, dtype=torch.int32, device=device)
+    limit_S = torch.full((case.num_slots,), 1000, dtype=torch.int32, device=device)
     limit_S[case.slots_B[0]] = 40
     limit_S[case.slots_B[1]] = 0
-    lengths_B = torch.tensor([41, 17, 100], dtype=torch.int32, device=device)
-    out = decode(case.q_BHD, case.k_STKD, case.v_STKD, lengths_B, case.slots_B, limit_S=limit_S)
-    expected = decode(*case.arguments)
+    past = dataclasses.replace(case, lengths_B=torch.tensor([41, 17, 100], dtype=torch.int32, device=device))
+    out = past.decode(limit_S=limit_S)
+    expected = case.decode()
     assert torch.equal(out[0], expected[0])
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert torch.equal(out[2], expected[2])
@@ -106,21 +227,28 @@ def test_rows_at_and_past_the_limit_are_not_read(device: torch.device) -> None:
 
 def test_what_lies_outside_the_arena_is_not_read(device: torch.device) -> None:
     case = make_case([50] * 4, num_rows=50, device=device, **SMALL)
-    case.slots_B[0], case.slots_B[1] = -1, case.k_STKD.shape[0]
+    case.slots_B[0], case.slots_B[1] = -1, case.num_slots
     case.lengths_B[2], case.lengths_B[3] = -(2**31), 2**31 - 1
-    out = decode(*case.arguments, out=case.poisoned_out())
+    out = case.decode(out=case.poisoned_out())
     assert torch.equal(out[:3], torch.zeros_like(out[:3]))
     case.lengths_B[3] = 50
-    assert torch.equal(out[3], decode(*case.arguments)[3])
+    assert torch.equal(out[3], case.decode()[3])
+
+
+def test_an_arena_may_be_of_one_slot_one_row_and_one_head(device: torch.device) -> None:
+    q_BHD = torch.ones(1, 1, 64, dtype=torch.float16, device=device)
+    row_STKD = torch.ones(1, 1, 1, 64, dtype=torch.float16, device=device).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
+    one_B = torch.ones(1, dtype=torch.int32, device=device)
+    assert torch.equal(decode(q_BHD, row_STKD, 2 * row_STKD, one_B, one_B - 1), 2 * q_BHD)
 
 
 def test_indices_may_have_64_bits(device: torch.device) -> None:
     case = make_case([50, 0, 130], device=device, **SMALL)
     wide = dataclasses.replace(case, lengths_B=case.lengths_B.long(), slots_B=case.slots_B.long())
-    assert torch.equal(decode(*wide.arguments, window=77), decode(*case.arguments, window=77))
+    assert torch.equal(wide.decode(window=129), case.decode(window=129))
 
 
 def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
     case = make_case([5], device=device, **SMALL)
     none = torch.empty(0, dtype=torch.int32, device=device)
-    assert decode(case.q_BHD[:0], case.k_STKD, case.v_STKD, none, none).shape == (0, 4, 64)
+    assert decode(case.q_BHD[:0], case.memory.k, case.memory.v, none, none).shape == (0, 4, 64)

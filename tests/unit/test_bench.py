@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import append, decode, run
+from bench import append, run
 from bench.decode_loop import Mode
 from bench.report import Report
 from bench.rows import Provenance, RowFile
@@ -82,22 +82,6 @@ def test_append_refuses_to_report_rows_that_were_lost(tmp_path: Path, monkeypatc
     assert not (tmp_path / "append.jsonl").exists()
 
 
-def test_decode_is_timed_over_both_kinds_of_memory(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "decode")
-    assert {row["system"] for row in rows} == {"SDPA a sequence, vmmkv", "SDPA a sequence, plain tensor"}
-    assert {row["unit"] for row in rows} == {"us", "GB/s"}
-
-
-def test_decode_does_not_time_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        decode, "scaled_dot_product_attention", lambda query, *arguments, **options: torch.full_like(query, float("nan"))
-    )
-    with pytest.raises(ExceptionGroup) as caught:
-        decode.run(quick(), report_in(tmp_path))
-    assert caught.group_contains(WrongNumbers, match="is off by nan")
-    assert not (tmp_path / "decode.jsonl").exists()
-
-
 def test_a_suite_that_fails_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,18 +89,18 @@ def test_a_suite_that_fails_does_not_stop_the_next(
         raise WrongNumbers("two and two are five")
 
     monkeypatch.setattr(append, "run", fail)
-    arguments = ("append", "decode", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    arguments = ("append", "kernels", "--quick", "--device", "cpu", "--out", str(tmp_path))
     assert run.main(arguments) == 1
-    assert rows_of(tmp_path, "decode")
+    assert rows_of(tmp_path, "kernels")
     printed = capsys.readouterr().out
     assert "two and two are five" in printed
     assert "FAILED: append" in printed
 
 
 def test_rows_are_appended_and_stay(tmp_path: Path) -> None:
-    first = measured(tmp_path, "decode")
-    assert run.main(("decode", "--quick", "--device", "cpu", "--out", str(tmp_path))) == 0
-    rows = rows_of(tmp_path, "decode")
+    first = measured(tmp_path, "kernels", "--cases", "2x96")
+    assert run.main(("kernels", "--cases", "2x96", "--quick", "--device", "cpu", "--out", str(tmp_path))) == 0
+    rows = rows_of(tmp_path, "kernels")
     assert rows[: len(first)] == first
     assert len(rows) == 2 * len(first)
 
@@ -133,6 +117,7 @@ def test_without_a_suite_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
         (["apend"], "no suite apend; there are"),
         (["append", "--steps", "0"], "steps=0"),
         (["append", "--device", "nowhere"], "nowhere"),
+        (["kernels", "--fa3", "nowhere.so"], "nowhere.so: no such file"),
     ],
 )
 def test_bad_arguments_are_refused_in_words(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,8 @@ from vmmkv import (
 )
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.errors import ForkedProcess
+from vmmkv.kernels.quantise import quantise
+from vmmkv.kv_type import KVType
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
@@ -344,6 +346,58 @@ def test_a_layer_or_plane_that_is_not_there_is_named(cache):
             owner.k(4)
         with pytest.raises(LayoutError, match="no plane 'q' in this group; it has k, v"):
             owner.view(0, "q")
+
+
+@pytest.mark.parametrize("kv_type", [KVType("fp8"), KVType("fp8", "head"), KVType("int8"), KVType("int4")], ids=str)
+def test_quantised_rows_come_back_as_they_were_written(pool, kv_type):
+    layout = KVLayout.uniform(layers=3, kv_heads=3, head_dim=64, dtype=kv_type)
+    per_token = kv_type.scale == "token"
+    with KVCache(layout, pool, slots=2, max_tokens=700) as cache:
+        _, sequence = cache.open_batch(2)
+        sequence.grow(700)
+        kept = {}
+        for layer in range(3):
+            for name in ("k", "v"):
+                x_TKD = torch.randn(700, 3, 64) * (1 + layer)
+                payload, scales = quantise(x_TKD, kv_type.kind, None if per_token else torch.full((3,), 0.25))
+                sequence.view(layer, name)[:700] = payload
+                if per_token:
+                    sequence.view(layer, "scales")[:700, :, "kv".index(name)] = scales
+                kept[layer, name] = payload, scales
+        for (layer, name), (payload, scales) in kept.items():
+            whole, one = (owner.view(layer, name) for owner in (cache, sequence))
+            assert (whole.dtype, whole.shape[2:]) == (payload.dtype, payload.shape[1:])
+            for rows in (whole[sequence.slot, :700], one[:700]):
+                assert torch.equal(rows.view(torch.uint8), payload.view(torch.uint8))
+            assert whole.data_ptr() % 16 == 0 and whole.stride(1) * whole.element_size() % 16 == 0
+            if per_token:
+                batched = {"k": cache.k_scale, "v": cache.v_scale}[name](layer)
+                single = {"k": sequence.k_scale, "v": sequence.v_scale}[name](layer)
+                assert batched.shape[2:] == (3,) and batched.stride(2) == 2
+                assert torch.equal(batched[sequence.slot, :700], scales) and torch.equal(single[:700], scales)
+        if not per_token:
+            for owner in (cache, sequence):
+                with pytest.raises(LayoutError, match="no plane 'scales' in this group; it has k, v"):
+                    owner.k_scale(0)
+
+
+def test_payload_that_another_row_left_is_never_read_as_a_scale(pool):
+    """7f7f is a NaN in float16; rows straddle pages, so a page that comes back elsewhere has payload where scales are."""
+    layout = KVLayout.uniform(layers=9, kv_heads=8, head_dim=512, dtype=KVType("int8"))  # 28.2 rows in a page
+    with KVCache(layout, pool, slots=2, max_tokens=100) as cache:
+        for rounds in range(4):
+            sequence = cache.open()
+            sequence.grow(100 - 20 * rounds)
+            for layer in range(9):
+                for scale in (sequence.k_scale(layer), sequence.v_scale(layer)):
+                    assert not scale.isnan().any()
+                for payload in (sequence.k(layer), sequence.v(layer)):
+                    payload.fill_(127)
+            other = cache.open()
+            other.grow(28)
+            sequence.close()
+            other.close()
+            cache.drain()
 
 
 # truncating

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     ("units", "errors", "config", "arguments", "process_lock"),
+    ("kv_type",),
     ("layout",),
     ("driver", "dlpack"),
     ("extents", "pad", "pool", "ranges", "slots"),

@@ -1,5 +1,6 @@
 """Geometry: rows, planes, windows, pages; known values, and laws over random layouts."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv.errors import LayoutError, VmmkvError
-from vmmkv.layout import PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, Group, KVLayout, Plane
+from vmmkv.kv_type import KV_KINDS, KVType
+from vmmkv.layout import PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, SECTOR_BYTES, Group, KVLayout, Plane
 from vmmkv.units import KIB, PAGE_BYTES
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128}
@@ -110,6 +112,97 @@ def test_a_latent_model_has_a_single_plane() -> None:
         layout.groups[0].plane("k")
 
 
+@pytest.mark.parametrize(
+    ("kv_type", "llama_8b", "smollm2"),
+    [
+        # layers * (payload + scales), padded to 128 bytes
+        (KVType("fp8", "head"), 32 * 2048, 30 * 384),
+        (KVType("fp8"), 32 * (2048 + 32), 30 * (384 + 16) + 32),
+        (KVType("int8"), 32 * (2048 + 32), 30 * (384 + 16) + 32),
+        (KVType("int4"), 32 * (1024 + 32), 30 * (192 + 16) + 32),
+    ],
+    ids=str,
+)
+def test_quantised_rows_of_known_models(kv_type: KVType, llama_8b: int, smollm2: int) -> None:
+    assert KVLayout.from_config(LLAMA_8B, kv_type).row_bytes == llama_8b
+    assert KVLayout.from_config(SMOLLM2, kv_type).row_bytes == smollm2
+
+
+def test_scales_trail_behind_all_payloads() -> None:
+    """SmolLM2's heads in int4: 3 heads of 32 bytes, and 3 pairs of float16."""
+    layout = uniform(layers=2, kv_heads=3, head_dim=64, dtype=KVType("int4"))
+    group = layout.groups[0]
+    assert [(plane.name, plane.dtype, (plane.heads, plane.dim)) for plane in group.planes] == [
+        ("k", torch.uint8, (3, 32)),
+        ("v", torch.uint8, (3, 32)),
+        ("scales", torch.float16, (3, 2)),
+    ]
+    names = ("k", "v", "scales")
+    assert [[group.offset_bytes(layer, name) for name in names] for layer in (0, 1)] == [
+        [0, 96, 384],
+        [192, 288, 400],
+    ]
+    assert (group.leading_bytes, group.trailing_bytes, group.row_bytes) == (192, 16, 512)
+    assert group.mixes_dtypes
+
+
+def test_static_scales_are_in_no_row() -> None:
+    group = uniform(dtype=KVType("fp8", "head")).groups[0]
+    assert [(plane.name, plane.dtype) for plane in group.planes] == [("k", torch.float8_e4m3fn), ("v", torch.float8_e4m3fn)]
+    assert not group.mixes_dtypes
+    with pytest.raises(LayoutError, match="no plane 'scales' in this group; it has k, v"):
+        group.offset_bytes(0, "scales")
+
+
+def test_windows_and_narrow_values_are_quantised_too() -> None:
+    layout = uniform(layers=4, head_dim=192, value_dim=128, windows=[None, 100] * 2, dtype=KVType("int4"))
+    assert [(group.window, group.layers) for group in layout.groups] == [(None, (0, 2)), (100, (1, 3))]
+    assert [layout.groups[1].plane(name).dim for name in ("k", "v")] == [96, 64]
+
+
+def parts(group: Group) -> list[tuple[int, int]]:
+    """[start, end) of every plane of every layer, in the order of the row."""
+    return sorted(
+        (start, start + plane.size_bytes)
+        for layer in group.layers
+        for plane in group.planes
+        for start in [group.offset_bytes(layer, plane.name)]
+    )
+
+
+@given(
+    kind=st.sampled_from(KV_KINDS),
+    layers=st.integers(1, 40),
+    kv_heads=st.integers(1, 40),
+    half_dim=st.integers(1, 100),
+    half_value_dim=st.none() | st.integers(1, 100),
+)
+def test_the_law_of_quantised_rows(kind: str, layers: int, kv_heads: int, half_dim: int, half_value_dim: int | None) -> None:
+    value_dim = None if half_value_dim is None else 2 * half_value_dim
+    (group,) = uniform(layers, kv_heads, 2 * half_dim, value_dim=value_dim, dtype=KVType(kind)).groups
+    places = parts(group)
+    assert places[0][0] == 0 and places[-1][1] <= group.row_bytes
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "two planes overlap"
+    scales_start = min(group.offset_bytes(layer, "scales") for layer in group.layers)
+    scale_bytes = kv_heads * 4
+    for layer in group.layers:
+        for name in ("k", "v"):
+            start = group.offset_bytes(layer, name)
+            assert start % PLANE_ALIGNMENT_BYTES == 0
+            assert start + group.plane(name).size_bytes <= scales_start, "a payload stands behind scales"
+        start = group.offset_bytes(layer, "scales")
+        assert start % 4 == 0, "a pair of scales is one load"
+        sectors = (start + scale_bytes - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
+        assert sectors == math.ceil(scale_bytes / SECTOR_BYTES), "scales lie in more sectors than they must"
+
+
+def test_what_cannot_fit_in_a_page_says_how_many_layers_can_with_their_scales() -> None:
+    options = {"kv_heads": 32, "head_dim": 128, "dtype": KVType("int8")}  # 8192 + 128 bytes a layer, 252 in a page
+    with pytest.raises(LayoutError, match="at most 252 layers"):
+        uniform(layers=253, **options)
+    assert uniform(layers=252, **options).row_bytes <= PAGE_BYTES
+
+
 def test_rows_straddle_pages() -> None:
     group = KVLayout.from_config(SMOLLM2, torch.bfloat16).groups[0]  # 91.02 rows in a page
     assert group.tokens_under(1) == 91
@@ -202,6 +295,12 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: uniform(layers=0), "at least 1"),
         (lambda: uniform(layers=2, windows=[None]), "1 windows for 2 layers"),
         (lambda: uniform().groups[0].offset_bytes(0, "q"), "no plane 'q'.*k, v"),
+        (lambda: uniform().groups[0].offset_bytes(2, "k"), "no layer 2 in this group; it has 0, 1"),
+        (lambda: KVType("int3"), "kind='int3'.*fp8, int8, int4"),
+        (lambda: KVType("fp8", "row"), "scale='row'.*token or to a head"),
+        (lambda: KVType("int4", "head"), "int4 has no range.*scale='token' works, or kind='fp8'"),
+        (lambda: uniform(head_dim=63, dtype=KVType("int4")), "head size 63 is odd; int8 works, or an even size"),
+        (lambda: uniform(dtype="int4"), "dtype='int4' is not a torch.dtype"),
         (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
     ],
 )

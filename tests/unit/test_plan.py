@@ -73,8 +73,33 @@ def test_the_decoder_of_a_model_of_several_inputs_is_planned(capsys: pytest.Capt
     assert (plan["row_bytes"], plan["kv_dtype"]) == (2 * 2 * 256 * 4, "float32")
 
 
-def test_fp8_takes_half_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_json(capsys, *LARGE[:-1], "fp8", "--memory", "80GiB")["row_bytes"] == 327_680 // 2
+@pytest.mark.parametrize(
+    ("options", "row_bytes"),
+    [
+        (["fp8", "--kv-scale", "head"], 327_680 // 2),
+        (["fp8"], 327_680 // 2 + 80 * 32),
+        (["int8", "--kv-scale", "token"], 327_680 // 2 + 80 * 32),
+        (["int4"], 327_680 // 4 + 80 * 32),
+    ],
+)
+def test_quantised_rows_are_a_part_and_their_scales(
+    options: list[str], row_bytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_json(capsys, *LARGE[:-1], *options, "--memory", "80GiB", "--lengths", "4096")
+    assert plan["row_bytes"] == row_bytes
+    assert (plan["kv_dtype"], plan["kv_scale"]) == (options[0], options[2] if len(options) > 1 else "token")
+    assert plan["lengths"][0]["token_bytes"] == 4096 * row_bytes
+    assert main([*LARGE[:-1], *options, "--memory", "80GiB"]) == 0
+    assert f"in {options[0]}, scales by {plan['kv_scale']}" in capsys.readouterr().out
+
+
+def test_what_is_not_quantised_has_no_scales(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(tmp_path, dtype="float32")
+    plan = plan_json(capsys, "plan", "--model", model, "--kv-dtype", "auto", "--memory", "8GiB")
+    assert (plan["kv_dtype"], plan["kv_scale"]) == ("float32", None)
+    assert plan_json(capsys, "plan", "--model", model, "--memory", "8GiB") == plan
+    quantised = plan_json(capsys, "plan", "--model", model, "--memory", "8GiB", "--kv-dtype", "int4")
+    assert quantised["row_bytes"] == 28 * 2 * 8 * (64 + 2)
 
 
 def test_a_guard_takes_pages_but_is_no_waste(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +136,10 @@ def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFi
         ([*LARGE, "--memory", "80GiB", "--max-tokens", "-1"], "max_tokens=-1"),
         ([*LARGE, "--memory", "80GiB", "--max-tokens", "0"], "max_tokens=0"),
         ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "guard_tokens=-1"),
-        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "fp8_e5m2"),
+        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "use auto or one of fp8, int8, int4, float32"),
+        ([*LARGE, "--memory", "80GiB", "--kv-scale", "head"], "fp16 has no scales; add --kv-dtype fp8 or int8 or int4"),
+        ([*LARGE[:-1], "int8", "--memory", "80GiB", "--kv-scale", "head"], "scale='token' works, or kind='fp8'"),
+        ([*LARGE[:-1], "fp8", "--memory", "80GiB", "--kv-scale", "row"], "use token or head"),
         (["plan", "--layers", "0", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at least 1"),
         (["plan", "--layers", "1000000000", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at most 65536"),
         ([*LARGE[:1], "--layers", "1000000000", *LARGE[3:], "--window", "64", "--memory", "1GiB"], "at most 65536"),

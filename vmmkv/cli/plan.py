@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vmmkv.kv_type import KV_KINDS, KV_SCALES, KVType
 from vmmkv.units import PAGE_BYTES, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ SUMMARY = "print how many tokens and sequences fit in some memory, and what is w
 EXAMPLES = """\
 examples:
   vmmkv plan --model ./Llama-3.1-8B --memory 60GiB
+  vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-dtype int4
   vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --kv-dtype fp16 --memory 320GiB --lengths 4096,100000
   vmmkv plan --model ./my-model --memory 8GiB --guard-tokens 128 --json
 
@@ -34,10 +36,8 @@ DTYPE_NAMES = {
     "fp16": "float16",
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
 }
+"""What they are otherwise kept in, as configurations name it and as people do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class Plan:
     """The answer of `vmmkv plan`."""
 
     kv_dtype: str
+    kv_scale: str | None
+    """Of quantised K and V: one for each head of each `token`, kept in the row, or a static one for each `head`."""
     layers: int
     groups: int
     row_bytes: int
@@ -94,7 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="the longest sequence allowed (default: the model's, else the longest length)",
     )
-    add("--kv-dtype", metavar="TYPE", help=f"{', '.join(DTYPE_NAMES)} (default: the model's, else bf16)")
+    add(
+        "--kv-dtype",
+        metavar="TYPE",
+        default="auto",
+        help=f"{', '.join(KV_KINDS)} to quantise; {', '.join(DTYPE_NAMES)}; or auto (the default): the model's, else bf16",
+    )
+    add(
+        "--kv-scale",
+        metavar="WHOSE",
+        help="of quantised KV: token (the default), each head of each token has one in its row; or head, static, for fp8 alone",
+    )
     add("--guard-tokens", metavar="N", type=int, default=0, help="rows kept mapped past the end for TMA kernels (default: 0)")
     add("--lengths", metavar="N,N", default=DEFAULT_LENGTHS, help=f"sequence lengths to plan for (default: {DEFAULT_LENGTHS})")
     add("--json", action="store_true", help="print the plan as JSON")
@@ -103,12 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan on stdout."""
     config = _read_config(arguments)
-    dtype = _dtype(arguments.kv_dtype, config)
+    dtype = _kv_dtype(arguments.kv_dtype, arguments.kv_scale, config)
     lengths = _parse_lengths(arguments.lengths)
     default_limit = config.get("max_position_embeddings") or max(lengths)
     plan = make_plan(
         layout=_layout(arguments, config, dtype),
-        kv_dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         memory_bytes=parse_bytes(arguments.memory),
         max_tokens=default_limit if arguments.max_tokens is None else arguments.max_tokens,
         guard_tokens=arguments.guard_tokens,
@@ -119,9 +131,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(
-    *, layout: "KVLayout", kv_dtype: str, memory_bytes: int, max_tokens: int, guard_tokens: int, lengths: tuple[int, ...]
+    *,
+    layout: "KVLayout",
+    dtype: "torch.dtype | KVType",
+    memory_bytes: int,
+    max_tokens: int,
+    guard_tokens: int,
+    lengths: tuple[int, ...],
 ) -> Plan:
-    """The capacity maths of a layout in some memory.
+    """The capacity maths of a layout, whose K and V are of this type, in some memory.
 
     Raises: ValueError for numbers that are not positive, or memory below one page for each group.
     """
@@ -139,7 +157,8 @@ def make_plan(
         )
     longest = layout.tokens_in(memory_pages, guard_tokens)
     return Plan(
-        kv_dtype=kv_dtype,
+        kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
+        kv_scale=getattr(dtype, "scale", None),
         layers=sum(len(group.layers) for group in layout.groups),
         groups=num_groups,
         row_bytes=layout.row_bytes,
@@ -174,10 +193,11 @@ def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_t
 def format_plan(plan: Plan) -> str:
     """The plan as text: what a token takes, then a row for each length."""
     longest = "any length" if plan.longest_sequence_tokens is None else f"{plan.longest_sequence_tokens:,} tokens"
+    scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     facts = (
         ("layers", f"{plan.layers}, in {groups}"),
-        ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_dtype}"),
+        ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_dtype}{scaled}"),
         ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
         ("memory", f"{format_bytes(plan.memory_bytes)}, {plan.memory_pages:,} pages"),
         ("longest sequence", longest),
@@ -231,7 +251,7 @@ def _read_config(arguments: argparse.Namespace) -> Mapping[str, Any]:
     return text_config if isinstance(text_config, dict) else config
 
 
-def _layout(arguments: argparse.Namespace, config: Mapping[str, Any], dtype: "torch.dtype") -> "KVLayout":
+def _layout(arguments: argparse.Namespace, config: Mapping[str, Any], dtype: "torch.dtype | KVType") -> "KVLayout":
     from vmmkv.layout import KVLayout
 
     if arguments.model is not None:
@@ -242,12 +262,18 @@ def _layout(arguments: argparse.Namespace, config: Mapping[str, Any], dtype: "to
     return KVLayout(groups=tuple(dataclasses.replace(group, window=arguments.window) for group in everything.groups))
 
 
-def _dtype(name: str | None, config: Mapping[str, Any]) -> "torch.dtype":
+def _kv_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":
     import torch
 
-    wanted = name or config.get("dtype") or config.get("torch_dtype") or "bf16"
+    wanted = config.get("dtype") or config.get("torch_dtype") or "bf16" if name == "auto" else name
+    if scale not in (None, *KV_SCALES):
+        raise ValueError(f"kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
+    if wanted in KV_KINDS:
+        return KVType(wanted, scale or "token")
+    if scale is not None:
+        raise ValueError(f"--kv-scale is of quantised KV, and {wanted} has no scales; add --kv-dtype {' or '.join(KV_KINDS)}")
     if wanted not in DTYPE_NAMES:
-        raise ValueError(f"kv-dtype {wanted!r} is not known; use one of {', '.join(DTYPE_NAMES)}")
+        raise ValueError(f"kv-dtype {wanted!r} is not known; use auto or one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}")
     dtype: torch.dtype = getattr(torch, DTYPE_NAMES[wanted])
     return dtype
 

@@ -1,0 +1,251 @@
+"""What quantised K and V cost in quality: attention outputs and perplexity of a small model on real text, by KV type.
+
+Each window of the text goes through the model in one causal pass whose attention sees K (rotated) and V quantised and
+dequantised, as `append` writes and `decode` reads them. Every token attends to dequantised rows alone, its own among them,
+so the losses are those of decoding the window token by token over a quantised cache. Attention itself is computed in
+float32: what is measured is what the payload and its scales lose, and no kernel's rounding.
+
+Legend: N tokens of a window, H query heads, K kv heads, D head dim.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from bench.report import Report
+from bench.rows import Row
+from bench.settings import Settings
+from bench.timing import Summary, WrongNumbers, exact, summarize
+from vmmkv import KVLayout
+from vmmkv.kernels.quantise import QMAX, Kind, dequantise, quantise
+from vmmkv.kv_type import KVType
+
+SUITE: Final = "quality"
+
+MODEL: Final = "smollm2-135m"
+TEXT: Final = Path(__file__).parents[1] / "tests" / "texts" / "opticks.txt"
+
+KV_TYPES: Final = (KVType("fp8"), KVType("fp8", "head"), KVType("int8"), KVType("int4"))
+
+WINDOW_TOKENS: Final = 1024
+NUM_WINDOWS: Final = 20
+"""20 * 1023 tokens are predicted."""
+_QUICK_WINDOWS: Final = 2
+_ERROR_WINDOWS: Final = 4
+"""Attention outputs are compared in so many windows: 30 layers of each are samples enough."""
+
+_NAME: Final = "vmmkv_quality"
+_AGREEMENT: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Of the mean loss with this attention and with transformers' own."""
+
+Scales = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+"""By layer, K's and V's static scales: float32 [K]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attended:
+    """What one layer attends with, as the model computed it: K is rotated."""
+
+    layer: int
+    q_NHD: torch.Tensor
+    k_NKD: torch.Tensor
+    v_NKD: torch.Tensor
+    scale: float | None
+
+    def outputs(self, kv_type: KVType | None, head_scales: Scales) -> torch.Tensor:
+        """Float32 [N, H, D]: causal attention over K and V as this type keeps them; None keeps them as they are."""
+        planes: tuple[torch.Tensor, ...] = (self.k_NKD, self.v_NKD)
+        if kv_type is not None:
+            kind = cast(Kind, kv_type.kind)
+            scales = head_scales[self.layer] if kv_type.scale == "head" else (None, None)
+            planes = tuple(dequantise(*quantise(x_NKD, kind, scale)) for x_NKD, scale in zip(planes, scales, strict=True))
+        q_HND, k_KND, v_KND = (tensor.float().transpose(0, 1)[None] for tensor in (self.q_NHD, *planes))
+        out_HND = scaled_dot_product_attention(q_HND, k_KND, v_KND, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out_HND[0].transpose(0, 1)
+
+
+class QuantisingAttention:
+    """The attention of a transformers model, over K and V as a KV type keeps them.
+
+    Registered under one name for the whole process, as transformers has it: the last one made is the one in use.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        self.model = model
+        self.head_scales: Scales = {}
+        self._kv_type: KVType | None = None
+        self._watch: Callable[[Attended], None] | None = None
+        AttentionInterface.register(_NAME, self._attend)
+        AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)  # all windows are causal, and none is padded
+        model.set_attn_implementation(_NAME)
+
+    @torch.inference_mode()
+    def losses(self, tokens_N: torch.Tensor, kv_type: KVType | None) -> torch.Tensor:
+        """Float32 [N - 1]: what each token but the first costs, in nats, given those before it; None keeps K and V exact."""
+        self._kv_type = kv_type
+        return losses(self.model, tokens_N)
+
+    @torch.inference_mode()
+    def watch(self, tokens_N: torch.Tensor, watch: Callable[[Attended], None]) -> None:
+        """One exact pass, of which `watch` is shown every layer."""
+        self._kv_type, self._watch = None, watch
+        try:
+            self.model(input_ids=tokens_N[None], use_cache=False, logits_to_keep=1)
+        finally:
+            self._watch = None
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
+        assert isinstance(module.layer_idx, int)
+        q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        attended = Attended(layer=module.layer_idx, q_NHD=q_NHD, k_NKD=k_NKD, v_NKD=v_NKD, scale=scaling)
+        if self._watch is not None:
+            self._watch(attended)
+        return attended.outputs(self._kv_type, self.head_scales).to(query.dtype)[None], None
+
+
+def losses(model: Any, tokens_N: torch.Tensor) -> torch.Tensor:
+    """Float32 [N - 1]: the model's cross-entropy of each token but the first, in nats."""
+    logits_NV = model(input_ids=tokens_N[None], use_cache=False).logits[0, :-1]
+    return cross_entropy(logits_NV.float(), tokens_N[1:], reduction="none")
+
+
+def calibrate(attention: QuantisingAttention, tokens_N: torch.Tensor) -> None:
+    """Give it static scales by which these tokens' largest element of each layer and head is the largest payload of fp8."""
+    scales = {}
+
+    def watch(seen: Attended) -> None:
+        amax = (x_NKD.float().abs().amax(dim=(0, 2)) for x_NKD in (seen.k_NKD, seen.v_NKD))
+        k_scale_K, v_scale_K = (amax_K / QMAX["fp8"] for amax_K in amax)
+        scales[seen.layer] = k_scale_K, v_scale_K
+
+    attention.watch(tokens_N, watch)
+    attention.head_scales = scales
+
+
+def output_errors(
+    attention: QuantisingAttention, tokens_N: torch.Tensor, kv_types: Sequence[KVType]
+) -> dict[KVType, list[float]]:
+    """For each layer |outputs over quantised KV - outputs| / |outputs|, of the same q, k and v."""
+    errors: dict[KVType, list[float]] = {kv_type: [] for kv_type in kv_types}
+
+    def watch(seen: Attended) -> None:
+        exact_NHD = seen.outputs(None, {})
+        for kv_type, samples in errors.items():
+            given_NHD = seen.outputs(kv_type, attention.head_scales)
+            samples.append(float((given_NHD - exact_NHD).norm() / exact_NHD.norm()))
+
+    attention.watch(tokens_N, watch)
+    return errors
+
+
+def run(settings: Settings, report: Report) -> None:
+    """All KV types on the same windows; the rows of each as it is done.
+
+    Raises: WrongNumbers if exact KV does not give the model's own losses, or a loss is not finite; ModelUnavailable.
+    """
+    model = load(settings.device)
+    windows = windows_of_text(settings.device, _QUICK_WINDOWS if settings.quick else NUM_WINDOWS)
+    workload = f"{MODEL} in {_name(model.dtype)}, {len(windows)} windows of {WINDOW_TOKENS} tokens of {TEXT.name}"
+    with torch.inference_mode():
+        own_loss = float(losses(model, windows[0]).mean())
+    attention = QuantisingAttention(model)
+    calibrate(attention, windows[0])
+    compared = windows[:_ERROR_WINDOWS]
+    with report.progress(SUITE, len(compared) + (1 + len(KV_TYPES)) * len(windows)) as begin:
+        errors: dict[KVType | None, list[float]] = {kv_type: [] for kv_type in KV_TYPES}
+        for window in compared:
+            begin("attention outputs")
+            for kv_type, samples in output_errors(attention, window, KV_TYPES).items():
+                errors[kv_type] += samples
+        exact_N = torch.empty(0)
+        for system in (None, *KV_TYPES):
+            name = f"{_name(model.dtype)} KV" if system is None else str(system)
+            losses_N = _window_losses(attention, windows, system, functools.partial(begin, name))
+            if system is None:
+                exact_N = losses_N
+                _check_agreement(float(exact_N[: WINDOW_TOKENS - 1].mean()), own_loss, model.dtype)
+            if not losses_N.isfinite().all():
+                raise WrongNumbers(f"{name}: a loss is not finite")
+            row_bytes = KVLayout.from_config(model.config, system or model.dtype).row_bytes
+            for metric, unit, summary in _figures(row_bytes, losses_N, exact_N, errors.get(system)):
+                report.add(Row(suite=SUITE, workload=workload, system=name, metric=metric, unit=unit, summary=summary))
+
+
+def _figures(
+    row_bytes: int, losses_N: torch.Tensor, exact_N: torch.Tensor, errors: Sequence[float] | None
+) -> Iterator[tuple[str, str, Summary]]:
+    num_tokens, loss = losses_N.numel(), float(losses_N.mean())
+    yield "row", "bytes", exact(row_bytes, 1)
+    yield "perplexity", "", exact(math.exp(loss), num_tokens)
+    if errors is not None:
+        yield "perplexity above exact", "%", exact(100 * math.expm1(loss - float(exact_N.mean())), num_tokens)
+        yield "attention output error", "%", summarize([100 * error for error in errors])
+
+
+def load(device: torch.device) -> Any:
+    """The model, in float32 on a CPU and bfloat16 on a GPU; fetched first if it is not here. Raises: ModelUnavailable."""
+    # Loaded here: transformers takes seconds to import.
+    from vmmkv.server.engine.loading import choose_dtype, load_model
+    from vmmkv.server.models import resolve
+
+    return load_model(resolve(MODEL), device, choose_dtype("auto", device))
+
+
+def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_TOKENS) -> list[torch.Tensor]:
+    """int64 [num_tokens] each: the first tokens of the text, cut into windows."""
+    from tokenizers import Tokenizer
+
+    from vmmkv.server.models import resolve
+
+    tokenizer = Tokenizer.from_file(str(resolve(MODEL) / "tokenizer.json"))
+    tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    if len(tokens) < count * num_tokens:
+        raise ValueError(f"{TEXT.name} has {len(tokens)} tokens, fewer than {count} windows of {num_tokens}")
+    return list(torch.tensor(tokens[: count * num_tokens], device=device).view(count, num_tokens))
+
+
+def _window_losses(
+    attention: QuantisingAttention, windows: Sequence[torch.Tensor], kv_type: KVType | None, begin: Callable[[], None]
+) -> torch.Tensor:
+    """Float64 [N]: of all windows, one behind the other."""
+    parts = []
+    for window in windows:
+        begin()
+        parts.append(attention.losses(window, kv_type).double().cpu())
+    return torch.cat(parts)
+
+
+def _check_agreement(loss: float, own_loss: float, dtype: torch.dtype) -> None:
+    if not abs(loss - own_loss) <= _AGREEMENT[dtype]:  # NaN is not
+        raise WrongNumbers(f"exact KV gives a mean loss of {loss:.6f}, and transformers' own attention {own_loss:.6f}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    from bench.run import main
+
+    sys.exit(main([SUITE, *sys.argv[1:]]))

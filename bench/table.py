@@ -1,0 +1,129 @@
+"""`python -m bench table ROWS.jsonl`: the kernels' rows as the tables of docs/performance.md, and the promises kept or not."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.kernels.attending import AGAIN
+from bench.kernels.bars import Key, bars
+from bench.report import Report
+
+_METRICS: Final = {
+    "decode": ("layer", "bandwidth"),
+    "prefill": ("layer", "throughput"),
+    "quantised": ("layer", "speed-up"),
+    "append": ("layer", "moved"),
+    "copy": ("pass", "moved"),
+}
+"""By part: what stands in a cell, and what behind it in brackets."""
+
+_SYSTEMS_DOWN: Final = ("quantised", "append", "copy")
+"""Parts of many systems and few cases: systems are rows there, and cases columns."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench table", description=__doc__)
+    parser.add_argument(
+        "rows", type=Path, nargs="+", help="files of rows of the kernels suite, such as bench/out/kernels.jsonl"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        rows = read_rows(options.rows)
+    except OSError as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error(f"no row of the kernels suite in {', '.join(map(str, options.rows))}")
+    print("\n".join(lines(rows)))
+    return 0
+
+
+def read_rows(paths: Sequence[Path]) -> dict[Key, dict[str, Any]]:
+    """The rows of the kernels suite by what they are of. Of two of the same, the later one: a part was measured again."""
+    return _keyed(json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def print_tables(report: Report) -> None:
+    """The same of a run that has just been made."""
+    rows = [row.as_dict(report.file.provenance) for row in report.rows if row.suite == "kernels"]
+    print("\n".join(lines(_keyed(rows))))
+
+
+def _keyed(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    return {(row["workload"], row["system"], row["metric"]): row for row in rows if row["suite"] == "kernels"}
+
+
+def lines(rows: Mapping[Key, dict[str, Any]]) -> Iterator[str]:
+    """Markdown: a table for each shape and part, then the checklist."""
+    workloads = _workloads(rows)
+    for shape, part in dict.fromkeys((shape, part) for shape, part, _ in workloads):
+        cases = [case for its_shape, its_part, case in workloads if (its_shape, its_part) == (shape, part)]
+        yield f"### {shape}, {part}\n"
+        yield from _table(rows, shape, part, cases)
+        yield ""
+    medians = {key: float(row["p50"]) for key, row in rows.items()}
+    promised = list(bars(medians))
+    if any(bar.figures for bar in promised):
+        yield "### Bars\n"
+        yield from (bar.line() for bar in promised)
+    drifts = [medians[key] / first for key, first in _measured_again(medians)]
+    if drifts:
+        span = f"{min(drifts):.3f} to {max(drifts):.3f}"
+        yield f"\nMeasured again at the end of a case, the first memory took {span} times as long."
+
+
+def _measured_again(medians: Mapping[Key, float]) -> Iterator[tuple[Key, float]]:
+    """Keys of times that were measured again, and what was measured first."""
+    for workload, system, metric in medians:
+        first = (workload, system.removesuffix(AGAIN), metric)
+        if metric == "layer" and system.endswith(AGAIN) and first in medians:
+            yield (workload, system, metric), medians[first]
+
+
+def _workloads(rows: Mapping[Key, dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Shape, part and case of each, in the order in which they were measured."""
+    names = dict.fromkeys(workload for workload, _, _ in rows)
+    split = [name.split(" ", 2) for name in names]
+    return [(shape, part, case) for shape, part, case in split]
+
+
+def _table(rows: Mapping[Key, dict[str, Any]], shape: str, part: str, cases: Sequence[str]) -> Iterator[str]:
+    metric, behind = _METRICS[part]
+    names = {case: f"{shape} {part} {case}" for case in cases}
+    systems = list(
+        dict.fromkeys(system for workload, system, _ in rows if workload in names.values() and not system.endswith(AGAIN))
+    )
+    floors = {case: _floor(rows, names[case], metric) for case in cases}
+
+    def cell(case: str, system: str) -> str:
+        row, other = (rows.get((names[case], system, name)) for name in (metric, behind))
+        if row is None:
+            return "-"
+        return figure(row["p50"]) + (f" ({figure(other['p50'])})" if other else "")
+
+    unit = next((row["unit"] for (workload, _, name), row in rows.items() if name == behind and workload in names.values()), "")
+    corner = f"us a {metric}" + (f" ({unit})" if unit else "")
+    if part in _SYSTEMS_DOWN:
+        yield from _markdown([corner, *cases], ([system, *(cell(case, system) for case in cases)] for system in systems))
+    else:
+        body = ([case, floors[case], *(cell(case, system) for system in systems)] for case in cases)
+        yield from _markdown([corner, "floor", *systems], body)
+
+
+def _floor(rows: Mapping[Key, dict[str, Any]], workload: str, metric: str) -> str:
+    bounds = (row["bound"] for (name, _, its_metric), row in rows.items() if (name, its_metric) == (workload, metric))
+    return next((figure(bound) for bound in bounds if bound is not None), "-")
+
+
+def _markdown(head: Sequence[str], body: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for cells in body:
+        yield f"| {' | '.join(cells)} |"
+
+
+def figure(value: float) -> str:
+    """Three significant digits, and all of a larger number's whole part."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,170 @@
+"""K and V of one layer as kernels take them: payloads and scales, in slots or in blocks; checked once for every kernel.
+
+Legend: S slots, T rows of a slot, K kv heads, D head dim, W payload width in elements (D; D / 2 bytes in int4),
+P physical blocks, U rows of a block, C columns of a block table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vmmkv.kernels import checks
+from vmmkv.kernels.quantise import HEAD_SCALE_DTYPE, PAYLOAD_DTYPES, QMAX, TOKEN_SCALE_DTYPE, Kind, kind_of
+
+_INT32_END = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMemory:
+    """One layer's K and V, and how a kernel finds a row in them: `kind`, `scale` and `block` pick its code.
+
+    The row t of slot s is at [s, t] of the views, or at [tables_SC[s, t // block], t % block] if there are tables.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    tables_SC: torch.Tensor | None
+    kind: Kind | None
+    """None: stored as it is, in the query's dtype."""
+    head_dim: int
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that there are addresses for."""
+        return (self.k if self.tables_SC is None else self.tables_SC).shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a slot: T, or C * U."""
+        return self.k.shape[1] if self.tables_SC is None else self.tables_SC.shape[1] * self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.k.shape[2]
+
+    @property
+    def block(self) -> int:
+        """Rows of a block; 0 in slots."""
+        return 0 if self.tables_SC is None else self.k.shape[1]
+
+    @property
+    def scale(self) -> str:
+        """Where the scales are: "token", "head", or "" for none."""
+        if self.k_scale is None:
+            return ""
+        return "head" if self.k_scale.dim() == 1 else "token"
+
+    @property
+    def has_paired_scales(self) -> bool:
+        """Does each head's scale of V follow that of K, so that one load of 4 bytes has both?"""
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is None or v_scale is None or self.scale != "token":
+            return False
+        is_next = v_scale.data_ptr() - k_scale.data_ptr() == 2 and k_scale.data_ptr() % 4 == 0
+        return is_next and k_scale.stride() == v_scale.stride() and not any(stride % 2 for stride in k_scale.stride())
+
+    @property
+    def qmax(self) -> float:
+        """The largest payload; 1 if not quantised."""
+        return 1.0 if self.kind is None else QMAX[self.kind]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one head's K in a row."""
+        return self.k.shape[3] * self.k.element_size()
+
+    @property
+    def stride_table(self) -> int:
+        """Entries from one slot's table to the next."""
+        return 0 if self.tables_SC is None else self.tables_SC.stride(0)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of a slot (or block), a row and a head of K; the same of V; slot and row of each scale; a head of both scales."""
+        scales: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if self.k_scale is not None and self.v_scale is not None and self.scale == "token":
+            scales = (*self.k_scale.stride()[:2], *self.v_scale.stride()[:2], self.k_scale.stride(2))
+        return (*self.k.stride()[:3], *self.v.stride()[:3], *scales)
+
+
+def kv_memory(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    tables_SC: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVMemory:
+    """Check a layer's memory for values of `dtype` on `device`. Raises ValueError naming the argument."""
+    suffix = "STK" if tables_SC is None else "PUK"
+    name_k, name_v = f"k_{suffix}W", f"v_{suffix}W"
+    if k.dim() != 4:
+        wanted = "[slots, rows, kv heads, head dim]" if tables_SC is None else "[blocks, rows of a block, kv heads, head dim]"
+        checks.refuse(name_k, f"of shape {tuple(k.shape)}", f"4 dimensions: {wanted}")
+    kind = kind_of(k.dtype)
+    if kind is None and k.dtype not in checks.FLOAT_DTYPES:
+        quantised = ", ".join(f"{str(payload).removeprefix('torch.')} ({name})" for name, payload in PAYLOAD_DTYPES.items())
+        checks.refuse(name_k, f"of {k.dtype}", f"float16, bfloat16 or float32; or quantised: {quantised}")
+    if kind is None and k.dtype != dtype:
+        checks.refuse(name_k, f"of {k.dtype}", f"{dtype}, as the query or the new rows are")
+    if 0 in k.shape:
+        checks.refuse(name_k, f"of shape {tuple(k.shape)}", "at least one of each")
+    if k.shape[0] >= _INT32_END or k.shape[1] >= _INT32_END:
+        checks.refuse(
+            name_k, f"of shape {tuple(k.shape)}", f"fewer than 2**31 {'slots' if tables_SC is None else 'blocks'} and rows"
+        )
+    checks.vectors(name_k, k, tuple(k.shape), k.dtype, device)
+    checks.vectors(name_v, v, tuple(k.shape), k.dtype, device)
+    if tables_SC is not None:
+        _check_tables(tables_SC, k.shape[1], device)
+    if (k_scale is None) != (v_scale is None):
+        missing = "k_scale" if k_scale is None else "v_scale"
+        checks.refuse(missing, "missing", "a scale for both K and V, or for neither")
+    if (k_scale is None) != (kind is None):
+        wanted = f"the scales of {kind} K and V" if k_scale is None else f"none, since {name_k} is of {k.dtype}"
+        checks.refuse("k_scale", "missing" if k_scale is None else "given", wanted)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _check_scale(name, scale, k, kind, device)
+    if k_scale is not None and v_scale is not None:
+        if k_scale.dim() != v_scale.dim():
+            checks.refuse("v_scale", f"of {v_scale.dim()} dimensions", f"{k_scale.dim()}, as k_scale has")
+        if k_scale.shape[-1] > 1 and k_scale.stride(-1) != v_scale.stride(-1):
+            checks.refuse(
+                "v_scale", f"strided by {v_scale.stride(-1)} from head to head", f"{k_scale.stride(-1)}, as k_scale is"
+            )
+    if kind is not None:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    head_dim = k.shape[3] * 2 if kind == "int4" else k.shape[3]
+    return KVMemory(k=k, v=v, k_scale=k_scale, v_scale=v_scale, tables_SC=tables_SC, kind=kind, head_dim=head_dim)
+
+
+def _check_tables(tables_SC: torch.Tensor, block: int, device: torch.device) -> None:
+    if tables_SC.device != device:
+        checks.refuse("tables_SC", f"on {tables_SC.device}", f"a tensor on {device}, where the others are")
+    if tables_SC.dtype != torch.int32:
+        checks.refuse("tables_SC", f"of {tables_SC.dtype}", "int32")
+    if tables_SC.dim() != 2 or (tables_SC.shape[1] > 1 and tables_SC.stride(1) != 1):
+        given = f"of shape {tuple(tables_SC.shape)} and strides {tables_SC.stride()}"
+        checks.refuse("tables_SC", given, "2 dimensions, [slots, blocks of each], the last contiguous")
+    if tables_SC.shape[1] * block >= _INT32_END:
+        checks.refuse("tables_SC", f"of shape {tuple(tables_SC.shape)}", "fewer than 2**31 rows of a slot")
+
+
+def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor, kind: Kind | None, device: torch.device) -> None:
+    if scale.device != device:
+        checks.refuse(name, f"on {scale.device}", f"a tensor on {device}, where the others are")
+    if scale.dim() == 1:
+        if kind != "fp8":
+            checks.refuse(name, "of one dimension, a scale for each head", f"a scale for each token and head, as {kind} needs")
+        if scale.shape != (k.shape[2],) or scale.dtype != HEAD_SCALE_DTYPE or not scale.is_contiguous():
+            given = f"{scale.dtype} of shape {tuple(scale.shape)}"
+            checks.refuse(name, given, f"contiguous {HEAD_SCALE_DTYPE} of shape {(k.shape[2],)}")
+        return
+    if scale.shape != k.shape[:3] or scale.dtype != TOKEN_SCALE_DTYPE:
+        given = f"{scale.dtype} of shape {tuple(scale.shape)}"
+        checks.refuse(name, given, f"{TOKEN_SCALE_DTYPE} of shape {tuple(k.shape[:3])}, a scale for each token and head")

@@ -1,0 +1,299 @@
+"""Prefill attention: many new queries of each sequence, over contiguous slots or under a block table.
+
+FlashAttention-2's loop (Dao, 2023): a program owns a tile of queries of one sequence and walks the keys that they see with
+an online softmax. Queries start anywhere in their sequence (a chunk) and the sequences of a launch have any counts and
+lengths: the device reads them all, so one captured graph serves all. A sequence with one query goes through decode's launches.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, U rows of a
+block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vmmkv.kernels import checks
+from vmmkv.kernels.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES, attend_singles
+from vmmkv.kernels.memory import KVMemory, kv_memory
+from vmmkv.kernels.prefill_tiling import PrefillTiling, prefill_tiling
+from vmmkv.kernels.tiles import dequantise, dequantise_nibbles
+
+_NO_WINDOW = 2**31 - 1
+
+
+@triton.jit
+def _load_rows(
+    p_base, p_table, slot, stride_s, stride_t, row, first, end,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr = 0, W_PAD: tl.constexpr = 0,
+):  # fmt: skip
+    """The rows from `row` on: [TILE, W_PAD], or [TILE] if W is 0. With MASKED those outside [first, end) are zero."""
+    i_t = row + tl.arange(0, TILE)
+    m_t = ((i_t >= first) & (i_t < end)) if MASKED else tl.full([TILE], True, tl.int1)
+    if BLOCK == 0:
+        p_rows = p_base + slot * stride_s + tl.cast(row, tl.int64) * stride_t + tl.arange(0, TILE) * stride_t
+    else:
+        blocks = tl.load(p_table + i_t // BLOCK, mask=m_t, other=0)
+        p_rows = p_base + blocks.to(tl.int64) * stride_s + i_t % BLOCK * stride_t
+    if W == 0:
+        return tl.load(p_rows, mask=m_t, other=0.0)
+    else:
+        i_w = tl.arange(0, W_PAD)[None, :]
+        m_tw = m_t[:, None] if W == W_PAD else m_t[:, None] & (i_w < W)
+        return tl.load(p_rows[:, None] + i_w, mask=m_tw, other=0)
+
+
+@triton.jit
+def _uniform(x):
+    """The same number, by a reduction: of this the compiler knows that it is the same in all threads, and of what was loaded
+    it does not. Then the addresses and counters of a loop are worked out once for a warp: a tenth of its instructions less."""
+    return tl.max(x + tl.zeros([32], tl.int32), 0)
+
+
+@triton.jit
+def _values(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, D_PAD: tl.constexpr):
+    """What a tile's payload means, less its scales: [TILE, D_PAD] of the queries' type."""
+    if KIND == "int4":
+        low, high = dequantise_nibbles(payload, DTYPE)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [TILE, D_PAD])
+    else:
+        return dequantise(payload, DTYPE, KIND)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_tiles", "num_slots", "num_rows", "window"])
+def _prefill(
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_out, p_starts, p_lengths, p_slots, p_limits, p_tables,
+    scale_log2, softcap, window, num_sequences, num_queries, num_tiles, num_slots, num_rows,
+    stride_qn, stride_qh, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
+    stride_kss, stride_kst, stride_vss, stride_vst, stride_scale, stride_on, stride_oh, stride_table,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr,
+    B_PAD: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SCALE: tl.constexpr, QMAX: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of TOKENS queries of a sequence, under HEADS neighbouring query heads of one kv head.
+
+    Sequence b has the tiles from query_starts[b] // TOKENS + b on: at least as many as it needs, found without a prefix sum.
+    Programs with no queries end at once. Late tiles see the most keys and start first; neighbouring programs take the heads of
+    one tile, which share their keys in L2.
+    """
+    i_tile = num_tiles - 1 - tl.program_id(0) // (H // HEADS)
+    i_head = tl.program_id(0) % (H // HEADS) * HEADS
+    i_b = tl.arange(0, B_PAD)
+    starts = tl.load(p_starts + i_b, mask=i_b < num_sequences, other=0)
+    b = tl.sum(((starts // TOKENS + i_b <= i_tile) & (i_b < num_sequences)).to(tl.int32), 0) - 1
+    if b < 0:
+        return
+    start = tl.load(p_starts + b)
+    count = tl.load(p_starts + b + 1) - start
+    length = tl.load(p_lengths + b)
+    slot = tl.load(p_slots + b).to(tl.int64)
+    i_first = (i_tile - (start // TOKENS + b)) * TOKENS
+    # A single query is decode's.
+    if (i_first >= count) | (count == 1):
+        return
+    count = tl.minimum(count, num_queries - start)
+    m_slot = (slot >= 0) & (slot < num_slots)
+    length = tl.minimum(tl.maximum(length, 0), 2147483647).to(tl.int32)
+    end = tl.where(m_slot, tl.minimum(length, num_rows), 0)
+    if HAS_LIMIT:
+        end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
+    slot = tl.where(m_slot, slot, 0)
+
+    # Rows of the tile: HEADS heads of a token, then the next token's. The halves of an int4 head are padded each for itself.
+    i_token = tl.arange(0, TOKENS * HEADS) // HEADS
+    i_row_head = tl.arange(0, TOKENS * HEADS) % HEADS
+    i_pad = tl.arange(0, D_PAD)
+    i_d = i_pad // W_PAD * W + i_pad % W_PAD
+    m_md = (i_token < count - i_first)[:, None] & (i_pad % W_PAD < W)[None, :]
+    base_64 = tl.cast(start + i_first, tl.int64)
+    p_q_tile = p_q + base_64 * stride_qn + tl.cast(i_head, tl.int64) * stride_qh
+    q = tl.load(p_q_tile + (i_token * stride_qn + i_row_head * stride_qh)[:, None] + i_d[None, :], mask=m_md, other=0.0)
+
+    position = length - count + i_first
+    newest_seen = tl.minimum(position + i_token, end - 1)
+    stop = tl.maximum(position + tl.minimum(TOKENS, count - i_first), 0)
+    end = _uniform(tl.maximum(tl.minimum(end, stop), 0))
+    # Tiles of keys start at multiples of TILE whatever the queries are, so that a query rounds the same in any chunk.
+    full_end = _uniform(tl.minimum(tl.maximum(position + 1, 0), end) // TILE * TILE)
+    first, begin, full_begin = 0, 0, 0
+    if HAS_WINDOW:
+        oldest_seen = tl.maximum(position + i_token + 1, 0) - window
+        first = tl.maximum(tl.maximum(position + 1, 0) - window, 0)
+        begin = _uniform(first // TILE * TILE)
+        full_begin = _uniform(tl.cdiv(tl.minimum(tl.maximum(stop - window, 0), end), TILE) * TILE)
+        full_end = tl.maximum(full_end, full_begin)
+
+    i_kv = tl.cast(i_head // G, tl.int64)
+    p_k += i_kv * stride_kk
+    p_v += i_kv * stride_vk
+    p_table = p_tables
+    if BLOCK > 0:
+        p_table += slot * stride_table
+    if SCALE == "token":
+        p_k_scale += i_kv * stride_scale
+        p_v_scale += i_kv * stride_scale
+    elif SCALE == "head":
+        scale_log2 *= tl.load(p_k_scale + i_kv)
+
+    # The online softmax (Milakov & Gimelshein, 2018), over the keys that a window cuts, those that all queries see, and those
+    # that the diagonal cuts. A query that sees nothing of a tile stays exactly as it was.
+    acc = tl.zeros([TOKENS * HEADS, D_PAD], tl.float32)
+    peak = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
+    # Each over every eighth key: what a thread holds of a row, so that no other is asked before the end.
+    totals = tl.zeros([TOKENS * HEADS, 8], tl.float32)
+    factor = 1.0 if HAS_SOFTCAP else scale_log2
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        part_begin = begin if part == 0 else (full_begin if part == 1 else full_end)
+        part_end = full_begin if part == 0 else (full_end if part == 1 else end)
+        for row in tl.range(part_begin, part_end, TILE, num_stages=STAGES):
+            k = _load_rows(p_k, p_table, slot, stride_ks, stride_kt, row, first, end, TILE, BLOCK, part != 1, W, W_PAD)
+            scores = tl.dot(q, tl.trans(_values(k, q.dtype, KIND, TILE, D_PAD)), input_precision="ieee")
+            if SCALE == "token":
+                k_scale = _load_rows(p_k_scale, p_table, slot, stride_kss, stride_kst, row, first, end, TILE, BLOCK, part != 1)
+                scores *= k_scale.to(tl.float32)[None, :]
+            if HAS_SOFTCAP:
+                # The launcher folded 2 / softcap into scale_log2, log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * scale_log2) + 1.0))
+            if part != 1:
+                i_t = row + tl.arange(0, TILE)[None, :]
+                m_seen = i_t <= newest_seen[:, None]
+                if HAS_WINDOW:
+                    m_seen &= i_t >= oldest_seen[:, None]
+                scores = tl.where(m_seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+            # Before the first row that it sees a query's peak is -inf, and -inf - -inf is NaN.
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if part != 1 else new_peak
+            weights = tl.exp2(scores * factor - shift[:, None])
+            rescale, peak = tl.exp2(peak - shift), new_peak
+            totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [TOKENS * HEADS, TILE // 8, 8]), 1)
+            if SCALE == "token":
+                v_scale = _load_rows(p_v_scale, p_table, slot, stride_vss, stride_vst, row, first, end, TILE, BLOCK, part != 1)
+                # Times QMAX, which the output is divided by, so that float16 holds what a small scale leaves of a weight.
+                weights *= (v_scale.to(tl.float32) * QMAX)[None, :]
+            v = _load_rows(p_v, p_table, slot, stride_vs, stride_vt, row, first, end, TILE, BLOCK, part != 1, W, W_PAD)
+            v = _values(v, q.dtype, KIND, TILE, D_PAD)
+            acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+
+    total = tl.sum(totals, 1)
+    # A query that sees nothing gives zeros.
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    if SCALE == "token":
+        share /= QMAX
+    elif SCALE == "head":
+        share *= tl.load(p_v_scale + i_kv)
+    p_out_tile = p_out + base_64 * stride_on + tl.cast(i_head, tl.int64) * stride_oh
+    p_out_md = p_out_tile + (i_token * stride_on + i_row_head * stride_oh)[:, None] + i_d[None, :]
+    tl.store(p_out_md, (acc * share[:, None]).to(p_out.dtype.element_ty), mask=m_md)
+
+
+def prefill(
+    q_NHD: torch.Tensor,
+    k_STKW: torch.Tensor,
+    v_STKW: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    limit_S: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the last tokens of each sequence to the rows of its slot, causally. Returns [N, H, D] (`out` if given).
+
+    Sequence b has the queries [query_starts[b], query_starts[b + 1]) of `q_NHD`, any number of them, at the positions that end
+    with lengths_B[b] - 1: lengths count the queries' own rows, appended before. The query at position p attends to the rows
+    [max(0, p + 1 - window), p + 1) of slot slots_B[b]. No other row is loaded. A slot outside [0, S) gives zeros. Rows at and
+    past limit_S[slot] are not loaded either, nor ever those past T: what comes out for queries there is to be dropped.
+    Queries past query_starts[B] belong to nobody, and their output is not written.
+
+    q_NHD: fp16, bf16 or fp32. k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of the same dtype, or
+    quantised (see quantise.py) with `k_scale` and `v_scale`: float16 [S, T, K], or for fp8 also float32 [K].
+    query_starts: int32 [B + 1] on the device, from 0 and not descending. lengths_B, slots_B: int32 or int64 on the device.
+    limit_S: int32 on the device, one a slot. scale: positive, 1 / sqrt(D) if None. softcap: scores become
+    softcap * tanh(score / softcap). workspace: of `decode`, float32, at least its `workspace_elements(...)` for B queries, not
+    shared by launches that may overlap; if None it comes from torch's allocator.
+
+    Cost: three launches, no synchronisation; safe while a graph is captured, and the graph serves all counts and lengths.
+    Sequences of one query, which the device finds, are attended to by decode's two: spread over the whole device, and bit for
+    bit what `decode` gives.
+    Raises: ValueError naming the argument.
+    """
+    checks.runnable("q_NHD", q_NHD.device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, None, q_NHD.dtype, q_NHD.device)
+    options = checks.attention_options(scale, window, softcap, memory.head_dim)
+    return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace)
+
+
+def launch_prefill(
+    q_NHD: torch.Tensor,
+    memory: KVMemory,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    limit_S: torch.Tensor | None,
+    options: checks.AttentionOptions,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    *,
+    cut: PrefillTiling | None = None,
+) -> torch.Tensor:
+    """`prefill` over any memory."""
+    device = q_NHD.device
+    if q_NHD.dim() != 3:
+        checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [queries, query heads, head dim]")
+    num_queries, num_heads, _ = q_NHD.shape
+    head_dim, num_sequences = memory.head_dim, lengths_B.shape[0]
+    shape = (num_queries, num_heads, head_dim)
+    checks.vectors("q_NHD", q_NHD, shape, q_NHD.dtype, device)
+    group = checks.heads("q_NHD", num_heads, memory.num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
+    if num_sequences > MAX_SEQUENCES:
+        checks.refuse("lengths_B", f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
+    checks.index("lengths_B", lengths_B, num_sequences, device)
+    checks.index("slots_B", slots_B, num_sequences, device)
+    checks.index("query_starts", query_starts, num_sequences + 1, device)
+    if query_starts.dtype != torch.int32:
+        checks.refuse("query_starts", f"of {query_starts.dtype}", "int32")
+    if limit_S is not None:
+        checks.limits("limit_S", limit_S, memory.num_slots, device)
+    if not options.scale_log2 > 0.0:
+        checks.refuse("scale", "not positive", "a positive number, or None for 1 / sqrt(head dim)")
+    if out is None:
+        out = torch.empty(shape, dtype=q_NHD.dtype, device=device)
+    else:
+        checks.vectors("out", out, shape, q_NHD.dtype, device)
+    if num_queries == 0 or num_sequences == 0:
+        return out
+
+    cut = cut or prefill_tiling(head_dim, q_NHD.element_size(), memory.kind or "")
+    suffix = "PUKW" if memory.block else "STKW"
+    checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
+    checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or cut.tile_rows)
+    pack = min(cut.pack, group & -group)
+    tokens = cut.rows // pack
+    num_tiles = num_queries // tokens + num_sequences
+    width = memory.k.shape[3]
+    width_padded = max(16 if memory.kind != "int4" else 8, triton.next_power_of_2(width))
+    attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
+    # Under a table the pipeline has two loads, one after the other, where it has one in slots.
+    num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
+    with checks.on_device(device):
+        _prefill[(num_tiles * (num_heads // pack),)](
+            q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, out,
+            query_starts, lengths_B, slots_B, limit_S, memory.tables_SC,
+            options.scale_log2, options.softcap_log2, options.rows_seen,
+            num_sequences, num_queries, num_tiles, memory.num_slots, memory.num_rows,
+            q_NHD.stride(0), q_NHD.stride(1), *memory.strides, out.stride(0), out.stride(1), memory.stride_table,
+            H=num_heads, G=group, D=head_dim, W=width,
+            D_PAD=width_padded * (head_dim // width), W_PAD=width_padded,
+            B_PAD=max(16, triton.next_power_of_2(num_sequences)), HEADS=pack, TOKENS=tokens, TILE=cut.tile_rows,
+            BLOCK=memory.block, KIND=memory.kind or "", SCALE=memory.scale, QMAX=memory.qmax,
+            HAS_LIMIT=limit_S is not None, HAS_WINDOW=options.rows_seen < _NO_WINDOW,
+            HAS_SOFTCAP=options.softcap_log2 > 0.0, STAGES=num_stages,
+            num_warps=cut.num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return out

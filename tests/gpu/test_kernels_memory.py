@@ -1,0 +1,159 @@
+"""Kernels, graphs and memory on a real GPU: one capture for every length, no wait, any physical page, no stray access."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before triton is imported: tests/kernels settles that it is to be interpreted here.
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from tests.kernels.cases import NAN, assert_right, make_case
+from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
+from vmmkv.kernels.append import append
+from vmmkv.kernels.copy import copy_rows
+from vmmkv.kernels.decode import workspace_elements
+from vmmkv.kernels.paged import paged_append, paged_decode
+from vmmkv.kernels.prefill import prefill
+from vmmkv.kv_type import KVType
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+STRAYS = [
+    "decode-past",
+    "decode-quantised-past",
+    "decode-paged-past",
+    "decode-table-past",
+    "window-before-in-a-tile",
+    "prefill-past",
+    "prefill-paged-past",
+    "prefill-window-before",
+    "append-past",
+    "append-paged-past",
+    "copy-past",
+]
+
+
+@pytest.mark.parametrize("own_workspace", [False, True])
+def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
+    case = make_case([3000, 2500, 2000], heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    memory = case.memory
+    limit_S = torch.full((case.num_slots,), 3000, dtype=torch.int32, device=DEVICE)
+    k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=DEVICE).bfloat16()
+    elements = workspace_elements(case.q_BHD, memory.k)
+    workspace = torch.empty(elements, device=DEVICE) if own_workspace else None
+    out = case.poisoned_out()
+    prompt_NHD = torch.randn(100, 32, 128, device=DEVICE).bfloat16()
+    prompt_out = torch.full_like(prompt_NHD, NAN)
+    starts = torch.tensor([0, 30, 31, 100], dtype=torch.int32, device=DEVICE)
+
+    def step() -> None:
+        append(k_NKD, v_NKD, memory.k, memory.v, case.slots_B, case.lengths_B - 1, limit_S)
+        case.decode(limit_S=limit_S, out=out, workspace=workspace)
+        where = (starts, case.lengths_B, case.slots_B)
+        prefill(prompt_NHD, memory.k, memory.v, *where, limit_S=limit_S, out=prompt_out, workspace=workspace)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths, counts in (
+        ([60, 0, 2000], [33, 0, 64]),
+        ([3000, 17, 63], [1, 17, 60]),
+        ([0, 0, 0], [0, 0, 0]),
+        ([129, 2500, 1], [0, 100, 0]),
+    ):
+        case.lengths_B.copy_(torch.tensor(lengths))
+        starts[1:] = torch.tensor(counts).cumsum(0).to(DEVICE)
+        k_NKD.normal_()
+        out.fill_(NAN)
+        prompt_out.fill_(NAN)
+        graph.replay()
+        assert torch.equal(out, case.decode())
+        assert_right(out, case)
+        used = sum(counts)
+        where = (starts, case.lengths_B, case.slots_B)
+        assert torch.equal(prompt_out[:used], prefill(prompt_NHD, memory.k, memory.v, *where)[:used])
+        assert prompt_out[:used].isfinite().all()
+        assert prompt_out[used:].isnan().all()
+        for b, length in enumerate(lengths):
+            if length:
+                assert torch.equal(memory.k[case.slots_B[b], length - 1], k_NKD[b])
+
+
+def test_a_captured_copy_serves_every_range() -> None:
+    rows_STE = torch.randint(256, (4, 100, 256), device=DEVICE).byte()
+    indices = [torch.zeros(2, dtype=torch.int32, device=DEVICE) for _ in range(4)]
+    copy_rows(rows_STE, *indices)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_rows(rows_STE, *indices)
+    for values in ([(0, 1, 5, 90), (2, 3, 0, 1)], [(3, 0, 99, 100), (-1, 2, 0, 100)]):
+        expected = rows_STE.clone()
+        for source, target, start, end in values:
+            if source >= 0:
+                expected[target, start:end] = expected[source, start:end]
+        for index, column in zip(indices, zip(*values, strict=True), strict=True):
+            index.copy_(torch.tensor(column))
+        graph.replay()
+        assert torch.equal(rows_STE, expected)
+
+
+def test_the_host_waits_for_nothing() -> None:
+    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+    memory = case.memory
+    limit_S = torch.full((case.num_slots,), 200, dtype=torch.int32, device=DEVICE)
+    k_NKD = torch.randn(2, 2, 64, device=DEVICE).bfloat16()
+    positions_N, starts = case.lengths_B - 1, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    blocks, tables_SC = memory.in_blocks(16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        append(k_NKD, k_NKD, memory.k, memory.v, case.slots_B, positions_N, limit_S)
+        case.decode(limit_S=limit_S)
+        prefill(case.q_BHD, memory.k, memory.v, starts, case.lengths_B, case.slots_B, limit_S=limit_S)
+        paged_append(k_NKD, k_NKD, blocks.k, blocks.v, case.slots_B, positions_N, tables_SC, limit_S)
+        paged_decode(case.q_BHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, tables_SC, limit_S=limit_S)
+        copy_rows(memory.bytes_STE, case.slots_B[:1], case.slots_B[1:], positions_N[:1], positions_N[:1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", [None, "fp8", "int4"])
+def test_shuffled_physical_pages_give_the_bits_of_ordered_ones(kind: str | None) -> None:
+    assert_shuffled_pages_give_the_same_bits(DEVICE, BF16, KVType(kind) if kind else None)
+
+
+def start_guarded(what: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.gpu.guarded_kernels", what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, tuple[int, str, str]]:
+    """How each child ended: they all run at once, since each has a context to lose."""
+    children = {what: start_guarded(what) for what in ("within", *STRAYS)}
+    ended = {}
+    for what, child in children.items():
+        stdout, stderr = child.communicate(timeout=250)
+        ended[what] = (child.returncode, stdout, stderr)
+    return ended
+
+
+def test_kernels_stay_within_mapped_memory(ends: dict[str, tuple[int, str, str]]) -> None:
+    status, stdout, stderr = ends["within"]
+    assert status == 0, stderr
+    assert stdout == "done\n"
+
+
+@pytest.mark.parametrize("what", STRAYS)
+def test_the_guard_sees_a_stray_access(what: str, ends: dict[str, tuple[int, str, str]]) -> None:
+    status, _, stderr = ends[what]
+    assert status == 3, stderr

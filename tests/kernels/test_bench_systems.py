@@ -1,0 +1,52 @@
+"""What the benchmarks bind of our kernels gives right outputs over each of their memories: found out before a GPU is asked."""
+
+import pytest
+import torch
+
+from bench.kernels import appending, cases, copying, memories, systems
+from bench.kernels.batch import Batch
+from bench.kernels.cases import Case
+from bench.kernels.formats import Format
+from bench.settings import Shape
+from vmmkv.kv_type import KVType
+
+SHAPE = Shape(name="small", layers=2, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, weight_bytes=0)
+PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))
+OVER = [("tensor", PLAIN), ("vmmkv-1", PLAIN), ("paged", PLAIN), ("vmmkv", INT4)]
+NAMES = [f"{kind}, {form.name}" for kind, form in OVER]
+
+
+@pytest.mark.parametrize(("kind", "form"), OVER, ids=NAMES)
+@pytest.mark.parametrize(
+    ("case", "bind"),
+    [
+        (Case(name="decode", lengths=(33, 7, 70)), systems.bind_decode),
+        (Case(name="prefill", lengths=(40, 70), counts=(17, 1)), systems.bind_prefill),
+    ],
+    ids=["decode", "prefill"],
+)
+def test_attention(device: torch.device, kind: str, form: Format, case: Case, bind: systems.Bind) -> None:
+    memory = memories.open_memory(kind, case, 2, form, device)
+    try:
+        batch = Batch(case, 2, memory, seed=0)
+        batch.check(batch.passes(bind)())
+    finally:
+        memory.close()
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(("kind", "form"), OVER, ids=NAMES)
+def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> None:
+    case = cases.uniform(3, 16)
+    memory = memories.open_memory(kind, case, 1, form, device)
+    try:
+        appending.Append(memory, case, appending.NewRows(6, case, SHAPE, device, seed=0), rope).prepare()
+    finally:
+        memory.close()
+
+
+@pytest.mark.parametrize("open_rows", [copying.tensor_rows, copying.vmmkv_rows])
+@pytest.mark.parametrize("copier", copying.COPIERS.values(), ids=copying.COPIERS)
+def test_copy(device: torch.device, open_rows: copying.OpenRows, copier: copying.Copier) -> None:
+    with open_rows(SHAPE, device, 4) as rows_STE:
+        copying.checked(rows_STE, copier, [2, 0], [1, 3])
