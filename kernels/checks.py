@@ -67,20 +67,6 @@ def aligned(argument: str, tensor: torch.Tensor) -> None:
         refuse(argument, f"at address {tensor.data_ptr():#x}", f"an address that is a multiple of {ALIGNMENT_BYTES} bytes")
 
 
-def arena(k_STKD: torch.Tensor, v_STKD: torch.Tensor, device: torch.device) -> tuple[int, int, int, int]:
-    """Check the views of all slots, as `cache.k(layer)` and `cache.v(layer)` give them. Returns S, T, K, D."""
-    if k_STKD.dim() != 4:
-        refuse("k_STKD", f"of shape {tuple(k_STKD.shape)}", "4 dimensions: [slots, rows, kv heads, head dim]")
-    if k_STKD.dtype not in FLOAT_DTYPES:
-        refuse("k_STKD", f"of {k_STKD.dtype}", "float16, bfloat16 or float32")
-    slots, rows, kv_heads, head_dim = k_STKD.shape
-    if rows >= _INT32_END or slots >= _INT32_END:
-        refuse("k_STKD", f"of shape {tuple(k_STKD.shape)}", "fewer than 2**31 slots and fewer than 2**31 rows")
-    vectors("k_STKD", k_STKD, (slots, rows, kv_heads, head_dim), k_STKD.dtype, device)
-    vectors("v_STKD", v_STKD, (slots, rows, kv_heads, head_dim), k_STKD.dtype, device)
-    return slots, rows, kv_heads, head_dim
-
-
 def tile_offsets(argument: str, tensor: torch.Tensor, tile_rows: int) -> None:
     """Refuse a row stride by which an offset inside one tile would leave 32 bits."""
     if tensor.stride(1) * tile_rows >= _INT32_END:
@@ -132,8 +118,10 @@ def attention_options(scale: float | None, window: int | None, softcap: float | 
     """Check the options that all attention takes. Scores are softcap * tanh(scale * qk / softcap)."""
     if window is not None and window < 1:
         refuse("window", window, "at least 1, or None to attend to all rows")
-    if softcap is not None and not softcap > 0.0:
-        refuse("softcap", softcap, "a positive number, or None for no cap")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        refuse("softcap", softcap, "a positive, finite number, or None for no cap")
+    if scale is not None and not 0.0 < scale < math.inf:
+        refuse("scale", scale, "a positive, finite number, or None for 1 / sqrt(head dim)")
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     if softcap is not None:
         scale_log2 *= 2.0 / softcap

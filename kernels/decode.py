@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vmmkv.kernels import checks
 from vmmkv.kernels.decode_merge import merge_partials
 from vmmkv.kernels.decode_tiles import attend_tiles
-from vmmkv.kernels.lanes import MAX_LEAF_BITS, SHORT_TILES
+from vmmkv.kernels.lanes import MAX_LEAF_BITS
 from vmmkv.kernels.memory import KVMemory, kv_memory
 from vmmkv.kernels.tiling import Tiling, tiling
 from vmmkv.units import ceil_div
@@ -62,7 +62,7 @@ class _Workspace:
         most_tiles = ceil_div(num_rows, cut.tile_rows)
         max_chunks = max(1, min(cut.max_chunks, ceil_div(most_tiles, cut.chunk_tiles)))
         largest_chunk = cut.chunk_tiles * ceil_div(most_tiles, cut.chunk_tiles * max_chunks)
-        max_apart = max(SHORT_TILES.value, ceil_div(largest_chunk, 1 << MAX_LEAF_BITS))
+        max_apart = max(2 * cut.short_tiles, ceil_div(largest_chunk, 1 << MAX_LEAF_BITS))
         return cls(max_chunks, max_apart, num_sequences * max_chunks + num_lanes * max_apart)
 
     def elements(self, num_heads: int, head_dim: int) -> int:
@@ -180,9 +180,9 @@ def attend_singles(
     num_sequences, num_kv_heads = lengths_B.shape[0], memory.num_kv_heads
     group = checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
     cut = tiling(num_heads, num_kv_heads, head_dim, q_NHD.element_size(), memory.payload_bytes)
-    if not memory.block:
-        checks.tile_offsets("k_STKW", memory.k, cut.tile_rows)
-        checks.tile_offsets("v_STKW", memory.v, cut.tile_rows)
+    suffix = "PUKW" if memory.block else "STKW"
+    checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
+    checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or cut.tile_rows)
     num_lanes = _num_lanes(device, num_kv_heads, cut.programs_per_sm)
     space = _Workspace.of(cut, num_sequences, memory.num_rows, num_lanes)
     elements = space.elements(num_heads, head_dim)
@@ -195,6 +195,7 @@ def attend_singles(
     overlaps = checks.launches_dependents(device)
     common: dict[str, Any] = {
         "B_PAD": max(16, triton.next_power_of_2(num_sequences)), "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
+        "SHORT_TILES": cut.short_tiles,
         "QMAX": memory.qmax, "SCALE": memory.scale, "HAS_LIMIT": limit_S is not None,
         "HAS_STARTS": query_starts is not None, "PDL": overlaps,
     }  # fmt: skip
@@ -210,8 +211,9 @@ def attend_singles(
             q_NHD, _descriptor(k, cut.tile_rows) if by_tma else k, _descriptor(v, cut.tile_rows) if by_tma else v,
             memory.k_scale, memory.v_scale, memory.tables_SC,
             lengths_B, slots_B, limit_S, query_starts, out_NHD, workspace,
-            options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, memory.num_slots, memory.num_rows,
-            space.max_chunks, space.max_apart, q_NHD.stride(0), q_NHD.stride(1), out_NHD.stride(0), out_NHD.stride(1),
+            options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q_NHD.shape[0],
+            memory.num_slots, memory.num_rows, space.max_chunks, space.max_apart,
+            q_NHD.stride(0), q_NHD.stride(1), out_NHD.stride(0), out_NHD.stride(1),
             memory.stride_table, *memory.strides,
             K=num_kv_heads, G=group, G_PAD=max(16, triton.next_power_of_2(group)),
             W=width, W_PAD=max(16, triton.next_power_of_2(width)), BLOCK=memory.block, TMA=by_tma,
@@ -221,10 +223,11 @@ def attend_singles(
         )  # fmt: skip
         merge_partials[(num_sequences, num_heads)](
             out_NHD, lengths_B, slots_B, limit_S, query_starts, memory.v_scale, workspace,
-            options.rows_seen, num_sequences, memory.num_slots, memory.num_rows, num_lanes,
+            options.rows_seen, num_sequences, q_NHD.shape[0], memory.num_slots, memory.num_rows, num_lanes,
             space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1),
             H=num_heads, G=group, D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
-            STEP=rows_of_partials, UNROLL=8, num_warps=max(1, min(4, rows_of_partials // 2)), **common,
+            STEP=rows_of_partials, UNROLL=15 if rows_of_partials <= 2 else 8,
+            num_warps=max(1, min(4, rows_of_partials // 2)), **common,
         )  # fmt: skip
 
 

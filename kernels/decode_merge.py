@@ -63,12 +63,23 @@ def _load_chunk(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_slots", "num_rows", "num_lanes", "max_chunks", "max_apart", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences",
+        "num_queries",
+        "num_slots",
+        "num_rows",
+        "num_lanes",
+        "max_chunks",
+        "max_apart",
+        "window",
+    ]
+)
 def merge_partials(
     p_out, p_lengths, p_slots, p_limits, p_query_starts, p_v_scale, p_workspace,
-    window, num_sequences, num_slots, num_rows, num_lanes, max_chunks, max_apart, stride_ob, stride_oh,
+    window, num_sequences, num_queries, num_slots, num_rows, num_lanes, max_chunks, max_apart, stride_ob, stride_oh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, B_PAD: tl.constexpr,
-    TILE: tl.constexpr, CHUNK_TILES: tl.constexpr,
+    TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr,
     STEP: tl.constexpr, UNROLL: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +88,7 @@ def merge_partials(
     h = tl.program_id(1)
     i_b = tl.arange(0, B_PAD)
     _, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
         HAS_LIMIT, HAS_STARTS,
     )  # fmt: skip
     nums_tiles = tl.cdiv(ends - starts, TILE)
@@ -85,8 +96,12 @@ def merge_partials(
     sequence_start = tl.sum(tl.where(i_b < b, nums_tiles, 0), 0)
     num_tiles = tl.sum(tl.where(i_b == b, nums_tiles, 0), 0)
     chunk_size = chunk_tiles_of(num_tiles, max_chunks, CHUNK_TILES)
+    if PDL:
+        # Before any return: what comes next may wait for this launch alone.
+        gdc_wait()
+        gdc_launch_dependents()
     if (num_tiles > 0) & (num_tiles <= chunk_size):
-        bits = leaf_bits_of(num_tiles)
+        bits = leaf_bits_of(num_tiles, SHORT_TILES)
         first_leaf = sequence_start + tl.minimum(1 << bits, num_tiles)
         if (first_leaf - 1) // lane_size == (sequence_start + num_tiles - 1) // lane_size:
             return
@@ -94,15 +109,12 @@ def merge_partials(
     p_peaks = p_workspace + num_entries * (H * D)
     p_totals = p_peaks + num_entries * H
 
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     i_d = tl.arange(0, D_PAD)
     chunks_before = tl.cast(b, tl.int64) * max_chunks
     tiles_before = tl.cast(num_sequences, tl.int64) * max_chunks
 
     num_chunks = tl.cdiv(num_tiles, chunk_size)
-    bits = leaf_bits_of(num_tiles)
+    bits = leaf_bits_of(num_tiles, SHORT_TILES)
     out = tl.zeros([D_PAD], tl.float32)
     out_peak = EMPTY_PEAK
     out_total = 0.0
@@ -122,6 +134,6 @@ def merge_partials(
     p_row = output_row(p_out, b, p_query_starts, stride_ob, HAS_STARTS) + tl.cast(h, tl.int64) * stride_oh + i_d
     width = D
     if HAS_STARTS:
-        width = tl.where(is_single(b, True, p_query_starts), D, 0)
+        width = tl.where(is_single(b, True, p_query_starts, num_queries), D, 0)
     out /= tl.where(num_tiles > 0, divisor_of(out_total, h // G, p_v_scale, QMAX, SCALE), 1.0)
     tl.store(p_row, out.to(p_out.dtype.element_ty), mask=i_d < width)

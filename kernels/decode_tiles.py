@@ -72,15 +72,15 @@ def _outputs(weights, v, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.con
         return acc, acc
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_slots", "num_rows", "max_chunks", "max_apart", "window"])
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows", "max_chunks", "max_apart", "window"])
 def attend_tiles(
     p_q, p_k, p_v, p_k_scale, p_v_scale, p_tables, p_lengths, p_slots, p_limits, p_query_starts, p_out, p_workspace,
-    scale_log2, softcap, window, num_sequences, num_slots, num_rows, max_chunks, max_apart,
+    scale_log2, softcap, window, num_sequences, num_queries, num_slots, num_rows, max_chunks, max_apart,
     stride_qb, stride_qh, stride_ob, stride_oh, stride_table,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_kss, stride_kst, stride_vss, stride_vst,
     stride_scale,
     K: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, B_PAD: tl.constexpr,
-    TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     QMAX: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +89,9 @@ def attend_tiles(
     Neighbouring programs take the kv heads of the same rows, which are neighbours in memory. One loop goes over all tiles
     of the lane, whosever they are, so that the loads of the next ones are always under way.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     HALVES: tl.constexpr = 2 if KIND == "int4" else 1
     H: tl.constexpr = K * G
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -97,15 +100,15 @@ def attend_tiles(
     num_lanes = tl.num_programs(0) // K
     i_b = tl.arange(0, B_PAD)
     _, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
         HAS_LIMIT, HAS_STARTS,
     )  # fmt: skip
     nums_tiles = tl.cdiv(ends - starts, TILE)
     tile_ends = tl.cumsum(nums_tiles, 0)
     num_tiles = tl.sum(nums_tiles, 0)
     lane_size = lane_tiles_of(num_tiles, num_lanes)
-    lane_start = lane_begin(tl.minimum(lane * lane_size, num_tiles), tile_ends)
-    lane_end = lane_begin(tl.minimum((lane + 1) * lane_size, num_tiles), tile_ends)
+    lane_start = lane_begin(tl.minimum(lane * lane_size, num_tiles), tile_ends, SHORT_TILES)
+    lane_end = lane_begin(tl.minimum((lane + 1) * lane_size, num_tiles), tile_ends, SHORT_TILES)
 
     i_g = tl.arange(0, G_PAD)
     i_w = tl.arange(0, W_PAD)
@@ -118,15 +121,11 @@ def attend_tiles(
     p_totals = p_peaks + num_partials * H
     # Of the sequence that the loop is at.
     b, sequence_start, sequence_end, slot, start, end = sequence_at(
-        lane_start, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+        lane_start, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
         TILE, HAS_LIMIT, HAS_STARTS,
     )  # fmt: skip
-    bits = leaf_bits_of(sequence_end - sequence_start)
+    bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
-    if PDL:
-        # Lengths, slots and limits are as old as the step; the new rows, the query and a free workspace are not.
-        gdc_wait()
-        gdc_launch_dependents()
     if SCALE == "token":
         p_k_scale += i_kv * stride_scale
         p_v_scale += i_kv * stride_scale
@@ -145,10 +144,10 @@ def attend_tiles(
     for i_tile in range(lane_start, lane_end):
         if i_tile >= sequence_end:
             b, sequence_start, sequence_end, slot, start, end = sequence_at(
-                i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+                i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
                 TILE, HAS_LIMIT, HAS_STARTS,
             )  # fmt: skip
-            bits = leaf_bits_of(sequence_end - sequence_start)
+            bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
             chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
         # The last tile is moved back to end with the sequence: what it shares with the one before is masked.
         row = start + (i_tile - sequence_start) * TILE

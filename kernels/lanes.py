@@ -17,8 +17,6 @@ Prefixes: p_ pointer, i_ index, m_ mask.
 import triton
 import triton.language as tl
 
-SHORT_TILES = tl.constexpr(32)
-"""Sequences of up to so many tiles have leaves of one tile, of up to twice as many leaves of two, and then of four."""
 MAX_LEAF_BITS = 2
 """A leaf has at most 2 to the power of this tiles."""
 EMPTY_PEAK = tl.constexpr(-1e30)
@@ -27,7 +25,7 @@ EMPTY_PEAK = tl.constexpr(-1e30)
 
 @triton.jit
 def span(
-    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Slot, first row and end row that sequence `i_b` attends to; an empty span where nothing may be read."""
@@ -35,7 +33,7 @@ def span(
     length = tl.maximum(tl.load(p_lengths + i_b, mask=m_b, other=0), 0)
     m_slot = (slot >= 0) & (slot < num_slots)
     if HAS_STARTS:
-        m_slot = m_slot & is_single(i_b, m_b, p_query_starts)
+        m_slot = m_slot & is_single(i_b, m_b, p_query_starts, num_queries)
     end = tl.where(m_slot, tl.minimum(length, num_rows), 0)
     if HAS_LIMIT:
         end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
@@ -46,10 +44,11 @@ def span(
 
 
 @triton.jit
-def is_single(i_b, m_b, p_query_starts):
-    """Has the sequence exactly one query in this call?"""
+def is_single(i_b, m_b, p_query_starts, num_queries):
+    """Has the sequence exactly one query in this call, one that there is?"""
     first = tl.load(p_query_starts + i_b, mask=m_b, other=0)
-    return tl.load(p_query_starts + i_b + 1, mask=m_b, other=0) - first == 1
+    count = tl.load(p_query_starts + i_b + 1, mask=m_b, other=0) - first
+    return (count == 1) & (first >= 0) & (first < num_queries)
 
 
 @triton.jit
@@ -59,18 +58,18 @@ def chunk_tiles_of(num_tiles, max_chunks, CHUNK_TILES: tl.constexpr):
 
 
 @triton.jit
-def leaf_bits_of(num_tiles):
-    """A leaf of a sequence of so many tiles has 2 to the power of this: more in longer ones, so that fewer are kept apart."""
+def leaf_bits_of(num_tiles, SHORT_TILES: tl.constexpr):
+    """A leaf has 2 to the power of this tiles: one in sequences of up to SHORT_TILES, two up to twice as many, then four."""
     return (num_tiles > SHORT_TILES).to(tl.int32) + (num_tiles > 2 * SHORT_TILES).to(tl.int32)
 
 
 @triton.jit
-def lane_begin(i_tile, tile_ends):
+def lane_begin(i_tile, tile_ends, SHORT_TILES: tl.constexpr):
     """The tile at which the lane begins whose share begins at `i_tile`: a leaf is whose who has its last tile."""
     before = tile_ends <= i_tile
     sequence_start = tl.max(tl.where(before, tile_ends, 0), 0)
     sequence_end = tl.min(tl.where(before, 2147483647, tile_ends), 0)
-    bits = leaf_bits_of(sequence_end - sequence_start)
+    bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     return sequence_start + (((i_tile - sequence_start) >> bits) << bits)
 
 
@@ -95,7 +94,7 @@ def merge(x, weight, x_next, weight_next):
 
 @triton.jit
 def sequence_at(
-    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window,
+    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
     TILE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Of the sequence that has this tile: its index, where its tiles start and end, and its span of rows.
@@ -107,7 +106,7 @@ def sequence_at(
     sequence_start = tl.max(tl.where(before, tile_ends, 0), 0)
     is_one = b < before.shape[0]
     slot, start, end = span(
-        b, is_one, p_lengths, p_slots, p_limits, p_query_starts, num_slots, num_rows, window, HAS_LIMIT, HAS_STARTS
+        b, is_one, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window, HAS_LIMIT, HAS_STARTS
     )
     return b, sequence_start, sequence_start + tl.cdiv(end - start, TILE), slot, start, end
 

@@ -100,6 +100,8 @@ def kv_memory(
     device: torch.device,
 ) -> KVMemory:
     """Check a layer's memory for values of `dtype` on `device`. Raises ValueError naming the argument."""
+    if checks.INTERPRETED and dtype == torch.bfloat16:
+        checks.refuse("the dtype", dtype, "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
     suffix = "STK" if tables_SC is None else "PUK"
     name_k, name_v = f"k_{suffix}W", f"v_{suffix}W"
     if k.dim() != 4:
@@ -110,7 +112,7 @@ def kv_memory(
         quantised = ", ".join(f"{str(payload).removeprefix('torch.')} ({name})" for name, payload in PAYLOAD_DTYPES.items())
         checks.refuse(name_k, f"of {k.dtype}", f"float16, bfloat16 or float32; or quantised: {quantised}")
     if kind is None and k.dtype != dtype:
-        checks.refuse(name_k, f"of {k.dtype}", f"{dtype}, as the query or the new rows are")
+        checks.refuse(name_k, f"of {k.dtype}", f"{dtype}, as the query or the new rows are; or those of its dtype")
     if 0 in k.shape:
         checks.refuse(name_k, f"of shape {tuple(k.shape)}", "at least one of each")
     if k.shape[0] >= _INT32_END or k.shape[1] >= _INT32_END:
@@ -125,7 +127,11 @@ def kv_memory(
         missing = "k_scale" if k_scale is None else "v_scale"
         checks.refuse(missing, "missing", "a scale for both K and V, or for neither")
     if (k_scale is None) != (kind is None):
-        wanted = f"the scales of {kind} K and V" if k_scale is None else f"none, since {name_k} is of {k.dtype}"
+        wanted = (
+            f"the scales of {kind} K and V, as cache.k_scale(layer) and v_scale give them"
+            if k_scale is None
+            else f"none, since {name_k} is of {k.dtype}"
+        )
         checks.refuse("k_scale", "missing" if k_scale is None else "given", wanted)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:

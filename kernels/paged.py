@@ -39,6 +39,7 @@ def paged_append(
 
     Cost and Raises: as for `append`.
     """
+    _check_given(tables_SC)
     launch_append(
         k_NKD, v_NKD, k_PUKW, v_PUKW, slots_N, positions_N, limit_S, tables_SC=tables_SC,
         q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, k_scale=k_scale, v_scale=v_scale,
@@ -68,6 +69,7 @@ def paged_decode(
 
     Cost and Raises: as for `decode`.
     """
+    _check_given(tables_SC)
     checks.runnable("q_BHD", q_BHD.device)
     memory = kv_memory(k_PUKW, v_PUKW, k_scale, v_scale, tables_SC, q_BHD.dtype, q_BHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
@@ -96,7 +98,13 @@ def paged_prefill(
 
     Cost and Raises: as for `prefill`.
     """
+    _check_given(tables_SC)
     checks.runnable("q_NHD", q_NHD.device)
     memory = kv_memory(k_PUKW, v_PUKW, k_scale, v_scale, tables_SC, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace)
+
+
+def _check_given(tables_SC: object) -> None:
+    if tables_SC is None:
+        checks.refuse("tables_SC", None, "int32 [slots, blocks of each]; without a table the kernels of slots will do")

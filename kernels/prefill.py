@@ -88,8 +88,8 @@ def _prefill(
     length = tl.load(p_lengths + b)
     slot = tl.load(p_slots + b).to(tl.int64)
     i_first = (i_tile - (start // TOKENS + b)) * TOKENS
-    # A single query is decode's.
-    if (i_first >= count) | (count == 1):
+    # A single query is decode's, and a start below 0 nobody's.
+    if (i_first >= count) | (count == 1) | (start < 0):
         return
     count = tl.minimum(count, num_queries - start)
     m_slot = (slot >= 0) & (slot < num_slots)
@@ -247,7 +247,7 @@ def launch_prefill(
     if q_NHD.dim() != 3:
         checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [queries, query heads, head dim]")
     num_queries, num_heads, _ = q_NHD.shape
-    head_dim, num_sequences = memory.head_dim, lengths_B.shape[0]
+    head_dim, num_sequences = memory.head_dim, lengths_B.shape[0] if lengths_B.dim() == 1 else 0
     shape = (num_queries, num_heads, head_dim)
     checks.vectors("q_NHD", q_NHD, shape, q_NHD.dtype, device)
     group = checks.heads("q_NHD", num_heads, memory.num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
@@ -260,8 +260,6 @@ def launch_prefill(
         checks.refuse("query_starts", f"of {query_starts.dtype}", "int32")
     if limit_S is not None:
         checks.limits("limit_S", limit_S, memory.num_slots, device)
-    if not options.scale_log2 > 0.0:
-        checks.refuse("scale", "not positive", "a positive number, or None for 1 / sqrt(head dim)")
     if out is None:
         out = torch.empty(shape, dtype=q_NHD.dtype, device=device)
     else:

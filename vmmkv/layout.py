@@ -50,6 +50,8 @@ _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 class Plane:
     """One named part of a layer's row: `heads` vectors of `dim` elements of `dtype`.
 
+    Payloads of int4 begin each head on PLANE_ALIGNMENT_BYTES, which all others do by themselves in the sizes that models have.
+
     K and V are planes; a latent (MLA) model has a single one; quantised K and V have a plane of scales beside them.
     A `trailing` plane stands behind all layers' other planes, at the row's end.
     """
@@ -69,9 +71,14 @@ class Plane:
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
 
     @property
+    def head_stride(self) -> int:
+        """Elements from one head to the next."""
+        return round_up(self.dim, PLANE_ALIGNMENT_BYTES) if self.dtype == torch.uint8 else self.dim
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of this plane in one layer of one token."""
-        return self.heads * self.dim * self.dtype.itemsize
+        return self.heads * self.head_stride * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ class Arena:
         itemsize = known.dtype.itemsize
         return self._bytes.view(known.dtype).as_strided(
             (len(self.spans), self.slot_tokens, known.heads, known.dim),
-            (self.slot_bytes // itemsize, self.group.row_bytes // itemsize, known.dim, 1),
+            (self.slot_bytes // itemsize, self.group.row_bytes // itemsize, known.head_stride, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
 
@@ -105,7 +105,7 @@ class Arena:
         itemsize = known.dtype.itemsize
         return rows.view(known.dtype).as_strided(
             (rows.numel() // row_bytes, known.heads, known.dim),
-            (row_bytes // itemsize, known.dim, 1),
+            (row_bytes // itemsize, known.head_stride, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
 

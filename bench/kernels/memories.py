@@ -82,7 +82,7 @@ class _Tensor:
             row_elements = group.row_bytes // itemsize
             return self._rows_TE.view(plane.dtype).as_strided(
                 (max(self.slots) + 1, longest, plane.heads, plane.dim),
-                (unit_rows * row_elements, row_elements, plane.dim, 1),
+                (unit_rows * row_elements, row_elements, plane.head_stride, 1),
                 group.offset_bytes(layer, name) // itemsize,
             )
 

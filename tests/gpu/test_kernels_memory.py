@@ -15,7 +15,7 @@ from tests.kernels.cases import NAN, assert_right, make_case
 from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
 from vmmkv.kernels.append import append
 from vmmkv.kernels.copy import copy_rows
-from vmmkv.kernels.decode import workspace_elements
+from vmmkv.kernels.decode import decode, workspace_elements
 from vmmkv.kernels.paged import paged_append, paged_decode
 from vmmkv.kernels.prefill import prefill
 from vmmkv.kv_type import KVType
@@ -105,6 +105,24 @@ def test_a_captured_copy_serves_every_range() -> None:
             index.copy_(torch.tensor(column))
         graph.replay()
         assert torch.equal(rows_STE, expected)
+
+
+@pytest.mark.parametrize("lengths", [[100] * 16, [5000] * 48, [9000]], ids=["one tile", "one lane", "many lanes"])
+def test_what_comes_next_sees_the_whole_output(lengths: list[int]) -> None:
+    """The second launch starts before the first ends; whoever comes behind it comes behind both."""
+    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE)
+    expected = decode(*case.arguments)
+    out, seen = torch.empty_like(expected), torch.empty(8, *expected.shape, dtype=expected.dtype, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in seen:
+            out.fill_(NAN)
+            decode(*case.arguments, out=out)
+            copy.copy_(out)
+    for _ in range(20):
+        seen.fill_(NAN)
+        graph.replay()
+        assert all(torch.equal(copy, expected) for copy in seen)
 
 
 def test_the_host_waits_for_nothing() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import Case, make_case
+from tests.kernels.cases import NAN, Case, make_case
 from tests.kernels.memories import make_memory
 from vmmkv.kernels.append import append
 from vmmkv.kernels.decode import decode
@@ -128,7 +128,7 @@ def test_decode_names_the_argument_it_refuses(refusal: Refusal, device: torch.de
         ("int8", "token", ("k_scale", lambda scale: scale.float(), "float16 of shape (4, 14, 2)")),
         ("int8", "token", ("k_scale", lambda scale: scale[:, :-1], "(4, 14, 2)")),
         ("int8", "token", ("v_scale", lambda scale: scale[0], "(4, 14, 2)")),
-        ("int4", "token", ("v_scale", spread, "strided by 2")),
+        ("int4", "token", ("v_scale", lambda scale: scale.contiguous(), "2, as k_scale is")),
         ("int4", "token", ("v_scale", meta, "where the others are")),
         ("int4", "token", ("k_scale", lambda scale: scale[0, 0].float(), "as int4 needs")),
         ("fp8", "head", ("k_scale", lambda scale: scale.half(), "float32 of shape (2,)")),
@@ -142,6 +142,31 @@ def test_decode_names_the_argument_it_refuses(refusal: Refusal, device: torch.de
 def test_the_scales_of_quantised_rows_are_checked(kind: Kind, scale: str, refusal: Refusal, device: torch.device) -> None:
     case = small_case(device, kind, scale)
     assert_refused(decode, decode_arguments(case), refusal)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), NAN])
+def test_a_scale_or_cap_that_gives_no_number_is_refused(name: str, value: float, device: torch.device) -> None:
+    case = small_case(device)
+    for attend in (decode, prefill):
+        with pytest.raises(ValueError, match=f"^{name} is {value}; wanted a positive, finite number"):
+            starts = (case.lengths_B.new_tensor([0, *range(1, len(case.lengths_B) + 1)]),) if attend is prefill else ()
+            attend(case.q_BHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
+
+
+def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("the interpreter alone computes it wrongly")
+    case = make_case([5], heads=2, kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+        decode(*case.arguments)
+
+
+def test_no_table_is_refused(device: torch.device) -> None:
+    case = small_case(device)
+    none: Any = None
+    with pytest.raises(ValueError, match="^tables_SC is None"):
+        paged_decode(*case.arguments, none)
 
 
 def test_both_scales_of_quantised_rows_are_wanted(device: torch.device) -> None:

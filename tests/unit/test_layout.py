@@ -146,6 +146,12 @@ def test_scales_trail_behind_all_payloads() -> None:
     assert group.mixes_dtypes
 
 
+def test_heads_of_int4_begin_where_a_kernel_can_load_them() -> None:
+    """A head of 80 is 40 bytes in int4, and takes 48."""
+    plane = uniform(kv_heads=3, head_dim=80, dtype=KVType("int4")).groups[0].plane("k")
+    assert (plane.dim, plane.head_stride, plane.size_bytes) == (40, 48, 144)
+
+
 def test_static_scales_are_in_no_row() -> None:
     group = uniform(dtype=KVType("fp8", "head")).groups[0]
     assert [(plane.name, plane.dtype) for plane in group.planes] == [("k", torch.float8_e4m3fn), ("v", torch.float8_e4m3fn)]
