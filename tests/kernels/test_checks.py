@@ -165,7 +165,7 @@ def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
 def test_no_table_is_refused(device: torch.device) -> None:
     case = small_case(device)
     none: Any = None
-    with pytest.raises(ValueError, match="^tables_SC is None"):
+    with pytest.raises(ValueError, match=r"^tables_SC is None"):
         paged_decode(*case.arguments, none)
 
 
