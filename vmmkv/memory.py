@@ -196,14 +196,16 @@ class SlotMemory:
         """New limits of some slots, for the device and then for the host; `order` (or our own) runs in between.
 
         The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once. And
-        what is launched from now on must see a lowered one, for the fence behind which its pages go was made before.
+        what is launched from now on must see a lowered one, for the fence behind which its pages go was made before; what
+        was launched before must not, for it may still have to write or read the rows.
         Cost: one small copy, not blocking, if any limit differs. On failure nothing changes.
         """
         for slot, limit in limits:
             self._next_limits[slot] = limit
         try:
             if (self._next_limits != self.table.limits).any():
-                self.pool.driver.copy_in(self.limit, self._limit_source)
+                is_lowered = (self._next_limits < self.table.limits).any()
+                self.pool.driver.copy_in(self.limit, self._limit_source, self.streams if is_lowered else None)
             (order or self.order)()
         except BaseException:
             self._next_limits[:] = self.table.limits

@@ -226,6 +226,24 @@ def test_a_lowered_limit_is_seen_by_whatever_is_launched_next(make: Callable[...
     assert int(seen[sequence.slot]) == 16
 
 
+@pytest.mark.parametrize("end", ["close", "truncate", "close the cache"])
+def test_a_lowered_limit_is_not_seen_by_what_was_launched_before(make: Callable[..., KVCache], end: str) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(100)
+    sequence.advance(100)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    seen = cache.limit[sequence.slot].clone()
+    if end == "close":
+        sequence.close()
+    elif end == "truncate":
+        sequence.truncate(10)
+    else:
+        cache.close()
+    assert seen.item() >= 100
+
+
 def test_a_sequence_opened_meanwhile_reads_its_own_truncated_rows_again(make: Callable[..., KVCache]) -> None:
     cache = make()
     sequence = cache.open()

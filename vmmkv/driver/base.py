@@ -101,8 +101,11 @@ class Driver(Protocol):
         """Fill mapped, writable memory with zeroes, in order on the driver's own *control stream* (see `order`)."""
         ...
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a small CPU tensor into a device tensor, in order on the control stream; `source` may change at once."""
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
+        """Copy a small CPU tensor into a device tensor, in order on the control stream; `source` may change at once.
+
+        `behind`, if not None: not before what is launched so far on the caller's current stream and on those is over.
+        """
         ...
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:

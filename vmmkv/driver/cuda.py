@@ -134,10 +134,10 @@ class CudaDriver:
         checked(self._cu, "zero", answer, _span(address, size_bytes))
         self.calls["zero"] += 1
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
         """See Driver.copy_in. Cost: one small copy, launched on the control stream; does not block.
 
-        The copy is ordered after nothing but the control stream: whatever filled `tensor` before must have finished.
+        Without `behind` the copy is ordered after nothing but the control stream: what filled `tensor` before must be over.
         """
         self._enter("copy_in")
         # From pageable memory CUDA takes the bytes into a staging buffer of its own before the call returns, so `source`
@@ -145,6 +145,9 @@ class CudaDriver:
         if source.is_pinned():
             source = source.clone()
         self._unordered = True
+        if behind is not None:
+            for stream in (torch.cuda.current_stream(self.device), *behind):
+                self._control.wait_stream(_as_cuda_stream(stream))
         with torch.cuda.stream(self._control):
             tensor.copy_(source, non_blocking=True)
         tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before the copy is over

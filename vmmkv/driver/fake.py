@@ -225,9 +225,9 @@ class FakeDriver:
         self._pass_on("zero", address, size_bytes)
         self._unordered.append((address, address + size_bytes))
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
         """See Driver.copy_in."""
-        self._call("copy_in", lambda: tensor.copy_(source) if self.over is None else self.over.copy_in(tensor, source))
+        self._call("copy_in", lambda: tensor.copy_(source) if self.over is None else self.over.copy_in(tensor, source, behind))
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Driver.order. Fails while `order_fails` is set."""

@@ -186,8 +186,8 @@ class HostDriver:
         ctypes.memset(address, 0, size_bytes)
         self.calls["zero"] += 1
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """See Driver.copy_in. Done when this returns."""
+    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
+        """See Driver.copy_in. Done when this returns, as whatever was launched before is."""
         self._enter("copy_in")
         tensor.copy_(source)
         self.calls["copy_in"] += 1
