@@ -201,7 +201,9 @@ def attend_singles(
     }  # fmt: skip
     if overlaps:
         common["launch_pdl"] = True
-    resources: dict[str, Any] = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    # A table's entries are loaded a stage before the rows that they name: Triton makes two stages of each.
+    num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
+    resources: dict[str, Any] = {"num_warps": cut.num_warps, "num_stages": num_stages}
     if cut.max_registers is not None and not checks.INTERPRETED:
         resources["maxnreg"] = cut.max_registers
     k, v, by_tma = memory.k, memory.v, _can_describe(memory, cut, options.rows_seen)
