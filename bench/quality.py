@@ -37,7 +37,8 @@ KV_TYPES: Final = (KVType("fp8"), KVType("fp8", "head"), KVType("int8"), KVType(
 WINDOW_TOKENS: Final = 1024
 NUM_WINDOWS: Final = 20
 """20 * 1023 tokens are predicted."""
-_QUICK_WINDOWS: Final = 2
+_QUICK_WINDOW_TOKENS: Final = 256
+"""A quick run has one such window."""
 _ERROR_WINDOWS: Final = 4
 """Attention outputs are compared in so many windows: 30 layers of each are samples enough."""
 
@@ -165,8 +166,10 @@ def run(settings: Settings, report: Report) -> None:
     Raises: WrongNumbers if exact KV does not give the model's own losses, or a loss is not finite; ModelUnavailable.
     """
     model = load(settings.device)
-    windows = windows_of_text(settings.device, _QUICK_WINDOWS if settings.quick else NUM_WINDOWS)
-    workload = f"{MODEL} in {_name(model.dtype)}, {len(windows)} windows of {WINDOW_TOKENS} tokens of {TEXT.name}"
+    count, num_tokens = (1, _QUICK_WINDOW_TOKENS) if settings.quick else (NUM_WINDOWS, WINDOW_TOKENS)
+    windows = windows_of_text(settings.device, count, num_tokens)
+    what = f"{count} window{'s' if count > 1 else ''} of {num_tokens} tokens of {TEXT.name}"
+    workload = f"{MODEL} in {_name(model.dtype)}, {what}"
     with torch.inference_mode():
         own_loss = float(losses(model, windows[0]).mean())
     attention = QuantisingAttention(model)
@@ -184,7 +187,7 @@ def run(settings: Settings, report: Report) -> None:
             losses_N = _window_losses(attention, windows, system, functools.partial(begin, name))
             if system is None:
                 exact_N = losses_N
-                _check_agreement(float(exact_N[: WINDOW_TOKENS - 1].mean()), own_loss, model.dtype)
+                _check_agreement(float(exact_N[: num_tokens - 1].mean()), own_loss, model.dtype)
             if not losses_N.isfinite().all():
                 raise WrongNumbers(f"{name}: a loss is not finite")
             row_bytes = KVLayout.from_config(model.config, system or model.dtype).row_bytes

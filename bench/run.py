@@ -10,7 +10,7 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from bench import table
+from bench import kernels, table
 from bench.report import Report
 from bench.rows import Provenance, RowFile
 from bench.settings import MODEL_SHAPES, SHAPES, Settings
@@ -20,9 +20,15 @@ SUITES: Final = {
     "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
     "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
-    "quality": "what quantised K and V cost a real model: the error of attention, and perplexity",
+    "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
-"""By the name of its module, what a suite measures. A suite is loaded when it runs: kernels need triton."""
+"""By the name of its module, what a suite measures. A suite is loaded when it runs; triton, when a kernel is."""
+
+ALL: Final = tuple(name for name in SUITES if name != "quality")
+"""What `all` stands for. Quality needs a model and minutes, and is of no machine: it runs when it is named."""
+
+_TABLES: Final = {"kernels": table.print_tables, "quality": table.print_quality}
+"""Suites whose rows do not read well one below the other."""
 
 RESULTS: Final = Path(__file__).parent / "out"
 """Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
@@ -52,19 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse's own `choices` would refuse that there is none.
     if unknown := sorted(set(options.suites) - SUITES.keys() - {"all"}):
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and all")
+    wanted = [suite for name in options.suites for suite in (ALL if name == "all" else [name])]
+    names = [name for name in SUITES if name in wanted] if "all" in options.suites else list(dict.fromkeys(wanted))
     try:
         settings = _settings(options)
+        if "kernels" in names:
+            kernels.check(settings)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
-    names = list(SUITES) if "all" in options.suites else list(dict.fromkeys(options.suites))
     torch.manual_seed(settings.seed)
     provenance = Provenance.collect(settings.device, seed=settings.seed, quick=settings.quick, commit=options.commit)
     report = Report(RowFile(options.out, provenance))
     warm_clock(settings.device)
     failed = [name for name in names if not _succeeds(name, settings, report)]
     for name in names:
-        if name == "kernels":
-            table.print_tables(report)
+        if name in _TABLES:
+            _TABLES[name](report)
         else:
             report.print_tables(name)
     report.say(f"{len(report.rows)} rows appended under {options.out}; bench/README.md says what they do and do not show")
@@ -87,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     suites = "\n".join(f"  {name:14}{text}" for name, text in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description=f"suites:\n{suites}\n  {'all':14}all of them\n\n`table ROWS.jsonl` prints the tables of rows instead",
+        description=f"suites:\n{suites}\n  {'all':14}{', '.join(ALL)}\n\n"
+        "quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes.\n"
+        "`table ROWS.jsonl` prints rows of kernels as tables instead.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="which to run; none prints this")

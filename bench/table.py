@@ -1,10 +1,16 @@
-"""`python -m bench table ROWS.jsonl`: the kernels' rows as the tables of docs/performance.md, and the promises kept or not."""
+"""`python -m bench table ROWS.jsonl`: the kernels' rows as the tables of docs/performance.md, and the promises kept or not.
+
+Also the table that a run of quality ends with.
+"""
 
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from bench.kernels.attending import AGAIN
 from bench.kernels.bars import Key, bars
@@ -25,7 +31,7 @@ _SYSTEMS_DOWN: Final = ("quantised", "append", "copy")
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench table", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "rows", type=Path, nargs="+", help="files of rows of the kernels suite, such as bench/out/kernels.jsonl"
     )
@@ -33,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         rows = read_rows(options.rows)
     except OSError as error:
-        parser.error(str(error))
+        parser.error(f"{error}; `python -m bench kernels` writes bench/out/kernels.jsonl")
     if not rows:
         parser.error(f"no row of the kernels suite in {', '.join(map(str, options.rows))}")
     print("\n".join(lines(rows)))
@@ -48,7 +54,31 @@ def read_rows(paths: Sequence[Path]) -> dict[Key, dict[str, Any]]:
 def print_tables(report: Report) -> None:
     """The same of a run that has just been made."""
     rows = [row.as_dict(report.file.provenance) for row in report.rows if row.suite == "kernels"]
-    print("\n".join(lines(_keyed(rows))))
+    if rows:
+        print("\n".join(lines(_keyed(rows))))
+
+
+def print_quality(report: Report) -> None:
+    """The rows of a run of quality, one line a KV type."""
+    rows = [row for row in report.rows if row.suite == "quality"]
+    for workload in dict.fromkeys(row.workload for row in rows):
+        summaries = {(row.system, row.metric): row.summary for row in rows if row.workload == workload}
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("K and V", no_wrap=True)
+        for heading in ("row bytes", "perplexity", "above exact", "output error\np50 / p99"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for system in dict.fromkeys(system for system, _ in summaries):
+            above, error = (summaries.get((system, metric)) for metric in ("perplexity above exact", "attention output error"))
+            table.add_row(
+                system,
+                f"{summaries[system, 'row'].p50:,.0f}",
+                f"{summaries[system, 'perplexity'].p50:.2f}",
+                f"{above.p50:+.2f} %" if above else "",
+                f"{figure(error.p50)} / {figure(error.p99)} %" if error else "",
+            )
+        quick = "; quick: figures are noise" if report.file.provenance.quick else ""
+        report.say(f"\nquality: {workload}{quick}")
+        report.console.print(table)
 
 
 def _keyed(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
@@ -56,7 +86,8 @@ def _keyed(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
 
 
 def lines(rows: Mapping[Key, dict[str, Any]]) -> Iterator[str]:
-    """Markdown: a table for each shape and part, then the checklist."""
+    """Markdown: what was measured where, a table for each shape and part, then the checklist."""
+    yield f"{_provenance(rows)}\n"
     workloads = _workloads(rows)
     for shape, part in dict.fromkeys((shape, part) for shape, part, _ in workloads):
         cases = [case for its_shape, its_part, case in workloads if (its_shape, its_part) == (shape, part)]
@@ -68,10 +99,20 @@ def lines(rows: Mapping[Key, dict[str, Any]]) -> Iterator[str]:
     if any(bar.figures for bar in promised):
         yield "### Bars\n"
         yield from (bar.line() for bar in promised)
-    drifts = [medians[key] / first for key, first in _measured_again(medians)]
+    # Only a GPU's rows have bounds; a CPU's times say nothing of a drift.
+    drifts = [medians[key] / first for key, first in _measured_again(medians) if rows[key]["bound"] is not None]
     if drifts:
         span = f"{min(drifts):.3f} to {max(drifts):.3f}"
         yield f"\nMeasured again at the end of a case, the first memory took {span} times as long."
+
+
+def _provenance(rows: Mapping[Key, dict[str, Any]]) -> str:
+    """The devices and commits of the rows: usually one of each."""
+    names = dict.fromkeys(
+        f"{row['device']}, commit {row['commit']}{'; quick: figures are noise' if row['quick'] else ''}"
+        for row in rows.values()
+    )
+    return " | ".join(names)
 
 
 def _measured_again(medians: Mapping[Key, float]) -> Iterator[tuple[Key, float]]:
@@ -108,13 +149,18 @@ def _table(rows: Mapping[Key, dict[str, Any]], shape: str, part: str, cases: Seq
     if part in _SYSTEMS_DOWN:
         yield from _markdown([corner, *cases], ([system, *(cell(case, system) for case in cases)] for system in systems))
     else:
-        body = ([case, floors[case], *(cell(case, system) for system in systems)] for case in cases)
-        yield from _markdown([corner, "floor", *systems], body)
+        # A CPU has no floors.
+        has_floors = any(floors.values())
+        body = (
+            [case, *([floors[case] or "-"] if has_floors else []), *(cell(case, system) for system in systems)]
+            for case in cases
+        )
+        yield from _markdown([corner, *(["floor"] if has_floors else []), *systems], body)
 
 
-def _floor(rows: Mapping[Key, dict[str, Any]], workload: str, metric: str) -> str:
+def _floor(rows: Mapping[Key, dict[str, Any]], workload: str, metric: str) -> str | None:
     bounds = (row["bound"] for (name, _, its_metric), row in rows.items() if (name, its_metric) == (workload, metric))
-    return next((figure(bound) for bound in bounds if bound is not None), "-")
+    return next((figure(bound) for bound in bounds if bound is not None), None)
 
 
 def _markdown(head: Sequence[str], body: Iterator[list[str]]) -> Iterator[str]:

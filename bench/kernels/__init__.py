@@ -6,7 +6,7 @@ measure   prepare, check, time, report      attention, attending, appending, cop
 bars      what the project has promised, computed from rows
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -23,17 +23,43 @@ PARTS: Final[dict[str, Callable[[Measurer], None]]] = {
     "copy": copying.run,
 }
 
+_CASE_NAMES: Final[dict[str, Callable[[Settings], Iterable[str]]]] = {
+    "decode": lambda settings: (case.name for case in attending.decode_cases(settings)),
+    "prefill": lambda settings: (case.name for case in attending.prefill_cases(settings)),
+    "quantised": lambda settings: (case.name for case in attending.quantised_cases(settings)),
+    "append": appending.cases_by_name,
+    "copy": copying.pages_by_name,
+}
+
 _ONCE: Final = ("quantised", "copy")
 """Parts that are measured for the first shape only: their question is not one of shapes."""
+
+
+def case_names(settings: Settings) -> dict[str, list[str]]:
+    """By part, of the parts that are wanted, the cases that this machine can run: none of some parts on a CPU."""
+    return {part: list(names(settings)) for part, names in _CASE_NAMES.items() if part in (settings.parts or PARTS)}
+
+
+def check(settings: Settings) -> None:
+    """Raises: ValueError for a part or a case that there is not, naming those that there are."""
+    if unknown := [part for part in settings.parts if part not in PARTS]:
+        raise ValueError(f"no part {', '.join(unknown)}; kernels has {', '.join(PARTS)}")
+    names = case_names(settings)
+    if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
+        where = "on a CPU" if not settings.on_gpu else "with --quick" if settings.quick else "without --quick"
+        there_are = "; ".join(f"{part} has {', '.join(of_part) or 'none'}" for part, of_part in names.items())
+        raise ValueError(f"no case {', '.join(unknown)} {where}: {there_are}")
 
 
 def run(settings: Settings, report: Report) -> None:
     """Every part for every shape. What fails, or gives wrong outputs, is not timed, and raised at the end.
 
-    Raises: ExceptionGroup of WrongNumbers and whatever else a system raised; ValueError for a part that there is not.
+    Raises: ExceptionGroup of WrongNumbers and whatever else a system raised; ValueError for a part or case that there is not.
     """
-    if unknown := [part for part in settings.parts if part not in PARTS]:
-        raise ValueError(f"no part {', '.join(unknown)}; kernels has {', '.join(PARTS)}")
+    check(settings)
+    names = case_names(settings)
+    if absent := [part for part, of_part in names.items() if not of_part]:
+        report.say(f"absent: {', '.join(absent)}: they time the Triton kernels, which do not run on a CPU")
     failures: list[Exception] = []
     if settings.fa3 is not None:
         try:
@@ -48,8 +74,8 @@ def run(settings: Settings, report: Report) -> None:
     steps = [
         (shape, part)
         for shape in shapes
-        for part in PARTS
-        if (not settings.parts or part in settings.parts) and (shape is shapes[0] or part not in _ONCE)
+        for part, of_part in names.items()
+        if of_part and (shape is shapes[0] or part not in _ONCE)
     ]
     with report.progress("kernels", len(steps)) as begin:
         for shape, part in steps:

@@ -13,7 +13,7 @@ from bench.kernels.cases import Case, uniform
 from bench.kernels.formats import Format
 from bench.kernels.measure import Measurer, Metric
 from bench.kernels.memories import Memory, memories, open_memory, rows_of
-from bench.settings import Shape
+from bench.settings import Settings, Shape
 from bench.step_work import HBM_BYTES_PER_S
 from bench.timing import WrongNumbers
 from vmmkv.kernels import reference
@@ -117,15 +117,17 @@ class Append:
         return run_pass
 
 
+def cases_by_name(settings: Settings) -> dict[str, Case]:
+    """None on a CPU."""
+    return {} if not settings.on_gpu else _QUICK_CASES if settings.quick else _CASES
+
+
 def run(measurer: Measurer) -> None:
     """Every number of tokens, into each memory; plain, rotated and quantised. Nothing on a CPU."""
     settings, shape = measurer.settings, measurer.shape
-    if not settings.on_gpu:
-        return
-    all_cases = _QUICK_CASES if settings.quick else _CASES
     plain = Format(shape=shape)
     quantised = [Format(shape=shape, quantised=KVType(kind)) for kind in ("fp8", "int8", "int4")]
-    for name, case in all_cases.items():
+    for name, case in cases_by_name(settings).items():
         if settings.cases and name not in settings.cases:
             continue
         workload, num_tokens = measurer.workload("append", name), int(name)

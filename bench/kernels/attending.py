@@ -23,24 +23,39 @@ AGAIN: Final = ", again"
 _QUANTISED: Final = (cases.uniform(64, 8192), cases.uniform(16, 4096))
 
 
+def decode_cases(settings: Settings) -> Sequence[Case]:
+    """All that this machine can decode."""
+    return _for_device(settings, cases.DECODE, cases.QUICK_DECODE, cases.CPU_DECODE)
+
+
+def prefill_cases(settings: Settings) -> Sequence[Case]:
+    """All that this machine can prefill."""
+    return _for_device(settings, cases.PREFILL, cases.QUICK_PREFILL, cases.CPU_PREFILL)
+
+
+def quantised_cases(settings: Settings) -> Sequence[Case]:
+    """None on a CPU."""
+    return _for_device(settings, _QUANTISED, cases.QUICK_DECODE[1:], ())
+
+
 def run_decode(measurer: Measurer) -> None:
     """Every decode case."""
     offered = systems.decode_systems(measurer.settings)
-    for case in _cases(measurer.settings, cases.DECODE, cases.QUICK_DECODE, cases.CPU_DECODE):
+    for case in cases.chosen(decode_cases(measurer.settings), measurer.settings.cases):
         _over_all_memories(measurer, measurer.workload("decode", case.name), case, offered)
 
 
 def run_prefill(measurer: Measurer) -> None:
     """Every prefill case."""
     offered = systems.prefill_systems(measurer.settings)
-    for case in _cases(measurer.settings, cases.PREFILL, cases.QUICK_PREFILL, cases.CPU_PREFILL):
+    for case in cases.chosen(prefill_cases(measurer.settings), measurer.settings.cases):
         _over_all_memories(measurer, measurer.workload("prefill", case.name), case, offered)
 
 
 def run_quantised(measurer: Measurer) -> None:
     """Our decode over quantised rows, and over plain ones beside them; with the scales in either place. Nothing on a CPU."""
     settings, shape = measurer.settings, measurer.shape
-    for case in _cases(settings, _QUANTISED, cases.QUICK_DECODE[1:], ()):
+    for case in cases.chosen(quantised_cases(settings), settings.cases):
         workload = measurer.workload("quantised", case.name)
         for memory in ("tensor", "vmmkv"):
             plain = Format(shape=shape)
@@ -70,5 +85,5 @@ def _over_all_memories(measurer: Measurer, workload: str, case: Case, offered: d
     over_memory(measurer, workload, case, MEMORIES[0], form, {ours: offered[ours]}, suffix=AGAIN)
 
 
-def _cases(settings: Settings, full: Sequence[Case], quick: Sequence[Case], cpu: Sequence[Case]) -> list[Case]:
-    return cases.chosen(cpu if not settings.on_gpu else quick if settings.quick else full, settings.cases)
+def _for_device(settings: Settings, full: Sequence[Case], quick: Sequence[Case], cpu: Sequence[Case]) -> Sequence[Case]:
+    return cpu if not settings.on_gpu else quick if settings.quick else full

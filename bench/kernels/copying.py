@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from bench.kernels.measure import Measurer, Metric
-from bench.settings import Shape
+from bench.settings import Settings, Shape
 from bench.step_work import HBM_BYTES_PER_S
 from bench.timing import WrongNumbers
 from vmmkv import KVCache, Pool
@@ -28,13 +28,21 @@ OpenRows = Callable[[Shape, torch.device, int], AbstractContextManager[torch.Ten
 """The rows of so many slots of a page each."""
 
 
+def pages_by_name(settings: Settings) -> dict[str, int]:
+    """How many are copied, by the name of the case. None on a CPU."""
+    num_pages = _PAGES_QUICK if settings.quick else _PAGES
+    return {f"{num_pages}x2MiB": num_pages} if settings.on_gpu else {}
+
+
 def run(measurer: Measurer) -> None:
     """Pages of a tensor, and of vmmkv's memory. Nothing on a CPU."""
+    for name, num_pages in pages_by_name(measurer.settings).items():
+        if not measurer.settings.cases or name in measurer.settings.cases:
+            _measure(measurer, measurer.workload("copy", name), num_pages)
+
+
+def _measure(measurer: Measurer, workload: str, num_pages: int) -> None:
     settings = measurer.settings
-    if not settings.on_gpu:
-        return
-    num_pages = _PAGES_QUICK if settings.quick else _PAGES
-    workload = measurer.workload("copy", f"{num_pages}x2MiB")
     slots = list(range(2 * num_pages))
     random.Random(settings.seed).shuffle(slots)
     sources, targets = slots[:num_pages], slots[num_pages:]
