@@ -135,6 +135,7 @@ def launch_decode(
     if q_BHD.dim() != 3:
         checks.refuse("q_BHD", f"of shape {tuple(q_BHD.shape)}", "3 dimensions: [sequences, query heads, head dim]")
     num_sequences, num_heads, _ = q_BHD.shape
+    memory.check_head_dim("q_BHD", q_BHD.shape[2])
     shape = (num_sequences, num_heads, memory.head_dim)
     checks.vectors("q_BHD", q_BHD, shape, q_BHD.dtype, device)
     if num_sequences > MAX_SEQUENCES:

@@ -76,6 +76,12 @@ class KVMemory:
         """Bytes of one head's K in a row."""
         return self.k.shape[3] * self.k.element_size()
 
+    def check_head_dim(self, argument: str, head_dim: int) -> None:
+        """Refuse queries of another head dim, and say where that comes from."""
+        if head_dim != self.head_dim:
+            halves = ": two elements in each byte of int4" if self.kind == "int4" else ""
+            checks.refuse(argument, f"of head dim {head_dim}", f"{self.head_dim}, which K and V have{halves}")
+
     @property
     def stride_table(self) -> int:
         """Entries from one slot's table to the next."""
@@ -100,6 +106,8 @@ def kv_memory(
     device: torch.device,
 ) -> KVMemory:
     """Check a layer's memory for values of `dtype` on `device`. Raises ValueError naming the argument."""
+    if dtype not in checks.FLOAT_DTYPES:
+        checks.refuse("the dtype of the query or of the new rows", dtype, "float16, bfloat16 or float32")
     if checks.INTERPRETED and dtype == torch.bfloat16:
         checks.refuse("the dtype", dtype, "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
     suffix = "STK" if tables_SC is None else "PUK"

@@ -247,6 +247,7 @@ def launch_prefill(
     if q_NHD.dim() != 3:
         checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [queries, query heads, head dim]")
     num_queries, num_heads, _ = q_NHD.shape
+    memory.check_head_dim("q_NHD", q_NHD.shape[2])
     head_dim, num_sequences = memory.head_dim, lengths_B.shape[0] if lengths_B.dim() == 1 else 0
     shape = (num_queries, num_heads, head_dim)
     checks.vectors("q_NHD", q_NHD, shape, q_NHD.dtype, device)

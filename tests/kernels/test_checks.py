@@ -83,7 +83,7 @@ DECODE: list[Refusal] = [
     ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
     ("q_BHD", lambda q: q[:, :0], "multiple of the 2 kv heads"),
     ("q_BHD", lambda q: q.repeat(1, 40, 1), "at most 64 times as many"),
-    ("q_BHD", lambda q: q[..., :32], "(2, 4, 64)"),
+    ("q_BHD", lambda q: q[..., :32], "64, which K and V have"),
     ("q_BHD", spread, "stride 1"),
     ("q_BHD", odd_strides, "16 bytes"),
     ("q_BHD", misaligned, "16 bytes"),
@@ -152,6 +152,14 @@ def test_a_scale_or_cap_that_gives_no_number_is_refused(name: str, value: float,
         with pytest.raises(ValueError, match=f"^{name} is {value}; wanted a positive, finite number"):
             starts = (case.lengths_B.new_tensor([0, *range(1, len(case.lengths_B) + 1)]),) if attend is prefill else ()
             attend(case.q_BHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
+
+
+def test_an_int4_view_of_full_width_is_told_apart(device: torch.device) -> None:
+    case = small_case(device)
+    full_STKW = torch.zeros(case.memory.k.shape, dtype=torch.uint8, device=device)
+    scales = torch.ones(full_STKW.shape[:3], dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="q_BHD is of head dim 64; wanted 128, which K and V have: two elements in each byte"):
+        decode(case.q_BHD, full_STKW, full_STKW, case.lengths_B, case.slots_B, k_scale=scales, v_scale=scales)
 
 
 def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:

@@ -112,11 +112,26 @@ def test_without_a_suite_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
+    ("named", "wanted"),
+    [(["all"], run.ALL), (["all", "quality"], tuple(run.SUITES)), (["quality", "append"], ("quality", "append"))],
+)
+def test_all_leaves_quality_out_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[str], wanted: tuple[str, ...]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(run, "_succeeds", lambda name, settings, report: ran.append(name) or True)
+    assert run.main([*named, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert tuple(ran) == wanted
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["apend"], "no suite apend; there are"),
         (["append", "--steps", "0"], "steps=0"),
         (["append", "--device", "nowhere"], "nowhere"),
+        (["kernels", "--parts", "deocde"], "no part deocde; kernels has decode"),
+        (["all", "--device", "cpu", "--cases", "64x8K"], "no case 64x8K on a CPU: decode has 2x96"),
         (["kernels", "--fa3", "nowhere.so"], "nowhere.so: no such file"),
     ],
 )

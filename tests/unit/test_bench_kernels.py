@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bench import kernels, run, table
 from bench.kernels import cases, memories, systems
@@ -15,9 +16,9 @@ from bench.kernels.batch import Batch
 from bench.kernels.cases import Case
 from bench.kernels.formats import Format
 from bench.report import Report
-from bench.rows import Provenance, RowFile
+from bench.rows import Provenance, Row, RowFile
 from bench.settings import SHAPES, Settings, Shape
-from bench.timing import WrongNumbers
+from bench.timing import WrongNumbers, exact, summarize
 from vmmkv.kernels import reference
 from vmmkv.kv_type import KVType
 
@@ -169,9 +170,33 @@ def test_rows_of_another_slot_are_found_out() -> None:
     memory.close()
 
 
-def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no part deocde; kernels has decode, prefill"):
-        kernels.run(settings(parts=("deocde",)), report_in(tmp_path))
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"parts": ("deocde",)}, "no part deocde; kernels has decode, prefill"),
+        (
+            {"cases": ("2x96", "64x8K")},
+            "no case 64x8K on a CPU: decode has 2x96, skewed; prefill has 64, mixed; quantised has none",
+        ),
+        ({"parts": ("prefill",), "cases": ("2x96",)}, "no case 2x96 on a CPU: prefill has 64, mixed$"),
+    ],
+)
+def test_parts_and_cases_that_there_are_not_are_refused(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        kernels.run(settings(**options), report_in(tmp_path))
+
+
+def test_every_part_has_cases_on_a_gpu() -> None:
+    for quick in (False, True):
+        names = kernels.case_names(Settings(device=torch.device("cuda"), shape=LLAMA, quick=quick))
+        assert list(names) == list(kernels.PARTS) and all(names.values())
+
+
+def test_what_a_cpu_cannot_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_in(tmp_path)
+    kernels.run(settings(parts=("append", "copy")), report)
+    assert not report.rows
+    assert "absent: append, copy: they time the Triton kernels, which do not run on a CPU" in capsys.readouterr().out
 
 
 SCHEMAS = {
@@ -236,6 +261,7 @@ def row(workload: str, system: str, metric: str, p50: float, bound: float | None
     return {
         **{"suite": "kernels", "workload": f"llama-3.1-8b {workload}", "system": system, "metric": metric},
         **{"unit": "us" if metric == "layer" else "GB/s", "p50": p50, "bound": bound},
+        **{"device": "NVIDIA H200", "commit": "abc123", "quick": False},
     }
 
 
@@ -259,12 +285,40 @@ def test_rows_become_a_table_of_cases_and_systems(tmp_path: Path, capsys: pytest
     path.write_text("".join(json.dumps(each) + "\n" for each in [stale, *ROWS]))
     assert run.main(["table", str(path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2] == (
+    assert printed[0] == "NVIDIA H200, commit abc123"
+    assert printed[4] == (
         "| us a layer (GB/s) | floor | decode, cudaMalloc | decode, vmmkv, all layers a page | FA3, paged 16 |"
     )
     assert "| 64x8K | 477 | 500 (4,300) | 505 (4,250) | - |" in printed
     assert any(line.startswith("Measured again") and "0.980 to 0.980" in line for line in printed)
     assert "999" not in "".join(printed)
+
+
+def test_a_table_of_a_cpu_has_neither_floors_nor_a_drift() -> None:
+    rows = [{**each, "bound": None, "device": "a CPU", "quick": True} for each in ROWS]
+    printed = list(table.lines({(each["workload"], each["system"], each["metric"]): each for each in rows}))
+    assert printed[0] == "a CPU, commit abc123; quick: figures are noise\n"
+    assert "| 64x8K | 500 (4,300) | 505 (4,250) | - |" in printed
+    assert not any("floor" in line or "Measured again" in line for line in printed)
+
+
+def test_quality_has_a_line_a_kv_type(tmp_path: Path) -> None:
+    report = report_in(tmp_path)
+    report.console = Console(width=80, record=True)
+    figures = {"row": 12032.0, "perplexity": 22.976, "perplexity above exact": 0.8195}
+    for system in ("float32 KV", "fp8, scales by token"):
+        for metric, value in figures.items():
+            if system != "float32 KV" or metric != "perplexity above exact":
+                summary = exact(value, 1)
+                report.add(Row(suite="quality", workload="a text", system=system, metric=metric, unit="", summary=summary))
+    errors = summarize([4.75, 7.13])
+    metric = "attention output error"
+    report.add(Row(suite="quality", workload="a text", system="fp8, scales by token", metric=metric, unit="%", summary=errors))
+    table.print_quality(report)
+    lines = [" ".join(line.split()) for line in report.console.export_text().splitlines()]
+    assert "quality: a text; quick: figures are noise" in lines
+    assert "float32 KV 12,032 22.98" in lines
+    assert "fp8, scales by token 12,032 22.98 +0.82 % 4.75 / 7.13 %" in lines
 
 
 def test_bars_are_computed_from_rows() -> None:
@@ -281,7 +335,10 @@ def test_bars_are_computed_from_rows() -> None:
     assert Bar(text="speed", bound=4200, figures={"a": 4300.0}).line() == "- [x] speed (>= 4,200): a 4,300"
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(None, "No such file"), ("", "no row of the kernels suite")])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "No such file"), (None, "`python -m bench kernels` writes"), ("", "no row of the kernels suite")],
+)
 def test_a_table_of_nothing_is_refused(
     tmp_path: Path, content: str | None, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
