@@ -22,7 +22,7 @@ help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
 	@echo "make test  [ARGS=...]              lint, types, then all tests; ARGS go to pytest"
 	@echo "make check                         lint, format and types alone"
-	@echo "make bench [ARGS=...]              driver calls, growing, decode attention, on this machine; see bench/README.md"
+	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
