@@ -168,6 +168,9 @@ def angles(cos_TR: torch.Tensor | None, sin_TR: torch.Tensor | None, head_dim: i
     if cos_TR.dim() != 2:
         refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", "2 dimensions: [positions, head dim / 2]")
     shape = (cos_TR.shape[0], head_dim // 2)
+    if cos_TR.shape[1] == head_dim:
+        wanted = f"{shape}: one angle for elements j and j + D / 2; transformers' tables have each twice, take [:, :{shape[1]}]"
+        refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", wanted)
     vectors("cos_TR", cos_TR, shape, torch.float32, device)
     vectors("sin_TR", sin_TR, shape, torch.float32, device)
     return shape[0]

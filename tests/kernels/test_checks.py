@@ -154,6 +154,17 @@ def test_a_scale_or_cap_that_gives_no_number_is_refused(name: str, value: float,
             attend(case.q_BHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
 
 
+def test_the_angles_of_transformers_are_told_apart(device: torch.device) -> None:
+    case = small_case(device)
+    tokens_NKD = torch.zeros(1, 2, 64, dtype=torch.float16, device=device)
+    one_N, angles_TD = case.slots_B.new_zeros(1), torch.zeros(8, 64, device=device)
+    limit_S = torch.ones(len(case.memory.k), dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"cos_TR is of shape \(8, 64\); wanted \(8, 32\).*take \[:, :32\]"):
+        append(
+            tokens_NKD, tokens_NKD, case.memory.k, case.memory.v, one_N, one_N, limit_S, cos_TR=angles_TD, sin_TR=angles_TD
+        )  # fmt: skip
+
+
 def test_an_int4_view_of_full_width_is_told_apart(device: torch.device) -> None:
     case = small_case(device)
     full_STKW = torch.zeros(case.memory.k.shape, dtype=torch.uint8, device=device)
