@@ -75,40 +75,26 @@ mov.b32 {l, h}, $2;
 cvt.rn.f16x2.e4m3x2 $0, l;
 cvt.rn.f16x2.e4m3x2 $1, h;
 }""")
-_INT4_TO_BF16 = tl.constexpr("""{
+_INT4_TO_2X16 = """{
 .reg .b32 t, u, c;
-mov.b32 c, 0x43084308;
+mov.b32 c, ZERO;
 prmt.b32 t, $4, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-sub.bf16x2 $0, t, c;
+lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
+sub.TYPE $0, t, c;
 prmt.b32 t, $4, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-sub.bf16x2 $1, t, c;
+lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
+sub.TYPE $1, t, c;
 shr.b32 u, $4, 4;
 prmt.b32 t, u, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-sub.bf16x2 $2, t, c;
+lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
+sub.TYPE $2, t, c;
 prmt.b32 t, u, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
-sub.bf16x2 $3, t, c;
-}""")
-_INT4_TO_FP16 = tl.constexpr("""{
-.reg .b32 t, u, c;
-mov.b32 c, 0x64086408;
-prmt.b32 t, $4, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA;
-sub.f16x2 $0, t, c;
-prmt.b32 t, $4, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA;
-sub.f16x2 $1, t, c;
-shr.b32 u, $4, 4;
-prmt.b32 t, u, 0, 0x4140;
-lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA;
-sub.f16x2 $2, t, c;
-prmt.b32 t, u, 0, 0x4342;
-lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA;
-sub.f16x2 $3, t, c;
-}""")
+lop3.b32 t, t, 0x000f000f, ONE, 0xEA;
+sub.TYPE $3, t, c;
+}"""
+"""The nibbles become the low bits of ONE's mantissa (128 or 1024, twice), and ZERO (eight more) is taken away."""
+_INT4_TO_BF16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x43084308").replace("ONE", "0x43004300").replace("TYPE", "bf16x2"))
+_INT4_TO_FP16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x64086408").replace("ONE", "0x64006400").replace("TYPE", "f16x2"))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Kernels at the edges of what they may touch, wherever that is: what the guards of host and CUDA memory have in common."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -94,18 +95,18 @@ class Slot:
         return dequantise(self.k[rows], self.scales["k_scale"][rows]), dequantise(self.v[rows], self.scales["v_scale"][rows])
 
 
-class MemoryOf:
+class MemoryOf(ABC):
     """Where a guard takes memory from, of which only some may be touched."""
 
     geometry: Geometry
 
+    @abstractmethod
     def rows(self, start: int, end: int) -> torch.Tensor:
         """uint8 [2, rows, row bytes], of which rows [start, end) of slot 1 may be touched."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entries(self, first: int, end: int, count: int) -> torch.Tensor:
         """int32 [count], garbage, of which nothing from `end` on may be touched."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
