@@ -86,7 +86,7 @@ class Life:
         self.samples_us: dict[str, list[float]] = defaultdict(list)
         self._address = driver.reserve(size_bytes)
         self._limits = torch.zeros(256, dtype=torch.int32, device=driver.device)
-        self._source = torch.ones(256, dtype=torch.int32)
+        self._all_limits = dict.fromkeys(range(256), 1)
 
     def live(self) -> None:
         """Once from create to release, each call timed. Leaves nothing behind but a page of reserved addresses."""
@@ -96,7 +96,8 @@ class Life:
         self._timed("map", lambda: driver.map(address, handle, size_bytes))
         self._timed("set_access", lambda: driver.set_access(address, size_bytes, Access.READ_WRITE))
         self._timed("zero (launch)", lambda: driver.zero(address, size_bytes))
-        self._timed("copy_in 1 KiB (launch)", lambda: driver.copy_in(self._limits, self._source))
+        self._timed("write 1 limit (launch)", lambda: driver.write(self._limits, {1: 1}))
+        self._timed("write 256 limits (launch)", lambda: driver.write(self._limits, self._all_limits))
         self._timed("order", driver.order)
         fence = self._timed("fence", driver.fence)
         self._timed("fence.done", fence.done)

@@ -110,7 +110,7 @@ class KVCache:
         A blank parked slot of the same tenant is taken first, with what is mapped there.
         Memory that another tenant wrote is zeroed before this one sees it (law 7).
 
-        Cost: no driver call if a slot is free, but the limit's copy if it is blank. If none is, the tenant's oldest
+        Cost: no driver call if a slot is free, but the limit's write if it is blank. If none is, the tenant's oldest
         parked slot is taken over like a blank one, or another's is evicted and its fence waited for.
         Raises: OutOfSlots; DriverError, after which parked slots may have been evicted; SequenceTooLong if `max_tokens`
         is more than the cache's.
@@ -140,7 +140,7 @@ class KVCache:
     ) -> Sequence:
         """A new sequence in a parked slot, whose first `num_tokens` rows (all by default) are its own already.
 
-        Cost: no driver call but the limit's copy.
+        Cost: no driver call but the limit's write.
         Raises: Evicted if it was taken back or adopted meanwhile; ValueError for another tenant's, or more rows than
         were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong.
         """
@@ -239,7 +239,7 @@ class KVCache:
             raise ValueError(f"lead_tokens={lead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:
             self._check_open()
-            return self._occupancy.pump(budget_us, lead_tokens, self._memory.order)
+            return self._occupancy.pump(budget_us, lead_tokens, settle=False)
 
     def drain(self) -> None:
         """Unmap everything that retires, waiting for its fences: for when there is nothing else to do.
@@ -331,7 +331,7 @@ class KVCache:
     def _pump_some(self, lead_tokens: int) -> bool:
         """The thread's unit of work, made visible before anybody is told. Is there more to do?"""
         with self.pool.lock:
-            return self._occupancy.pump(_THREAD_BUDGET_US, lead_tokens, self.pool.driver.settle) > 0
+            return self._occupancy.pump(_THREAD_BUDGET_US, lead_tokens, settle=True) > 0
 
     def _open_over(self, tenant: Hashable) -> Parked | None:
         """The parked slot that the next sequence of a tenant takes: the newest blank one, or the oldest if no slot is free."""

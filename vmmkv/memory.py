@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
@@ -46,9 +46,9 @@ class SlotMemory:
             for index, group in enumerate(layout.groups)
         ]
         self.limit = torch.zeros(len(self.table), dtype=torch.int32, device=pool.device)
-        self._limit_source = torch.zeros(len(self.table), dtype=torch.int32)
-        self._next_limits = self._limit_source.numpy()
-        pool.driver.fence().wait()  # those zeroes are on the caller's stream, the copies of later limits on another
+        self._lowered: dict[int, Fence] = {}
+        """Behind the last lowering of a slot's limit, if that may not have happened yet."""
+        pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
         self._pads: list[int] = []
         try:
             for arena in self.arenas:
@@ -115,14 +115,15 @@ class SlotMemory:
         On failure all is as before. Raises: OutOfPages, DriverError.
         """
         growth = self._stage(slot, self.end_pages(num_tokens), wait=True)
-        self._publish([growth], self.order)
+        self._publish([growth], settle=False)
         return growth.num_mapped
 
-    def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
+    def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
         """Map ahead of need for whoever is short, the most urgent first, while the budget lasts; the number of pages.
 
-        `order` puts what was zeroed before whatever is done by those who see the new limits. Who finds no page gets none,
-        and keeps nobody from theirs.
+        `settle` blocks until what was zeroed and limited is, for callers whose streams are nobody's; else whatever is
+        launched next comes behind that. Who finds no page gets none, and keeps nobody from theirs. So does, with `settle`,
+        who waits for a limit to be lowered first: that comes behind running work, and this blocks for none.
         """
         began_ns = time.perf_counter_ns()
         num_pages = 0
@@ -130,6 +131,8 @@ class SlotMemory:
             growths: list[Growth] = []
             try:
                 for slot, target in zip(*self.table.short_of(wanted), strict=True):
+                    if settle and self._lowering(int(slot)):
+                        continue
                     affordable = self.mapper.pages_within(budget_us - (time.perf_counter_ns() - began_ns) / 1e3)
                     if num_pages and not affordable:
                         break
@@ -138,7 +141,7 @@ class SlotMemory:
                         growths.append(self._stage(int(slot), ends, wait=False))
                         num_pages += growths[-1].num_mapped
             finally:
-                self._publish(growths, order)
+                self._publish(growths, settle=settle)
         return num_pages
 
     def _share(self, slot: int, end_pages: list[int], num_pages: int) -> list[int]:
@@ -166,7 +169,7 @@ class SlotMemory:
         ]
         return self.mapper.stage(targets, wait=wait)
 
-    def _publish(self, growths: list[Growth], order: Callable[[], None]) -> None:
+    def _publish(self, growths: list[Growth], *, settle: bool) -> None:
         """Tell the device the new limits, then let the growths be live; all of them or none."""
         if not growths:
             return
@@ -177,7 +180,8 @@ class SlotMemory:
             for slot in slots
         }
         try:
-            self.set_limits(((slot, min(tokens, int(self.table.ends[slot]))) for slot, tokens in committed.items()), order)
+            limits = {slot: min(tokens, int(self.table.ends[slot])) for slot, tokens in committed.items()}
+            self.raise_limits(limits, settle=settle)
         except BaseException:
             for growth in reversed(growths):
                 growth.rollback()
@@ -192,27 +196,56 @@ class SlotMemory:
         """Whatever is launched next, on the caller's current stream or a recorded one, comes after zeroes and limits."""
         self.pool.driver.order(self.streams)
 
-    def set_limits(self, limits: Iterable[tuple[int, int]], order: Callable[[], None] | None = None) -> None:
-        """New limits of some slots, for the device and then for the host; `order` (or our own) runs in between.
+    def raise_limits(self, limits: Mapping[int, int], *, settle: bool = False) -> None:
+        """Higher limits of some slots, for the device and then for the host; ordered, or settled, in between.
 
-        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once. And
-        what is launched from now on must see a lowered one, for the fence behind which its pages go was made before; what
-        was launched before must not, for it may still have to write or read the rows.
-        Cost: one small copy, not blocking, if any limit differs. On failure nothing changes.
+        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
+        Cost: a write or two, not blocking, if any limit differs. On failure nothing changes.
         """
-        for slot, limit in limits:
-            self._next_limits[slot] = limit
+        driver = self.pool.driver
+        raised = {slot: limit for slot, limit in limits.items() if limit != self.table.limits[slot]}
+        behind = {slot: fence for slot in raised if (fence := self._lowering(slot)) is not None}
+        at_once = {slot: limit for slot, limit in raised.items() if slot not in behind}
+        if at_once:
+            driver.write(self.limit, at_once)
         try:
-            if (self._next_limits != self.table.limits).any():
-                is_lowered = (self._next_limits < self.table.limits).any()
-                self.pool.driver.copy_in(self.limit, self._limit_source, self.streams if is_lowered else None)
-            (order or self.order)()
+            if settle:
+                assert not behind, "to settle would be to wait for running work"
+                driver.settle()
+            else:
+                self.order()
+            if behind:
+                for fence in behind.values():
+                    fence.order(self.streams)
+                driver.write_behind(self.limit, {slot: raised[slot] for slot in behind}, self.streams)
         except BaseException:
-            self._next_limits[:] = self.table.limits
             with contextlib.suppress(DriverError):
-                self.pool.driver.copy_in(self.limit, self._limit_source)
+                driver.write(self.limit, {slot: int(self.table.limits[slot]) for slot in at_once})
             raise
-        self.table.limits[:] = self._next_limits
+        for slot, limit in raised.items():
+            self.table.limits[slot] = limit
+
+    def lower_limit(self, slot: int, limit: int) -> Fence:
+        """A lower limit of a slot; the fence behind which no launch goes by the old one, nor touches rows past the new one.
+
+        What is launched from now on sees it; what was launched before does not, for it may still have to write or read
+        the rows: so it is written behind that, on every stream that is known.
+        Cost: a fence, or a write if the limit differs; not blocking. On failure nothing changes.
+        """
+        if limit == self.table.limits[slot]:
+            return self.fence()
+        self.order()  # a raise of it may be on its way
+        fence = self.pool.driver.write_behind(self.limit, {slot: limit}, self.streams)
+        self._lowered[slot] = fence
+        self.table.limits[slot] = limit
+        return fence
+
+    def _lowering(self, slot: int) -> Fence | None:
+        fence = self._lowered.get(slot)
+        if fence is not None and fence.done():
+            del self._lowered[slot]
+            return None
+        return fence
 
     # shrinking; none of these calls the driver's map or unmap
 
@@ -221,10 +254,9 @@ class SlotMemory:
         ends = self.end_pages(num_tokens)
         if all(span.end_page <= end for span, end in zip(self.spans(slot), ends, strict=True)):
             return
-        fence = self.fence()
         pages = [max(span.first_page, min(span.end_page, end)) for span, end in zip(self.spans(slot), ends, strict=True)]
         tokens = self._tokens_under(pages)
-        self.set_limits([(slot, min(tokens, int(self.table.ends[slot])))])
+        fence = self.lower_limit(slot, min(tokens, int(self.table.ends[slot])))
         for arena, end in zip(self.arenas, pages, strict=True):
             span = arena.spans[slot]
             self.mapper.retire(arena, [span.mappings[page] for page in range(end, span.end_page)], fence)

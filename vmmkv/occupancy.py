@@ -11,7 +11,7 @@ What may fail comes first in every step, so that a failure leaves the occupants 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,7 @@ class Occupancy:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
         committed = self.memory.committed(slot, from_first=not num_tokens)
-        self.memory.set_limits([(slot, min(committed, end))])
+        self.memory.raise_limits({slot: min(committed, end)})
         parked.fence.order(self.memory.streams)
         if not num_tokens:
             self.memory.retire_cut(slot, parked.fence)
@@ -154,10 +154,10 @@ class Occupancy:
         if thread is not None:
             thread.stop()
 
-    def pump(self, budget_us: float, lead_tokens: int, order: Callable[[], None]) -> int:
-        """See KVCache.pump; `order` makes what was mapped visible to whoever is told of it."""
+    def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
+        """See KVCache.pump and SlotMemory.pump."""
         began_ns = time.perf_counter_ns()
-        mapped = self.memory.pump(budget_us, lead_tokens, order)
+        mapped = self.memory.pump(budget_us, lead_tokens, settle=settle)
         self.pumped_pages += mapped
         left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
         if mapped and left_us < self.memory.mapper.unmap_us:
@@ -167,9 +167,8 @@ class Occupancy:
     # out
 
     def end(self, sequence: Sequence, state: SlotState) -> Fence:
-        """A sequence is over; the fence behind its work. Cost: a fence, and the limit's copy."""
-        fence = self.memory.fence()
-        self.memory.set_limits([(sequence.slot, 0)])
+        """A sequence is over; the fence behind its work. Cost: the limit's write, which gives it, or a fence."""
+        fence = self.memory.lower_limit(sequence.slot, 0)
         self.table.clear(sequence.slot, state)
         del self.sequences[sequence.slot]
         sequence.closed = True

@@ -96,8 +96,8 @@ def test_other_streams_are_waited_for_once_recorded(make: Callable[..., KVCache]
         torch.cuda._sleep(LONG)
         total = sequence.k(0)[:160].sum()
     sequence.close()
-    torch.cuda.current_stream().synchronize()
     assert cache.pump() == 0, "the side stream still reads"
+    assert not side.query(), "the sleep is too short: the assertion above shows nothing"
     side.synchronize()
     assert float(total) == 0.0 and cache.pump() == 10
 
@@ -155,7 +155,26 @@ def test_a_parked_slot_is_adopted_without_a_driver_call(make: Callable[..., KVCa
     again = cache.adopt(parked, 100)
     again.grow(160)
     assert bool((again.k(1)[:100] == 3).all())
-    assert {name for name, count in (cache.pool.driver.calls - before).items() if count} <= {"copy_in"}
+    assert {name for name, count in (cache.pool.driver.calls - before).items() if count} <= {"write"}
+
+
+def test_the_mappers_thread_waits_for_no_step_that_runs(make: Callable[..., KVCache]) -> None:
+    cache = make()
+    cache.start_mapper(lead_tokens=1)
+    try:
+        first, second = cache.open(), cache.open()
+        first.grow(160)
+        first.k(0)[:160].sum().item()
+        torch.cuda._sleep(LONG)
+        first.close()  # its limit is lowered behind the sleep
+        second.expect(160)
+        began = time.monotonic()
+        while second.limit < 160 and time.monotonic() < began + 10:
+            time.sleep(0.001)
+        assert second.limit >= 160
+        assert not torch.cuda.current_stream().query(), "the thread waited for the sleep, or it is too short"
+    finally:
+        cache.stop_mapper()
 
 
 def test_the_mappers_thread_keeps_ahead(make: Callable[..., KVCache]) -> None:

@@ -92,7 +92,7 @@ def test_a_stream_of_another_device_is_refused(driver: Driver) -> None:
         driver.fence([SimpleNamespace(device=torch.device("cpu"))])  # type: ignore[list-item]
 
 
-def test_order_puts_the_callers_stream_behind_zeroes_and_copies(driver: Driver) -> None:
+def test_order_puts_the_callers_stream_behind_zeroes_and_writes(driver: Driver) -> None:
     size_bytes = 256 * MIB
     address, handle = driver.reserve(size_bytes), driver.create(size_bytes)
     memory = put(driver, address, handle, size_bytes // PAGE_BYTES)
@@ -101,7 +101,7 @@ def test_order_puts_the_callers_stream_behind_zeroes_and_copies(driver: Driver) 
         memory.fill_(turn)
         driver.fence().wait()
         driver.zero(address, size_bytes)
-        driver.copy_in(flag, torch.full((4,), turn, dtype=torch.int32))
+        driver.write(flag, dict.fromkeys(range(4), turn))
         driver.order()
         any_left = memory.view(torch.int64).any()
         seen = flag.clone()
@@ -113,17 +113,24 @@ def test_order_puts_the_callers_stream_behind_zeroes_and_copies(driver: Driver) 
     driver.release(handle)
 
 
-def test_pinned_sources_may_change_at_once_too(driver: Driver) -> None:
-    tensor = torch.zeros(1024, dtype=torch.int32, device=driver.device)
-    source = torch.arange(1024, dtype=torch.int32).pin_memory()
-    driver.fence().wait()
-    wanted = source.clone()
-    for _ in range(20):
-        driver.copy_in(tensor, source)
-        source.fill_(-1)
-        driver.order()
-        assert torch.equal(tensor.cpu(), wanted)
-        source.copy_(wanted)
+def test_a_write_in_line_is_behind_what_was_launched_and_before_what_comes(driver: Driver) -> None:
+    tensor, side = torch.zeros(4, dtype=torch.int32, device=driver.device), torch.cuda.Stream()
+    before, beside = tensor.clone(), tensor.clone()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(CYCLES)
+    before.copy_(tensor)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(CYCLES)
+        beside.copy_(tensor)
+    fence = driver.write_behind(tensor, {2: 7}, [side])
+    after = tensor.clone()
+    with torch.cuda.stream(side):
+        later = tensor.clone()
+    assert not side.query() and not fence.done()
+    torch.cuda.synchronize()
+    assert fence.done()
+    assert before.tolist() == beside.tolist() == [0, 0, 0, 0]
+    assert after.tolist() == later.tolist() == [0, 0, 7, 0]
 
 
 def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:

@@ -206,14 +206,16 @@ class DriverLaws:
         names = ("reserve", "create", "map", "set_access", "zero", "fence", "unmap", "release")
         assert driver.calls == dict.fromkeys(names, 1)
 
-    def test_copy_in_takes_the_source_as_it_is_now(self, driver: Driver) -> None:
-        tensor, source = torch.zeros(256, dtype=torch.int32, device=driver.device), torch.arange(256, dtype=torch.int32)
+    @pytest.mark.parametrize("in_line", [False, True], ids=["control stream", "current stream"])
+    def test_what_is_written_last_stands(self, driver: Driver, in_line: bool) -> None:
+        tensor = torch.zeros(600, dtype=torch.int32, device=driver.device)
         driver.fence().wait()
-        for _ in range(20):
-            driver.copy_in(tensor, source)
-            source += 1
+        for turn in range(20):
+            write = driver.write_behind if in_line else driver.write
+            write(tensor, {index: turn * index - 7 for index in range(1, 600)})
+            write(tensor, {})
         driver.order()
-        assert torch.equal(tensor.cpu(), source - 1)
+        assert tensor.tolist() == [0, *(19 * index - 7 for index in range(1, 600))]
         driver.settle()
 
     def test_a_fence_waits_and_orders(self, driver: Driver) -> None:

@@ -160,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
         except RowsUnmapped:
             assert num_tokens and any(kept.rows.starts)
             return
-        assert {call for call in self.driver.calls if self.driver.calls[call] != calls[call]} <= {"copy_in"}
+        assert {call for call in self.driver.calls if self.driver.calls[call] != calls[call]} <= {"write"}
         live = self.opened_over(kept, sequence, kept.parked.length if num_tokens is None else num_tokens)
         self.look(live)
         with pytest.raises(Evicted):

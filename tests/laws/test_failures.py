@@ -283,7 +283,7 @@ def test_operations_cover_every_driver_call():
         operation.act(world)
         made |= {call for call, count in world.driver.calls.items() if count > before[call]}
         world.end()
-    assert made == {"reserve", "create", "release", "map", "set_access", "unmap", "zero", "copy_in", "fence"}
+    assert made == {"reserve", "create", "release", "map", "set_access", "unmap", "zero", "write", "fence"}
 
 
 def test_limits_that_could_not_be_ordered_are_taken_back_from_the_device() -> None:

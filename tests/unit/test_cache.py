@@ -186,7 +186,7 @@ def test_growing_maps_whole_pages_and_nothing_when_enough_is_mapped(cache, drive
     calls = Calls(driver)
     sequence.grow(17)
     assert sequence.limit == 32
-    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "copy_in": 1}
+    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "write": 1}
     calls = Calls(driver)
     for num_tokens in (0, 1, 17, 32):
         sequence.grow(num_tokens)
@@ -199,7 +199,7 @@ def test_a_limit_that_did_not_reach_the_device_is_not_sent_with_the_next(cache, 
     driver.fail_at = {driver.num_calls + 3}
     with pytest.raises(DriverError) as error:
         failing.grow(16)
-    assert error.value.call == "copy_in"
+    assert error.value.call == "write"
     other.grow(16)
     assert cache.limit.tolist() == cache.limits.tolist() == [0, 0, 16, 0, 0]
 
@@ -407,12 +407,12 @@ def test_truncating_retires_pages_and_growing_again_revives_them_without_a_drive
     sequence = written(cache, 60)
     calls = Calls(driver)
     sequence.truncate(20)
-    assert calls.made() == {"fence": 1, "copy_in": 1}
+    assert calls.made() == {"write": 1}
     assert (sequence.length, sequence.limit) == (20, 32)
     assert cache.stats().retiring_bytes == 2 * PAGE_BYTES
     calls = Calls(driver)
     sequence.grow(60)
-    assert calls.made() == {"copy_in": 1}
+    assert calls.made() == {"write": 1}
     assert sequence.limit == 64
     assert cache.stats().stalls == 1  # it lacked memory, however soon it had some
     assert sequence.k(0)[:20, 0, 0].tolist() == list(range(20))
@@ -510,7 +510,7 @@ def test_a_parked_slot_is_adopted_with_its_rows_and_no_driver_call_but_the_limit
     assert cache.limit.tolist() == [0, 0, 0, 0, 0]
     calls = Calls(driver)
     sequence = cache.adopt(parked, 33)
-    assert calls.made() == {"copy_in": 1}
+    assert calls.made() == {"write": 1}
     assert (sequence.length, sequence.limit) == (33, 48)
     assert sequence.k(1)[:33, 0, 0].tolist() == list(range(33))
     assert cache.stats().adopted_slots == 1
@@ -525,7 +525,7 @@ def test_a_blank_slot_is_opened_by_its_tenant_with_what_is_mapped(cache, driver)
     calls = Calls(driver)
     sequence = cache.open(tenant="red", max_tokens=45)
     sequence.grow(45)
-    assert calls.made() == {"copy_in": 1}
+    assert calls.made() == {"write": 1}
     assert (sequence.slot, sequence.length, sequence.limit) == (1, 0, 45)
 
 
@@ -559,7 +559,7 @@ def test_with_no_slot_free_a_tenant_takes_its_oldest_parked_one_over(cache, driv
         written(cache, 20).park()
     calls = Calls(driver)
     sequence = cache.open()
-    assert calls.made() == {"copy_in": 1}
+    assert calls.made() == {"write": 1}
     assert (sequence.slot, sequence.length, sequence.limit) == (1, 0, 32)
 
 
@@ -596,7 +596,7 @@ def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache,
     assert cache.pump(0.0, lead_tokens=8) == 1
     assert (near.limit, far.limit) == (17, 32)
     assert cache.pump(lead_tokens=8) == 0
-    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "copy_in": 2}
+    assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "write": 2}
     assert cache.stats().pumped_pages == 2
 
 

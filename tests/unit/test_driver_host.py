@@ -241,7 +241,7 @@ calls = [
     lambda: driver.reserve(PAGE_BYTES), lambda: driver.create(PAGE_BYTES), lambda: driver.release(handle),
     lambda: driver.map(address + PAGE_BYTES, handle, PAGE_BYTES), lambda: driver.unmap(address, PAGE_BYTES),
     lambda: driver.set_access(address, PAGE_BYTES, Access.READ), lambda: driver.zero(address, PAGE_BYTES),
-    lambda: driver.copy_in(memory, memory), driver.order, driver.settle, driver.fence, driver.memory,
+    lambda: driver.write(memory, {}), driver.order, driver.settle, driver.fence, driver.memory,
     lambda: driver.export_fd(handle), lambda: driver.import_fd(0, PAGE_BYTES), driver.close,
 ]
 

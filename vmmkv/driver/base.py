@@ -20,7 +20,7 @@ Laws every implementation keeps:
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -101,10 +101,14 @@ class Driver(Protocol):
         """Fill mapped, writable memory with zeroes, in order on the driver's own *control stream* (see `order`)."""
         ...
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
-        """Copy a small CPU tensor into a device tensor, in order on the control stream; `source` may change at once.
+    def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+        """Write elements of a contiguous int32 device tensor, by index, in order on the control stream."""
+        ...
 
-        `behind`, if not None: not before what is launched so far on the caller's current stream and on those is over.
+    def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
+        """The same in order on the caller's current stream and `streams`: behind what is launched so far on any of them.
+
+        What is launched later on any of them comes behind it. Returns a fence, as `fence` does, behind that too.
         """
         ...
 

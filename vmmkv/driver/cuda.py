@@ -12,7 +12,7 @@ Facts relied upon, seen on an H200 with driver 580:
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -22,6 +22,9 @@ from vmmkv.driver.cuda_fence import CudaFence, EventPool
 from vmmkv.driver.cuda_open import attribute, checked, failure, missing_package, open_device, start
 from vmmkv.errors import DriverError, ForkedProcess, OutOfDeviceMemory
 from vmmkv.units import PAGE_BYTES, format_bytes
+
+_MAX_WRITES: Final = 256
+"""Elements written by one call: what cuStreamBatchMemOp takes at most."""
 
 
 class CudaDriver:
@@ -55,6 +58,7 @@ class CudaDriver:
         self._fd_type = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._exports = bool(attribute(self._cu, self._cu_device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))
         self._allocation = self._allocation_properties()
+        self._writes = [self._write_operation() for _ in range(_MAX_WRITES)]
         self._check_granularity()
         # The primary context, which torch uses too, stays for as long as the process: every thread can make it current.
         self._context = checked(self._cu, "open", self._cu.cuDevicePrimaryCtxRetain(self._cu_device))
@@ -134,24 +138,43 @@ class CudaDriver:
         checked(self._cu, "zero", answer, _span(address, size_bytes))
         self.calls["zero"] += 1
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
-        """See Driver.copy_in. Cost: one small copy, launched on the control stream; does not block.
+    def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+        """See Driver.write. Cost: a stream memory operation for each element, which needs no kernel; does not block.
 
-        Without `behind` the copy is ordered after nothing but the control stream: what filled `tensor` before must be over.
+        It is ordered after nothing but the control stream: what filled `tensor` before must be over.
         """
-        self._enter("copy_in")
-        # From pageable memory CUDA takes the bytes into a staging buffer of its own before the call returns, so `source`
-        # may change at once. From pinned memory the device would read them later: such a source is copied first.
-        if source.is_pinned():
-            source = source.clone()
+        self._enter("write")
         self._unordered = True
-        if behind is not None:
-            for stream in (torch.cuda.current_stream(self.device), *behind):
-                self._control.wait_stream(_as_cuda_stream(stream))
-        with torch.cuda.stream(self._control):
-            tensor.copy_(source, non_blocking=True)
-        tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before the copy is over
-        self.calls["copy_in"] += 1
+        self._write_on(self._control, tensor, values)
+        tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before this is over
+        self.calls["write"] += 1
+
+    def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
+        """See Driver.write_behind. Cost: as `write`, two events for each stream, and a fence; does not block."""
+        self._enter("write")
+        current = torch.cuda.current_stream(self.device)
+        others = [_as_cuda_stream(stream) for stream in streams]
+        for stream in others:
+            current.wait_stream(stream)
+        self._write_on(current, tensor, values)
+        for stream in others:
+            stream.wait_stream(current)
+        self.calls["write"] += 1
+        return self._fence_behind(others)
+
+    def _write_on(self, stream: torch.cuda.Stream, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+        address, elements = tensor.data_ptr(), list(values.items())
+        checked(self._cu, "write", self._cu.cuCtxPushCurrent(self._context))
+        try:
+            for first in range(0, len(elements), _MAX_WRITES):
+                batch = elements[first : first + _MAX_WRITES]
+                for operation, (index, value) in zip(self._writes, batch, strict=False):
+                    operation.writeValue.address = address + 4 * index
+                    operation.writeValue.value = value
+                answer = self._cu.cuStreamBatchMemOp(stream.cuda_stream, len(batch), self._writes[: len(batch)], 0)
+                checked(self._cu, "write", answer, f"{len(values)} elements")
+        finally:
+            self._cu.cuCtxPopCurrent()
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Driver.order. Cost: a few us a stream while the control stream has work, else one query, or none."""
@@ -165,7 +188,7 @@ class CudaDriver:
                 _as_cuda_stream(stream).wait_stream(self._control)
 
     def settle(self) -> None:
-        """See Driver.settle. Blocks until zeroes and copies are through; they wait for no kernel of other streams."""
+        """See Driver.settle. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
         self._enter("settle")
         if self._unordered:
             self._control.synchronize()
@@ -180,11 +203,12 @@ class CudaDriver:
         for stream in streams:
             if stream.device != self.device:
                 raise ValueError(f"{stream} is not a stream of {self.device}; record an event on a stream of it that waits")
-        behind = {torch.cuda.current_stream(self.device), self._control}
-        behind.update(_as_cuda_stream(stream) for stream in streams)
-        fence = CudaFence(self._events, behind)
+        fence = self._fence_behind(_as_cuda_stream(stream) for stream in streams)
         self.calls["fence"] += 1
         return fence
+
+    def _fence_behind(self, streams: Iterable[torch.cuda.Stream]) -> CudaFence:
+        return CudaFence(self._events, {torch.cuda.current_stream(self.device), self._control, *streams})
 
     def memory(self) -> MemoryInfo:
         """See Driver.memory. What torch keeps in its own cache counts as used."""
@@ -233,6 +257,11 @@ class CudaDriver:
         descriptor.location = self._location
         descriptor.flags = flags
         return descriptor
+
+    def _write_operation(self) -> Any:
+        operation = self._cu.CUstreamBatchMemOpParams()
+        operation.writeValue.operation = self._cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        return operation
 
     def _allocation_properties(self) -> Any:
         properties = self._cu.CUmemAllocationProp()

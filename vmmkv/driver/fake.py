@@ -6,7 +6,7 @@ callers while the memory is real: `FakeDriver(over=HostDriver())`, or over CUDA.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -225,9 +225,17 @@ class FakeDriver:
         self._pass_on("zero", address, size_bytes)
         self._unordered.append((address, address + size_bytes))
 
-    def copy_in(self, tensor: torch.Tensor, source: torch.Tensor, behind: Sequence[torch.Stream] | None = None) -> None:
-        """See Driver.copy_in."""
-        self._call("copy_in", lambda: tensor.copy_(source) if self.over is None else self.over.copy_in(tensor, source, behind))
+    def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+        """See Driver.write."""
+        self._call("write", lambda: _set(tensor, values) if self.over is None else self.over.write(tensor, values))
+
+    def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
+        """See Driver.write_behind."""
+        over = self.over
+        under = self._call(
+            "write", lambda: _set(tensor, values) if over is None else over.write_behind(tensor, values, streams)
+        )
+        return self._behind_launches(under)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
         """See Driver.order. Fails while `order_fails` is set."""
@@ -245,7 +253,9 @@ class FakeDriver:
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.fence. `wait` finishes the launches, as the device would in time."""
-        under = self._call("fence", lambda: None if self.over is None else self.over.fence(streams))
+        return self._behind_launches(self._call("fence", lambda: None if self.over is None else self.over.fence(streams)))
+
+    def _behind_launches(self, under: Fence | None) -> Fence:
         self._launches = [launch for launch in self._launches if not launch.finished]
         return _LaunchFence(list(self._launches), under)
 
@@ -315,3 +325,7 @@ class FakeDriver:
         if allocation.released and not allocation.num_mappings:
             del self._handles[handle]
             self.used_bytes -= 0 if allocation.imported else allocation.size_bytes
+
+
+def _set(tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+    tensor.numpy()[list(values)] = list(values.values())
