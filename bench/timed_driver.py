@@ -7,7 +7,21 @@ from typing import Any, cast
 from bench.timing import now_us
 from vmmkv.driver import Driver
 
-CALLS = ("reserve", "create", "release", "map", "set_access", "unmap", "zero", "write", "write_behind", "order", "settle", "fence", "memory")
+CALLS = (
+    "reserve",
+    "create",
+    "release",
+    "map",
+    "set_access",
+    "unmap",
+    "zero",
+    "write",
+    "write_behind",
+    "order",
+    "settle",
+    "fence",
+    "memory",
+)
 
 
 class TimedDriver:
