@@ -66,18 +66,18 @@ def _prefill(
     stride_qn, stride_qh, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
     stride_kss, stride_kst, stride_vss, stride_vst, stride_scale, stride_on, stride_oh, stride_table,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr,
-    B_PAD: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    B_PAD: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, SCALE: tl.constexpr, QMAX: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of TOKENS queries of a sequence, under HEADS neighbouring query heads of one kv head.
+    """One tile of TOKENS queries of a sequence, under one query head.
 
     Sequence b has the tiles from query_starts[b] // TOKENS + b on: at least as many as it needs, found without a prefix sum.
     Programs with no queries end at once. Late tiles see the most keys and start first; neighbouring programs take the heads of
     one tile, which share their keys in L2.
     """
-    i_tile = num_tiles - 1 - tl.program_id(0) // (H // HEADS)
-    i_head = tl.program_id(0) % (H // HEADS) * HEADS
+    i_tile = num_tiles - 1 - tl.program_id(0) // H
+    i_head = tl.program_id(0) % H
     i_b = tl.arange(0, B_PAD)
     starts = tl.load(p_starts + i_b, mask=i_b < num_sequences, other=0)
     b = tl.sum(((starts // TOKENS + i_b <= i_tile) & (i_b < num_sequences)).to(tl.int32), 0) - 1
@@ -99,15 +99,13 @@ def _prefill(
         end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
     slot = tl.where(m_slot, slot, 0)
 
-    # Rows of the tile: HEADS heads of a token, then the next token's. The halves of an int4 head are padded each for itself.
-    i_token = tl.arange(0, TOKENS * HEADS) // HEADS
-    i_row_head = tl.arange(0, TOKENS * HEADS) % HEADS
-    i_pad = tl.arange(0, D_PAD)
+    i_token = tl.arange(0, TOKENS)
+    i_pad = tl.arange(0, D_PAD)  # the halves of an int4 head are padded each for itself
     i_d = i_pad // W_PAD * W + i_pad % W_PAD
     m_md = (i_token < count - i_first)[:, None] & (i_pad % W_PAD < W)[None, :]
     base_64 = tl.cast(start + i_first, tl.int64)
     p_q_tile = p_q + base_64 * stride_qn + tl.cast(i_head, tl.int64) * stride_qh
-    q = tl.load(p_q_tile + (i_token * stride_qn + i_row_head * stride_qh)[:, None] + i_d[None, :], mask=m_md, other=0.0)
+    q = tl.load(p_q_tile + (i_token * stride_qn)[:, None] + i_d[None, :], mask=m_md, other=0.0)
 
     position = length - count + i_first
     newest_seen = tl.minimum(position + i_token, end - 1)
@@ -137,10 +135,10 @@ def _prefill(
 
     # The online softmax (Milakov & Gimelshein, 2018), over the keys that a window cuts, those that all queries see, and those
     # that the diagonal cuts. A query that sees nothing of a tile stays exactly as it was.
-    acc = tl.zeros([TOKENS * HEADS, D_PAD], tl.float32)
-    peak = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
+    acc = tl.zeros([TOKENS, D_PAD], tl.float32)
+    peak = tl.full([TOKENS], float("-inf"), tl.float32)
     # Each over every eighth key: what a thread holds of a row, so that no other is asked before the end.
-    totals = tl.zeros([TOKENS * HEADS, 8], tl.float32)
+    totals = tl.zeros([TOKENS, 8], tl.float32)
     factor = 1.0 if HAS_SOFTCAP else scale_log2
     for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
         part_begin = begin if part == 0 else (full_begin if part == 1 else full_end)
@@ -165,7 +163,7 @@ def _prefill(
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if part != 1 else new_peak
             weights = tl.exp2(scores * factor - shift[:, None])
             rescale, peak = tl.exp2(peak - shift), new_peak
-            totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [TOKENS * HEADS, TILE // 8, 8]), 1)
+            totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [TOKENS, TILE // 8, 8]), 1)
             if SCALE == "token":
                 v_scale = _load_rows(p_v_scale, p_table, slot, stride_vss, stride_vst, row, first, end, TILE, BLOCK, part != 1)
                 # Times QMAX, which the output is divided by, so that float16 holds what a small scale leaves of a weight.
@@ -182,7 +180,7 @@ def _prefill(
     elif SCALE == "head":
         share *= tl.load(p_v_scale + i_kv)
     p_out_tile = p_out + base_64 * stride_on + tl.cast(i_head, tl.int64) * stride_oh
-    p_out_md = p_out_tile + (i_token * stride_on + i_row_head * stride_oh)[:, None] + i_d[None, :]
+    p_out_md = p_out_tile + (i_token * stride_on)[:, None] + i_d[None, :]
     tl.store(p_out_md, (acc * share[:, None]).to(p_out.dtype.element_ty), mask=m_md)
 
 
@@ -272,16 +270,14 @@ def launch_prefill(
     suffix = "PUKW" if memory.block else "STKW"
     checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
     checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or cut.tile_rows)
-    pack = min(cut.pack, group & -group)
-    tokens = cut.rows // pack
-    num_tiles = num_queries // tokens + num_sequences
+    num_tiles = num_queries // cut.tokens + num_sequences
     width = memory.k.shape[3]
     width_padded = max(16 if memory.kind != "int4" else 8, triton.next_power_of_2(width))
     attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
     # Under a table the pipeline has two loads, one after the other, where it has one in slots.
     num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
     with checks.on_device(device):
-        _prefill[(num_tiles * (num_heads // pack),)](
+        _prefill[(num_tiles * num_heads,)](
             q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, out,
             query_starts, lengths_B, slots_B, limit_S, memory.tables_SC,
             options.scale_log2, options.softcap_log2, options.rows_seen,
@@ -289,7 +285,7 @@ def launch_prefill(
             q_NHD.stride(0), q_NHD.stride(1), *memory.strides, out.stride(0), out.stride(1), memory.stride_table,
             H=num_heads, G=group, D=head_dim, W=width,
             D_PAD=width_padded * (head_dim // width), W_PAD=width_padded,
-            B_PAD=max(16, triton.next_power_of_2(num_sequences)), HEADS=pack, TOKENS=tokens, TILE=cut.tile_rows,
+            B_PAD=max(16, triton.next_power_of_2(num_sequences)), TOKENS=cut.tokens, TILE=cut.tile_rows,
             BLOCK=memory.block, KIND=memory.kind or "", SCALE=memory.scale, QMAX=memory.qmax,
             HAS_LIMIT=limit_S is not None, HAS_WINDOW=options.rows_seen < _NO_WINDOW,
             HAS_SOFTCAP=options.softcap_log2 > 0.0, STAGES=num_stages,

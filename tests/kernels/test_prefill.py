@@ -22,8 +22,6 @@ FEW_HEADS = {**SMALL, "heads": 2, "kv_heads": 1}
 STRAY = 3
 """Rows of q that belong to no sequence."""
 
-packs = pytest.mark.parametrize("pack", [1, 2])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
@@ -156,7 +154,7 @@ def make_prompts(
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> PrefillTiling:
     """Tiles of 32 by 32, so that short sequences go through what long ones do."""
-    cut = PrefillTiling(rows=32, tile_rows=32, num_warps=4)
+    cut = PrefillTiling(tokens=32, tile_rows=32, num_warps=4)
     monkeypatch.setattr("vmmkv.kernels.prefill.prefill_tiling", lambda *shape: cut)
     return cut
 
@@ -170,11 +168,6 @@ def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
         return matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
     monkeypatch.setattr(np, "matmul", rounded_once)
-
-
-def cut_like(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    cut = dataclasses.replace(PrefillTiling(rows=32, tile_rows=32, num_warps=4), **changes)
-    monkeypatch.setattr("vmmkv.kernels.prefill.prefill_tiling", lambda *shape: cut)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +194,7 @@ def test_prefill_is_right_at_every_shape(
     prompts.assert_right(out)
 
 
-@packs
-def test_queries_start_anywhere(pack: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    cut_like(monkeypatch, pack=pack)
+def test_queries_start_anywhere(device: torch.device) -> None:
     prompts = make_prompts([1, 0, 31, 32, 33, 2, 0, 65], [1, 0, 32, 64, 96, 97, 63, 100], device=device, **FEW_HEADS)
     prompts.assert_right(prefill(*prompts.arguments, out=prompts.poisoned_out()))
 
@@ -220,12 +211,8 @@ def test_the_tiling_of_the_library_is_right(monkeypatch: pytest.MonkeyPatch, dev
     prompts.assert_right(prefill(*prompts.arguments, out=prompts.poisoned_out()))
 
 
-@packs
 @pytest.mark.parametrize("window", [1, 17, 63])
-def test_a_window_reads_nothing_before_it(
-    window: int, pack: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    cut_like(monkeypatch, pack=pack)
+def test_a_window_reads_nothing_before_it(window: int, device: torch.device) -> None:
     prompts = make_prompts([65, 1, 33], [65, 64, 200], window=window, device=device, **FEW_HEADS)
     out = prefill(*prompts.arguments, window=window, out=prompts.poisoned_out())
     prompts.assert_right(out, window=window)
@@ -276,18 +263,10 @@ def test_a_window_past_the_last_row_gives_zeros(device: torch.device) -> None:
     assert torch.equal(out[:3], torch.zeros_like(out[:3]))
 
 
-@pytest.mark.parametrize(("window", "pack"), [(None, 1), (40, 1), (40, 2)])
-def test_a_query_rounds_the_same_in_any_chunk_and_batch(
-    window: int | None,
-    pack: int,
-    exact_dots: None,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-) -> None:
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None, exact_dots: None, device: torch.device) -> None:
     prompts = make_prompts([13, 100, 1], [20, 111, 90], device=device, **FEW_HEADS)
     together = prefill(*prompts.arguments, window=window)
-    cut_like(monkeypatch, pack=pack)
-    assert torch.equal(prefill(*prompts.arguments, window=window)[:114], together[:114])
     for first, stop in ((0, 2), (2, 35), (35, 100)):
         alone = prefill(*prompts.part(1, first, stop).arguments, window=window)
         assert torch.equal(alone, together[13 + first : 13 + stop])
