@@ -23,8 +23,8 @@ from vmmkv.driver.cuda_open import attribute, checked, failure, missing_package,
 from vmmkv.errors import DriverError, ForkedProcess, OutOfDeviceMemory
 from vmmkv.units import PAGE_BYTES, format_bytes
 
-_MAX_WRITES: Final = 256
-"""Elements written by one call: what cuStreamBatchMemOp takes at most."""
+_MAX_WRITES: Final = 255
+"""Elements written by one call: cuStreamBatchMemOp takes fewer than 256."""
 
 
 class CudaDriver:
@@ -170,7 +170,7 @@ class CudaDriver:
                 batch = elements[first : first + _MAX_WRITES]
                 for operation, (index, value) in zip(self._writes, batch, strict=False):
                     operation.writeValue.address = address + 4 * index
-                    operation.writeValue.value = value
+                    operation.writeValue.value = value & 0xFFFF_FFFF
                 answer = self._cu.cuStreamBatchMemOp(stream.cuda_stream, len(batch), self._writes[: len(batch)], 0)
                 checked(self._cu, "write", answer, f"{len(values)} elements")
         finally:
