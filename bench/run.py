@@ -10,7 +10,8 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from bench import kernels, table
+from bench import kernels, prefix, table
+from bench.prefix.bars import print_tables as print_prefix
 from bench.report import Report
 from bench.rows import Provenance, RowFile
 from bench.settings import MODEL_SHAPES, SHAPES, Settings
@@ -20,6 +21,7 @@ SUITES: Final = {
     "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
     "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
+    "prefix": "a shared prefix: by each rung, by the chooser, over blocks and not shared; attention, chat, attaching",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
 """By the name of its module, what a suite measures. A suite is loaded when it runs; triton, when a kernel is."""
@@ -27,8 +29,8 @@ SUITES: Final = {
 ALL: Final = tuple(name for name in SUITES if name != "quality")
 """What `all` stands for. Quality needs a model and minutes, and is of no machine: it runs when it is named."""
 
-_TABLES: Final = {"kernels": table.print_tables, "quality": table.print_quality}
-"""Suites whose rows do not read well one below the other."""
+_TABLES: Final = {"kernels": table.print_tables, "prefix": print_prefix, "quality": table.print_quality}
+"""Suites whose rows do not read well one below the other, or that end with what was promised."""
 
 RESULTS: Final = Path(__file__).parent / "out"
 """Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
@@ -62,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in SUITES if name in wanted] if "all" in options.suites else list(dict.fromkeys(wanted))
     try:
         settings = _settings(options)
-        if "kernels" in names:
-            kernels.check(settings)
+        _check_names(settings, names)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     torch.manual_seed(settings.seed)
@@ -80,6 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         report.say(f"FAILED: {', '.join(failed)}; see the traceback above")
     return 1 if failed else 0
+
+
+def _check_names(settings: Settings, suites: Sequence[str]) -> None:
+    """Refuse parts and cases that there are not before anything is measured."""
+    if "kernels" in suites and "prefix" in suites and settings.parts:
+        raise ValueError("--parts: kernels and prefix have different ones; name one suite, or no parts")
+    if "kernels" in suites:
+        kernels.check(settings)
+    if "prefix" in suites:
+        prefix.check(settings)
 
 
 def _succeeds(name: str, settings: Settings, report: Report) -> bool:
@@ -112,8 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
     group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
     group.add_argument("--steps", type=int, help="steps that are measured in each mode")
-    group = parser.add_argument_group("kernels")
-    group.add_argument("--parts", nargs="+", default=(), metavar="PART", help="of decode, prefill, quantised, append, copy")
+    group = parser.add_argument_group("kernels, prefix")
+    group.add_argument(
+        "--parts",
+        nargs="+",
+        default=(),
+        metavar="PART",
+        help="of kernels: decode, prefill, quantised, append, copy; of prefix: requests, attention, chat, attach, tree",
+    )
     group.add_argument("--cases", nargs="+", default=(), metavar="CASE", help="by the names that rows have, such as 64x8K")
     group.add_argument("--fa3", type=Path, metavar="LIBRARY", help="FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so")
     return parser

@@ -49,8 +49,8 @@ class Settings:
     append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
     are the suite's own choice.
 
-    Of the kernels suite: `parts` and `cases` by their names, empty for all; `fa3`, FlashAttention-3's library; `shapes`,
-    empty for `shape` alone.
+    `parts` of the kernels or the prefix suite by their names, empty for all. Of the kernels suite: `cases` likewise; `fa3`,
+    FlashAttention-3's library; `shapes`, empty for `shape` alone.
     """
 
     device: torch.device

@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vmmkv.server.generation import TextDelta
-from vmmkv.server.schemas import (
+from vmmkv.server.answer_schemas import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -19,6 +18,7 @@ from vmmkv.server.schemas import (
     FinishReason,
     Usage,
 )
+from vmmkv.server.generation import TextDelta
 
 
 class Answer(ABC):
@@ -32,9 +32,9 @@ class Answer(ABC):
     def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> BaseModel:
         """All of it: the text and the finish reason of each choice, in order."""
 
-    def opening(self) -> BaseModel | None:
-        """A chunk before any text."""
-        return None
+    def opening(self, num_choices: int) -> list[BaseModel]:
+        """The chunks before any text."""
+        return []
 
     @abstractmethod
     def chunk(self, delta: TextDelta) -> BaseModel:
@@ -49,7 +49,7 @@ class CompletionAnswer(Answer):
     """Of /v1/completions."""
 
     def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> Completion:
-        """Every choice, in the order of the prompts."""
+        """Every choice, in the order of the prompts, those of one prompt side by side."""
         choices = [
             CompletionChoice(index=index, text=text, finish_reason=reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
@@ -70,18 +70,22 @@ class ChatAnswer(Answer):
     """Of /v1/chat/completions."""
 
     def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> ChatCompletion:
-        """The one reply."""
-        choice = ChatChoice(index=0, message=AssistantMessage(content=texts[0]), finish_reason=reasons[0])
-        return ChatCompletion(**self._head, choices=[choice], usage=usage)
+        """Every reply."""
+        choices = [
+            ChatChoice(index=index, message=AssistantMessage(content=text), finish_reason=reason)
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return ChatCompletion(**self._head, choices=choices, usage=usage)
 
-    def opening(self) -> ChatCompletionChunk:
-        """The role, before any text."""
-        choice = ChunkChoice(index=0, delta=Delta(role="assistant", content=""), finish_reason=None)
-        return ChatCompletionChunk(**self._head, choices=[choice])
+    def opening(self, num_choices: int) -> list[BaseModel]:
+        """The role of each choice, before any text."""
+        role = Delta(role="assistant", content="")
+        choices = [ChunkChoice(index=index, delta=role, finish_reason=None) for index in range(num_choices)]
+        return [ChatCompletionChunk(**self._head, choices=[choice]) for choice in choices]
 
     def chunk(self, delta: TextDelta) -> ChatCompletionChunk:
         """New text of one choice."""
-        choice = ChunkChoice(index=0, delta=Delta(content=delta.text or None), finish_reason=delta.finish_reason)
+        choice = ChunkChoice(index=delta.index, delta=Delta(content=delta.text or None), finish_reason=delta.finish_reason)
         return ChatCompletionChunk(**self._head, choices=[choice])
 
     def closing(self, usage: Usage) -> ChatCompletionChunk:

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from vmmkv.server.schemas import ErrorBody, ErrorDetail
+from vmmkv.server.answer_schemas import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -14,23 +14,14 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from vmmkv.server import api_errors
+from vmmkv.server.answer_schemas import ChatCompletion, Completion, FinishReason, Health, Model, ModelList
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.generation import Generation, engine_requests, fit_new_tokens
+from vmmkv.server.generation import Generation, engine_requests, fit_beams, fit_new_tokens
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
-from vmmkv.server.schemas import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    FinishReason,
-    GenerationRequest,
-    Health,
-    Model,
-    ModelList,
-)
+from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from vmmkv.server.tokenizer import PromptError, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -128,7 +119,7 @@ async def model(request: Request, name: str) -> Model:
 
 @router.post("/v1/completions", response_model=Completion)
 async def completions(request: Request, body: CompletionRequest) -> Response:
-    """Continue each prompt; each is a choice of the answer."""
+    """Continue each prompt; each has `n` choices of the answer."""
     service, arrived_s = _service(request), time.perf_counter()
     ready, tokenizer = service.require(body.model)
     try:
@@ -172,12 +163,24 @@ async def _respond(
 ) -> Response:
     """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text."""
     service = _service(request)
-    _, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
+    ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
+    fit_beams(body, ready)
     requests = engine_requests(body, answer.id, prompts, new_tokens)
-    detokenizers = [tokenizer.detokenizer(body.stop, prompt if continues else ()) for prompt in prompts]
-    generation = Generation(service.engine, service.metrics, requests, detokenizers, arrived_s=arrived_s)
+    detokenizers = [
+        tokenizer.detokenizer(body.stop, prompt if continues else ()) for prompt in prompts for _ in range(body.num_candidates)
+    ]
+    generation = Generation(
+        service.engine,
+        service.metrics,
+        requests,
+        detokenizers,
+        num_prompts=len(prompts),
+        num_choices=body.num_choices,
+        arrived_s=arrived_s,
+    )
     if body.stream:
-        return _EventStream(_events(answer, generation, body.include_usage), generation.close)
+        opening = answer.opening(len(prompts) * body.num_choices)
+        return _EventStream(_events(answer, opening, generation, body.include_usage), generation.close)
     try:
         whole = await _unless_disconnected(request, _whole(answer, generation))
     except (RequestFailed, EngineDead) as error:
@@ -195,15 +198,17 @@ async def _whole(answer: Answer, generation: Generation) -> BaseModel:
     async for delta in generation.deltas():
         texts.setdefault(delta.index, []).append(delta.text)
         reasons[delta.index] = delta.finish_reason
-    order = sorted(texts)
+    order = generation.chosen()
     return answer.whole(["".join(texts[index]) for index in order], [reasons[index] for index in order], generation.usage())
 
 
-async def _events(answer: Answer, generation: Generation, include_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    answer: Answer, opening: Sequence[BaseModel], generation: Generation, include_usage: bool
+) -> AsyncIterator[str]:
     """Server-sent events; an error after the start can only be one of them, for the status is sent."""
     try:
-        if (opening := answer.opening()) is not None:
-            yield _event(opening)
+        for chunk in opening:
+            yield _event(chunk)
         async for delta in generation.deltas():
             yield _event(answer.chunk(delta))
         if include_usage:

@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from vmmkv.server.protocol import (
     Abort,
+    Beams,
     Failed,
     FromEngine,
     Generate,
@@ -62,7 +63,7 @@ Phase: TypeAlias = Loading | Ready | Dead
 
 
 class Answers:
-    """What the engine says about some requests that belong together: iterate for their `Tokens`, to the end of all.
+    """What the engine says about some requests that belong together: iterate for their `Tokens` or `Beams`, to the end of all.
 
     Leaving the `with` block aborts those that are not finished.
     Raises, from the iteration: RequestFailed, EngineDead.
@@ -71,7 +72,7 @@ class Answers:
     def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
         self._client = client
         self._unfinished = set(request_ids)
-        self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[Tokens | Beams | Exception] = asyncio.Queue()
 
     def __enter__(self) -> Self:
         return self
@@ -82,19 +83,19 @@ class Answers:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Tokens:
+    async def __anext__(self) -> Tokens | Beams:
         while self._unfinished:
             message = await self._queue.get()
             if isinstance(message, Exception):
                 raise message
             # What was queued before its request was aborted is of no use to anybody.
             if message.request_id in self._unfinished:
-                if message.finish_reason is not None:
+                if _is_last(message):
                     self._unfinished.discard(message.request_id)
                 return message
         raise StopAsyncIteration
 
-    def put(self, message: Tokens | Exception) -> None:
+    def put(self, message: Tokens | Beams | Exception) -> None:
         """From the receiving task: news of one of these requests."""
         self._queue.put_nowait(message)
 
@@ -108,6 +109,10 @@ class Answers:
         """Abort whatever is not finished. Idempotent, never blocks."""
         for request_id in tuple(self._unfinished):
             self.abort(request_id)
+
+
+def _is_last(message: Tokens | Beams) -> bool:
+    return isinstance(message, Beams) or message.finish_reason is not None
 
 
 class EngineClient:
@@ -233,9 +238,9 @@ class EngineClient:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Tokens(request_id=request_id):
+            case Tokens(request_id=request_id) | Beams(request_id=request_id):
                 answers = self._answers.get(request_id)
-                if message.finish_reason is not None:
+                if _is_last(message):
                     self._answers.pop(request_id, None)
                 if answers is not None:
                     answers.put(message)

@@ -21,12 +21,14 @@ _GAUGES: Final = {
     "kv_retiring_bytes": ("kv_retiring_bytes", "Physical memory whose mapping waits for its fence."),
     "kv_created_bytes": ("kv_created_bytes", "Physical memory taken from the device."),
     "kv_budget_bytes": ("kv_budget_bytes", "The most that may be created."),
+    "prefix_pages": ("prefix_pages", "Pages of 2 MiB that the prefix cache holds."),
 }
 """Field of Snapshot: name without prefix, help."""
 
 _COUNTERS: Final = {
     "preemptions": ("preemptions", "Sequences put back to waiting because pages ran out."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts computed."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
     "stalls": ("stalls", "Times that a step waited for a driver call."),
 }

@@ -25,6 +25,14 @@ class Generate(Message, frozen=True, kw_only=True):
     top_p: float = 1.0
     seed: int = 0
     """The random stream depends on this and on the position only."""
+    want_logprobs: bool = False
+    """Have `Tokens` carry log-probabilities."""
+    cache_salt: str | None = None
+    """Part of the prefix namespace: prompts share what is known of them only with prompts of the same salt."""
+    beam_width: int = 0
+    """Above 0, search for the best answers with so many beams, instead of sampling; `Beams` is the answer then."""
+    length_penalty: float = 1.0
+    """Of a beam search: answers compare by log-probability / (number of tokens) ** length_penalty."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -65,6 +73,31 @@ class Tokens(Message, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    logprobs: list[float] = []
+    """If asked for: of each token chosen, under the model's own distribution (before temperature and top-p). An end token,
+    which is not in `token_ids`, has its own here too."""
+    cached_tokens: int = 0
+    """In a request's first message: tokens of its prompt that the prefix cache had. 0 in all others."""
+
+
+class Beam(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that a beam search found."""
+
+    token_ids: list[int]
+    """Without the end token."""
+    score: float
+    """Log-probability / (number of tokens, the end token among them) ** length_penalty."""
+    finish_reason: FinishReason
+
+
+class Beams(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP: the whole answer to a request with a `beam_width`; nothing comes after it."""
+
+    request_id: str
+    beams: list[Beam]
+    """As many as the search was wide, the best first."""
+    cached_tokens: int = 0
+    """As in `Tokens`."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -91,10 +124,14 @@ class Snapshot(Message, frozen=True, kw_only=True):
     stalls: int
     stall_us: float
     driver_calls: dict[str, int]
+    prefix_hit_tokens: int = 0
+    """Tokens of prompts that were not computed, because the prefix cache had them; since the start."""
+    prefix_pages: int = 0
+    """That the prefix cache holds now."""
 
 
 ToEngine: TypeAlias = Generate | Abort | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Tokens | Failed | Snapshot
+FromEngine: TypeAlias = Loading | Ready | Tokens | Beams | Failed | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,6 +1,6 @@
-"""What goes over the wire, as pydantic models: OpenAI's completions and chat completions, as far as they are served.
+"""What is asked over the wire, as pydantic models: OpenAI's completions and chat completions, as far as they are served.
 
-A parameter of OpenAI's that is not served is refused, unless it has the value that asks for nothing (`n=1`,
+A parameter of OpenAI's that is not served is refused, unless it has the value that asks for nothing (`echo=false`,
 `tools=[]`): a client that sets it would else get something other than it asked for and never know.
 """
 
@@ -10,16 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-FinishReason = Literal["stop", "length"]
 Prompt = str | list[int]
-MAX_PROMPTS = 128
-"""Of one request; each is a sequence of the engine and a choice of the answer."""
+MAX_CHOICES = 128
+"""Of one request, over all its prompts, those that `best_of` drops among them; each is a sequence of the engine."""
+MAX_LENGTH_PENALTY = 10.0
+"""Either way; a length to the power of more leaves what floats hold."""
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 64
-
-
-_Sparse = Field(exclude_if=lambda value: value is None)
-"""Left out of the answer, rather than null, when there is nothing to say."""
 
 
 class _Request(BaseModel):
@@ -54,11 +51,11 @@ def _as_prompts(value: Any) -> list[Prompt]:
     if isinstance(value, list) and value:
         if _are_token_ids(value):
             return [value]
-        if len(value) > MAX_PROMPTS:
+        if len(value) > MAX_CHOICES:
             raise PydanticCustomError(
                 "prompt",
                 "it has {given} prompts and a request may have {limit}; send the others in further requests",
-                {"given": len(value), "limit": MAX_PROMPTS},
+                {"given": len(value), "limit": MAX_CHOICES},
             )
         if all(isinstance(item, str) for item in value):
             return value
@@ -95,6 +92,11 @@ def _as_text(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _refusal(param: str, message: str) -> PydanticCustomError:
+    """A complaint about what several parameters say together, with the one to name."""
+    return PydanticCustomError("combination", "{why}", {"why": message, "param": param})
+
+
 class StreamOptions(_Request):
     """How a stream ends."""
 
@@ -106,6 +108,8 @@ class GenerationRequest(_Request):
     """What completions and chat completions have in common."""
 
     model: str
+    n: Annotated[int, Field(ge=1)] | None = None
+    """Choices for each prompt: sampled with seeds that follow each other, or the best that a beam search finds."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -119,12 +123,78 @@ class GenerationRequest(_Request):
     """Not OpenAI's: go on past the model's end token, for benchmarks."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Not OpenAI's: only requests of one salt, or those without, share what the prefix cache holds."""
+    use_beam_search: bool = False
+    """Not OpenAI's: answer with the likeliest texts that a search finds, sampling nothing. Stop strings cut the texts that
+    it found; the search itself knows `stop_token_ids`."""
+    beam_width: Annotated[int, Field(ge=1)] | None = None
+    """Not OpenAI's: beams of the search; `n` of them unless it is given."""
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, allow_inf_nan=False)] = 1.0
+    """Not OpenAI's: beams compare by log-probability / (number of tokens) ** length_penalty."""
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options is only for stream=true", {"param": "stream_options"})
+            raise _refusal("stream_options", "stream_options is only for stream=true")
         return self
+
+    @model_validator(mode="after")
+    def _beams_have_what_they_need(self) -> Self:
+        if not self.use_beam_search:
+            for name, is_set in (("beam_width", self.beam_width is not None), ("length_penalty", self.length_penalty != 1.0)):
+                if is_set:
+                    raise _refusal(name, f"{name} is only for use_beam_search=true")
+            return self
+        if self.temperature:
+            raise _refusal("temperature", "a beam search samples nothing: leave temperature out or send 0")
+        if self.stream:
+            raise _refusal("stream", "a beam search knows its answer at its end only: leave stream out")
+        if self.num_choices > self.num_beams:
+            raise _refusal(
+                "n",
+                f"n={self.num_choices} choices cannot come from {self.num_beams} beams: "
+                f"raise beam_width to {self.num_choices} or lower n to {self.num_beams}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _choices_are_not_too_many(self) -> Self:
+        param, each = self.widest
+        num_sequences = each * self.num_prompts
+        if num_sequences > MAX_CHOICES:
+            prompts = f" for each of {self.num_prompts} prompts" if self.num_prompts > 1 else ""
+            raise _refusal(
+                param,
+                f"{param}={each}{prompts} makes {num_sequences} sequences, and a request may have {MAX_CHOICES}: "
+                f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
+            )
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        """Texts to continue."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Of the answer, for each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Texts made for each prompt, of which `num_choices` are returned. A beam search makes no more than those."""
+        return self.num_choices
+
+    @property
+    def widest(self) -> tuple[str, int]:
+        """How many sequences of the engine each prompt needs, after the name of the parameter that says so."""
+        return ("n", self.num_choices) if self.beam_width is None else ("beam_width", self.beam_width)
+
+    @property
+    def num_beams(self) -> int:
+        """The width of the beam search; 0 without one."""
+        return (self.beam_width or self.num_choices) if self.use_beam_search else 0
 
     @property
     def include_usage(self) -> bool:
@@ -133,7 +203,6 @@ class GenerationRequest(_Request):
 
 
 _UNSERVED_BY_BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
@@ -142,10 +211,43 @@ _UNSERVED_BY_BOTH: dict[str, tuple[Any, ...]] = {
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions: each prompt is a choice of the answer."""
+    """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved = _UNSERVED_BY_BOTH | {"best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+    unserved = _UNSERVED_BY_BOTH | {"echo": (False,), "logprobs": (), "suffix": ("",)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    """Sample so many for each prompt, and return the `n` whose tokens have the highest mean log-probability, best first."""
+
+    @model_validator(mode="after")
+    def _best_of_can_choose(self) -> Self:
+        if self.best_of is None:
+            return self
+        if self.use_beam_search:
+            raise _refusal("best_of", "best_of is for sampling: leave it out and send beam_width")
+        if self.best_of < self.num_choices:
+            raise _refusal(
+                "best_of",
+                f"best_of={self.best_of} is less than n={self.num_choices}: "
+                f"raise best_of to {self.num_choices} or leave it out",
+            )
+        if self.best_of > self.num_choices and self.stream:
+            raise _refusal("best_of", "which are the best is known at the end only: leave stream out, or best_of")
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        """Each is a text to continue."""
+        return len(self.prompt)
+
+    @property
+    def num_candidates(self) -> int:
+        """Texts made for each prompt, of which `num_choices` are returned."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def widest(self) -> tuple[str, int]:
+        """As for all requests, or `best_of`."""
+        return super().widest if self.best_of is None else ("best_of", self.best_of)
 
 
 class ChatMessage(_Request):
@@ -195,129 +297,5 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise PydanticCustomError(
-                "max_tokens", "max_tokens and max_completion_tokens mean the same: send one", {"param": "max_tokens"}
-            )
+            raise _refusal("max_tokens", "max_tokens and max_completion_tokens mean the same: send one")
         return self
-
-
-class Usage(BaseModel):
-    """Tokens counted over all choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionChoice(BaseModel):
-    """The text of one prompt, or of a chunk the text that is new."""
-
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason | None
-
-
-class Completion(BaseModel):
-    """The answer of /v1/completions, and each chunk of its stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Annotated[Usage | None, _Sparse] = None
-
-
-class AssistantMessage(BaseModel):
-    """A whole reply."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """The reply to a conversation."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class Delta(BaseModel):
-    """What a chunk adds; the first names the role."""
-
-    role: Annotated[Literal["assistant"] | None, _Sparse] = None
-    content: Annotated[str | None, _Sparse] = None
-
-
-class ChunkChoice(BaseModel):
-    """A choice within a chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: None = None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletionChunk(BaseModel):
-    """A chunk of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Annotated[Usage | None, _Sparse] = None
-
-
-class Model(BaseModel):
-    """What is served; `max_model_len` is the tokens of one request, known once the engine is ready."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "vmmkv"
-    max_model_len: int | None = None
-
-
-class ModelList(BaseModel):
-    """The answer of /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class Health(BaseModel):
-    """The answer of /health: 200 when `ok`, else 503 and why."""
-
-    status: Literal["ok", "loading", "dead"]
-    reason: str | None = None
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
-
-    error: ErrorDetail

@@ -33,6 +33,8 @@ class ServeConfig:
     """The longest sequence, prompt and answer together; None is the model's own limit."""
     max_sequences: int = 64
     """Sequences that run at once; further requests wait."""
+    prefix_cache: bool = True
+    """Whether prompts share the KV of what they have in common, with those that run and those that ran."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:

@@ -158,6 +158,32 @@ class KVCache:
                 self._occupancy.check_windows(parked.slot, num_tokens)
             return self._occupancy.take_over(parked, num_tokens, end)
 
+    def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:
+        """`count` new sequences that have all tokens of a running one (vLLM's copy-on-write, without the write).
+
+        Extents that are full are shared, the last, partial page is copied: from then on each goes its own way.
+        Cost: for each new sequence and group a map and an access call for each full extent, the same and a copy for the
+        partial page. All or none. Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError.
+        """
+        count = whole("count", count)
+        if count < 1:
+            raise ValueError(f"count={count}: a fork makes at least 1 sequence")
+        with self.pool.lock:
+            end = self._check_end(max_tokens)
+            if self._occupancy.sequences.get(sequence.slot) is not sequence:
+                raise Closed(f"{sequence!r} is no running sequence of this cache")
+            if sequence.length > end:
+                raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
+            forks: list[Sequence] = []
+            try:
+                for _ in range(count):
+                    forks.append(self._occupancy.fork(sequence, end))
+            except BaseException:
+                for fork in forks:
+                    fork.close()
+                raise
+            return forks
+
     def parked(self) -> list[Parked]:
         """The parked slots, the oldest first."""
         with self.pool.lock:

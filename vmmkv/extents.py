@@ -1,6 +1,7 @@
 """Extents, the handles that a pool lends; for whom they are; and what a pool asks of those that it lends them to.
 
 extent.holders = mappings, live or retiring, + other holders        (0: free in its pool)
+extent.users  <= those of them that nobody can be asked to give up    (0: free, retiring, or kept as cache)
 """
 
 from collections import Counter
@@ -33,10 +34,17 @@ class Extent:
     handle: Handle
     num_pages: int
     holders: int = 0
+    users: int = 0
+    """Mappings under running sequences, pins, and whoever has acquired it and not yet mapped it."""
     zeroed: bool = False
     """Nothing but zeroes, since it was created or zeroed. False once it is mapped for a tenant."""
     tenant: Tenant | None = None
     """Who wrote it last; None for nobody."""
+
+    @property
+    def shared(self) -> bool:
+        """Has it more than one holder? Then nobody writes to it (law 3)."""
+        return self.holders > 1
 
     @property
     def size_bytes(self) -> int:
@@ -49,10 +57,10 @@ class Extent:
 
 
 class Evictable(NamedTuple):
-    """The least recently parked slot of a cache."""
+    """What a cache can do without first: a parked slot, or a leaf of a prefix tree."""
 
     stamp: int
-    """The pool's clock when it was parked."""
+    """The pool's clock when it was parked, or last used."""
     idle: bool
     """Is all work done that may touch it? Then its pages are free at once."""
 
@@ -64,16 +72,16 @@ class Reclaimable(Protocol):
         """Pages that will be free when their fences have passed."""
         ...
 
-    def reclaimable_pages(self, *, wait: bool) -> int:
-        """Pages that retire or are parked; without `wait` those only that no running work may touch."""
+    def idle_pages(self, enough: int) -> int:
+        """Pages that are retiring or kept as cache and that no running work may touch; counted no further than `enough`."""
         ...
 
-    def oldest_parked(self) -> Evictable | None:
-        """The slot that was parked least recently, if any is."""
+    def oldest_evictable(self) -> Evictable | None:
+        """What was used least recently of all that is kept as cache, if anything is."""
         ...
 
-    def evict_oldest_parked(self) -> None:
-        """Retire that slot's mappings."""
+    def evict_oldest(self) -> None:
+        """Give that up: its mappings retire, what is not mapped is free at once."""
         ...
 
     def collect(self, num_pages: int) -> int:
@@ -90,4 +98,8 @@ class Reclaimable(Protocol):
 
     def holders(self) -> Counter[Extent]:
         """Recounted from scratch: how often this cache holds each extent."""
+        ...
+
+    def users(self) -> Counter[Extent]:
+        """Recounted from scratch: how many of these holders use it."""
         ...

@@ -11,12 +11,14 @@ known only as a budget, and as the running means of what a page costs.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping as ReadOnlyDict
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from vmmkv.driver.base import Fence
-from vmmkv.errors import DriverError
+from vmmkv.driver.base import Access, Fence
+from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.extents import Extent, Tenant
 from vmmkv.pool import Pool
 from vmmkv.ranges import Arena, Mapping, Span
@@ -32,6 +34,10 @@ class Target(NamedTuple):
     span: Span
     end_page: int
     tenant_of: Callable[[int], Tenant]
+    given: ReadOnlyDict[int, Extent] = MappingProxyType({})
+    """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
+    num_pages: int = 1
+    """The size class of the others, which are new."""
 
 
 class _PassedFence:
@@ -58,15 +64,16 @@ class Growth:
         self.targets = targets
         self.num_mapped = 0
         self.mapping_us = 0.0
-        """What mapping took, without what the pool did to find the pages."""
+        """What mapping a new extent took, without what the pool did to find it."""
         self._mapper = mapper
-        self._new: list[tuple[Arena, Mapping, Tenant]] = []
+        self._new: list[tuple[Arena, Mapping, Tenant | None]] = []
         self._revived: list[tuple[Arena, Mapping, Fence]] = []
 
     def commit(self) -> None:
         """What was staged is live."""
         for _, mapping, tenant in self._new:
-            mapping.extent.tenant, mapping.extent.zeroed = tenant, False
+            if tenant is not None:
+                mapping.extent.tenant, mapping.extent.zeroed = tenant, False
         for target in self.targets:
             target.span.end_page = max(target.span.end_page, target.end_page)
 
@@ -81,31 +88,69 @@ class Growth:
             except DriverError:
                 self._mapper.retire(arena, [mapping], _PASSED)
             else:
-                self._mapper.pool.drop(mapping.extent)
+                self._mapper.let_go(mapping)
         for arena, mapping, fence in self._revived:
             self._mapper.retire(arena, [mapping], fence)
 
     def _stage(self, *, wait: bool) -> None:
         missing: list[tuple[Target, int]] = []
         for target in self.targets:
-            for page in range(target.span.end_page, target.end_page):
-                mapping = target.span.mappings.get(page)
-                if mapping is not None and mapping.fence is _PASSED:  # never was live, perhaps never accessible
-                    self._mapper.finish(mapping)
-                    mapping = None
-                if mapping is None:
-                    missing.append((target, page))
-                else:  # before any extent is acquired, since making room could unmap it
-                    self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
-        unused = deque(self._mapper.pool.acquire(len(missing), wait=wait))
+            page = target.span.end_page
+            while page < target.end_page:
+                if page in target.given:
+                    self._alias(target, page)
+                    page += target.given[page].num_pages
+                else:
+                    if not self._revive(target, page, wait=wait):
+                        missing.append((target, page))
+                    page += target.num_pages
+        sizes = {target.num_pages for target, _ in missing}
+        assert len(sizes) <= 1, "what grows together is of one size class"
+        unused = deque(self._mapper.pool.acquire(len(missing), *sizes, wait=wait))
         began_ns = time.perf_counter_ns()
         try:
             for target, page in missing:
                 self._map(target, page, unused)
-            self.mapping_us = (time.perf_counter_ns() - began_ns) / 1e3
+            if missing:
+                self.mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / len(missing)
         finally:
             for extent in unused:
                 self._mapper.pool.drop(extent)
+
+    def _revive(self, target: Target, page: int, *, wait: bool) -> bool:
+        """What still retires there is live again, if it is ours alone; else it goes. Before any extent is acquired, since
+        making room could unmap it."""
+        mapping = target.span.mappings.get(page)
+        if mapping is None:
+            return False
+        # A mapping behind _PASSED never was live, and perhaps never accessible. What others have come to hold is not written.
+        if mapping.fence is not _PASSED and not mapping.extent.shared and mapping.extent.num_pages == target.num_pages:
+            self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
+            return True
+        fence = _fence_of(mapping)
+        if not fence.done():
+            if not wait:
+                raise OutOfPages(
+                    f"page {page} of slot {target.span.slot} is retiring and shared: its addresses are not free yet"
+                )
+            fence.wait()
+        self._mapper.finish(mapping)
+        return False
+
+    def _alias(self, target: Target, page: int) -> None:
+        extent, pool = target.given[page], self._mapper.pool
+        assert page not in target.span.mappings, "what others hold is aliased where nothing stands"
+        pool.hold(extent)
+        pool.use(extent)
+        try:
+            target.arena.map(target.span, page, extent, self._mapper.alias_access)
+        finally:
+            if page in target.span.mappings:
+                self._new.append((target.arena, target.span.mappings[page], None))
+            else:
+                pool.unuse(extent)
+                pool.drop(extent)
+        self.num_mapped += extent.num_pages
 
     def _map(self, target: Target, page: int, unused: deque[Extent]) -> None:
         extent, tenant = unused[0], target.tenant_of(page)
@@ -117,7 +162,7 @@ class Growth:
                 unused.popleft()
         if extent.must_be_zeroed_for(tenant):
             self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
-        self.num_mapped += 1
+        self.num_mapped += extent.num_pages
 
 
 def _fence_of(mapping: Mapping) -> Fence:
@@ -134,6 +179,8 @@ class Mapper:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.alias_access = Access.READ_WRITE
+        """What is allowed through an alias: tests take READ, and then a write to what others hold faults (law 3)."""
         self.retiring_pages = 0
         self.map_us = 100.0
         """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
@@ -156,8 +203,8 @@ class Mapper:
         except BaseException:
             growth.rollback()
             raise
-        if growth.num_mapped:
-            self.map_us += _SMOOTHING * (growth.mapping_us / growth.num_mapped - self.map_us)
+        if growth.mapping_us:
+            self.map_us += _SMOOTHING * (growth.mapping_us - self.map_us)
         return growth
 
     def pages_within(self, budget_us: float) -> int:
@@ -171,12 +218,18 @@ class Mapper:
         """These are not live any more; unmap them when the fence has passed. No driver call."""
         for mapping in mappings:
             assert mapping.fence is None, "a mapping retires once"
+            self.unuse(mapping)
             mapping.fence = fence
             self._retiring.setdefault(id(fence), {})[mapping] = arena
             self.retiring_pages += mapping.extent.num_pages
 
     def revive(self, mapping: Mapping) -> Fence:
-        """A retiring mapping does not retire after all; the fence it waited for."""
+        """A retiring mapping does not retire after all, and is used; the fence it waited for."""
+        fence = self._forget(mapping)
+        self.use(mapping)
+        return fence
+
+    def _forget(self, mapping: Mapping) -> Fence:
         fence = _fence_of(mapping)
         batch = self._retiring[id(fence)]
         del batch[mapping]
@@ -186,16 +239,37 @@ class Mapper:
         self.retiring_pages -= mapping.extent.num_pages
         return fence
 
+    def use(self, mapping: Mapping) -> None:
+        """It belongs to a running sequence. Idempotent."""
+        if not mapping.used:
+            self.pool.use(mapping.extent)
+            mapping.used = True
+
+    def unuse(self, mapping: Mapping) -> None:
+        """It does not, and its extent can be had if all that hold it say so. Idempotent."""
+        if mapping.used:
+            self.pool.unuse(mapping.extent)
+            mapping.used = False
+
+    def let_go(self, mapping: Mapping) -> None:
+        """It was unmapped: one use and one holder fewer."""
+        self.unuse(mapping)
+        self.pool.drop(mapping.extent)
+
     def finish(self, mapping: Mapping) -> None:
         """Unmap a retiring mapping whose fence has passed. Cost: one unmap; if that fails it goes on retiring."""
         self._retiring[id(_fence_of(mapping))][mapping].unmap(mapping)
-        self.revive(mapping)
+        self._forget(mapping)
         self.pool.drop(mapping.extent)
 
     def retired_pages(self) -> int:
-        """Retiring pages whose fence has passed."""
+        """Retiring pages whose fence has passed and which nobody else holds."""
         return sum(
-            mapping.extent.num_pages for batch in self._retiring.values() if _fence_in(batch).done() for mapping in batch
+            mapping.extent.num_pages
+            for batch in self._retiring.values()
+            if _fence_in(batch).done()
+            for mapping in batch
+            if not mapping.extent.shared
         )
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:

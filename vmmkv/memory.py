@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Mapping as ReadOnlyDict
 
 import torch
 
@@ -17,7 +18,7 @@ from vmmkv.extents import Extent, Tenant
 from vmmkv.layout import KVLayout
 from vmmkv.mapper import Growth, Mapper, Target
 from vmmkv.pool import Pool
-from vmmkv.ranges import Arena, Span
+from vmmkv.ranges import Arena, Mapping, Span
 from vmmkv.slots import SlotState, SlotTable
 from vmmkv.units import PAGE_BYTES, ceil_div
 
@@ -49,6 +50,8 @@ class SlotMemory:
         self._lowered: dict[int, Fence] = {}
         """Behind the last lowering of a slot's limit, if that may not have happened yet."""
         pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
+        self.windows: list[Span] = []
+        """Addresses of no slot, where something can be mapped too: see `vmmkv.scratch`."""
         self._pads: list[int] = []
         try:
             for arena in self.arenas:
@@ -105,7 +108,33 @@ class SlotMemory:
 
     def holders(self) -> Counter[Extent]:
         """How often each extent is mapped here."""
-        return Counter(mapping.extent for arena in self.arenas for span in arena.spans for mapping in span.mappings.values())
+        return Counter(mapping.extent for mapping in self._all_mappings())
+
+    def use(self, slot: int) -> None:
+        """A sequence runs there: what is mapped cannot be had under pressure."""
+        for span in self.spans(slot):
+            for mapping in span.live():
+                self.mapper.use(mapping)
+
+    def unuse(self, slot: int) -> None:
+        """None does."""
+        for span in self.spans(slot):
+            for mapping in span.live():
+                self.mapper.unuse(mapping)
+
+    def users(self) -> Counter[Extent]:
+        """How many of these are uses."""
+        return Counter(mapping.extent for mapping in self._all_mappings() if mapping.used)
+
+    def _all_mappings(self) -> Iterator[Mapping]:
+        spans = itertools.chain(self.windows, *(arena.spans for arena in self.arenas))
+        return (mapping for span in spans for mapping in span.mappings.values())
+
+    def idle_pages(self, slot: int) -> int:
+        """Live pages of a parked slot which nobody else holds."""
+        return sum(
+            mapping.extent.num_pages for span in self.spans(slot) for mapping in span.live() if not mapping.extent.shared
+        )
 
     # growing
 
@@ -115,7 +144,7 @@ class SlotMemory:
         On failure all is as before. Raises: OutOfPages, DriverError.
         """
         growth = self._stage(slot, self.end_pages(num_tokens), wait=True)
-        self._publish([growth], settle=False)
+        self.publish([growth], settle=False)
         return growth.num_mapped
 
     def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
@@ -141,7 +170,7 @@ class SlotMemory:
                         growths.append(self._stage(int(slot), ends, wait=False))
                         num_pages += growths[-1].num_mapped
             finally:
-                self._publish(growths, settle=settle)
+                self.publish(growths, settle=settle)
         return num_pages
 
     def _share(self, slot: int, end_pages: list[int], num_pages: int) -> list[int]:
@@ -154,22 +183,23 @@ class SlotMemory:
             ends[min(behind, key=lambda index: self.arenas[index].group.tokens_under(ends[index]))] += 1
         return ends
 
-    def _stage(self, slot: int, end_pages: list[int], *, wait: bool) -> Growth:
-        def tenant_in(index: int) -> Callable[[int], Tenant]:
-            group, name = self.arenas[index].group, self.tenants[slot]
-            if group.mixes_dtypes:
-                return lambda page: Tenant(self.number, (index, page * PAGE_BYTES % group.row_bytes), name)
-            same = Tenant(self.number, group.planes[0].dtype, name)
-            return lambda page: same
+    def tenant_in(self, slot: int, index: int) -> Callable[[int], Tenant]:
+        """For whom the pages of a slot in a group are."""
+        group, name = self.arenas[index].group, self.tenants[slot]
+        if group.mixes_dtypes:
+            return lambda page: Tenant(self.number, (index, page * PAGE_BYTES % group.row_bytes), name)
+        same = Tenant(self.number, group.planes[0].dtype, name)
+        return lambda page: same
 
+    def _stage(self, slot: int, end_pages: list[int], *, wait: bool) -> Growth:
         targets = [
-            Target(arena, arena.spans[slot], end, tenant_in(index))
+            Target(arena, arena.spans[slot], end, self.tenant_in(slot, index))
             for index, (arena, end) in enumerate(zip(self.arenas, end_pages, strict=True))
             if end > arena.spans[slot].end_page
         ]
         return self.mapper.stage(targets, wait=wait)
 
-    def _publish(self, growths: list[Growth], *, settle: bool) -> None:
+    def publish(self, growths: list[Growth], *, settle: bool) -> None:
         """Tell the device the new limits, then let the growths be live; all of them or none."""
         if not growths:
             return
@@ -196,7 +226,7 @@ class SlotMemory:
         """Whatever is launched next, on the caller's current stream or a recorded one, comes after zeroes and limits."""
         self.pool.driver.order(self.streams)
 
-    def raise_limits(self, limits: Mapping[int, int], *, settle: bool = False) -> None:
+    def raise_limits(self, limits: ReadOnlyDict[int, int], *, settle: bool = False) -> None:
         """Higher limits of some slots, for the device and then for the host; ordered, or settled, in between.
 
         The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
@@ -251,15 +281,17 @@ class SlotMemory:
 
     def retire_from(self, slot: int, num_tokens: int) -> None:
         """Retire the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
-        ends = self.end_pages(num_tokens)
+        ends = [
+            span.border_after(max(span.first_page, min(span.end_page, end)))
+            for span, end in zip(self.spans(slot), self.end_pages(num_tokens), strict=True)
+        ]
         if all(span.end_page <= end for span, end in zip(self.spans(slot), ends, strict=True)):
             return
-        pages = [max(span.first_page, min(span.end_page, end)) for span, end in zip(self.spans(slot), ends, strict=True)]
-        tokens = self._tokens_under(pages)
+        tokens = self._tokens_under(ends)
         fence = self.lower_limit(slot, min(tokens, int(self.table.ends[slot])))
-        for arena, end in zip(self.arenas, pages, strict=True):
+        for arena, end in zip(self.arenas, ends, strict=True):
             span = arena.spans[slot]
-            self.mapper.retire(arena, [span.mappings[page] for page in range(end, span.end_page)], fence)
+            self.mapper.retire(arena, list(span.live_from(end)), fence)
             span.end_page = end
         self.table.committed[slot] = tokens
 
@@ -267,9 +299,10 @@ class SlotMemory:
         """Retire the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
         arena = self.arenas[group]
         span = arena.spans[slot]
-        first = min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page)
+        first = span.border_before(min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page))
         if first > span.first_page:
-            self.mapper.retire(arena, [span.mappings[page] for page in range(span.first_page, first)], self.fence())
+            fence = self.fence()
+            self.mapper.retire(arena, [mapping for mapping in span.live() if mapping.page < first], fence)
             span.first_page = first
         self.table.starts[group, slot] = start_token
 
@@ -281,6 +314,15 @@ class SlotMemory:
         """Retire what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
         self._retire_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
         self.table.starts[:, slot] = 0
+
+    def retire_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
+        """Retire what a parked slot has from these pages on, or from the first border of extents behind."""
+        for arena, end in zip(self.arenas, end_pages, strict=True):
+            span = arena.spans[slot]
+            border = span.border_after(max(span.first_page, min(span.end_page, end)))
+            self.mapper.retire(arena, list(span.live_from(border)), fence)
+            span.end_page = border
+        self.table.committed[slot] = self.committed(slot)
 
     def _retire_spans(self, slot: int, fence: Fence, spans: list[Span]) -> None:
         for index, arena in enumerate(self.arenas):
@@ -305,11 +347,18 @@ class SlotMemory:
         table, state = self.table, self.table.state(slot)
         for index, arena in enumerate(self.arenas):
             span = arena.spans[slot]
-            live = set(range(span.first_page, span.end_page))
-            assert live <= span.mappings.keys(), f"slot {slot} has live pages that are not mapped"
-            for page, mapping in span.mappings.items():
-                assert (page in live) == (mapping.fence is None) != self.mapper.is_retiring(mapping), (
+            live = dict.fromkeys(span.live())
+            assert not live or next(reversed(live)).end_page == span.end_page, f"slot {slot} ends within an extent"
+            for mapping in span.mappings.values():
+                assert (mapping in live) == (mapping.fence is None) != self.mapper.is_retiring(mapping), (
                     "a mapping is neither live nor retiring"
+                )
+                assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"
+            written = int(table.lengths[slot]) * arena.group.row_bytes
+            if state is SlotState.LIVE:
+                ours = (mapping for mapping in live if mapping.end_page * PAGE_BYTES > written)
+                assert not any(mapping.extent.shared for mapping in ours), (
+                    f"slot {slot} would write to what others hold (law 3)"
                 )
             first_row = int(table.starts[index, slot]) * arena.group.row_bytes
             assert span.first_page * PAGE_BYTES <= first_row, f"slot {slot} keeps rows that are unmapped"

@@ -11,11 +11,14 @@ What may fail comes first in every step, so that a failure leaves the occupants 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from vmmkv import sharing
 from vmmkv.arguments import wholes
 from vmmkv.driver.base import Fence
 from vmmkv.errors import OutOfSlots, RowsUnmapped
@@ -26,6 +29,42 @@ from vmmkv.memory import SlotMemory
 from vmmkv.pool import Pool
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.slots import SlotState
+
+
+class Keeper(Protocol):
+    """Who keeps more than parked slots, for sequences to come: see `vmmkv.prefix`. Calls come with the pool's lock held."""
+
+    def keeps(self, slot: int) -> bool:
+        """Is this parked slot evicted with what the keeper gives up, and not by itself?"""
+        ...
+
+    def forget(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are gone, or about to be written."""
+        ...
+
+    def leave(self, slot: int) -> None:
+        """Whoever had the slot does not any more, with all its rows."""
+        ...
+
+    def oldest(self) -> Evictable | None:
+        """What was used least recently of what it keeps."""
+        ...
+
+    def evict_oldest(self) -> None:
+        """Give that up."""
+        ...
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that this would free at once, counted no further than `enough`."""
+        ...
+
+    def holders(self) -> Counter[Extent]:
+        """How often it holds each extent."""
+        ...
+
+    def check(self) -> None:
+        """Recount what it keeps."""
+        ...
 
 
 class Occupancy:
@@ -42,6 +81,7 @@ class Occupancy:
         self.sequences: dict[int, Sequence] = {}
         self.parked: dict[int, Parked] = {}
         """Oldest first."""
+        self.keeper: Keeper | None = None
         self.thread: MapperThread | None = None
         """Who pumps in the background, if anybody does; perhaps it has failed, and nobody was told yet."""
         self.closed = False
@@ -72,16 +112,49 @@ class Occupancy:
     def take_over(self, parked: Parked, num_tokens: int, end: int) -> Sequence:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
-        committed = self.memory.committed(slot, from_first=not num_tokens)
-        self.memory.raise_limits({slot: min(committed, end)})
+        self.leave(slot)
+        del self.parked[slot]  # so that making room for it does not evict it
         parked.fence.order(self.memory.streams)
+        try:
+            sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
+            sharing.own_from(self.memory, slot, num_tokens)
+            committed = self.memory.committed(slot, from_first=not num_tokens)
+            self.memory.raise_limits({slot: min(committed, end)})
+        except BaseException:
+            self.memory.unuse(slot)
+            parked.fence, parked.num_pages = self.memory.fence(), self.memory.num_pages(slot)
+            self.parked = dict(sorted({**self.parked, slot: parked}.items(), key=lambda entry: entry[1].stamp))
+            raise
         if not num_tokens:
             self.memory.retire_cut(slot, parked.fence)
-        del self.parked[slot]
+        self.memory.use(slot)
         self.adopted_slots += 1
         sequence = self.open_at(slot, end, parked.tenant)
         self.table.lengths[slot] = num_tokens
         return sequence
+
+    def open_with(
+        self, slot: int, end: int, tenant: Hashable, num_tokens: int, pages: Seq[sharing.Pages], source: sharing.Source
+    ) -> Sequence:
+        """A new sequence in a free slot that has `num_tokens` tokens already: see `sharing.take`.
+
+        The slot's starts are set before, and are 0 again if this fails.
+        """
+        sequence = self.open_at(slot, end, tenant)
+        try:
+            sharing.take(self.memory, slot, num_tokens, pages, source)
+        except BaseException:
+            self.close(sequence)  # what is mapped by now retires; if nothing is, the slot is free again
+            raise
+        self.table.lengths[slot] = num_tokens
+        return sequence
+
+    def fork(self, parent: Sequence, end: int) -> Sequence:
+        """A new sequence with all that another one has."""
+        slot, num_tokens = self.clear_run(1), parent.length
+        pages = sharing.shareable(self.memory, parent.slot, num_tokens)
+        self.table.starts[:, slot] = self.table.starts[:, parent.slot]
+        return self.open_with(slot, end, parent.tenant, num_tokens, pages, sharing.SlotRows(self.memory, parent.slot))
 
     def clear_run(self, count: int) -> int:
         """The first of `count` adjacent free slots; made free, if need be, from parked and closing ones."""
@@ -177,6 +250,8 @@ class Occupancy:
     def park(self, sequence: Sequence, num_tokens: int) -> Parked:
         """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
         fence, slot = self.end(sequence, SlotState.PARKED), sequence.slot
+        self.leave(slot)
+        self.memory.unuse(slot)
         self.parked[slot] = parked = Parked(
             slot, num_tokens, sequence.tenant, self.pool.tick(), fence, self.memory.num_pages(slot)
         )
@@ -185,6 +260,7 @@ class Occupancy:
     def close(self, sequence: Sequence) -> None:
         """End a sequence and retire its memory."""
         fence = self.end(sequence, SlotState.CLOSING)
+        self.leave(sequence.slot)
         self.memory.retire_all(sequence.slot, fence)
         self._free_if_bare(sequence.slot)
         self.wake()
@@ -192,9 +268,16 @@ class Occupancy:
     def evict(self, parked: Parked) -> None:
         """Retire a parked slot's mappings. No driver call."""
         del self.parked[parked.slot]
+        self.leave(parked.slot)
         self.table.clear(parked.slot, SlotState.CLOSING)
         self.memory.retire_all(parked.slot, parked.fence)
         self._free_if_bare(parked.slot)
+
+    def cut_parked(self, slot: int, num_tokens: int) -> None:
+        """A parked slot keeps its first `num_tokens` only. No driver call."""
+        parked = self.parked[slot]
+        self.memory.retire_run(slot, self.memory.end_pages(num_tokens), parked.fence)
+        parked.length, parked.num_pages = num_tokens, self.memory.num_pages(slot)
 
     def drain(self) -> None:
         """Unmap what retires. Waits for its fences without the lock, which others need meanwhile."""
@@ -222,6 +305,9 @@ class Occupancy:
                 self.close(sequence)
             for parked in list(self.parked.values()):
                 self.evict(parked)
+            if self.keeper is not None:
+                while self.keeper.oldest() is not None:
+                    self.keeper.evict_oldest()
             fence = self.memory.fence()
             self.closed = True  # nothing is launched, opened or grown here while the lock is not held
         fence.wait()
@@ -238,26 +324,41 @@ class Occupancy:
         """See Reclaimable."""
         return self.memory.mapper.retiring_pages
 
-    def reclaimable_pages(self, *, wait: bool) -> int:
+    def idle_pages(self, enough: int) -> int:
         """See Reclaimable."""
-        if wait:
-            return self.retiring_pages() + self.parked_pages()
-        idle = itertools.takewhile(lambda parked: parked.fence.done(), self.parked.values())  # the oldest goes first
-        return self.memory.mapper.retired_pages() + sum(parked.num_pages for parked in idle)
+        num_pages = self.memory.mapper.retired_pages()
+        for parked in itertools.takewhile(lambda parked: parked.fence.done(), self._evictable_slots()):  # the oldest goes first
+            if num_pages >= enough:
+                return num_pages
+            num_pages += self.memory.idle_pages(parked.slot)
+        if self.keeper is not None:
+            num_pages += self.keeper.idle_pages(enough - num_pages)
+        return num_pages
 
     def parked_pages(self) -> int:
         """Pages of parked slots, which can be evicted."""
         return sum(parked.num_pages for parked in self.parked.values())
 
-    def oldest_parked(self) -> Evictable | None:
+    def oldest_evictable(self) -> Evictable | None:
         """See Reclaimable."""
-        for parked in self.parked.values():
-            return Evictable(parked.stamp, parked.fence.done())
-        return None
+        parked = next(self._evictable_slots(), None)
+        slot = None if parked is None else Evictable(parked.stamp, parked.fence.done())
+        leaf = None if self.keeper is None else self.keeper.oldest()
+        return min(filter(None, (slot, leaf)), key=lambda each: each.stamp, default=None)
 
-    def evict_oldest_parked(self) -> None:
+    def evict_oldest(self) -> None:
         """See Reclaimable."""
-        self.evict(next(iter(self.parked.values())))
+        parked = next(self._evictable_slots(), None)
+        leaf = None if self.keeper is None else self.keeper.oldest()
+        if self.keeper is not None and leaf is not None and (parked is None or leaf.stamp < parked.stamp):
+            self.keeper.evict_oldest()
+        else:
+            assert parked is not None, "nothing is evictable"
+            self.evict(parked)
+
+    def _evictable_slots(self) -> Iterator[Parked]:
+        """Parked slots, the oldest first, but for those that go with what is kept of their tokens."""
+        return (parked for slot, parked in self.parked.items() if self.keeper is None or not self.keeper.keeps(slot))
 
     def collect(self, num_pages: int) -> int:
         """See Reclaimable."""
@@ -272,7 +373,11 @@ class Occupancy:
 
     def holders(self) -> Counter[Extent]:
         """See Reclaimable."""
-        return self.memory.holders()
+        return self.memory.holders() + (Counter() if self.keeper is None else self.keeper.holders())
+
+    def users(self) -> Counter[Extent]:
+        """See Reclaimable."""
+        return self.memory.users()
 
     # laws
 
@@ -282,6 +387,8 @@ class Occupancy:
         assert sorted(self.parked) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
         for slot, parked in self.parked.items():
             assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
+        if self.keeper is not None:
+            self.keeper.check()
 
     def check_windows(self, slot: int, num_tokens: int) -> None:
         """Are all rows kept that a sequence of so many tokens needs for its next one? Raises RowsUnmapped if not."""
@@ -294,6 +401,16 @@ class Occupancy:
                 )
 
     # within
+
+    def forget(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are nobody's any more."""
+        if self.keeper is not None:
+            self.keeper.forget(slot, num_tokens)
+
+    def leave(self, slot: int) -> None:
+        """Whoever had the slot does not any more."""
+        if self.keeper is not None:
+            self.keeper.leave(slot)
 
     def _collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         try:

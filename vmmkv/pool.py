@@ -1,11 +1,12 @@
 """The pool: every extent of a device's budget, free or held, shared by the caches that take it.
 
     created = free + held <= budget        (law 1; in bytes, over all size classes)
+    held = used + kept                     (kept: retiring, parked or in a prefix tree, and to be had under pressure)
 
 The pool alone creates and releases handles. When it has too few pages for somebody it asks its caches, in this
-order: for what has retired, for the least recently parked slot of any of them, and at last it waits for a fence.
-A parked slot whose work is still running is no sooner free than what retires already: it is only taken if that is too
-little.
+order: for what has retired, for what any of them used least recently of all it keeps (a parked slot, a leaf of a prefix
+tree), and at last it waits for a fence. A parked slot whose work is still running is no sooner free than what retires
+already: it is only taken if that is too little.
 """
 
 import contextlib
@@ -58,6 +59,8 @@ class Pool:
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
         self.held_bytes = 0
+        self.used_bytes = 0
+        """Held by somebody who cannot be asked to give it up."""
         self.closed = False
         self.pad: Final = Pad(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
@@ -72,7 +75,7 @@ class Pool:
         return self.created_bytes - self.held_bytes
 
     def acquire(self, count: int, num_pages: int = 1, *, wait: bool = True) -> list[Extent]:
-        """`count` extents of `num_pages` each, with the caller as their one holder; all of them or none.
+        """`count` extents of `num_pages` each, with the caller as their one holder and user; all of them or none.
 
         Takes free extents first, newest first, then creates, then reclaims from the caches.
         Cost: one create for each extent that is not free, or an unmap for each page reclaimed: no more than are missing.
@@ -105,8 +108,24 @@ class Pool:
             assert extent.holders > 0, "a free extent is acquired, not held"
             extent.holders += 1
 
+    def use(self, extent: Extent) -> None:
+        """One more of its holders uses it: it cannot be had under pressure."""
+        with self.lock:
+            assert extent.holders > extent.users, "only a holder uses an extent"
+            extent.users += 1
+            if extent.users == 1:
+                self.used_bytes += extent.size_bytes
+
+    def unuse(self, extent: Extent) -> None:
+        """One user fewer; it goes on holding."""
+        with self.lock:
+            assert extent.users > 0, "an extent was given up more often than used"
+            extent.users -= 1
+            if extent.users == 0:
+                self.used_bytes -= extent.size_bytes
+
     def drop(self, extent: Extent) -> None:
-        """One holder fewer; the last one frees it. No driver call."""
+        """One holder fewer, who does not use it, or is the last one; that frees it. No driver call."""
         with self.lock:
             assert extent.holders > 0, "an extent was dropped more often than held"
             if extent.holders == 1:
@@ -127,7 +146,7 @@ class Pool:
         with self.lock:
             self.check_open()
             budget_bytes = _checked_budget(budget_bytes)
-            least_bytes = self.held_bytes - self._reclaimable_pages() * PAGE_BYTES
+            least_bytes = self.used_bytes
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
@@ -203,6 +222,9 @@ class Pool:
             assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
             assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
             assert len(set(free)) == len(free), "an extent is free twice"
+            used = sum((cache.users() for cache in self._caches), Counter[Extent]())
+            assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
+            assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
             assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
             assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
             assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
@@ -235,8 +257,17 @@ class Pool:
     def _room_bytes(self) -> int:
         return self.budget_bytes - self.created_bytes
 
-    def _reclaimable_pages(self, *, wait: bool = True) -> int:
-        return sum(cache.reclaimable_pages(wait=wait) for cache in self._caches)
+    @property
+    def kept_pages(self) -> int:
+        """Pages that can be had from the caches, though perhaps only when running work is done."""
+        return (self.held_bytes - self.used_bytes) // PAGE_BYTES
+
+    def _idle_pages(self, enough: int) -> int:
+        num_pages = 0
+        for cache in self._caches:
+            if num_pages < enough:
+                num_pages += cache.idle_pages(enough - num_pages)
+        return num_pages
 
     def _check_feasible(self, count: int, num_pages: int, *, wait: bool) -> None:
         """Refuse before anything is evicted for nothing."""
@@ -245,8 +276,8 @@ class Pool:
         wanted, free = count * num_pages, self.spare_pages
         if wanted <= free:
             return
-        evictable = self._reclaimable_pages()
-        if not wait and free + (at_once := self._reclaimable_pages(wait=False)) < wanted <= free + evictable:
+        evictable = self.kept_pages
+        if not wait and free + (at_once := self._idle_pages(wanted - free)) < wanted <= free + evictable:
             raise OutOfPages(
                 f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed at once, {free} are free and {at_once} can "
                 f"be evicted; {evictable - at_once} are still retiring or parked behind running work: wait for it"
@@ -283,14 +314,17 @@ class Pool:
         else:
             raise OutOfPages(
                 f"an extent of {num_pages} pages does not fit: {format_bytes(self.budget_bytes - self.held_bytes)} of the "
-                f"budget are not held and {self._reclaimable_pages()} pages are still retiring; raise budget_bytes by at least "
+                f"budget are not held and {self.kept_pages} pages are still retiring; raise budget_bytes by at least "
                 f"{format_bytes(size_bytes)}, or wait"
             )
-        extent.holders = 1
+        extent.holders = extent.users = 1
         self.held_bytes += size_bytes
+        self.used_bytes += size_bytes
 
     def _put_back(self, extent: Extent) -> None:
-        extent.holders = 0
+        if extent.users:
+            self.used_bytes -= extent.size_bytes
+        extent.holders = extent.users = 0
         self.held_bytes -= extent.size_bytes
         self._free[extent.num_pages].append(extent)
 
@@ -318,12 +352,12 @@ class Pool:
                 break
         if num_unmapped:
             return True
-        oldest_parked = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_parked()) is not None]
-        parked = [(oldest, cache) for oldest, cache in oldest_parked if wait or oldest.idle]
-        if parked:
-            oldest, cache = min(parked, key=lambda entry: entry[0].stamp)
+        kept = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_evictable()) is not None]
+        evictable = [(oldest, cache) for oldest, cache in kept if wait or oldest.idle]
+        if evictable:
+            oldest, cache = min(evictable, key=lambda entry: entry[0].stamp)
             if oldest.idle or sum(cache.retiring_pages() for cache in self._caches) < num_pages:
-                cache.evict_oldest_parked()
+                cache.evict_oldest()
                 return True
         return wait and any(cache.wait_for_retired() for cache in self._caches)
 

@@ -5,8 +5,8 @@
                    ^first     ^end
             L live, R retiring: still mapped, waiting for a fence; . nothing mapped
 
-The live pages of a slot are one run [first, end). Retiring ones lie anywhere else; when a run grows over them again
-they are simply live once more.
+The live pages of a slot are one run [first, end), which borders of extents bound. Retiring ones lie anywhere else; when a
+run grows over them again they are simply live once more, unless somebody else has come to hold what is mapped there.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import torch
 
 from vmmkv.dlpack import wrap
 from vmmkv.driver.base import Access, Driver, Fence
-from vmmkv.extents import Extent
+from vmmkv.extents import SIZE_CLASSES, Extent
 from vmmkv.layout import Group
 from vmmkv.units import PAGE_BYTES
 
@@ -32,6 +32,13 @@ class Mapping:
     page: int
     extent: Extent
     fence: Fence | None = None
+    used: bool = False
+    """Is it one of the extent's users? It is while it is live, or about to be, under a running sequence."""
+
+    @property
+    def end_page(self) -> int:
+        """Behind its last page."""
+        return self.page + self.extent.num_pages
 
     @property
     def address(self) -> int:
@@ -50,11 +57,35 @@ class Span:
     end_page: int = 0
     """Behind the last live page."""
     mappings: dict[int, Mapping] = field(default_factory=dict)
-    """Everything mapped here, live or retiring, by page."""
+    """Everything mapped here, live or retiring, by the first page of each."""
 
     def live(self) -> Iterator[Mapping]:
         """The live mappings in order."""
-        return (self.mappings[page] for page in range(self.first_page, self.end_page))
+        return self.live_from(self.first_page)
+
+    def live_from(self, page: int) -> Iterator[Mapping]:
+        """The live mappings from a border of extents on."""
+        while page < self.end_page:
+            mapping = self.mappings[page]
+            yield mapping
+            page = mapping.end_page
+
+    def at(self, page: int) -> Mapping:
+        """The live mapping that has this page."""
+        for num_pages in SIZE_CLASSES:  # extents stand at multiples of their size
+            mapping = self.mappings.get(page // num_pages * num_pages)
+            if mapping is not None and mapping.end_page > page:
+                return mapping
+        raise AssertionError(f"page {page} is not mapped in slot {self.slot}")
+
+    def border_before(self, page: int) -> int:
+        """The last border of live extents at or before a page of [first, end]."""
+        return page if page >= self.end_page else self.at(page).page
+
+    def border_after(self, page: int) -> int:
+        """The first border of live extents at or behind it."""
+        border = self.border_before(page)
+        return page if border == page else self.at(page).end_page
 
     @property
     def num_live_pages(self) -> int:
@@ -79,6 +110,7 @@ class Arena:
         self.address = driver.reserve(self.reserved_bytes)
         self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
         self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
+        self.device = driver.device
         self._driver = driver
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
@@ -109,24 +141,25 @@ class Arena:
             self.group.offset_bytes(layer, plane) // itemsize,
         )
 
-    def map(self, span: Span, page: int, extent: Extent) -> Mapping:
-        """Map an extent that the caller holds; its hold becomes the mapping's. It is not in the live run yet.
+    def map(self, span: Span, page: int, extent: Extent, access: Access = Access.READ_WRITE) -> Mapping:
+        """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
 
         Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
         stands in `span.mappings` and must be retired by the caller.
         """
-        mapping = Mapping(span, page, extent)
+        assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
+        mapping = Mapping(span, page, extent, used=True)
         self._driver.map(mapping.address, extent.handle, extent.size_bytes)
         span.mappings[page] = mapping
         try:
-            self._driver.set_access(mapping.address, extent.size_bytes, Access.READ_WRITE)
+            self._driver.set_access(mapping.address, extent.size_bytes, access)
         except BaseException:
             self.unmap(mapping)
             raise
         return mapping
 
     def unmap(self, mapping: Mapping) -> None:
-        """Unmap what no launch touches any more. The mapping's hold on its extent is the caller's again.
+        """Unmap what no launch touches any more. The mapping's hold on its extent, and its use, are the caller's again.
 
         Cost: one unmap.
         """

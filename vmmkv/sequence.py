@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vmmkv import sharing
 from vmmkv.arguments import whole
 from vmmkv.driver.base import Fence
 from vmmkv.errors import Closed, OutOfPages, SequenceTooLong
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vmmkv.occupancy import Occupancy
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Parked:
     """A slot whose sequence has ended and whose mappings stay, until it is adopted or evicted."""
 
@@ -28,7 +29,7 @@ class Parked:
     stamp: int
     """The pool's clock when it was parked."""
     fence: Fence
-    """Behind all work that may still touch it."""
+    """Behind all work that may still touch it: whoever reads it since then renews this."""
     num_pages: int
     """Mapped under it, over all groups."""
 
@@ -118,6 +119,8 @@ class Sequence:
             table = self._table
             num_tokens = self._check_kept(num_tokens)
             self._occupancy.check_windows(self.slot, num_tokens)
+            self._occupancy.forget(self.slot, num_tokens)
+            sharing.own_from(self._occupancy.memory, self.slot, num_tokens)
             self._occupancy.memory.retire_from(self.slot, num_tokens)
             table.lengths[self.slot] = num_tokens
             table.expected[self.slot] = 0

@@ -8,4 +8,5 @@ loading    model, dtype, layout and budget from a configuration
 runner     an unmodified transformers model over the cache
 attention  what its attention layers call instead of their own
 sampler    logits to token ids
+beams      which beams of a search go on, and which have ended
 """

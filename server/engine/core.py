@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 
 from vmmkv import DriverError, KVCache
+from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.runner import ModelRunner
-from vmmkv.server.engine.sampler import NOT_A_NUMBER
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Pick
 from vmmkv.server.engine.scheduler import CannotRun, Scheduler
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Snapshot, Tokens
+from vmmkv.units import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +33,15 @@ class Engine:
         cache: KVCache,
         runner: ModelRunner,
         *,
+        prefix: PrefixCache | None = None,
         eos_ids: frozenset[int],
         step_tokens: int,
         send: Callable[[FromEngine], None],
     ) -> None:
         self.cache = cache
         self._runner = runner
-        self._scheduler = Scheduler(cache, step_tokens=step_tokens)
+        self._prefix = prefix
+        self._scheduler = Scheduler(cache, prefix, step_tokens=step_tokens)
         self._eos_ids = eos_ids
         self._send = send
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
@@ -57,21 +61,18 @@ class Engine:
             request = self._scheduler.find(message.request_id)
             if request is not None:
                 self._scheduler.end(request)
-        elif (
-            not message.prompt
-            or message.max_new_tokens < 1
-            or len(message.prompt) + message.max_new_tokens > self.cache.max_tokens
-        ):
-            self._send(
-                Failed(
-                    request_id=message.request_id,
-                    message=f"a prompt of {len(message.prompt)} tokens and {message.max_new_tokens} new ones; both must be at "
-                    f"least 1, and at most {self.cache.max_tokens} together",
-                )
-            )
-        else:
-            stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
-            self._scheduler.waiting.append(Request(message, stop_ids))
+            return
+        num_prompt, num_new = len(message.prompt), message.max_new_tokens
+        if num_prompt < 1 or num_new < 1 or num_prompt + num_new > self.cache.max_tokens:
+            both = f"a prompt of {num_prompt} tokens and {num_new} new ones"
+            self._refuse(message, f"{both}; both must be at least 1, and at most {self.cache.max_tokens} together")
+            return
+        stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
+        if message.beam_width:
+            # Here beams.BeamSearch would start, with these stop_ids; its answer is one Beams message.
+            self._refuse(message, "beam search is not served by this engine yet; leave use_beam_search out")
+            return
+        self._scheduler.waiting.append(Request(message, stop_ids))
 
     def step(self) -> None:
         """One forward pass over whoever is to run, and its answers. One failing request does not stop the others.
@@ -91,14 +92,14 @@ class Engine:
         try:
             sampled = self._runner.forward(work)
             self._pump()
-            tokens = sampled.tolist()
+            picks = sampled.tolist()
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
             self._fail([request for request, _ in work], f"the step failed: {error}")
             return
-        for (request, count), token in zip(work, tokens, strict=True):
-            self._account(request, count, token)
+        for (request, count), pick in zip(work, picks, strict=True):
+            self._account(request, count, pick)
         self._step_us += 0.1 * ((time.perf_counter() - began_s) * 1e6 - self._step_us)
         self.report(only_if_due=True)
 
@@ -121,6 +122,7 @@ class Engine:
             return
         self._reported_s = now_s
         stats = self.cache.stats()
+        prefix = None if self._prefix is None else self._prefix.stats()
         self._send(
             Snapshot(
                 running=len(self._scheduler.running),
@@ -129,7 +131,7 @@ class Engine:
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
                 kv_tokens=stats.num_tokens,
-                kv_mapped_bytes=stats.mapped_bytes,
+                kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
                 kv_free_bytes=stats.pool_free_bytes,
                 kv_retiring_bytes=stats.retiring_bytes,
                 kv_created_bytes=stats.pool_created_bytes,
@@ -137,33 +139,49 @@ class Engine:
                 stalls=stats.stalls,
                 stall_us=stats.stall_us,
                 driver_calls=stats.driver_calls,
+                prefix_hit_tokens=0 if prefix is None else prefix.hit_tokens,
+                prefix_pages=0 if prefix is None else prefix.held_bytes // PAGE_BYTES,
             )
         )
 
-    def _account(self, request: Request, count: int, token: int) -> None:
-        """The device has computed `count` tokens of a request; `token` comes next if those were all it had."""
+    def _account(self, request: Request, count: int, pick: Pick) -> None:
+        """The device has computed `count` tokens of a request; `pick` comes next if those were all it had."""
         request.memory.advance(count)
         for group in self._windowed:
             request.memory.advance_start(group)
         self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
         request.num_computed += count
+        if request.num_computed <= len(request.ask.prompt):
+            self._scheduler.share(request)
         if request.num_computed < len(request.tokens):
             return
-        if token == NOT_A_NUMBER:
+        if pick.token == NOT_A_NUMBER:
             self._fail([request], "the model's logits are not numbers: it may need another --dtype")
             return
-        finish_reason = request.accept(token)
+        is_first = request.num_generated == 0
+        finish_reason = request.accept(pick.token)
         kept = finish_reason != "stop"
         self._generated_tokens += kept
-        request_id = request.ask.request_id
-        self._send(Tokens(request_id=request_id, token_ids=[token] if kept else [], finish_reason=finish_reason))
+        self._send(
+            Tokens(
+                request_id=request.ask.request_id,
+                token_ids=[pick.token] if kept else [],
+                finish_reason=finish_reason,
+                logprobs=[] if pick.logprob is None else [pick.logprob],
+                cached_tokens=request.num_cached if is_first else 0,
+            )
+        )
         if finish_reason is not None:
             self._scheduler.end(request)
+
+    def _refuse(self, message: Generate, reason: str) -> None:
+        """A request never starts."""
+        self._send(Failed(request_id=message.request_id, message=reason))
 
     def _fail(self, requests: list[Request], message: str) -> None:
         for request in requests:
             self._send(Failed(request_id=request.ask.request_id, message=message))
-            self._scheduler.end(request)
+            self._scheduler.end(request, keep=False)
 
     def _check_device(self) -> None:
         """After a failure: is the device's context still there?"""

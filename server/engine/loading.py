@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
+from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.core import Engine
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.runner import ModelRunner
@@ -63,7 +64,8 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
     if config.kv_budget_bytes is None:
         pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
-    engine = Engine(cache, runner, eos_ids=end_tokens(model), step_tokens=step_tokens, send=send)
+    prefix = PrefixCache(cache) if config.prefix_cache else None
+    engine = Engine(cache, runner, prefix=prefix, eos_ids=end_tokens(model), step_tokens=step_tokens, send=send)
     ready = Ready(
         model=config.model,
         device=str(device),

@@ -1,6 +1,10 @@
 """What the engine knows of one request."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from vmmkv import Sequence
 from vmmkv.server.protocol import FinishReason, Generate
@@ -20,9 +24,23 @@ class Request:
     sequence: Sequence | None = None
     """Its memory, while it runs."""
     num_computed: int = 0
+    num_cached: int = 0
+    """Tokens of its prompt that it was given from the prefix cache when it was admitted first: what its client is told."""
+    num_admitted: int = 0
+    """How often it has begun: more than once if it gave way."""
+    num_overtaken: int = 0
+    """By others that waited less, and whose prefix was known."""
+    prompt: npt.NDArray[np.int32] = field(init=False)
+    """The tokens asked for, as an array, to be compared."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.ask.prompt)
+        self.prompt = np.array(self.ask.prompt, dtype=np.int32)
+
+    @property
+    def namespace(self) -> Hashable:
+        """Requests of different ones share nothing; the model and its KV type are the engine's, the same for all."""
+        return self.ask.cache_salt
 
     @property
     def max_tokens(self) -> int:

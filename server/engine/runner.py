@@ -8,7 +8,7 @@ import torch
 from vmmkv import KVCache
 from vmmkv.server.engine.attention import NAME, DecodeRows, Run, SlotAttention, Step, UnsupportedModel
 from vmmkv.server.engine.requests import Request
-from vmmkv.server.engine.sampler import Choice, sample
+from vmmkv.server.engine.sampler import Choice, Sampled, logprobs_of, sample
 
 
 class ModelRunner:
@@ -23,8 +23,8 @@ class ModelRunner:
         model.set_attn_implementation(NAME)
 
     @torch.inference_mode()
-    def forward(self, work: Sequence[tuple[Request, int]]) -> torch.Tensor:
-        """Compute the next `count` tokens of each request; [B] the token sampled after each. Does not wait for a GPU.
+    def forward(self, work: Sequence[tuple[Request, int]]) -> Sampled:
+        """Compute the next `count` tokens of each request, and sample the one after each. Does not wait for a GPU.
 
         The rows must be mapped. What is sampled for a request whose tokens are not all computed then means nothing.
         """
@@ -42,7 +42,10 @@ class ModelRunner:
         self._attention.begin(Step(runs=tuple(runs), slots_N=packed[2], positions_N=packed[1], decode=self._decode_rows(runs)))
         last_B = torch.tensor([run.column + run.count - 1 for run in runs], device=self._device)
         output = self._model(input_ids=packed[:1], position_ids=packed[1:2], use_cache=False, logits_to_keep=last_B)
-        return sample(output.logits[0], [_choice_of(request, run) for (request, _), run in zip(work, runs, strict=True)])
+        logits_BV = output.logits[0]
+        tokens_B = sample(logits_BV, [_choice_of(request, run) for (request, _), run in zip(work, runs, strict=True)])
+        rows = [row for row, (request, _) in enumerate(work) if request.ask.want_logprobs]
+        return Sampled(tokens_B=tokens_B, rows=rows, logprobs_R=logprobs_of(logits_BV, tokens_B, rows) if rows else None)
 
     def check(self) -> None:
         """After a forward pass: is this a model that can be served at all? Raises UnsupportedModel."""

@@ -1,9 +1,19 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
 
 from vmmkv import DriverError, KVCache, OutOfPages
+from vmmkv.prefix import PrefixCache
+from vmmkv.sequence import Sequence
 from vmmkv.server.engine.requests import Request
+
+_LOOKED_AT = 32
+"""How many of the waiting are looked at for the longest known prefix."""
+
+_MOST_OVERTAKEN = 16
+"""By how many a waiting request may be overtaken, for a longer prefix, before it goes first."""
 
 
 class CannotRun(Exception):
@@ -15,18 +25,21 @@ class CannotRun(Exception):
 
 
 class Scheduler:
-    """First come, first served, in steps of at most `step_tokens` tokens.
+    """Longest known prefix first (SGLang), else first come, first served, in steps of at most `step_tokens` tokens.
 
     A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page,
-    the newest gives its memory back and waits, with what it has generated, to be computed again (vLLM's recompute).
+    the newest gives its memory back and waits, with what it has generated, to be computed again (vLLM's recompute): what it
+    shares, and its full pages for as long as nobody needs them, the prefix cache keeps. Without one, nothing is shared.
     """
 
-    def __init__(self, cache: KVCache, *, step_tokens: int) -> None:
-        self.waiting: deque[Request] = deque()
+    def __init__(self, cache: KVCache, prefix: PrefixCache | None, *, step_tokens: int) -> None:
+        self.waiting: list[Request] = []
+        """First come first, but for those that gave way, which stand before."""
         self.running: list[Request] = []
         """The oldest first."""
         self.num_preempted = 0
         self._cache = cache
+        self._prefix = prefix
         self._step_tokens = step_tokens
 
     @property
@@ -53,31 +66,95 @@ class Scheduler:
                 left -= count
         return [(request, count) for request, count in work if request in self.running]
 
-    def end(self, request: Request) -> None:
-        """A request is over, or its client is gone: its memory goes back, once the device is done with it."""
-        if request in self.running:
-            self.running.remove(request)
-            request.memory.close()
-            request.sequence = None
-        else:
+    def share(self, request: Request) -> None:
+        """What a running request has computed is confirmed: from now on others may have it."""
+        if self._prefix is not None:
+            self._prefix.insert(request.memory, request.tokens[: request.num_computed])
+
+    def end(self, request: Request, *, keep: bool = True) -> None:
+        """A request is over, or its client is gone: its memory goes back, once the device is done with it.
+
+        `keep`: what it has computed stays for others to have until the room is needed; not after a failure.
+        """
+        if request not in self.running:
             self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        if self._prefix is None or not keep:
+            request.memory.close()
+        else:
+            self._prefix.park(request.memory, request.tokens[: request.num_computed])
+        request.sequence = None
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._cache.num_slots:
-            request = self.waiting[0]
-            sequence = self._cache.open(max_tokens=request.max_tokens)
+            request = self._next()
+            if request is None:
+                return
             try:
-                sequence.grow(len(request.tokens))
+                sequence, num_known = self._open(request)
             except OutOfPages as error:
-                sequence.close()
                 if self.running:
                     return
                 raise CannotRun(request, f"this request can never fit: {error}") from error
             except DriverError as error:
-                sequence.close()
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
-            request.sequence, request.num_computed = sequence, 0
-            self.running.append(self.waiting.popleft())
+            if request.num_admitted == 0:
+                request.num_cached = num_known
+            request.sequence, request.num_computed = sequence, num_known
+            request.num_admitted += 1
+            for passed in self.waiting[: self.waiting.index(request)]:
+                passed.num_overtaken += 1
+            self.waiting.remove(request)
+            self.running.append(request)
+
+    def _open(self, request: Request) -> tuple[Sequence, int]:
+        """Memory for all tokens of a request, and how many of them need not be computed."""
+        num_known = 0
+        if self._prefix is None:
+            sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
+        else:
+            attached = self._prefix.attach(
+                request.tokens,
+                namespace=request.namespace,
+                max_tokens=request.max_tokens,
+                num_steps=request.ask.max_new_tokens - request.num_generated,
+            )
+            sequence, num_known = attached.sequence, attached.num_tokens
+        try:
+            sequence.grow(len(request.tokens))
+        except BaseException:
+            sequence.close()
+            raise
+        return sequence, num_known
+
+    def _next(self) -> Request | None:
+        """Whom to admit: the longest known prefix of those looked at. None if all of them had better wait.
+
+        Whoever would compute what a running request computes already waits for that, and is passed over.
+        """
+        if self._prefix is None:
+            return self.waiting[0]
+        oldest = self.waiting[0]
+        if oldest.num_overtaken >= _MOST_OVERTAKEN:
+            return oldest
+        best: Request | None = None
+        longest = -1
+        for request in self.waiting[:_LOOKED_AT]:
+            num_known = self._prefix.match(request.tokens, namespace=request.namespace)
+            if num_known > longest and not self._is_on_its_way(request, num_known):
+                best, longest = request, num_known
+        return best
+
+    def _is_on_its_way(self, request: Request, num_known: int) -> bool:
+        """Does a running request compute more of its prompt than is known by now?"""
+        for other in self._prefilling():
+            if other.namespace == request.namespace and _num_common(other.prompt, request.prompt) > num_known + 1:
+                return True
+        return False
+
+    def _prefilling(self) -> Iterator[Request]:
+        return (request for request in self.running if request.num_computed < len(request.ask.prompt))
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Map memory for a request, from the newest ones if need be; False if it is the newest itself."""
@@ -96,6 +173,19 @@ class Scheduler:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
 
     def _preempt(self, request: Request) -> None:
-        self.end(request)
-        self.waiting.appendleft(request)
+        self.running.remove(request)
+        if self._prefix is None:
+            request.memory.close()
+        else:
+            self._prefix.release(request.memory, request.tokens[: request.num_computed])
+        request.sequence = None
+        self.waiting.insert(0, request)
         self.num_preempted += 1
+
+
+def _num_common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many of the first tokens are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vmmkv import KVCache, KVLayout, Pool
+from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.core import Engine
 from vmmkv.server.engine.runner import ModelRunner
 from vmmkv.server.models import resolve
@@ -54,6 +55,7 @@ class Harness:
         slots: int = 8,
         step_tokens: int = 256,
         eos_ids: frozenset[int] = frozenset(),
+        share: bool = False,
     ) -> None:
         self.model = model.to(device)
         layout = KVLayout.from_config(model.config, torch.float32)
@@ -61,7 +63,10 @@ class Harness:
         self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=model.config.max_position_embeddings)
         self.sent: list[Message] = []
         runner = ModelRunner(model, self.cache)
-        self.engine = Engine(self.cache, runner, eos_ids=eos_ids, step_tokens=step_tokens, send=self.sent.append)
+        self.prefix = PrefixCache(self.cache) if share else None
+        self.engine = Engine(
+            self.cache, runner, prefix=self.prefix, eos_ids=eos_ids, step_tokens=step_tokens, send=self.sent.append
+        )
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
         """Queue a request; greedy unless the options say otherwise."""
@@ -91,6 +96,15 @@ class Harness:
         """The finish reasons of its messages, in order."""
         return [
             message.finish_reason for message in self.sent if isinstance(message, Tokens) and message.request_id == request_id
+        ]
+
+    def logprobs(self, request_id: str) -> list[float]:
+        """The log-probabilities that were answered."""
+        return [
+            logprob
+            for message in self.sent
+            if isinstance(message, Tokens) and message.request_id == request_id
+            for logprob in message.logprobs
         ]
 
     def failures(self) -> dict[str, str]:

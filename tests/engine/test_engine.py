@@ -1,14 +1,17 @@
 """Requests come, wait, run, give way, fail and leave; memory follows them, and each is answered once."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv import DriverError
 from vmmkv.server.engine.core import EngineDied
-from vmmkv.server.protocol import Abort, Snapshot
+from vmmkv.server.engine.sampler import NOT_A_NUMBER
+from vmmkv.server.protocol import Abort, Snapshot, Tokens
 
 
 def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness]) -> None:
@@ -163,11 +166,12 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     forward = one.engine._runner.forward
 
     def spoiling(work: Any) -> Any:
-        tokens = forward(work).clone()
+        sampled = forward(work)
+        tokens_B = sampled.tokens_B.clone()
         for row, (request, _) in enumerate(work):
             if request.ask.request_id == "bad":
-                tokens[row] = -1
-        return tokens
+                tokens_B[row] = NOT_A_NUMBER
+        return dataclasses.replace(sampled, tokens_B=tokens_B)
 
     monkeypatch.setattr(one.engine._runner, "forward", spoiling)
     one.run()
@@ -206,3 +210,51 @@ def test_what_fails_ahead_of_need_fails_nobody(harness: Callable[..., Harness], 
         patch.setattr(one.cache, "pump", fail)
         one.run()
     assert one.tokens("a") == one.expected(prompt_of(5))
+
+
+def test_log_probabilities_are_the_models_own_and_only_of_who_asked(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=6)
+    one.ask("greedy", prompt_of(9), 5, want_logprobs=True)
+    one.ask("beside", prompt_of(4), 5)
+    one.ask("sampled", prompt_of(7, 1), 5, temperature=0.7, top_p=0.8, seed=3, want_logprobs=True)
+    one.run()
+    assert one.logprobs("beside") == []
+    one.model.set_attn_implementation("sdpa")
+    for name, prompt in (("greedy", prompt_of(9)), ("sampled", prompt_of(7, 1))):
+        tokens = one.tokens(name)
+        with torch.inference_mode():
+            logits_TV = one.model(torch.tensor([prompt + tokens])).logits[0]
+        all_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
+        wanted = [float(row[token]) for row, token in zip(all_TV, tokens, strict=True)]
+        assert one.logprobs(name) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_end_token_has_a_log_probability_though_it_is_not_sent(harness: Callable[..., Harness]) -> None:
+    free = harness().expected(prompt_of(5), 8)
+    stop = next(token for token in free if free.index(token) > 1)
+    one = harness(eos_ids=frozenset([stop]))
+    one.ask("a", prompt_of(5), want_logprobs=True)
+    one.run()
+    assert len(one.logprobs("a")) == len(one.tokens("a")) + 1 == free.index(stop) + 1
+
+
+def test_choices_of_one_prompt_are_what_each_would_be_alone(harness: Callable[..., Harness]) -> None:
+    together = harness()
+    for index in range(4):
+        together.ask(f"choice {index}", prompt_of(9), 20, temperature=1.0, seed=40 + index)
+    together.run()
+    for index in range(4):
+        alone = harness()
+        alone.ask("x", prompt_of(9), 20, temperature=1.0, seed=40 + index)
+        alone.run()
+        assert together.tokens(f"choice {index}") == alone.tokens("x")
+    assert len({tuple(together.tokens(f"choice {index}")) for index in range(4)}) == 4
+
+
+def test_the_first_message_alone_says_what_was_cached(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=4, share=True)
+    for name in ("a", "b"):
+        one.ask(name, prompt_of(9), 3)
+        one.run()
+    sent = [message.cached_tokens for message in one.sent if isinstance(message, Tokens) and message.request_id == "b"]
+    assert sent == [8, 0, 0]

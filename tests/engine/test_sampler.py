@@ -1,9 +1,12 @@
 """Sampling follows the distribution, and keeps to top-p."""
 
+import math
+
 import numpy as np
+import pytest
 import torch
 
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Choice, sample, uniform
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Choice, Pick, Sampled, likeliest, logprobs_of, sample, uniform
 
 
 def test_greedy_takes_the_likeliest_beside_sampled_rows() -> None:
@@ -68,3 +71,33 @@ def test_infinite_logits_give_ids_of_the_vocabulary() -> None:
     logits = torch.tensor([[infinite, 0.0, infinite], [-infinite, -infinite, -infinite]])
     tokens = sample(logits, [Choice(1.0, 1.0, 0, 0), Choice(1.0, 1.0, 0, 0)])
     assert all(-1 <= token < 3 for token in tokens.tolist())
+
+
+def test_log_probabilities_are_those_of_the_rows_that_asked() -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.25, 0.25, 0.5]])
+    logits = probabilities.log() + torch.tensor([[3.0], [-2.0], [0.0]])  # whatever their scale
+    tokens = torch.tensor([1, 2, 0])
+    sampled = Sampled(tokens_B=tokens, rows=[0, 2], logprobs_R=logprobs_of(logits, tokens, [0, 2]))
+    first, second, third = sampled.tolist()
+    assert (first.token, second, third.token) == (1, Pick(2, None), 0)
+    assert [first.logprob, third.logprob] == pytest.approx([math.log(0.3), math.log(0.25)])
+    assert Sampled(tokens_B=tokens).tolist() == [Pick(1, None), Pick(2, None), Pick(0, None)]
+
+
+def test_log_probabilities_of_16_bit_logits_are_32_bit() -> None:
+    logits = torch.tensor([[0.0, -7.0]], dtype=torch.bfloat16)
+    assert float(logprobs_of(logits, torch.tensor([0]), [0])) == pytest.approx(-math.log1p(math.exp(-7.0)), rel=1e-4)
+
+
+def test_a_row_without_numbers_has_no_log_probability_and_touches_no_other() -> None:
+    logits = torch.tensor([[float("nan"), 1.0], [0.0, 0.0]])
+    bad, good = logprobs_of(logits, torch.tensor([NOT_A_NUMBER, 1]), [0, 1]).tolist()
+    assert math.isnan(bad) and good == pytest.approx(math.log(0.5))
+
+
+def test_the_likeliest_come_in_order_and_no_more_than_there_are() -> None:
+    logits = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]]).log()
+    logprobs, tokens = likeliest(logits, 2)
+    assert tokens.tolist() == [[1, 2], [0, 2]]
+    assert logprobs.exp().flatten().tolist() == pytest.approx([0.5, 0.3, 0.6, 0.3])
+    assert likeliest(logits, 9)[1].shape == (2, 3)

@@ -17,6 +17,8 @@ import zmq
 
 from vmmkv.server.protocol import (
     Abort,
+    Beam,
+    Beams,
     Failed,
     FinishReason,
     Generate,
@@ -44,11 +46,22 @@ def echo(request: Generate) -> list[int]:
     return request.prompt
 
 
+def echoes(request: Generate) -> list[Beam]:
+    """The prompt from its first token on, from its second on, and so forth."""
+    answers = [request.prompt[start:][: request.max_new_tokens] for start in range(request.beam_width)]
+    return [Beam(token_ids=answer, score=-float(rank), finish_reason="stop") for rank, answer in enumerate(answers)]
+
+
 class FakeEngine:
     """Answers each request with `answer(request)` and an end token, a token each `step_s`, up to max_new_tokens."""
 
     def __init__(self, address: str, *, ready: Ready = READY) -> None:
         self.answer: Callable[[Generate], list[int]] = echo
+        self.search: Callable[[Generate], list[Beam]] = echoes
+        self.logprob: Callable[[Generate, int], float] = lambda request, place: -1.0
+        """Of the token at a place of the answer, the end token's behind the last."""
+        self.cached: Callable[[Generate], int] = lambda request: 0
+        """Tokens of the prompt that are said to be cached."""
         self.endless = False
         """Repeat the answer up to max_new_tokens."""
         self.step_s = 0.0
@@ -103,9 +116,14 @@ class FakeEngine:
 
     def _step(self) -> None:
         for request_id, (request, generated) in list(self._running.items()):
+            if request.beam_width:
+                del self._running[request_id]
+                self._send(Beams(request_id=request_id, beams=self.search(request), cached_tokens=self.cached(request)))
+                continue
             answer = self.answer(request)
             token_ids: list[int] = []
             reason: FinishReason | None = "stop"
+            place = len(generated)
             if self.endless or len(generated) < len(answer):
                 token_ids = [next(itertools.islice(itertools.cycle(answer), len(generated), None))]
                 generated += token_ids
@@ -113,7 +131,15 @@ class FakeEngine:
                 reason = "length" if len(generated) == request.max_new_tokens else None
             if reason is not None:
                 del self._running[request_id]
-            self._send(Tokens(request_id=request_id, token_ids=token_ids, finish_reason=reason))
+            self._send(
+                Tokens(
+                    request_id=request_id,
+                    token_ids=token_ids,
+                    finish_reason=reason,
+                    logprobs=[self.logprob(request, place)] if request.want_logprobs else [],
+                    cached_tokens=self.cached(request) if place == 0 else 0,
+                )
+            )
         self._send(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
@@ -132,6 +158,8 @@ class FakeEngine:
             stalls=2,
             stall_us=1500.0,
             driver_calls={"create": 3, "map": 4},
+            prefix_hit_tokens=5,
+            prefix_pages=6,
         )
 
     def _send(self, message: Message) -> None:

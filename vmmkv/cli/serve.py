@@ -28,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-tokens", metavar="N", type=int, default=absent, help="longest prompt and answer together (default: the model's)")
     add("--max-sequences", metavar="N", type=int, default=absent, help="sequences that run at once (default: 64)")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        default=absent,
+        help="compute every prompt from its first token, and share nothing",
+    )
     add("--log-level", default=absent, help="debug, info, warning or error (default: $VMMKV_LOG_LEVEL, else info)")
 
 

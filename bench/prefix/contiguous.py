@@ -1,0 +1,160 @@
+"""vmmkv as a system: with a prefix cache, by the rung that its chooser takes or by one that is forced; or sharing nothing."""
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import torch
+
+from bench.prefix.addressing import Addressing, HostSlots, Slots
+from bench.prefix.systems import Attachment, Indices, TokenIds
+from bench.settings import Shape
+from bench.timed_driver import TimedDriver
+from vmmkv import KVCache, Pool, Sequence
+from vmmkv.driver import open_driver
+from vmmkv.prefix import PrefixCache
+from vmmkv.prefix_costs import Rung
+from vmmkv.units import PAGE_BYTES
+
+_PREFILL_FLOPS: Final = 6e14
+"""Operations a second of prefill on an H200, about: what the chooser is told that computing a token again costs."""
+
+
+class Sharing(enum.Enum):
+    """How prompts come by a prefix that is known."""
+
+    NONE = "none"
+    CHOOSER = "vmmkv chooser"
+    ADOPT = "vmmkv adopt"
+    ALIAS = "vmmkv alias"
+    COPY = "vmmkv copy"
+    RECOMPUTE = "vmmkv recompute"
+
+    @property
+    def rung(self) -> Rung | None:
+        """What is forced."""
+        return None if self in (Sharing.NONE, Sharing.CHOOSER) else Rung[self.name]
+
+    @property
+    def parks(self) -> bool:
+        """Are slots kept to be adopted? Where that is not to happen they are given back."""
+        return self in (Sharing.CHOOSER, Sharing.ADOPT)
+
+    @property
+    def is_private(self) -> bool:
+        """Has every sequence rows of its own?"""
+        return self in (Sharing.NONE, Sharing.COPY, Sharing.RECOMPUTE)
+
+
+class Vmmkv:
+    """See systems.System. `warm_pages` extents are created beforehand, as in a server that has run for a while."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        sharing: Sharing,
+        *,
+        num_pages: int,
+        slots: int,
+        max_tokens: int,
+        warm_pages: int = 0,
+    ) -> None:
+        self.name: Final = sharing.value
+        self.num_slots: Final = slots
+        self.sharing: Final = sharing
+        self.driver: Final = TimedDriver(open_driver(device))
+        self.pool: Final = Pool(device, num_pages * PAGE_BYTES, driver=self.driver.as_driver())
+        try:
+            self.cache: Final = KVCache(shape.layout, self.pool, slots=slots, max_tokens=max_tokens)
+            self.prefix: Final = None if sharing is Sharing.NONE else PrefixCache(self.cache)
+            if self.prefix is not None and shape.weight_bytes:
+                # Two operations for each weight, which has two bytes.
+                self.prefix.costs.recompute_us_per_token = shape.weight_bytes / _PREFILL_FLOPS * 1e6
+            for extent in self.pool.acquire(warm_pages):
+                self.pool.drop(extent)
+        except BaseException:
+            self.pool.close()
+            raise
+        self.sequences: Final[dict[int, Sequence]] = {}
+        self.forces = True
+        """Whether the rung is forced at this time."""
+        self.keeps_next = False
+        """Whether the next slot that ends is parked in any case: copies are made from a slot."""
+        planes = [(self.cache.k(layer), self.cache.v(layer)) for layer in range(shape.layers)]
+        self.addressing: Final[Addressing] = (
+            Slots(planes, self.cache.limit, slots) if device.type == "cuda" else HostSlots(planes, self.cache.limit)
+        )
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """Of a system that shares."""
+        assert self.prefix is not None
+        return self.prefix
+
+    def attach(self, tokens: TokenIds, max_tokens: int) -> Attachment:
+        """See System.attach."""
+        if self.prefix is None:
+            sequence, num_tokens, taken = self.cache.open(max_tokens=max_tokens), 0, Rung.RECOMPUTE
+        else:
+            rung = self.sharing.rung if self.forces else None
+            attached = self.prefix.attach(tokens, max_tokens=max_tokens, num_steps=max_tokens - len(tokens), rung=rung)
+            sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.rung
+        self.sequences[sequence.slot] = sequence
+        return Attachment(sequence.slot, num_tokens, taken.value)
+
+    def reserve(self, slots: Indices, num_tokens: Indices) -> None:
+        """See System.reserve. Cost: nothing but for slots that lack memory; these grow in the foreground."""
+        for index in np.flatnonzero(self.cache.limits[slots] < num_tokens):
+            self.sequences[int(slots[index])].grow(int(num_tokens[index]))
+
+    def advance(self, slots: Indices, num_tokens: Indices) -> None:
+        """See System.advance."""
+        self.cache.advance(slots, num_tokens)
+
+    def insert(self, slot: int, tokens: TokenIds) -> None:
+        """See System.insert."""
+        if self.prefix is not None:
+            self.prefix.insert(self.sequences[slot], tokens)
+
+    def finish(self, slot: int, tokens: TokenIds) -> None:
+        """See System.finish."""
+        sequence = self.sequences.pop(slot)
+        if self.prefix is None:
+            sequence.close()
+        elif self.sharing.parks or self.keeps_next:
+            self.keeps_next = False
+            self.prefix.park(sequence, tokens)
+        else:
+            self.prefix.release(sequence, tokens)
+
+    def pump(self, budget_us: float, step_us: float) -> None:
+        """See System.pump."""
+        self.cache.pump(budget_us, lead_tokens=self.cache.lead_tokens(step_us))
+
+    def memory(self) -> tuple[int, int]:
+        """See System.memory."""
+        return self.pool.held_bytes, self.pool.used_bytes
+
+    def driver_us(self) -> float:
+        """See System.driver_us."""
+        return self.driver.spent_us
+
+    def driver_calls(self) -> Mapping[str, int]:
+        """See System.driver_calls."""
+        return self.driver.calls
+
+    def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a slot's first rows: [num_tokens, K, D] each."""
+        return self.cache.k(layer)[slot, :num_tokens], self.cache.v(layer)[slot, :num_tokens]
+
+    def write(self, layer: int, slot: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
+        """Fill a slot's first rows."""
+        for rows_TKD, values_TKD in zip(self.rows(layer, slot, len(k_TKD)), (k_TKD, v_TKD), strict=True):
+            rows_TKD.copy_(values_TKD)
+
+    def close(self) -> None:
+        """See System.close."""
+        self.sequences.clear()
+        self.pool.close()

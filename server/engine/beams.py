@@ -1,0 +1,146 @@
+"""Beam search without a model and without memory: log-probabilities in; out, which beams go on from which.
+
+It is the search of transformers' `generate(num_beams=width, early_stopping=False)`, and gives the same sequences:
+
+    live beams ── candidates of each ──> the best `width` that end nothing live on; an end among the best `width` is kept
+    score of what has ended = log-probability of its tokens / (number of its tokens) ** length_penalty
+
+Whoever has the model's rows in memory does as `advance` says: beam i of the next step has its parent's rows, and its token
+comes next.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from vmmkv.server.protocol import Beam, FinishReason
+
+
+class Candidate(NamedTuple):
+    """A token that may come next after some beam."""
+
+    log_probability: float
+    """Of this token alone, under the model's own distribution."""
+    token: int
+
+
+class Continuation(NamedTuple):
+    """A beam of the next step. Several can have one parent, and a parent may have none."""
+
+    parent: int
+    """Its place among the live beams of the step before."""
+    token: int
+
+
+class LiveBeam:
+    """A beam as its parent and one token more, so that a step costs the same however long the beams are."""
+
+    __slots__ = ("_parent", "log_probability", "num_tokens", "token")
+
+    def __init__(self, parent: "LiveBeam | None", token: int | None, log_probability: float) -> None:
+        self._parent = parent
+        self.token = token
+        """Its last one; None of the beam that all others come from."""
+        self.log_probability = log_probability
+        """Of all its tokens."""
+        self.num_tokens: int = 0 if parent is None else parent.num_tokens + 1
+
+    def tokens(self) -> list[int]:
+        """All of them, without the prompt's. Takes a while: for its end, or to compute it anew."""
+        return list(self._backwards())[::-1]
+
+    def _backwards(self) -> Iterator[int]:
+        beam: LiveBeam | None = self
+        while beam is not None and beam.token is not None:
+            yield beam.token
+            beam = beam._parent
+
+
+class BeamSearch:
+    """The search for the continuations of one prompt. Give `advance` the candidates of each live beam until it is `done`.
+
+        search = BeamSearch(width=4, max_new_tokens=100, stop_ids=stop_ids)
+        while not search.done:
+            for beam, (parent, token) in enumerate(search.advance(candidates_of_each_live_beam)):
+                ...  # beam's rows are parent's; compute `token` next
+        answers = search.best(2)
+
+    At first one beam is live, the prompt itself; later up to `width`, the likeliest first, all of one length.
+    """
+
+    def __init__(
+        self, *, width: int, max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), length_penalty: float = 1.0
+    ) -> None:
+        """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are."""
+        if width < 1 or max_new_tokens < 1:
+            raise ValueError(f"width is {width} and max_new_tokens {max_new_tokens}; both must be at least 1")
+        self.live: list[LiveBeam] = [LiveBeam(None, None, 0.0)]
+        self.num_candidates = width + len(stop_ids)
+        """How many of its likeliest tokens each live beam needs; fewer only if the vocabulary has fewer.
+
+        Stop tokens do not go on, so that this leaves at least `width` that do, even of one beam.
+        """
+        self._width = width
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = stop_ids
+        self._length_penalty = length_penalty
+        self._finished: list[Beam] = []
+        """The best `width` so far, in order."""
+
+    @property
+    def done(self) -> bool:
+        """Nothing is live any more: `best` is final."""
+        return not self.live
+
+    def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Continuation]:
+        """One step: the candidates of each live beam, in its order, at least its `num_candidates` likeliest.
+
+        Gives the new live beams, which are none when the search is done. Equally likely ones keep the order given.
+        """
+        assert not self.done, "this search is done"
+        num_tokens = self.live[0].num_tokens + 1
+        is_last = num_tokens == self._max_new_tokens
+        extensions = [
+            (beam.log_probability + log_probability, Continuation(parent, token))
+            for parent, (beam, own) in enumerate(zip(self.live, candidates, strict=True))
+            for log_probability, token in own
+        ]
+        extensions.sort(key=lambda extension: -extension[0])
+        survivors: list[LiveBeam] = []
+        continuations: list[Continuation] = []
+        for rank, (log_probability, continuation) in enumerate(extensions):
+            parent, token = continuation
+            is_stop = token in self._stop_ids
+            if is_stop or is_last:
+                # One that ends behind `width` better ones is no answer: a beam of its rank would not have lived on either.
+                if rank < self._width:
+                    kept = self.live[parent].tokens() + ([] if is_stop else [token])
+                    self._finish(kept, self._score(log_probability, num_tokens), "stop" if is_stop else "length")
+            elif len(survivors) < self._width:
+                survivors.append(LiveBeam(self.live[parent], token, log_probability))
+                continuations.append(continuation)
+        if not survivors or not self._can_improve(survivors[0]):
+            survivors, continuations = [], []
+        self.live = survivors
+        return continuations
+
+    def best(self, count: int) -> list[Beam]:
+        """Up to `count` answers, at most `width`, the best first."""
+        return self._finished[:count]
+
+    def _score(self, log_probability: float, num_tokens: int) -> float:
+        return log_probability / math.pow(num_tokens, self._length_penalty)
+
+    def _finish(self, tokens: list[int], score: float, reason: FinishReason) -> None:
+        self._finished.append(Beam(token_ids=tokens, score=score, finish_reason=reason))
+        self._finished.sort(key=lambda beam: -beam.score)  # stable: the earlier of two equals stays
+        del self._finished[self._width :]
+
+    def _can_improve(self, likeliest: LiveBeam) -> bool:
+        """Could a live beam still beat the worst answer, by its score as if it ended here?
+
+        That is a bound for length penalties up to 0, where scores only fall; above, it is the usual guess.
+        """
+        if len(self._finished) < self._width:
+            return True
+        return self._score(likeliest.log_probability, likeliest.num_tokens) > self._finished[-1].score

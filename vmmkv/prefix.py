@@ -1,0 +1,558 @@
+"""Prefixes shared between sequences: a radix tree over extents, under contiguous addresses.
+
+    attach ──> running ──insert──> running ──park──> kept in its slot ──attach──> running
+                  │                                        │
+                  └──────────── release ──> extents kept in the tree, evicted from its leaves
+
+What SGLang's RadixAttention and vLLM's prefix caching give a block table is given here to addresses: an extent that the tree
+holds is mapped into as many slots as match its tokens. The rows of a node are in extents (full pages, which nobody writes any
+more) and, while they last, in the slots of sequences that have or had them: its *residents*.
+
+Only what a caller has confirmed is shared: rows that were computed and read back, not merely launched.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from vmmkv.arguments import whole
+from vmmkv.cache import KVCache
+from vmmkv.errors import SequenceTooLong
+from vmmkv.extents import Evictable, Extent
+from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.prefix_plan import Placed, Plan, end_token, plan
+from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
+from vmmkv.scratch import Windows
+from vmmkv.sequence import Parked, Sequence
+from vmmkv.sharing import Pages, SlotRows
+from vmmkv.units import PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A new sequence, and how it came to its first tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+    """Rows [0, num_tokens) hold the first tokens of the prompt; the rest is to be computed."""
+    rung: Rung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """What a prefix cache holds, and what it has done."""
+
+    num_nodes: int
+    num_tokens: int
+    """On all paths, those of a shared prefix once."""
+    held_bytes: int
+    """Of extents that the tree holds, whether or not sequences map them too."""
+    attached: dict[str, int]
+    """How often by each rung."""
+    attach_us: dict[str, float]
+    """How long that took in all."""
+    hit_tokens: int
+    missed_tokens: int
+    """Of the prompts attached: tokens that had to be computed."""
+    inserted_pages: int
+    duplicate_pages: int
+    """Computed by two sequences at once: one copy stays private, and goes with its sequence."""
+    evicted_pages: int
+    promoted_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """What the tree knows of a sequence that runs."""
+
+    namespace: Hashable
+    node: Node[Placed] | None
+    """Where its confirmed tokens end in the tree, locked; None for none."""
+    num_tokens: int
+    """Of those."""
+
+
+@dataclass(eq=False, slots=True)
+class _Counts:
+    attached: Counter[str] = field(default_factory=Counter)
+    attach_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    inserted_pages: int = 0
+    duplicate_pages: int = 0
+    evicted_pages: int = 0
+    promoted_bytes: int = 0
+
+
+class PrefixCache:
+    """The prefixes of one cache. It takes the pool's lock for every operation, as the cache does.
+
+    Sequences come from `attach` and end by `park` or `release` (or by their own `close`: then what was inserted stays). The
+    cache may have other sequences besides, which the tree does not know. One PrefixCache a cache.
+    Cost: measuring a copy, some milliseconds; a reserve. Raises: ValueError if the cache has one.
+    """
+
+    def __init__(self, cache: KVCache, costs: Costs | None = None) -> None:
+        self.cache = cache
+        occupancy = cache._occupancy
+        with cache.pool.lock:
+            if occupancy.keeper is not None:
+                raise ValueError(f"{cache!r} has a prefix cache already")
+            self.costs = costs or Costs()
+            """What decides between the rungs; `recompute_us_per_token` is for the owner of the model to set."""
+            if costs is None:
+                self.costs.calibrate(cache.device)
+            self._occupancy = occupancy
+            self._memory = occupancy.memory
+            self._tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
+            self._windows = Windows(self._memory)
+            self._running: dict[int, _Running] = {}
+            self._kept: dict[int, Node[Placed]] = {}
+            """Where the rows of a parked slot end in the tree, by slot."""
+            self._counts = _Counts()
+            self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
+            occupancy.keeper = self
+
+    # in
+
+    def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
+        """How many of the first tokens could be attached now, at most all but one. Changes nothing."""
+        with self.cache.pool.lock:
+            found = self._plan(namespace, tokens)
+            return found[1].num_tokens if found else 0
+
+    def attach(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Hashable = None,
+        max_tokens: int | None = None,
+        num_steps: int = 0,
+        rung: Rung | None = None,
+    ) -> Attached:
+        """A new sequence with as many of a prompt's tokens as are known, at most all but the last: that one is computed.
+
+        `namespace` is whatever makes equal tokens different: tenant or salt, model, adapter, KV type. It is the sequence's
+        tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `rung` forces one, if it can be had
+        at all; else it is recomputed.
+        Cost: what `rung` says of the one returned; see `Costs`. Blocks only as `KVCache.open` and `grow` do.
+        Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
+        """
+        if len(tokens) < 1:
+            raise ValueError("tokens: none; a prompt has at least 1")
+        with self.cache.pool.lock:
+            began_ns = time.perf_counter_ns()
+            end = self.cache._check_end(max_tokens)
+            if len(tokens) > end:
+                raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
+            found = self._plan(namespace, tokens)
+            taken, parked = self._choose(found, rung, num_steps)
+            attached: Attached | None = None
+            if found and taken is Rung.ADOPT and parked is not None:
+                attached = self._adopt(found[0], found[1], parked, end)
+            elif taken in (Rung.ALIAS, Rung.COPY):
+                attached = self._attach_new(namespace, tokens, taken, end)
+            if attached is None:
+                attached = Attached(self.cache.open(max_tokens=end, tenant=namespace), 0, Rung.RECOMPUTE)
+            self._enter(attached, namespace, tokens)
+            counts, name = self._counts, attached.rung.value
+            counts.attached[name] += 1
+            counts.attach_us[name] += (time.perf_counter_ns() - began_ns) / 1e3
+            counts.hit_tokens += attached.num_tokens
+            counts.missed_tokens += len(tokens) - attached.num_tokens
+            return attached
+
+    def _plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
+        match = self._tree.match(namespace, tokens[: len(tokens) - 1])
+        found = plan(self._memory, self.cache.layout, match)
+        return None if found is None else (match, found)
+
+    def _choose(
+        self, found: tuple[Match[Placed], Plan] | None, rung: Rung | None, num_steps: int
+    ) -> tuple[Rung, Parked | None]:
+        if found is None:
+            return Rung.RECOMPUTE, None
+        match, best = found
+        parked = self._adoptable(match, best) if rung in (None, Rung.ADOPT) else None
+        possible = [Rung.ALIAS, Rung.RECOMPUTE]
+        if parked is not None:
+            possible.append(Rung.ADOPT)
+        if best.resident is not None:
+            possible.append(Rung.COPY)
+        if rung is not None:
+            return (rung if rung in possible else Rung.RECOMPUTE), parked
+        pool = self.cache.pool
+        scarcity = pool.held_bytes / pool.budget_bytes
+
+        def cost(each: Rung) -> float:
+            return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps)
+
+        return min(possible, key=cost), parked
+
+    def _adoptable(self, match: Match[Placed], best: Plan) -> Parked | None:
+        """A parked slot with these rows, of which nothing that others need would be written over; the shortest."""
+        deepest = match.deepest
+        assert deepest is not None
+        slots = [slot for slot in deepest.residents if slot in self._kept] if deepest.has_residents else []
+        parked = [self._occupancy.parked[slot] for slot in slots if isinstance(slot, int)]
+        starts = [self.cache.layout.start_for(group, best.num_tokens) for group in self.cache.layout.groups]
+        fitting = [
+            each
+            for each in parked
+            if all(self._memory.table.starts[index, each.slot] <= start for index, start in enumerate(starts))
+            and self._is_free_past(each.slot, best.num_tokens)
+        ]
+        return min(fitting, key=lambda each: (each.length, -each.stamp), default=None)
+
+    def _is_free_past(self, slot: int, num_tokens: int) -> bool:
+        """Does what a parked slot has past some tokens live there alone, so that it may go?"""
+        below: Node[Placed] | None = None
+        for node in reversed(self._kept[slot].path()):
+            if node.end <= num_tokens:
+                break
+            if (
+                node.locks
+                or node.pinned_until is not None
+                or node.residents != {slot}
+                or any(child is not below for child in node.children.values())
+            ):
+                return False
+            below = node
+        return True
+
+    def _adopt(self, match: Match[Placed], best: Plan, parked: Parked, end: int) -> Attached:
+        """The nodes past the match go, for their rows will be written over; what they held is the slot's alone."""
+        slot, num_tokens = parked.slot, best.num_tokens
+        self._leave(slot, num_tokens, discard=True)
+        parked.length = num_tokens
+        node = self._kept.pop(slot)
+        self._tree.lock(node)  # making room does not evict what is being adopted
+        try:
+            sequence = self._occupancy.take_over(parked, num_tokens, end)
+        except BaseException:
+            self._kept[slot] = node
+            raise
+        finally:
+            self._tree.unlock(node)
+        return Attached(sequence, num_tokens, Rung.ADOPT)
+
+    def _attach_new(self, namespace: Hashable, tokens: Tokens, rung: Rung, end: int) -> Attached | None:
+        """By alias or copy, into a slot with nothing in it; None if the match has gone while one was cleared."""
+        occupancy, memory = self._occupancy, self._memory
+        slot = occupancy.clear_run(1)
+        found = self._plan(namespace, tokens)
+        if found is None or (rung is Rung.COPY and found[1].resident is None):
+            return None
+        match, best = found
+        deepest = match.deepest
+        assert deepest is not None
+        pages: tuple[Pages, ...] = best.pages if rung is Rung.ALIAS else tuple({} for _ in best.pages)
+        for index, group in enumerate(self.cache.layout.groups):
+            memory.table.starts[index, slot] = self.cache.layout.start_for(group, best.num_tokens)
+        tails = [tail.extent for tail in best.tails if tail is not None]
+        self._tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
+        for extent in tails:  # nor extents of nodes below
+            self.cache.pool.hold(extent)
+        try:
+            sequence = occupancy.open_with(slot, end, namespace, best.num_tokens, pages, _Rest(self, best))
+        finally:
+            self._tree.unlock(deepest)
+            for extent in tails:
+                self.cache.pool.drop(extent)
+        if best.resident in occupancy.parked:
+            occupancy.parked[best.resident].fence = memory.fence()
+        return Attached(sequence, best.num_tokens, rung)
+
+    def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
+        slot, num_tokens = attached.sequence.slot, attached.num_tokens
+        node: Node[Placed] | None = None
+        if num_tokens:
+            node = self._tree.insert(namespace, tokens[:num_tokens]).node
+            self._tree.lock(node)
+            for each in node.path():
+                each.residents.add(slot)
+        self._running[slot] = _Running(namespace, node, num_tokens)
+
+    # on and out
+
+    def insert(self, sequence: Sequence, tokens: Tokens) -> None:
+        """The first rows of a sequence are confirmed and hold these tokens: from now on they are shared.
+
+        Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, or did not
+        come from `attach`, or had other tokens inserted.
+        """
+        with self.cache.pool.lock:
+            self._insert(sequence, tokens)
+
+    def park(self, sequence: Sequence, tokens: Tokens) -> None:
+        """A sequence is over: insert its tokens, and keep its slot as it is, to be adopted by who goes on from there."""
+        with self.cache.pool.lock:
+            running = self._insert(sequence, tokens)
+            if running.node is None:
+                sequence.close()
+                return
+            node, slot = running.node, sequence.slot
+            del self._running[slot]  # so that nobody takes its rows for gone
+            try:
+                self._occupancy.park(sequence, running.num_tokens)
+            except BaseException:
+                self._running[slot] = running
+                raise
+            self._tree.unlock(node)
+            self._kept[slot] = node
+
+    def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
+        """A sequence is over, or gives way: insert its tokens, and give its slot back. Full extents stay in the tree."""
+        with self.cache.pool.lock:
+            if len(tokens):
+                self._insert(sequence, tokens)
+            sequence.close()
+
+    def _insert(self, sequence: Sequence, tokens: Tokens) -> _Running:
+        running = self._known(sequence)
+        num_tokens = len(tokens)
+        if not running.num_tokens <= num_tokens <= sequence.length:
+            raise ValueError(
+                f"{num_tokens} tokens: the sequence in slot {sequence.slot} has {sequence.length}, of which "
+                f"{running.num_tokens} were inserted before; what was inserted stays so"
+            )
+        if num_tokens == running.num_tokens:
+            return running
+        slot, tree, pool = sequence.slot, self._tree, self.cache.pool
+        pieces = self._pieces_of(slot, running.num_tokens, num_tokens)
+        inserted = tree.insert(running.namespace, tokens, pieces)
+        if running.node is not None and running.node not in (path := inserted.node.path()) and path:
+            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
+        returned = {piece.value for piece in inserted.duplicates}
+        for piece in pieces:
+            if piece.value not in returned:
+                pool.hold(piece.value.extent)
+        self._counts.inserted_pages += sum(piece.value.extent.num_pages for piece in pieces if piece.value not in returned)
+        self._counts.duplicate_pages += sum(value.extent.num_pages for value in returned)
+        tree.lock(inserted.node)
+        if running.node is not None:
+            tree.unlock(running.node)
+        for node in inserted.node.path():
+            node.residents.add(slot)
+        running.node, running.num_tokens = inserted.node, num_tokens
+        return running
+
+    def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
+        """The extents of a slot that are shareable with `num_tokens` tokens and were not with `after`."""
+        pieces = []
+        for index, arena in enumerate(self._memory.arenas):
+            span, group = arena.spans[slot], arena.group
+            first = max(span.first_page, after * group.row_bytes // PAGE_BYTES)
+            for mapping in span.live_from(span.border_before(first)):
+                last = end_token(group, mapping.end_page)
+                if last > num_tokens:
+                    break
+                if last > after:
+                    pieces.append(Piece(last, Placed(mapping.page, mapping.extent), index))
+        return sorted(pieces, key=lambda piece: (piece.end_token, piece.group))
+
+    def _known(self, sequence: Sequence) -> _Running:
+        running = self._running.get(sequence.slot)
+        if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
+            raise ValueError(f"{sequence!r} was not attached by this prefix cache, or has ended")
+        return running
+
+    # pins, and the rest
+
+    def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
+        """Keep what is known of some tokens for `ttl_s` seconds (for ever if None); how many tokens that are."""
+        with self.cache.pool.lock:
+            match = self._tree.match(namespace, tokens)
+            if match.deepest is None:
+                return 0
+            node = self._tree.insert(namespace, tokens[: match.num_tokens]).node
+            self._tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
+            return match.num_tokens
+
+    def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
+        """Let it go like everything else."""
+        with self.cache.pool.lock:
+            for node in self._tree.match(namespace, tokens).path:
+                self._tree.pin(node, None)
+
+    def evict(self, num_pages: int | None = None) -> int:
+        """Give up what was used least recently, at least `num_pages` pages if there are so many (all by default)."""
+        wanted = None if num_pages is None else whole("num_pages", num_pages)
+        with self.cache.pool.lock:
+            before = self._counts.evicted_pages
+            while wanted is None or self._counts.evicted_pages - before < wanted:
+                if self._tree.oldest_evictable() is None:
+                    break
+                self.evict_oldest()
+            return self._counts.evicted_pages - before
+
+    def stats(self) -> PrefixStats:
+        """What is held and what was done. Cost: a walk over the tree."""
+        with self.cache.pool.lock:
+            counts = self._counts
+            return PrefixStats(
+                num_nodes=self._tree.num_nodes,
+                num_tokens=self._tree.num_tokens,
+                held_bytes=sum(extent.size_bytes for extent in self.holders()),
+                attached={rung.value: counts.attached[rung.value] for rung in Rung},
+                attach_us={rung.value: counts.attach_us[rung.value] for rung in Rung},
+                hit_tokens=counts.hit_tokens,
+                missed_tokens=counts.missed_tokens,
+                inserted_pages=counts.inserted_pages,
+                duplicate_pages=counts.duplicate_pages,
+                evicted_pages=counts.evicted_pages,
+                promoted_bytes=counts.promoted_bytes,
+            )
+
+    # what the occupancy asks of its keeper; the pool's lock is held
+
+    def keeps(self, slot: int) -> bool:
+        """Is this parked slot evicted with the tree's leaves, and not by itself?"""
+        return slot in self._kept
+
+    def holders(self) -> Counter[Extent]:
+        """How often the tree holds each extent."""
+        return Counter(piece.value.extent for node in self._tree.nodes() for piece in node.pieces)
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that evicting leaves would free at once; counted no further than `enough`."""
+        num_pages = 0
+        for node in self._tree.evictable():
+            if num_pages >= enough or not self._is_idle(node):
+                break
+            # One holder is the tree; each parked slot that maps it is another, and goes with the leaf.
+            num_pages += sum(
+                piece.value.extent.num_pages
+                for piece in node.pieces
+                if piece.value.extent.holders <= 1 + len(node.residents if node.has_residents else ())
+                and not piece.value.extent.users
+            )
+        return num_pages
+
+    def oldest(self) -> Evictable | None:
+        """The leaf that was used least recently, if any may go."""
+        node = self._tree.oldest_evictable()
+        return None if node is None else Evictable(node.stamp, self._is_idle(node))
+
+    def _is_idle(self, node: Node[Placed]) -> bool:
+        if not node.has_residents:
+            return True
+        return all(self._occupancy.parked[slot].fence.done() for slot in node.residents if slot in self._kept)
+
+    def evict_oldest(self) -> None:
+        """Drop that leaf; parked slots that end there are cut, or given up with their last node."""
+        leaf = self._tree.oldest_evictable()
+        assert leaf is not None, "nothing is evictable"
+        parent = leaf.parent
+        residents = [slot for slot in leaf.residents if isinstance(slot, int)] if leaf.has_residents else []
+        start = leaf.start
+        self._drop(self._tree.remove(leaf))
+        for slot in residents:
+            assert slot in self._kept, "a leaf is evicted in which a sequence runs"
+            if start and parent is not None:
+                self._kept[slot] = parent
+                self._occupancy.cut_parked(slot, start)
+            else:
+                del self._kept[slot]
+                self._occupancy.evict(self._occupancy.parked[slot])
+        if start and parent is not None:
+            self._tidy(parent)
+
+    def forget(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are gone, or about to be written."""
+        if slot in self._kept or slot in self._running:
+            self._leave(slot, num_tokens)
+
+    def leave(self, slot: int) -> None:
+        """Whoever had the slot does not any more, with all its rows."""
+        self.forget(slot, 0)
+        self._kept.pop(slot, None)
+        self._running.pop(slot, None)
+
+    def check(self) -> None:
+        """The tree is whole; its residents are the slots that it knows, and hold what they should."""
+        self._tree.check()
+        known: dict[int, Node[Placed]] = dict(self._kept)
+        known.update({slot: running.node for slot, running in self._running.items() if running.node is not None})
+        residents: Counter[Hashable] = Counter()
+        for node in self._tree.nodes():
+            residents.update(node.residents if node.has_residents else ())
+            for piece in node.pieces:
+                group = self.cache.layout.groups[piece.group]
+                assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
+        assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
+        locks = Counter(running.node for running in self._running.values() if running.node is not None)
+        assert all(node.locks == locks[node] for node in self._tree.nodes()), "locks are miscounted"
+        assert self._kept.keys() <= self._occupancy.parked.keys(), "a kept slot is not parked"
+        for slot, node in self._kept.items():
+            assert self._occupancy.parked[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+
+    # within
+
+    def _leave(self, slot: int, num_tokens: int, *, discard: bool = False) -> None:
+        """A slot is no resident past `num_tokens`; with `discard` the nodes past it go, which are its alone."""
+        running = self._running.get(slot)
+        last = running.node if running is not None else self._kept[slot]
+        if last is None or last.end <= num_tokens:
+            return
+        left = [node for node in reversed(last.path()) if node.end > num_tokens]
+        top = left[-1]
+        if top.start < num_tokens:
+            stays: Node[Placed] | None = self._tree.split(top, num_tokens)
+        else:
+            stays = top.parent if num_tokens else None
+        for node in left:
+            node.residents.discard(slot)
+        if running is not None:
+            self._relock(running, last, stays)
+        elif stays is not None:
+            self._kept[slot] = stays
+        for node in left:
+            if discard:
+                self._drop(self._tree.remove(node))
+            else:
+                self._tidy(node)
+
+    def _relock(self, running: _Running, old: Node[Placed], new: Node[Placed] | None) -> None:
+        if new is not None:
+            self._tree.lock(new)
+        self._tree.unlock(old)
+        running.node = new
+        running.num_tokens = new.end if new is not None else 0
+
+    def _tidy(self, node: Node[Placed]) -> None:
+        """A leaf whose rows no slot has keeps no more tokens than its extents; nothing, if it has none. And so its parent."""
+        while node.parent is not None and node.is_leaf and not node.locks and not node.has_residents:
+            parent = node.parent
+            last = max((piece.end_token for piece in node.pieces), default=node.start)
+            if last > node.start:
+                if last < node.end:
+                    self._drop(self._tree.trim(node, last))
+                return
+            self._drop(self._tree.remove(node))
+            node = parent
+
+    def _drop(self, pieces: list[Piece[Placed]]) -> None:
+        for piece in pieces:
+            self._counts.evicted_pages += piece.value.extent.num_pages
+            self.cache.pool.drop(piece.value.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Where the rows of a plan are copied from that are not aliased: a resident's slot, or an extent of the tree."""
+
+    prefix: PrefixCache
+    plan: Plan
+
+    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
+        """See sharing.Source."""
+        if self.plan.resident is not None:
+            SlotRows(self.prefix._memory, self.plan.resident).copy(group, first_byte, target)
+        else:
+            tail = self.plan.tails[group]
+            assert tail is not None, "rows are missing and nobody has them"
+            self.prefix._windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, target)

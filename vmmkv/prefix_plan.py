@@ -1,0 +1,132 @@
+"""What of a match can be attached, and from where: extents to alias, bytes to copy, slots to adopt.
+
+    rows      0 .............................. m | m + 1 ...       m tokens are matched
+    extents   |  a  |  a  |  a  |     t     |                      a: all its rows are matched, and it is aliased
+                                ^ copied ^  m * row_bytes          t: it holds the rest, which is copied from it
+
+An extent under bytes [a, b) of a slot is usable by whoever matches `ceil(b / row_bytes)` tokens: its piece's `end_token`. Rows
+straddle pages, so the rest is seldom empty. It is copied from a slot that has the rows (a *resident*), or from the extent that
+holds them, which the tree may have without any slot; if neither is there, fewer tokens are attached.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vmmkv.extents import Extent
+from vmmkv.layout import Group, KVLayout
+from vmmkv.memory import SlotMemory
+from vmmkv.radix import Match, Node, Piece
+from vmmkv.sharing import Pages
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+
+class Placed(NamedTuple):
+    """An extent that the tree holds, and the page of a slot under which it stands. Its piece's group is the cache's."""
+
+    page: int
+    extent: Extent
+
+    @property
+    def end_page(self) -> int:
+        """Behind its last page."""
+        return self.page + self.extent.num_pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the first `num_tokens` of a match can be had without computing them."""
+
+    num_tokens: int
+    pages: tuple[Pages, ...]
+    """Of each group: what is aliased, by page."""
+    tails: tuple[Placed | None, ...]
+    """Of each group: the extent from which the rest can be copied; None if there is no rest, or only a resident has it."""
+    resident: int | None
+    """A slot, live or parked, that has all these rows; None if there is none."""
+
+    @property
+    def num_handles(self) -> int:
+        """Extents to be aliased."""
+        return sum(map(len, self.pages))
+
+
+def end_token(group: Group, end_page: int) -> int:
+    """How many tokens must match for pages up to there to be shareable."""
+    return ceil_div(end_page * PAGE_BYTES, group.row_bytes)
+
+
+def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | None:
+    """The most tokens of a match that can be attached, and how; None if there are none."""
+    num_tokens, deepest = match.num_tokens, match.deepest
+    if deepest is None:
+        return None
+    known = _by_page(memory, match.path)
+    while num_tokens > 0:
+        starts = [layout.start_for(group, num_tokens) for group in layout.groups]
+        resident = _resident(memory, deepest, starts)
+        pages: list[dict[int, Extent]] = []
+        tails: list[Placed | None] = []
+        reach = num_tokens
+        for index, (arena, start) in enumerate(zip(memory.arenas, starts, strict=True)):
+            group = arena.group
+            aliased, page = _cover(known[index], group, start, num_tokens)
+            tail = None
+            if page * PAGE_BYTES < num_tokens * group.row_bytes:
+                tail = _holder_of(known[index], deepest, index, page)
+                if tail is None and resident is None:
+                    reach = min(reach, page * PAGE_BYTES // group.row_bytes)
+            pages.append(aliased)
+            tails.append(tail)
+        if reach == num_tokens:
+            return Plan(num_tokens=num_tokens, pages=tuple(pages), tails=tuple(tails), resident=resident)
+        num_tokens = reach
+    return None
+
+
+def _by_page(memory: SlotMemory, path: list[Node[Placed]]) -> list[dict[int, list[Piece[Placed]]]]:
+    known: list[dict[int, list[Piece[Placed]]]] = [{} for _ in memory.arenas]
+    for node in path:
+        for piece in node.pieces:
+            known[piece.group].setdefault(piece.value.page, []).append(piece)
+    return known
+
+
+def _cover(known: dict[int, list[Piece[Placed]]], group: Group, start: int, num_tokens: int) -> tuple[dict[int, Extent], int]:
+    """A run of extents from the first needed page on, the largest first, all rows of which are matched; and where it ends."""
+    page = start * group.row_bytes // PAGE_BYTES
+    run: dict[int, Extent] = {}
+    while usable := [piece.value for piece in known.get(page, ()) if piece.end_token <= num_tokens]:
+        largest = max(usable, key=lambda placed: placed.extent.num_pages)
+        run[page] = largest.extent
+        page = largest.end_page
+    return run, page
+
+
+def _holder_of(known: dict[int, list[Piece[Placed]]], deepest: Node[Placed], index: int, page: int) -> Placed | None:
+    """Whatever holds the rows of a page that are matched: on the path, or below, where all branches have the same."""
+    for piece in known.get(page, ()):
+        return piece.value
+    for piece in _below(deepest):
+        if piece.group == index and piece.value.page == page:
+            return piece.value
+    return None
+
+
+def _below(node: Node[Placed]) -> Iterator[Piece[Placed]]:
+    """The pieces of one branch below a node, as far as they may hold rows from before its end."""
+    while node.children:
+        node = next(iter(node.children.values()))
+        if node.pieces:
+            yield from node.pieces
+            return
+
+
+def _resident(memory: SlotMemory, deepest: Node[Placed], starts: list[int]) -> int | None:
+    if not deepest.has_residents:
+        return None
+    for slot in deepest.residents:
+        assert isinstance(slot, int)
+        if all(memory.table.starts[index, slot] <= start for index, start in enumerate(starts)):
+            return slot
+    return None

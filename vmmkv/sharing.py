@@ -1,0 +1,147 @@
+"""Rows of one slot under another: by alias where whole extents are shared, by copy where they are not; and back again.
+
+    source   | A | A | A | A | b..|         A aliased: all their rows are among those wanted
+    target   | A | A | A | A | c..|         c a page of its own, with a copy of the rows that were left
+
+Who has more than one holder is never written (law 3): rows are appended behind what is aliased, and whoever truncates or adopts
+into it first gets pages of their own (`own_from`). Every call comes with the pool's lock held.
+"""
+
+from collections.abc import Mapping as ReadOnlyDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from vmmkv.dlpack import wrap
+from vmmkv.driver.base import Fence
+from vmmkv.errors import DriverError
+from vmmkv.extents import Extent
+from vmmkv.mapper import Target
+from vmmkv.memory import SlotMemory
+from vmmkv.ranges import Arena, Mapping
+from vmmkv.units import PAGE_BYTES
+
+Pages: TypeAlias = ReadOnlyDict[int, Extent]
+"""Extents by the page of a slot under which they stand, of one group."""
+
+
+def shareable(memory: SlotMemory, slot: int, num_tokens: int) -> list[Pages]:
+    """Of each group the live extents of a slot that have no row but among the first `num_tokens`."""
+    return [
+        {
+            mapping.page: mapping.extent
+            for mapping in arena.spans[slot].live()
+            if mapping.end_page * PAGE_BYTES <= num_tokens * arena.group.row_bytes
+        }
+        for arena in memory.arenas
+    ]
+
+
+class Source(Protocol):
+    """Where rows are copied from that are not aliased."""
+
+    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
+        """Fill `target` with the bytes of a slot from `first_byte` on, on the caller's current stream. Raises DriverError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The rows of a slot that is mapped."""
+
+    memory: SlotMemory
+    slot: int
+
+    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
+        """See Source."""
+        target.copy_(_bytes(self.memory.arenas[group], self.slot, first_byte, first_byte + target.numel()))
+
+
+def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages], source: Source) -> None:
+    """Give a live, bare slot its first `num_tokens` rows: what is `given` by alias, what is left by copy from `source`.
+
+    The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
+    from the first of those on.
+    Cost: map and access for each extent, given or new; a copy for each group, launched on the caller's current stream. On
+    failure nothing is mapped, or what is retires. Raises: OutOfPages, DriverError.
+    """
+    targets = []
+    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
+        span = arena.spans[slot]
+        span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
+        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index]))
+    try:
+        memory.publish([memory.mapper.stage(targets)], settle=False)
+    except BaseException:
+        for target in targets:
+            target.span.first_page = target.span.end_page = 0
+        raise
+    for index, (arena, pages) in enumerate(zip(memory.arenas, given, strict=True)):
+        end_page = max((page + extent.num_pages for page, extent in pages.items()), default=0)
+        first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
+        end_byte = num_tokens * arena.group.row_bytes
+        if first_byte < end_byte:
+            source.copy(index, first_byte, _bytes(arena, slot, first_byte, end_byte))
+
+
+def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
+    """Retire what a parked slot has mapped ahead of `num_tokens` tokens from the first page on that others hold too."""
+    ends = []
+    for arena, end in zip(memory.arenas, memory.end_pages(num_tokens), strict=True):
+        span = arena.spans[slot]
+        first = span.border_after(max(span.first_page, min(span.end_page, end)))
+        shared = (mapping.page for mapping in span.live_from(first) if mapping.extent.shared)
+        ends.append(next(shared, span.end_page))
+    memory.retire_run(slot, ends, fence)
+
+
+def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
+    """Nobody else holds what is mapped for the rows from `num_tokens` on, as far as it stays when the slot is cut there.
+
+    A page that others hold too is exchanged for one with the same bytes. There is no atomic exchange of a mapping: the old
+    one is unmapped first, and so this waits for all work launched so far.
+    Cost: none if nothing is shared, and that is known from a page or two; else a fence, and for each page an unmap, a map and
+    two copies. On failure all is as before. Raises: OutOfPages, DriverError.
+    """
+    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
+        span = arena.spans[slot]
+        first = max(span.first_page, num_tokens * arena.group.row_bytes // PAGE_BYTES)
+        if first < span.end_page:
+            for mapping in list(span.live_from(span.border_before(first))):
+                if mapping.page < max(end, first + 1) and mapping.extent.shared:
+                    _exchange(memory, index, mapping)
+
+
+def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
+    arena, pool, span = memory.arenas[index], memory.pool, old.span
+    tenant_of = memory.tenant_in(span.slot, index)
+    extents = pool.acquire(old.extent.num_pages)
+    new: list[Mapping] = []
+    try:
+        place = wrap(old.address, old.extent.size_bytes, pool.device)
+        kept = place.clone()
+        memory.fence().wait()
+        arena.unmap(old)
+        try:
+            for page, extent in enumerate(extents, old.page):
+                new.append(arena.map(span, page, extent))
+        except DriverError:
+            for mapping in new:
+                arena.unmap(mapping)
+            arena.map(span, old.page, old.extent, memory.mapper.alias_access)
+            raise
+    except BaseException:
+        for extent in extents:
+            pool.drop(extent)
+        raise
+    for mapping in new:
+        mapping.extent.tenant, mapping.extent.zeroed = tenant_of(mapping.page), False
+    memory.mapper.let_go(old)
+    memory.mapped_pages += len(new)
+    place.copy_(kept)
+
+
+def _bytes(arena: Arena, slot: int, first_byte: int, end_byte: int) -> torch.Tensor:
+    return wrap(arena.spans[slot].address + first_byte, end_byte - first_byte, arena.device)
