@@ -12,8 +12,11 @@ from typing import Final, NamedTuple, Protocol
 from vmmkv.driver.base import Handle
 from vmmkv.units import PAGE_BYTES
 
-SIZE_CLASSES: Final = (1, 16)
-"""Pages in a handle: 1 for new tokens, so that sharing stays page-fine; 16 for what is shared by many (32 MiB)."""
+LARGE_PAGES: Final = 16
+
+SIZE_CLASSES: Final = (1, LARGE_PAGES)
+"""Pages in a handle: 1 for tokens that come one by one, and where prompts part; 16 (32 MiB) for prompts that fill them, since a
+handle costs the same whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ known only as a budget, and as the running means of what a page costs.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from types import MappingProxyType
@@ -19,7 +19,7 @@ import torch
 
 from vmmkv.driver.base import Access, Fence
 from vmmkv.errors import DriverError, OutOfPages
-from vmmkv.extents import Extent, Tenant
+from vmmkv.extents import LARGE_PAGES, Extent, Tenant
 from vmmkv.pool import Pool
 from vmmkv.ranges import Arena, Mapping, Span
 
@@ -36,8 +36,8 @@ class Target(NamedTuple):
     tenant_of: Callable[[int], Tenant]
     given: ReadOnlyDict[int, Extent] = MappingProxyType({})
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
-    num_pages: int = 1
-    """The size class of the others, which are new."""
+    large: bool = False
+    """May the others be large, where that fits? They cost a sixteenth, and are shared whole or not at all."""
 
 
 class _PassedFence:
@@ -93,29 +93,32 @@ class Growth:
             self._mapper.retire(arena, [mapping], fence)
 
     def _stage(self, *, wait: bool) -> None:
-        missing: list[tuple[Target, int]] = []
+        missing: list[tuple[Target, int, int]] = []
         for target in self.targets:
             page = target.span.end_page
             while page < target.end_page:
+                num_pages = 1
                 if page in target.given:
+                    num_pages = target.given[page].num_pages
                     self._alias(target, page)
-                    page += target.given[page].num_pages
-                else:
-                    if not self._revive(target, page, wait=wait):
-                        missing.append((target, page))
-                    page += target.num_pages
-        sizes = {target.num_pages for target, _ in missing}
-        assert len(sizes) <= 1, "what grows together is of one size class"
-        unused = deque(self._mapper.pool.acquire(len(missing), *sizes, wait=wait))
+                elif target.large and _fits_large(target, page):
+                    num_pages = LARGE_PAGES
+                    missing.append((target, page, num_pages))
+                elif not self._revive(target, page, wait=wait):
+                    missing.append((target, page, 1))
+                page += num_pages
+        counts = Counter(num_pages for _, _, num_pages in missing)
+        unused = {size: deque(extents) for size, extents in self._mapper.pool.acquire_mixed(counts, wait=wait).items()}
         began_ns = time.perf_counter_ns()
         try:
-            for target, page in missing:
-                self._map(target, page, unused)
+            for target, page, num_pages in missing:
+                self._map(target, page, unused[num_pages])
             if missing:
                 self.mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / len(missing)
         finally:
-            for extent in unused:
-                self._mapper.pool.drop(extent)
+            for extents in unused.values():
+                for extent in extents:
+                    self._mapper.pool.drop(extent)
 
     def _revive(self, target: Target, page: int, *, wait: bool) -> bool:
         """What still retires there is live again, if it is ours alone; else it goes. Before any extent is acquired, since
@@ -124,7 +127,7 @@ class Growth:
         if mapping is None:
             return False
         # A mapping behind _PASSED never was live, and perhaps never accessible. What others have come to hold is not written.
-        if mapping.fence is not _PASSED and not mapping.extent.shared and mapping.extent.num_pages == target.num_pages:
+        if mapping.fence is not _PASSED and not mapping.extent.shared and mapping.extent.num_pages == 1:
             self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
             return True
         fence = _fence_of(mapping)
@@ -163,6 +166,13 @@ class Growth:
         if extent.must_be_zeroed_for(tenant):
             self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
         self.num_mapped += extent.num_pages
+
+
+def _fits_large(target: Target, page: int) -> bool:
+    end = page + LARGE_PAGES
+    if page % LARGE_PAGES or end > target.end_page:
+        return False
+    return not any(each in target.span.mappings or each in target.given for each in range(page, end))
 
 
 def _fence_of(mapping: Mapping) -> Fence:

@@ -143,7 +143,7 @@ class SlotMemory:
 
         On failure all is as before. Raises: OutOfPages, DriverError.
         """
-        growth = self._stage(slot, self.end_pages(num_tokens), wait=True)
+        growth = self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)
         self.publish([growth], settle=False)
         return growth.num_mapped
 
@@ -167,7 +167,7 @@ class SlotMemory:
                         break
                     ends = self._share(slot, self.end_pages(int(target)), max(1, affordable))
                     with contextlib.suppress(OutOfPages):  # whoever really needs it asks in the foreground, and is told
-                        growths.append(self._stage(int(slot), ends, wait=False))
+                        growths.append(self._stage(int(slot), ends, wait=False, large=False))
                         num_pages += growths[-1].num_mapped
             finally:
                 self.publish(growths, settle=settle)
@@ -191,9 +191,9 @@ class SlotMemory:
         same = Tenant(self.number, group.planes[0].dtype, name)
         return lambda page: same
 
-    def _stage(self, slot: int, end_pages: list[int], *, wait: bool) -> Growth:
+    def _stage(self, slot: int, end_pages: list[int], *, wait: bool, large: bool) -> Growth:
         targets = [
-            Target(arena, arena.spans[slot], end, self.tenant_in(slot, index))
+            Target(arena, arena.spans[slot], end, self.tenant_in(slot, index), large=large and arena.group.window is None)
             for index, (arena, end) in enumerate(zip(self.arenas, end_pages, strict=True))
             if end > arena.spans[slot].end_page
         ]

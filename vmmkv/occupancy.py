@@ -8,6 +8,7 @@
 What may fail comes first in every step, so that a failure leaves the occupants as they were.
 """
 
+import contextlib
 import itertools
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from vmmkv import sharing
 from vmmkv.arguments import wholes
 from vmmkv.driver.base import Fence
-from vmmkv.errors import OutOfSlots, RowsUnmapped
+from vmmkv.errors import DriverError, OutOfSlots, RowsUnmapped
 from vmmkv.extents import Evictable, Extent
 from vmmkv.layout import KVLayout
 from vmmkv.mapper_thread import MapperThread
@@ -52,6 +53,10 @@ class Keeper(Protocol):
 
     def evict_oldest(self) -> None:
         """Give that up."""
+        ...
+
+    def clear(self) -> None:
+        """Give everything up, whatever is pinned; no sequence runs any more."""
         ...
 
     def idle_pages(self, enough: int) -> int:
@@ -122,8 +127,10 @@ class Occupancy:
             self.memory.raise_limits({slot: min(committed, end)})
         except BaseException:
             self.memory.unuse(slot)
-            parked.fence, parked.num_pages = self.memory.fence(), self.memory.num_pages(slot)
+            parked.num_pages = self.memory.num_pages(slot)
             self.parked = dict(sorted({**self.parked, slot: parked}.items(), key=lambda entry: entry[1].stamp))
+            with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
+                parked.fence = self.memory.fence()
             raise
         if not num_tokens:
             self.memory.retire_cut(slot, parked.fence)
@@ -306,8 +313,7 @@ class Occupancy:
             for parked in list(self.parked.values()):
                 self.evict(parked)
             if self.keeper is not None:
-                while self.keeper.oldest() is not None:
-                    self.keeper.evict_oldest()
+                self.keeper.clear()
             fence = self.memory.fence()
             self.closed = True  # nothing is launched, opened or grown here while the lock is not held
         fence.wait()

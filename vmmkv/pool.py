@@ -12,6 +12,7 @@ already: it is only taken if that is too little.
 import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,14 +85,20 @@ class Pool:
         Raises: OutOfPages, naming pages wanted, free and evictable; DriverError. Either leaves the pool as it was,
         but for parked slots that were evicted to make room.
         """
+        return self.acquire_mixed({num_pages: count}, wait=wait)[num_pages]
+
+    def acquire_mixed(self, counts: Mapping[int, int], *, wait: bool = True) -> dict[int, list[Extent]]:
+        """The same for several size classes at once: `counts` by pages of an extent. All of them or none."""
         with self.lock:
             self.check_open()
-            self._check_feasible(count, num_pages, wait=wait)
+            self._check_feasible(counts, wait=wait)
             reused: list[Extent] = []
             created: list[Extent] = []
             try:
-                while missing := count - len(reused) - len(created):
-                    self._take(num_pages, missing, reused, created, wait=wait)
+                for num_pages, count in counts.items():
+                    wanted = len(reused) + len(created) + count
+                    while missing := wanted - len(reused) - len(created):
+                        self._take(num_pages, missing, reused, created, wait=wait)
             except BaseException:
                 for extent in reversed(reused):
                     self._put_back(extent)
@@ -100,7 +107,9 @@ class Pool:
                     with contextlib.suppress(DriverError):  # then it stays free, which is within the budget too
                         self._destroy_newest(extent.num_pages)
                 raise
-            return reused + created
+            return {
+                num_pages: [extent for extent in (*reused, *created) if extent.num_pages == num_pages] for num_pages in counts
+            }
 
     def hold(self, extent: Extent) -> None:
         """One more holder of an extent that is held already."""
@@ -269,11 +278,12 @@ class Pool:
                 num_pages += cache.idle_pages(enough - num_pages)
         return num_pages
 
-    def _check_feasible(self, count: int, num_pages: int, *, wait: bool) -> None:
+    def _check_feasible(self, counts: Mapping[int, int], *, wait: bool) -> None:
         """Refuse before anything is evicted for nothing."""
-        if count < 0 or num_pages not in SIZE_CLASSES:
-            raise ValueError(f"{count} extents of {num_pages} pages: the count is at least 0, the pages are {SIZE_CLASSES}")
-        wanted, free = count * num_pages, self.spare_pages
+        for num_pages, count in counts.items():
+            if count < 0 or num_pages not in SIZE_CLASSES:
+                raise ValueError(f"{count} extents of {num_pages} pages: the count is at least 0, the pages are {SIZE_CLASSES}")
+        wanted, free = sum(num_pages * count for num_pages, count in counts.items()), self.spare_pages
         if wanted <= free:
             return
         evictable = self.kept_pages

@@ -23,7 +23,8 @@ from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
 from vmmkv.extents import Evictable, Extent
 from vmmkv.prefix_costs import Costs, Rung
-from vmmkv.prefix_plan import Placed, Plan, end_token, plan
+from vmmkv.prefix_plan import Placed, Plan, end_token, plan, uncovered
+from vmmkv.promotion import HOT, promote_some
 from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Parked, Sequence
@@ -113,6 +114,8 @@ class PrefixCache:
             self._kept: dict[int, Node[Placed]] = {}
             """Where the rows of a parked slot end in the tree, by slot."""
             self._counts = _Counts()
+            self._hot: list[Node[Placed]] = []
+            """Hit often enough to be promoted, and not looked at since."""
             self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
             occupancy.keeper = self
 
@@ -267,14 +270,16 @@ class PrefixCache:
         return Attached(sequence, best.num_tokens, rung)
 
     def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
+        """The tree knows the sequence; what was copied for it is shared at once, for it is a copy of what was confirmed."""
         slot, num_tokens = attached.sequence.slot, attached.num_tokens
-        node: Node[Placed] | None = None
+        self._running[slot] = _Running(namespace, None, 0)
         if num_tokens:
-            node = self._tree.insert(namespace, tokens[:num_tokens]).node
-            self._tree.lock(node)
-            for each in node.path():
-                each.residents.add(slot)
-        self._running[slot] = _Running(namespace, node, num_tokens)
+            self._extend(slot, tokens[:num_tokens], is_known=attached.rung is Rung.ADOPT)
+            node = self._running[slot].node
+            assert node is not None
+            node.num_hits += 1
+            if node.num_hits == HOT:
+                self._hot.append(node)
 
     # on and out
 
@@ -319,26 +324,34 @@ class PrefixCache:
                 f"{num_tokens} tokens: the sequence in slot {sequence.slot} has {sequence.length}, of which "
                 f"{running.num_tokens} were inserted before; what was inserted stays so"
             )
-        if num_tokens == running.num_tokens:
-            return running
-        slot, tree, pool = sequence.slot, self._tree, self.cache.pool
-        pieces = self._pieces_of(slot, running.num_tokens, num_tokens)
-        inserted = tree.insert(running.namespace, tokens, pieces)
-        if running.node is not None and running.node not in (path := inserted.node.path()) and path:
+        if num_tokens > running.num_tokens:
+            self._extend(sequence.slot, tokens)
+        return running
+
+    def _extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
+        """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
+        running, num_tokens, tree, counts = self._running[slot], len(tokens), self._tree, self._counts
+        match = tree.match(running.namespace, tokens)
+        if running.node is not None and running.node not in match.path:
             raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
-        returned = {piece.value for piece in inserted.duplicates}
+        pieces = [] if is_known else self._pieces_of(slot, running.num_tokens, num_tokens)
+        pieces = uncovered(pieces, match)
+        inserted = tree.insert(running.namespace, tokens, pieces)
+        path = inserted.node.path()
+        returned = {piece.value.extent for piece in inserted.duplicates}
         for piece in pieces:
-            if piece.value not in returned:
-                pool.hold(piece.value.extent)
-        self._counts.inserted_pages += sum(piece.value.extent.num_pages for piece in pieces if piece.value not in returned)
-        self._counts.duplicate_pages += sum(value.extent.num_pages for value in returned)
+            extent = piece.value.extent
+            if extent not in returned:
+                self.cache.pool.hold(extent)
+                counts.inserted_pages += extent.num_pages
+            elif not extent.shared:
+                counts.duplicate_pages += extent.num_pages
         tree.lock(inserted.node)
         if running.node is not None:
             tree.unlock(running.node)
-        for node in inserted.node.path():
+        for node in path:
             node.residents.add(slot)
         running.node, running.num_tokens = inserted.node, num_tokens
-        return running
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
         """The extents of a slot that are shareable with `num_tokens` tokens and were not with `after`."""
@@ -407,6 +420,22 @@ class PrefixCache:
                 promoted_bytes=counts.promoted_bytes,
             )
 
+    def promote(self, budget_us: float = float("inf")) -> int:
+        """Copy hot prefixes into large extents for those who come later, for about that long; the bytes promoted.
+
+        Call it while launched work is queued, as `KVCache.pump`; it takes no page from anybody. See `vmmkv.promotion`.
+        """
+        began_ns, num_bytes = time.perf_counter_ns(), 0
+        with self.cache.pool.lock:
+            while self._hot and (time.perf_counter_ns() - began_ns) / 1e3 < budget_us:
+                node = self._hot[-1]
+                done = promote_some(self._tree, self._memory, self._windows, node) if node.parent is not None else 0
+                num_bytes += done
+                if not done:
+                    self._hot.pop()
+            self._counts.promoted_bytes += num_bytes
+        return num_bytes
+
     # what the occupancy asks of its keeper; the pool's lock is held
 
     def keeps(self, slot: int) -> bool:
@@ -460,6 +489,14 @@ class PrefixCache:
                 self._occupancy.evict(self._occupancy.parked[slot])
         if start and parent is not None:
             self._tidy(parent)
+
+    def clear(self) -> None:
+        """Evict everything, pinned or not; no sequence runs any more."""
+        for node in self._tree.nodes():
+            if node.pinned_until is not None:
+                self._tree.pin(node, None)
+        while self._tree.oldest_evictable() is not None:
+            self.evict_oldest()
 
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""

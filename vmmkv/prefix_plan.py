@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vmmkv.extents import Extent
+from vmmkv.extents import LARGE_PAGES, Extent
 from vmmkv.layout import Group, KVLayout
 from vmmkv.memory import SlotMemory
 from vmmkv.radix import Match, Node, Piece
@@ -84,6 +84,31 @@ def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | N
     return None
 
 
+def uncovered(pieces: list[Piece[Placed]], match: Match[Placed]) -> list[Piece[Placed]]:
+    """Without those whose rows the tree has in a larger extent already."""
+    if not pieces:
+        return pieces
+    larger = [
+        (piece.group, piece.value)
+        for node in match.path
+        if node.end >= pieces[0].end_token
+        for piece in node.pieces
+        if piece.value.extent.num_pages > 1 and piece.end_token <= match.num_tokens
+    ]
+
+    def is_covered(piece: Piece[Placed]) -> bool:
+        value = piece.value
+        return any(
+            group == piece.group
+            and placed.page <= value.page
+            and value.end_page <= placed.end_page
+            and placed.extent.num_pages > value.extent.num_pages
+            for group, placed in larger
+        )
+
+    return [piece for piece in pieces if not is_covered(piece)] if larger else pieces
+
+
 def _by_page(memory: SlotMemory, path: list[Node[Placed]]) -> list[dict[int, list[Piece[Placed]]]]:
     known: list[dict[int, list[Piece[Placed]]]] = [{} for _ in memory.arenas]
     for node in path:
@@ -105,20 +130,23 @@ def _cover(known: dict[int, list[Piece[Placed]]], group: Group, start: int, num_
 
 def _holder_of(known: dict[int, list[Piece[Placed]]], deepest: Node[Placed], index: int, page: int) -> Placed | None:
     """Whatever holds the rows of a page that are matched: on the path, or below, where all branches have the same."""
-    for piece in known.get(page, ()):
-        return piece.value
+    for first in (page, page // LARGE_PAGES * LARGE_PAGES):
+        for piece in known.get(first, ()):
+            if piece.value.end_page > page:
+                return piece.value
     for piece in _below(deepest):
-        if piece.group == index and piece.value.page == page:
+        if piece.group == index and piece.value.page <= page < piece.value.end_page:
             return piece.value
     return None
 
 
 def _below(node: Node[Placed]) -> Iterator[Piece[Placed]]:
-    """The pieces of one branch below a node, as far as they may hold rows from before its end."""
+    """The pieces of one branch below a node, as far down as they can hold rows from before its end."""
+    end = node.end
     while node.children:
         node = next(iter(node.children.values()))
-        if node.pieces:
-            yield from node.pieces
+        yield from node.pieces
+        if node.pieces and node.start > end:
             return
 
 

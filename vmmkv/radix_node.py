@@ -54,6 +54,7 @@ class Node(Generic[T]):
         "edge",
         "end",
         "locks",
+        "num_hits",
         "parent",
         "pieces",
         "pinned_until",
@@ -77,6 +78,8 @@ class Node(Generic[T]):
         """In order of `piece_place`; start < end_token <= end."""
         self.locks = 0
         """Running sequences that use the path up to here. Above 0, it is not evicted; nor is an ancestor, for it is no leaf."""
+        self.num_hits = 0
+        """How often somebody ended here who had these tokens from here: for the owner to count."""
         self.stamp = stamp
         """When it was last used itself, or a descendant that has been removed since; of a leaf, when it was last used."""
         self.pinned_until: float | None = None

@@ -16,7 +16,7 @@ import torch
 
 from vmmkv.dlpack import wrap
 from vmmkv.driver.base import Fence
-from vmmkv.errors import DriverError
+from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.extents import Extent
 from vmmkv.mapper import Target
 from vmmkv.memory import SlotMemory
@@ -71,7 +71,8 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
     for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
         span = arena.spans[slot]
         span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
-        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index]))
+        large = arena.group.window is None  # what a window leaves behind goes page by page
+        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large))
     try:
         memory.publish([memory.mapper.stage(targets)], settle=False)
     except BaseException:
@@ -112,6 +113,55 @@ def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
             for mapping in list(span.live_from(span.border_before(first))):
                 if mapping.page < max(end, first + 1) and mapping.extent.shared:
                     _exchange(memory, index, mapping)
+
+
+def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
+    """Can `copy_rows` copy these? Raises: ValueError, RowsUnmapped."""
+    table = memory.table
+    if memory.tenants[source] != memory.tenants[target]:
+        raise ValueError(f"slots {source} and {target} are two tenants', and neither may read the other's rows")
+    if not 0 <= first_token <= end_token:
+        raise ValueError(f"rows [{first_token}, {end_token}): they begin at 0 at least, and end no earlier than they begin")
+    if table.lengths[source] < end_token or table.lengths[target] < first_token:
+        raise ValueError(
+            f"rows [{first_token}, {end_token}): the source in slot {source} has {table.lengths[source]} tokens and must have "
+            f"{end_token}; the target in slot {target} has {table.lengths[target]} and must have {first_token}"
+        )
+    if table.limits[target] < end_token:
+        raise RowsUnmapped(f"slot {target} has memory for {table.limits[target]} tokens: grow({end_token}) first")
+    if _is_shared_from(memory, target, first_token):
+        raise ValueError(
+            f"slot {target} shares a page with rows from {first_token} on, which so cannot be written: "
+            f"truncate({first_token}) and grow({end_token}) give it its own"
+        )
+
+
+def _is_shared_from(memory: SlotMemory, slot: int, num_tokens: int) -> bool:
+    """Do others hold anything that is mapped for the rows of a slot from `num_tokens` on?"""
+    for arena in memory.arenas:
+        span = arena.spans[slot]
+        page = max(span.first_page, num_tokens * arena.group.row_bytes // PAGE_BYTES)
+        if page < span.end_page and any(mapping.extent.shared for mapping in span.live_from(span.border_before(page))):
+            return True
+    return False
+
+
+def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
+    """Give a slot rows [first_token, end_token) of another one, and so many tokens; what `check_copy` allows.
+
+    Where a window has passed rows of either, neither has them. Cost: a copy for each group, launched on the caller's current
+    stream; no driver call.
+    """
+    assert not _is_shared_from(memory, target, first_token), f"slot {target} would write what others hold too (law 3)"
+    starts = memory.table.starts
+    for index, arena in enumerate(memory.arenas):
+        # What is mapped before its start goes when the window advances again.
+        starts[index, target] = max(starts[index, target], starts[index, source])
+        first_byte = max(first_token, int(starts[index, target])) * arena.group.row_bytes
+        end_byte = end_token * arena.group.row_bytes
+        if first_byte < end_byte:
+            SlotRows(memory, source).copy(index, first_byte, _bytes(arena, target, first_byte, end_byte))
+    memory.table.lengths[target] = end_token
 
 
 def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:

@@ -8,11 +8,12 @@ import torch
 
 from vmmkv import DriverError, KVCache
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.beams import Candidate
+from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.engine.runner import ModelRunner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Pick
 from vmmkv.server.engine.scheduler import CannotRun, Scheduler
-from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Snapshot, Tokens
+from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Generate, Snapshot, Tokens
 from vmmkv.units import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ class Engine:
             self._refuse(message, f"{both}; both must be at least 1, and at most {self.cache.max_tokens} together")
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
-        if message.beam_width:
-            # Here beams.BeamSearch would start, with these stop_ids; its answer is one Beams message.
-            self._refuse(message, "beam search is not served by this engine yet; leave use_beam_search out")
+        if not 0 <= message.beam_width <= self.cache.num_slots:
+            beams = f"a search of {message.beam_width} beams"
+            self._refuse(
+                message, f"{beams}; each takes a slot, and there are {self.cache.num_slots}: lower the number of beams"
+            )
             return
         self._scheduler.waiting.append(Request(message, stop_ids))
 
@@ -92,14 +95,15 @@ class Engine:
         try:
             sampled = self._runner.forward(work)
             self._pump()
-            picks = sampled.tolist()
+            picks, candidates = sampled.tolist(), sampled.candidates()
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
-            self._fail([request for request, _ in work], f"the step failed: {error}")
+            self._fail(list(dict.fromkeys(strand.request for strand, _ in work)), f"the step failed: {error}")
             return
-        for (request, count), pick in zip(work, picks, strict=True):
-            self._account(request, count, pick)
+        for row, ((strand, count), pick) in enumerate(zip(work, picks, strict=True)):
+            if strand.request.sequence is not None:  # else another of its beams has ended it
+                self._account(strand, count, pick, candidates.get(row, []))
         self._step_us += 0.1 * ((time.perf_counter() - began_s) * 1e6 - self._step_us)
         self.report(only_if_due=True)
 
@@ -107,6 +111,8 @@ class Engine:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
         try:
             self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
+            if self._prefix is not None:
+                self._prefix.promote(self._step_us / 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
 
@@ -144,20 +150,28 @@ class Engine:
             )
         )
 
-    def _account(self, request: Request, count: int, pick: Pick) -> None:
-        """The device has computed `count` tokens of a request; `pick` comes next if those were all it had."""
-        request.memory.advance(count)
+    def _account(self, strand: Strand, count: int, pick: Pick, candidates: list[Candidate]) -> None:
+        """The device has computed `count` tokens of a strand; if those were all it had, `pick` or a candidate comes next."""
+        request = strand.request
+        strand.memory.advance(count)
         for group in self._windowed:
-            request.memory.advance_start(group)
-        self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
-        request.num_computed += count
-        if request.num_computed <= len(request.ask.prompt):
-            self._scheduler.share(request)
-        if request.num_computed < len(request.tokens):
+            strand.memory.advance_start(group)
+        if strand is request:
+            self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
+            request.num_computed += count
+            if request.num_computed <= len(request.ask.prompt):
+                self._scheduler.share(request)
+        if strand.num_left:
             return
         if pick.token == NOT_A_NUMBER:
             self._fail([request], "the model's logits are not numbers: it may need another --dtype")
-            return
+        elif request.beams is None:
+            self._answer(request, pick)
+        else:
+            self._search(request, strand, candidates)
+
+    def _answer(self, request: Request, pick: Pick) -> None:
+        """A request has its next token."""
         is_first = request.num_generated == 0
         finish_reason = request.accept(pick.token)
         kept = finish_reason != "stop"
@@ -172,6 +186,15 @@ class Engine:
             )
         )
         if finish_reason is not None:
+            self._scheduler.end(request)
+
+    def _search(self, request: Request, strand: Strand, candidates: list[Candidate]) -> None:
+        """One beam of a request knows what may come next."""
+        assert request.beams is not None, "there is no search"
+        found = request.beams.take(strand, candidates)
+        if found is not None:
+            self._generated_tokens += sum(len(beam.token_ids) for beam in found)
+            self._send(Beams(request_id=request.ask.request_id, beams=found, cached_tokens=request.num_cached))
             self._scheduler.end(request)
 
     def _refuse(self, message: Generate, reason: str) -> None:

@@ -30,7 +30,7 @@ LAYERS = (
     ("sharing", "scratch"),
     ("cache", "occupancy", "sequence", "stats"),
     ("prefix_plan",),
-    ("prefix_costs",),
+    ("prefix_costs", "promotion"),
     ("prefix",),
     ("tiers",),
     ("adapters",),
