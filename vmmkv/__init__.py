@@ -24,6 +24,8 @@ from vmmkv.errors import (
 from vmmkv.kv_type import KVType
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.pool import Pool, PoolStats
+from vmmkv.prefix import Attached, PrefixCache, PrefixStats
+from vmmkv.prefix_costs import Rung
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.stats import CacheStats
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
@@ -36,6 +38,7 @@ __all__ = [
     "MIB",
     "PAGE_BYTES",
     "TIB",
+    "Attached",
     "BudgetError",
     "CacheStats",
     "Closed",
@@ -55,7 +58,10 @@ __all__ = [
     "Plane",
     "Pool",
     "PoolStats",
+    "PrefixCache",
+    "PrefixStats",
     "RowsUnmapped",
+    "Rung",
     "Sequence",
     "SequenceTooLong",
     "VmmkvError",

@@ -13,9 +13,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_library_example_runs_and_is_right() -> None:
-    first, loop, quantised = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, loop, shared, quantised = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (promised,) = re.findall(r"waste_bytes\)\s+# (\d+)", first)
-    for example, output in ((first, promised), (loop, ""), (quantised, "")):
+    (hits,) = re.findall(r"hit_tokens\)\s+# (.*)$", shared, re.MULTILINE)
+    for example, output in ((first, promised), (loop, ""), (shared, hits), (quantised, "")):
         run = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout.strip() == output
