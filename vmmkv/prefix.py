@@ -11,6 +11,7 @@ more) and, while they last, in the slots of sequences that have or had them: its
 Only what a caller has confirmed is shared: rows that were computed and read back, not merely launched.
 """
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable
@@ -29,6 +30,7 @@ from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.sharing import Pages, SlotRows
+from vmmkv.slots import SlotState
 from vmmkv.units import PAGE_BYTES
 
 
@@ -104,12 +106,14 @@ class PrefixCache:
                 raise ValueError(f"{cache!r} has a prefix cache already")
             self.costs = costs or Costs()
             """What decides between the rungs; `recompute_us_per_token` is for the owner of the model to set."""
-            if costs is None:
-                self.costs.calibrate(cache.device)
+            self._is_measured = costs is None
             self._occupancy = occupancy
             self._memory = occupancy.memory
             self._tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
             self._windows = Windows(self._memory)
+            if self._is_measured:
+                self.costs.calibrate(cache.device)
+                self.costs.alias_us = self._windows.measure_us() or self.costs.alias_us
             self._running: dict[int, _Running] = {}
             self._kept: dict[int, Node[Placed]] = {}
             """Where the rows of a parked slot end in the tree, by slot."""
@@ -189,6 +193,8 @@ class PrefixCache:
             return (rung if rung in possible else Rung.RECOMPUTE), parked
         pool = self.cache.pool
         scarcity = pool.held_bytes / pool.budget_bytes
+        if self._is_measured:
+            self.costs.map_us = self._memory.mapper.map_us
 
         def cost(each: Rung) -> float:
             return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps)
@@ -435,6 +441,18 @@ class PrefixCache:
                     self._hot.pop()
             self._counts.promoted_bytes += num_bytes
         return num_bytes
+
+    def free_slots(self, count: int) -> None:
+        """Give up parked slots, the oldest first, until `count` are free or closing; the tree keeps their full extents.
+
+        For whoever has more slots than sequences: who attaches by alias wants a bare slot, and unmapping one takes time. No
+        driver call: `KVCache.pump` unmaps.
+        """
+        with self.cache.pool.lock:
+            table = self._occupancy.table
+            missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
+            for parked in list(itertools.islice(self._occupancy.parked.values(), max(0, missing))):
+                self._occupancy.evict(parked)
 
     # what the occupancy asks of its keeper; the pool's lock is held
 

@@ -2,7 +2,7 @@
 
     adopt       a write of the limit
     alias       handles * alias_us, and the copy of the rest
-    copy        bytes * copy_us_per_byte, pages * (map_us + what a page is worth)
+    copy        bytes * copy_us_per_byte, extents * (map_us + what they are worth)
     recompute   tokens * recompute_us_per_token
 
 An alias has a second use: rows that several sequences share are read from L2 by those that run side by side, so a step reads
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vmmkv.extents import LARGE_PAGES
 from vmmkv.prefix_plan import Plan
-from vmmkv.units import MIB, PAGE_BYTES
+from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 
 class Rung(enum.Enum):
@@ -69,7 +70,7 @@ class Costs:
         `num_steps`: in how many steps the prefix will be read.
         """
         size_bytes = plan.num_tokens * row_bytes
-        num_pages = size_bytes / PAGE_BYTES
+        num_large, num_pages = divmod(ceil_div(size_bytes, PAGE_BYTES), LARGE_PAGES)
         aliased_pages = sum(extent.num_pages for pages in plan.pages for extent in pages.values())
         if rung is Rung.ADOPT:
             return 0.0
@@ -78,7 +79,7 @@ class Costs:
             return plan.num_handles * self.alias_us + self.map_us + rest_bytes * self.copy_us_per_byte
         if rung is Rung.COPY:
             missed = _BACKGROUND * num_steps * size_bytes * self.copy_us_per_byte / 2  # a copy reads and writes
-            return size_bytes * self.copy_us_per_byte + num_pages * self.map_us * (1 + scarcity) + missed
+            return size_bytes * self.copy_us_per_byte + (num_large + num_pages) * self.map_us * (1 + scarcity) + missed
         return plan.num_tokens * self.recompute_us_per_token
 
 

@@ -5,6 +5,7 @@ retires at once: it is unmapped when the copy is done, like everything else.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -12,13 +13,14 @@ import torch
 
 from vmmkv.dlpack import wrap
 from vmmkv.driver.base import Access
-from vmmkv.errors import DriverError
+from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.extents import SIZE_CLASSES, Extent
 from vmmkv.memory import SlotMemory
 from vmmkv.ranges import Arena, Span
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 _NUM_WINDOWS: Final = 64
+_NUM_TRIALS: Final = 8
 
 
 class Windows:
@@ -38,6 +40,25 @@ class Windows:
         """
         with self._mapped(extent, self._memory.mapper.alias_access) as address:
             target.copy_(wrap(address + first_byte, target.numel(), self._memory.pool.device))
+
+    def measure_us(self) -> float | None:
+        """What it takes to map a page and to unmap it again, in us; None if there is no page to try it with."""
+        memory, pool = self._memory, self._memory.pool
+        try:
+            (extent,) = pool.acquire(1, wait=False)
+        except OutOfPages:
+            return None
+        try:
+            began_ns = time.perf_counter_ns()
+            for _ in range(_NUM_TRIALS):
+                with self._mapped(extent, Access.READ_WRITE):
+                    pass
+            memory.fence().wait()
+            memory.mapper.collect()
+            return (time.perf_counter_ns() - began_ns) / 1e3 / _NUM_TRIALS
+        finally:
+            pool.unuse(extent)
+            pool.drop(extent)
 
     def fill(self, extent: Extent, source: torch.Tensor) -> None:
         """Copy as many bytes as an extent has into it. Cost: as `copy`. The extent is nobody's yet."""

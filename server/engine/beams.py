@@ -49,6 +49,18 @@ class LiveBeam:
         """All of them, without the prompt's. Takes a while: for its end, or to compute it anew."""
         return list(self._backwards())[::-1]
 
+    def num_common(self, other: "LiveBeam") -> int:
+        """How many first tokens two beams of one search have from one and the same ancestor. Takes as long as they differ."""
+        one = self
+        while one is not other:
+            if one.num_tokens >= other.num_tokens:
+                assert one._parent is not None, "these are beams of two searches"
+                one = one._parent
+            else:
+                assert other._parent is not None, "these are beams of two searches"
+                other = other._parent
+        return one.num_tokens
+
     def _backwards(self) -> Iterator[int]:
         beam: LiveBeam | None = self
         while beam is not None and beam.token is not None:

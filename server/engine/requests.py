@@ -1,13 +1,56 @@
 """What the engine knows of one request."""
 
 from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vmmkv import Sequence
 from vmmkv.server.protocol import FinishReason, Generate
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine.beam_group import BeamGroup
+
+
+class Strand(Protocol):
+    """The tokens of one sequence of memory, of which a step computes the next few: a request's own, or those of a beam."""
+
+    @property
+    def request(self) -> "Request":
+        """Whose it is."""
+        ...
+
+    @property
+    def ask(self) -> Generate:
+        """What that asked for."""
+        ...
+
+    @property
+    def memory(self) -> Sequence:
+        """The sequence."""
+        ...
+
+    @property
+    def num_computed(self) -> int:
+        """Rows that it has."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are known and not computed."""
+        ...
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the likeliest tokens are wanted after its last one; 0 if one is sampled."""
+        ...
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` of those left."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +73,11 @@ class Request:
     """How often it has begun: more than once if it gave way."""
     num_overtaken: int = 0
     """By others that waited less, and whose prefix was known."""
+    max_others: int | None = None
+    """How many others may run when it begins again. None: any number, unless it gave way as a search, which does not know how
+    much memory it will take: then one that ran beside it must have ended."""
+    beams: "BeamGroup | None" = None
+    """Its search, while it runs; None if it samples."""
     prompt: npt.NDArray[np.int32] = field(init=False)
     """The tokens asked for, as an array, to be compared."""
 
@@ -48,6 +96,11 @@ class Request:
         return len(self.ask.prompt) + self.ask.max_new_tokens
 
     @property
+    def num_slots(self) -> int:
+        """Slots that it takes while it runs: one for each beam, from the start."""
+        return max(1, self.ask.beam_width)
+
+    @property
     def num_generated(self) -> int:
         """Tokens that were sampled for it."""
         return len(self.tokens) - len(self.ask.prompt)
@@ -57,6 +110,32 @@ class Request:
         """Its sequence; only of a running request."""
         assert self.sequence is not None, "a waiting request has no memory"
         return self.sequence
+
+    @property
+    def strands(self) -> Seq[Strand]:
+        """What can be computed of it: its own tokens, or when the prompt is, those of its live beams."""
+        return [self] if self.beams is None else self.beams.strands
+
+    # as a strand
+
+    @property
+    def request(self) -> "Request":
+        """See Strand."""
+        return self
+
+    @property
+    def num_left(self) -> int:
+        """See Strand."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_candidates(self) -> int:
+        """See Strand."""
+        return 0 if self.beams is None else self.beams.search.num_candidates
+
+    def next_tokens(self, count: int) -> list[int]:
+        """See Strand."""
+        return self.tokens[self.num_computed : self.num_computed + count]
 
     def accept(self, token: int) -> FinishReason | None:
         """Take a sampled token; why the request ends with it, if it does. An end token is not kept."""

@@ -1,13 +1,14 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from vmmkv import DriverError, KVCache, OutOfPages
 from vmmkv.prefix import PrefixCache
 from vmmkv.sequence import Sequence
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.beam_group import BeamGroup
+from vmmkv.server.engine.requests import Request, Strand
 
 _LOOKED_AT = 32
 """How many of the waiting are looked at for the longest known prefix."""
@@ -30,6 +31,9 @@ class Scheduler:
     A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page,
     the newest gives its memory back and waits, with what it has generated, to be computed again (vLLM's recompute): what it
     shares, and its full pages for as long as nobody needs them, the prefix cache keeps. Without one, nothing is shared.
+
+    A beam search takes as many slots as it has beams, from the start, and gives way with all of them: it begins anew from its
+    prompt, when one that ran beside it has ended.
     """
 
     def __init__(self, cache: KVCache, prefix: PrefixCache | None, *, step_tokens: int) -> None:
@@ -51,20 +55,25 @@ class Scheduler:
         """The request of that name, if it has not ended."""
         return next((request for request in (*self.running, *self.waiting) if request.ask.request_id == request_id), None)
 
-    def plan(self) -> list[tuple[Request, int]]:
+    def plan(self) -> list[tuple[Strand, int]]:
         """Who computes how many tokens in the next step; the memory for them is mapped.
 
         Raises: CannotRun, naming the request that must be ended; the others can go on.
         """
         self._admit()
         left = self._step_tokens
-        work: list[tuple[Request, int]] = []
+        work: list[tuple[Strand, int]] = []
         for request in list(self.running):
-            count = min(len(request.tokens) - request.num_computed, left)
-            if count and request in self.running and self._grow(request, request.num_computed + count):
-                work.append((request, count))
-                left -= count
-        return [(request, count) for request, count in work if request in self.running]
+            if request not in self.running or not self._arrange(request):
+                continue
+            for strand in request.strands:
+                count = min(strand.num_left, left)
+                if count:
+                    if not self._grow(strand, strand.num_computed + count):
+                        break
+                    work.append((strand, count))
+                    left -= count
+        return [(strand, count) for strand, count in work if strand.request in self.running]
 
     def share(self, request: Request) -> None:
         """What a running request has computed is confirmed: from now on others may have it."""
@@ -79,7 +88,7 @@ class Scheduler:
         if request not in self.running:
             self.waiting.remove(request)
             return
-        self.running.remove(request)
+        self._stop(request)
         if self._prefix is None or not keep:
             request.memory.close()
         else:
@@ -87,9 +96,11 @@ class Scheduler:
         request.sequence = None
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._cache.num_slots:
+        while self.waiting and (num_slots := self._num_free_slots()):
             request = self._next()
-            if request is None:
+            if request is None or request.num_slots > num_slots:
+                return
+            if request.max_others is not None and len(self.running) > request.max_others:
                 return
             try:
                 sequence, num_known = self._open(request)
@@ -103,10 +114,16 @@ class Scheduler:
                 request.num_cached = num_known
             request.sequence, request.num_computed = sequence, num_known
             request.num_admitted += 1
+            if request.ask.beam_width:
+                request.beams = BeamGroup(request, self._cache)
             for passed in self.waiting[: self.waiting.index(request)]:
                 passed.num_overtaken += 1
             self.waiting.remove(request)
             self.running.append(request)
+
+    def _num_free_slots(self) -> int:
+        """Slots that no running request has or will have."""
+        return self._cache.num_slots - sum(request.num_slots for request in self.running)
 
     def _open(self, request: Request) -> tuple[Sequence, int]:
         """Memory for all tokens of a request, and how many of them need not be computed."""
@@ -156,11 +173,19 @@ class Scheduler:
     def _prefilling(self) -> Iterator[Request]:
         return (request for request in self.running if request.num_computed < len(request.ask.prompt))
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Map memory for a request, from the newest ones if need be; False if it is the newest itself."""
+    def _grow(self, strand: Strand, num_tokens: int) -> bool:
+        """Map memory for a strand; False if its request gave way."""
+        return self._with_room(strand.request, lambda: strand.memory.grow(num_tokens))
+
+    def _arrange(self, request: Request) -> bool:
+        """Give the beams of a request their sequences, if it searches; False if it gave way."""
+        return request.beams is None or self._with_room(request, request.beams.arrange)
+
+    def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
+        """Have a request take memory, from the newest ones if need be; False if it is the newest itself."""
         while True:
             try:
-                request.memory.grow(num_tokens)
+                take()
                 return True
             except OutOfPages as error:
                 if len(self.running) == 1:
@@ -172,8 +197,17 @@ class Scheduler:
             except DriverError as error:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
 
-    def _preempt(self, request: Request) -> None:
+    def _stop(self, request: Request) -> None:
+        """It runs no longer. Of its memory nothing is left but its own sequence."""
         self.running.remove(request)
+        if request.beams is not None:
+            request.beams.close()
+            request.beams = None
+
+    def _preempt(self, request: Request) -> None:
+        if request.beams is not None:
+            request.max_others = len(self.running) - 2  # without itself, one fewer
+        self._stop(request)
         if self._prefix is None:
             request.memory.close()
         else:

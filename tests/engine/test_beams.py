@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.engine.conftest import Harness, prompt_of, tiny_model
+from tests.engine.conftest import prompt_of, tiny_model
 from vmmkv.server.engine.beams import BeamSearch, Candidate
 from vmmkv.server.engine.sampler import likeliest
 from vmmkv.server.protocol import Beam
@@ -162,12 +162,3 @@ def test_long_beams_go_as_they_came() -> None:
 def test_no_beams_and_no_tokens_are_refused(changed: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BeamSearch(**({"width": 2, "max_new_tokens": 2} | changed))
-
-
-def test_until_the_engine_searches_it_says_so(harness: Callable[..., Harness]) -> None:
-    one = harness()
-    one.ask("beams", prompt_of(5), beam_width=4)
-    one.ask("other", prompt_of(5))
-    one.run()
-    assert one.failures().keys() == {"beams"} and "use_beam_search" in one.failures()["beams"]
-    assert one.tokens("other") == one.expected(prompt_of(5))

@@ -1,0 +1,169 @@
+"""Prefix sharing on a GPU: aliases and copies around kernels that run, and the laws under random use."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.gpu.test_cache_machine_cuda import PromptCuda
+from tests.laws.test_prefix_machine import PrefixMachine
+from vmmkv import GIB, KVCache, KVLayout, Pool, PrefixCache, Rung, Sequence
+from vmmkv.driver import Driver
+from vmmkv.driver.cuda import CudaDriver
+from vmmkv.driver.fake import FakeDriver
+
+pytestmark = pytest.mark.gpu
+
+LAYOUT = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 tokens a page
+LONG = 400_000_000
+"""Cycles: about 0.2 s."""
+PROMPT = list(range(1000))
+LAYER = 5
+
+
+@pytest.fixture
+def cache(gpu: torch.device) -> Iterator[KVCache]:
+    pool = Pool(gpu, 2 * GIB, driver=FakeDriver(over=CudaDriver(gpu), memory_bytes=2**50))
+    made = KVCache(LAYOUT, pool, slots=8, max_tokens=4096)
+    yield made
+    made.close()
+    assert pool.held_bytes == 0
+    pool.close()
+
+
+def write(sequence: Sequence, start: int, end: int) -> None:
+    numbers = torch.arange(start, end, device="cuda", dtype=torch.bfloat16)[:, None, None]
+    sequence.k(LAYER)[start:end] = numbers
+    sequence.v(LAYER)[start:end] = -numbers
+
+
+def assert_reads(sequence: Sequence, end: int) -> None:
+    numbers = torch.arange(end, device="cuda", dtype=torch.bfloat16)[:, None, None]
+    assert (sequence.k(LAYER)[:end] == numbers).all()
+    assert (sequence.v(LAYER)[:end] == -numbers).all()
+
+
+def computed(cache: KVCache, prefix: PrefixCache) -> Sequence:
+    sequence = prefix.attach(PROMPT).sequence
+    sequence.grow(1000)
+    write(sequence, 0, 1000)
+    sequence.advance(1000)
+    prefix.insert(sequence, PROMPT)
+    return sequence
+
+
+def test_a_fork_sees_what_is_still_being_written(cache: KVCache) -> None:
+    parent = cache.open()
+    parent.grow(1000)
+    write(parent, 0, 1000)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    write(parent, 0, 1000)
+    parent.advance(1000)
+    (child,) = cache.fork(parent)
+    assert not torch.cuda.current_stream().query()
+    assert_reads(child, 1000)
+    child.grow(1010)
+    write(child, 1000, 1010)
+    child.advance(10)
+    parent.close()
+    cache.drain()
+    assert_reads(child, 1010)
+    cache.check()
+
+
+@pytest.mark.parametrize("rung", [Rung.ALIAS, Rung.COPY, Rung.ADOPT])
+def test_every_rung_gives_the_rows(cache: KVCache, rung: Rung) -> None:
+    prefix = PrefixCache(cache)
+    first = computed(cache, prefix)
+    if rung is Rung.ADOPT:
+        prefix.park(first, PROMPT)
+    attached = prefix.attach([*PROMPT[:777], 5, 6], rung=rung)
+    assert (attached.rung, attached.num_tokens) == (rung, 777)
+    assert_reads(attached.sequence, 777)
+    cache.check()
+
+
+def test_rows_that_no_slot_has_are_read_through_a_window(cache: KVCache) -> None:
+    prefix = PrefixCache(cache)
+    prefix.release(computed(cache, prefix), PROMPT)
+    cache.drain()
+    torch.cuda._sleep(LONG)
+    attached = prefix.attach([*PROMPT[:777], 5, 6])
+    assert attached.num_tokens == 777
+    assert_reads(attached.sequence, 777)
+    cache.drain()
+    cache.check()
+
+
+def test_hot_pages_are_promoted_and_mean_the_same(cache: KVCache) -> None:
+    prefix = PrefixCache(cache)
+    sequence = prefix.attach(PROMPT).sequence
+    for end in range(100, 1001, 100):  # bit by bit, and so in pages
+        sequence.grow(end)
+    write(sequence, 0, 1000)
+    sequence.advance(1000)
+    prefix.park(sequence, PROMPT)
+    maps = []
+    for own in range(4):
+        before = cache.pool.driver.calls["map"]
+        attached = prefix.attach([*PROMPT, own], rung=Rung.ALIAS)
+        maps.append(cache.pool.driver.calls["map"] - before)
+        assert_reads(attached.sequence, 1000)
+        prefix.promote()
+        cache.check()
+    assert maps[0] == maps[1] == 63
+    assert maps[2] == maps[3] == 3 + 15
+    assert prefix.stats().promoted_bytes == 3 * 32 * 2**20
+
+
+def test_a_truncated_fork_writes_to_pages_of_its_own(cache: KVCache) -> None:
+    parent = cache.open()
+    parent.grow(1000)
+    write(parent, 0, 1000)
+    parent.advance(1000)
+    (child,) = cache.fork(parent)
+    torch.cuda._sleep(LONG)
+    total = parent.k(LAYER)[:1000].float().sum()
+    child.truncate(500)
+    child.grow(600)
+    child.k(LAYER)[500:600] = 7.0
+    child.advance(100)
+    assert float(total) == float(torch.arange(1000, dtype=torch.bfloat16).float().sum()) * 8 * 128
+    assert_reads(parent, 1000)
+    assert_reads(child, 500)
+    cache.check()
+
+
+def test_sharers_decode_what_one_would(cache: KVCache) -> None:
+    from vmmkv.kernels.decode import decode
+
+    prefix = PrefixCache(cache)
+    first = computed(cache, prefix)
+    others: list[Sequence] = [prefix.attach([*PROMPT, own], rung=Rung.ALIAS).sequence for own in range(4)]
+    sequences = [first, *others]
+    slots_B = torch.tensor([sequence.slot for sequence in sequences], device="cuda", dtype=torch.int32)
+    lengths_B = torch.full((5,), 1000, device="cuda", dtype=torch.int32)
+    q_BHD = torch.randn(1, 32, 128, device="cuda").bfloat16().expand(5, 32, 128).contiguous()
+    out = decode(q_BHD, cache.k(LAYER), cache.v(LAYER), lengths_B, slots_B, limit_S=cache.limit)
+    assert (out == out[0]).all()
+
+
+class CudaPrefixMachine(PrefixMachine):
+    """Over CUDA: the bytes too."""
+
+    real_memory = True
+
+    def open_below(self) -> Driver | None:
+        return PromptCuda(torch.device("cuda", 0))
+
+
+TestPrefixesOnCuda: Callable[..., object] = CudaPrefixMachine.TestCase
+TestPrefixesOnCuda.settings = settings(  # type: ignore[attr-defined]
+    deadline=None,
+    derandomize=True,
+    max_examples=20,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
