@@ -9,4 +9,5 @@ runner     an unmodified transformers model over the cache
 attention  what its attention layers call instead of their own
 sampler    logits to token ids
 beams      which beams of a search go on, and which have ended
+beam_group the sequences of a search: forks of the prompt, rows copied as beams are reordered
 """

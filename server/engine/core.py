@@ -27,7 +27,11 @@ class EngineDied(Exception):
 
 
 class Engine:
-    """Continuous batching: sequences join and leave at every step. `send` takes the answers."""
+    """Continuous batching: sequences join and leave at every step. `send` takes the answers.
+
+    `max_sequences` run at once, as many as there are slots if None; the others are for sequences that have ended, and whose
+    slots wait to be adopted.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Engine:
         runner: ModelRunner,
         *,
         prefix: PrefixCache | None = None,
+        max_sequences: int | None = None,
         eos_ids: frozenset[int],
         step_tokens: int,
         send: Callable[[FromEngine], None],
@@ -42,7 +47,8 @@ class Engine:
         self.cache = cache
         self._runner = runner
         self._prefix = prefix
-        self._scheduler = Scheduler(cache, prefix, step_tokens=step_tokens)
+        self._max_sequences = max_sequences or cache.num_slots
+        self._scheduler = Scheduler(cache, prefix, step_tokens=step_tokens, max_sequences=self._max_sequences)
         self._eos_ids = eos_ids
         self._send = send
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
@@ -69,11 +75,9 @@ class Engine:
             self._refuse(message, f"{both}; both must be at least 1, and at most {self.cache.max_tokens} together")
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
-        if not 0 <= message.beam_width <= self.cache.num_slots:
+        if not 0 <= message.beam_width <= self._max_sequences:
             beams = f"a search of {message.beam_width} beams"
-            self._refuse(
-                message, f"{beams}; each takes a slot, and there are {self.cache.num_slots}: lower the number of beams"
-            )
+            self._refuse(message, f"{beams}; each takes a slot, and there are {self._max_sequences}: lower the number of beams")
             return
         self._scheduler.waiting.append(Request(message, stop_ids))
 
@@ -113,6 +117,7 @@ class Engine:
             self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
             if self._prefix is not None:
                 self._prefix.promote(self._step_us / 4)
+                self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
 

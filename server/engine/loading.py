@@ -18,6 +18,9 @@ from vmmkv.server.settings import ServeConfig
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 4096}
 """Tokens that one step computes at most. On a CPU a longer one would keep the others waiting for seconds."""
 
+PARKED_SLOTS: Final = 3
+"""For sequences that have ended, for each that may run: a conversation goes on where its own was parked. Addresses are free."""
+
 GPU_MARGIN_BYTES: Final = 1 * GIB
 """Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
 
@@ -58,14 +61,22 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     most_bytes = layout.peak_pages(max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
     first_bytes = layout.peak_pages(min(step_tokens, max_tokens), sliding=False) * PAGE_BYTES
     pool = Pool(device, config.kv_budget_bytes or first_bytes)
-    cache = KVCache(layout, pool, slots=config.max_sequences, max_tokens=max_tokens)
+    cache = KVCache(layout, pool, slots=config.max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens=max_tokens)
     runner = ModelRunner(model, cache)
     at(2)
     warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
     if config.kv_budget_bytes is None:
         pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
     prefix = PrefixCache(cache) if config.prefix_cache else None
-    engine = Engine(cache, runner, prefix=prefix, eos_ids=end_tokens(model), step_tokens=step_tokens, send=send)
+    engine = Engine(
+        cache,
+        runner,
+        prefix=prefix,
+        max_sequences=config.max_sequences,
+        eos_ids=end_tokens(model),
+        step_tokens=step_tokens,
+        send=send,
+    )
     ready = Ready(
         model=config.model,
         device=str(device),

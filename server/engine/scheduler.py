@@ -36,7 +36,7 @@ class Scheduler:
     prompt, when one that ran beside it has ended.
     """
 
-    def __init__(self, cache: KVCache, prefix: PrefixCache | None, *, step_tokens: int) -> None:
+    def __init__(self, cache: KVCache, prefix: PrefixCache | None, *, step_tokens: int, max_sequences: int) -> None:
         self.waiting: list[Request] = []
         """First come first, but for those that gave way, which stand before."""
         self.running: list[Request] = []
@@ -45,6 +45,7 @@ class Scheduler:
         self._cache = cache
         self._prefix = prefix
         self._step_tokens = step_tokens
+        self._max_sequences = max_sequences
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +124,7 @@ class Scheduler:
 
     def _num_free_slots(self) -> int:
         """Slots that no running request has or will have."""
-        return self._cache.num_slots - sum(request.num_slots for request in self.running)
+        return self._max_sequences - sum(request.num_slots for request in self.running)
 
     def _open(self, request: Request) -> tuple[Sequence, int]:
         """Memory for all tokens of a request, and how many of them need not be computed."""
