@@ -119,14 +119,15 @@ class Occupancy:
         slot = parked.slot
         self.leave(slot)
         del self.parked[slot]  # so that making room for it does not evict it
-        parked.fence.order(self.memory.streams)
         try:
+            parked.fence.order(self.memory.streams)
             sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
             sharing.own_from(self.memory, slot, num_tokens)
             committed = self.memory.committed(slot, from_first=not num_tokens)
             self.memory.raise_limits({slot: min(committed, end)})
         except BaseException:
             self.memory.unuse(slot)
+            parked.length = min(parked.length, self.memory.committed(slot))  # what was cut by now does not come back
             parked.num_pages = self.memory.num_pages(slot)
             self.parked = dict(sorted({**self.parked, slot: parked}.items(), key=lambda entry: entry[1].stamp))
             with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
@@ -151,10 +152,21 @@ class Occupancy:
         try:
             sharing.take(self.memory, slot, num_tokens, pages, source)
         except BaseException:
-            self.close(sequence)  # what is mapped by now retires; if nothing is, the slot is free again
+            if self.table.limits[slot]:
+                self.close(sequence)  # what is mapped by now retires
+            else:
+                self._unopen(sequence)
             raise
         self.table.lengths[slot] = num_tokens
         return sequence
+
+    def _unopen(self, sequence: Sequence) -> None:
+        """Nothing is mapped for a sequence, and nobody was told of it: no driver call, so that this cannot fail too."""
+        self.table.clear(sequence.slot, SlotState.CLOSING)
+        self.table.starts[:, sequence.slot] = 0
+        del self.sequences[sequence.slot]
+        sequence.closed = True
+        self._free_if_bare(sequence.slot)
 
     def fork(self, parent: Sequence, end: int) -> Sequence:
         """A new sequence with all that another one has."""

@@ -35,6 +35,8 @@ class PoolStats:
     budget_bytes: int
     created_bytes: int
     held_bytes: int
+    used_bytes: int
+    """Of what is held: by running sequences, once however many share it."""
     free_bytes: int
     driver_calls: dict[str, int]
 
@@ -165,8 +167,12 @@ class Pool:
                 excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
                 if not self._destroy_any_free() and not self._reclaim(excess_pages, wait=True):
                     break
+            if self.created_bytes > budget_bytes:
+                raise BudgetError(
+                    f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(self.held_bytes)} that running "
+                    f"sequences have or share, or that are pinned; close or unpin some, or ask for at least {self.held_bytes} bytes"
+                )
             self.budget_bytes = budget_bytes
-            assert self.created_bytes <= budget_bytes
 
     def close(self) -> None:
         """Close the caches of this pool that are still open, then release every handle. Idempotent.
@@ -199,6 +205,7 @@ class Pool:
                 budget_bytes=self.budget_bytes,
                 created_bytes=self.created_bytes,
                 held_bytes=self.held_bytes,
+                used_bytes=self.used_bytes,
                 free_bytes=self.free_bytes,
                 driver_calls=dict(self.driver.calls),
             )

@@ -267,12 +267,16 @@ class PrefixCache:
             self.cache.pool.hold(extent)
         try:
             sequence = occupancy.open_with(slot, end, namespace, best.num_tokens, pages, _Rest(self, best))
+            if best.resident in occupancy.parked:
+                try:
+                    occupancy.parked[best.resident].fence = memory.fence()
+                except BaseException:
+                    sequence.close()
+                    raise
         finally:
             self._tree.unlock(deepest)
             for extent in tails:
                 self.cache.pool.drop(extent)
-        if best.resident in occupancy.parked:
-            occupancy.parked[best.resident].fence = memory.fence()
         return Attached(sequence, best.num_tokens, rung)
 
     def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
@@ -338,7 +342,7 @@ class PrefixCache:
         """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
         running, num_tokens, tree, counts = self._running[slot], len(tokens), self._tree, self._counts
         match = tree.match(running.namespace, tokens)
-        if running.node is not None and running.node not in match.path:
+        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
             raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
         pieces = [] if is_known else self._pieces_of(slot, running.num_tokens, num_tokens)
         pieces = uncovered(pieces, match)

@@ -64,7 +64,7 @@ def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | N
     known = _by_page(memory, match.path)
     while num_tokens > 0:
         starts = [layout.start_for(group, num_tokens) for group in layout.groups]
-        resident = _resident(memory, deepest, starts)
+        resident = _resident(memory, next(node for node in match.path if node.end >= num_tokens), starts)
         pages: list[dict[int, Extent]] = []
         tails: list[Placed | None] = []
         reach = num_tokens
@@ -80,7 +80,8 @@ def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | N
             tails.append(tail)
         if reach == num_tokens:
             return Plan(num_tokens=num_tokens, pages=tuple(pages), tails=tuple(tails), resident=resident)
-        num_tokens = reach
+        ends = (node.end for node in match.path if reach < node.end < num_tokens and node.has_residents)
+        num_tokens = max(ends, default=reach)
     return None
 
 

@@ -119,9 +119,9 @@ class Sequence:
             table = self._table
             num_tokens = self._check_kept(num_tokens)
             self._occupancy.check_windows(self.slot, num_tokens)
-            self._occupancy.forget(self.slot, num_tokens)
             sharing.own_from(self._occupancy.memory, self.slot, num_tokens)
             self._occupancy.memory.retire_from(self.slot, num_tokens)
+            self._occupancy.forget(self.slot, num_tokens)
             table.lengths[self.slot] = num_tokens
             table.expected[self.slot] = 0
 

@@ -111,7 +111,7 @@ def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
         first = max(span.first_page, num_tokens * arena.group.row_bytes // PAGE_BYTES)
         if first < span.end_page:
             for mapping in list(span.live_from(span.border_before(first))):
-                if mapping.page < max(end, first + 1) and mapping.extent.shared:
+                if mapping.page < end and mapping.extent.shared:
                     _exchange(memory, index, mapping)
 
 
@@ -180,7 +180,7 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
         except DriverError:
             for mapping in new:
                 arena.unmap(mapping)
-            arena.map(span, old.page, old.extent, memory.mapper.alias_access)
+            arena.map(span, old.page, old.extent, memory.mapper.alias_access).used = old.used
             raise
     except BaseException:
         for extent in extents:

@@ -30,6 +30,8 @@ class CacheStats:
     """Mapped for running sequences beyond tokens and guard: unfilled pages and what was mapped ahead."""
     pool_created_bytes: int
     pool_held_bytes: int
+    pool_used_bytes: int
+    """Of what is held: by running sequences, of all caches, once however many share it; the rest can be had."""
     pool_free_bytes: int
     pool_budget_bytes: int
     num_tokens: int
@@ -74,6 +76,7 @@ def snapshot(memory: SlotMemory, occupancy: Occupancy) -> CacheStats:
         waste_bytes=live_bytes - token_bytes - guard_bytes,
         pool_created_bytes=pool.created_bytes,
         pool_held_bytes=pool.held_bytes,
+        pool_used_bytes=pool.used_bytes,
         pool_free_bytes=pool.free_bytes,
         pool_budget_bytes=pool.budget_bytes,
         num_tokens=int(table.lengths.sum()),

@@ -144,6 +144,7 @@ class Engine:
                 kv_tokens=stats.num_tokens,
                 kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
                 kv_free_bytes=stats.pool_free_bytes,
+                kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.retiring_bytes),
                 kv_retiring_bytes=stats.retiring_bytes,
                 kv_created_bytes=stats.pool_created_bytes,
                 kv_budget_bytes=stats.pool_budget_bytes,

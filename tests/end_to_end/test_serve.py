@@ -128,7 +128,26 @@ def test_mapped_bytes_follow_the_tokens_and_come_back(served: Served) -> None:
     for _ in stream:
         pass
     _until(lambda: served.metric(mapped) == 0)
-    assert served.metric("vmmkv_kv_free_bytes") == served.metric("vmmkv_kv_created_bytes")
+    given_back = served.metric("vmmkv_kv_free_bytes") + served.metric("vmmkv_kv_cached_bytes")
+    assert given_back == served.metric("vmmkv_kv_created_bytes")
+
+
+def test_the_second_to_ask_waits_for_its_last_token_only(served: Served) -> None:
+    prompt = "A prompt that both send, word by word. " * 40
+
+    def ask(**options: object) -> tuple[int, int, list[str]]:
+        answer = served.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=8, **options)  # type: ignore[call-overload]
+        details = answer.usage.prompt_tokens_details
+        return details.cached_tokens, answer.usage.prompt_tokens, [choice.text for choice in answer.choices]
+
+    first, again = ask(temperature=0), ask(temperature=0)
+    assert first[0] == 0
+    assert again == (first[1] - 1, first[1], first[2])
+    assert ask(temperature=0, extra_body={"cache_salt": "somebody else's"})[0] == 0
+    four = ask(n=4, seed=10)[2]
+    assert four == [ask(seed=10 + index)[2][0] for index in range(4)]
+    beams = ask(n=2, extra_body={"use_beam_search": True, "beam_width": 3})[2]
+    assert len(set(beams)) == 2
 
 
 def test_a_client_that_leaves_gives_its_memory_back(served: Served) -> None:
