@@ -170,7 +170,8 @@ class Pool:
             if self.created_bytes > budget_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(self.held_bytes)} that running "
-                    f"sequences have or share, or that are pinned; close or unpin some, or ask for at least {self.held_bytes} bytes"
+                    f"sequences have or share, or that is pinned; close or unpin some, or ask for at least {self.held_bytes} "
+                    f"bytes"
                 )
             self.budget_bytes = budget_bytes
 

@@ -367,14 +367,15 @@ class PrefixCache:
         """The extents of a slot that are shareable with `num_tokens` tokens and were not with `after`."""
         pieces = []
         for index, arena in enumerate(self._memory.arenas):
-            span, group = arena.spans[slot], arena.group
+            span, group, start = arena.spans[slot], arena.group, int(self._memory.table.starts[index, slot])
             first = max(span.first_page, after * group.row_bytes // PAGE_BYTES)
             for mapping in span.live_from(span.border_before(first)):
                 last = end_token(group, mapping.end_page)
                 if last > num_tokens:
                     break
                 if last > after:
-                    pieces.append(Piece(last, Placed(mapping.page, mapping.extent), index))
+                    first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0
+                    pieces.append(Piece(last, Placed(mapping.page, mapping.extent, first_token), index))
         return sorted(pieces, key=lambda piece: (piece.end_token, piece.group))
 
     def _known(self, sequence: Sequence) -> _Running:

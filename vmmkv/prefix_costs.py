@@ -2,7 +2,8 @@
 
     adopt       a write of the limit
     alias       handles * alias_us, and the copy of the rest
-    copy        bytes * copy_us_per_byte, extents * (map_us + what they are worth)
+    copy        bytes * copy_us_per_byte, handles * map_us, and pages * map_us * (1 + the share of the budget that is held):
+                what a page is worth, since somebody else will have to do without it
     recompute   tokens * recompute_us_per_token
 
 An alias has a second use: rows that several sequences share are read from L2 by those that run side by side, so a step reads
@@ -66,11 +67,12 @@ class Costs:
     def of(self, rung: Rung, plan: Plan, row_bytes: int, *, scarcity: float, num_steps: int) -> float:
         """What attaching takes by one rung, in us.
 
-        `scarcity`: the share of the budget that is held, which is what a page that a copy takes is worth in mappings of others.
+        `scarcity`: the share of the budget that is held.
         `num_steps`: in how many steps the prefix will be read.
         """
         size_bytes = plan.num_tokens * row_bytes
-        num_large, num_pages = divmod(ceil_div(size_bytes, PAGE_BYTES), LARGE_PAGES)
+        num_pages = ceil_div(size_bytes, PAGE_BYTES)
+        num_handles = sum(divmod(num_pages, LARGE_PAGES))
         aliased_pages = sum(extent.num_pages for pages in plan.pages for extent in pages.values())
         if rung is Rung.ADOPT:
             return 0.0
@@ -79,7 +81,8 @@ class Costs:
             return plan.num_handles * self.alias_us + self.map_us + rest_bytes * self.copy_us_per_byte
         if rung is Rung.COPY:
             missed = _BACKGROUND * num_steps * size_bytes * self.copy_us_per_byte / 2  # a copy reads and writes
-            return size_bytes * self.copy_us_per_byte + (num_large + num_pages) * self.map_us * (1 + scarcity) + missed
+            taken = num_pages * self.map_us * (1 + scarcity)
+            return size_bytes * self.copy_us_per_byte + num_handles * self.map_us + taken + missed
         return plan.num_tokens * self.recompute_us_per_token
 
 

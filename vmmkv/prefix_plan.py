@@ -26,6 +26,8 @@ class Placed(NamedTuple):
 
     page: int
     extent: Extent
+    first_token: int = 0
+    """Rows before it may not be there: whoever had the extent began in it, for its window needed no more."""
 
     @property
     def end_page(self) -> int:
@@ -73,7 +75,7 @@ def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | N
             aliased, page = _cover(known[index], group, start, num_tokens)
             tail = None
             if page * PAGE_BYTES < num_tokens * group.row_bytes:
-                tail = _holder_of(known[index], deepest, index, page)
+                tail = _holder_of(known[index], deepest, index, page, start)
                 if tail is None and resident is None:
                     reach = min(reach, page * PAGE_BYTES // group.row_bytes)
             pages.append(aliased)
@@ -122,22 +124,27 @@ def _cover(known: dict[int, list[Piece[Placed]]], group: Group, start: int, num_
     """A run of extents from the first needed page on, the largest first, all rows of which are matched; and where it ends."""
     page = start * group.row_bytes // PAGE_BYTES
     run: dict[int, Extent] = {}
-    while usable := [piece.value for piece in known.get(page, ()) if piece.end_token <= num_tokens]:
+    while usable := [
+        piece.value for piece in known.get(page, ()) if piece.end_token <= num_tokens and piece.value.first_token <= start
+    ]:
         largest = max(usable, key=lambda placed: placed.extent.num_pages)
         run[page] = largest.extent
         page = largest.end_page
     return run, page
 
 
-def _holder_of(known: dict[int, list[Piece[Placed]]], deepest: Node[Placed], index: int, page: int) -> Placed | None:
+def _holder_of(
+    known: dict[int, list[Piece[Placed]]], deepest: Node[Placed], index: int, page: int, start: int
+) -> Placed | None:
     """Whatever holds the rows of a page that are matched: on the path, or below, where all branches have the same."""
     for first in (page, page // LARGE_PAGES * LARGE_PAGES):
         for piece in known.get(first, ()):
-            if piece.value.end_page > page:
+            if piece.value.end_page > page and piece.value.first_token <= start:
                 return piece.value
     for piece in _below(deepest):
-        if piece.group == index and piece.value.page <= page < piece.value.end_page:
-            return piece.value
+        value = piece.value
+        if piece.group == index and value.page <= page < value.end_page and value.first_token <= start:
+            return value
     return None
 
 
