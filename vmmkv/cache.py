@@ -206,9 +206,10 @@ class KVCache:
                     self._check_running(sequence)
                     self._occupancy.check_windows(sequence.slot, end)
                 sharing.check_copy(self._memory, source.slot, target.slot, first, end)
-            for source, target in pairs:
-                self._occupancy.forget(target.slot, first)
-                sharing.copy_rows(self._memory, source.slot, target.slot, first, end)
+            with self._memory.copying():
+                for source, target in pairs:
+                    self._occupancy.forget(target.slot, first)
+                    sharing.copy_rows(self._memory, source.slot, target.slot, first, end)
 
     def parked(self) -> list[Parked]:
         """The parked slots, the oldest first."""

@@ -75,6 +75,16 @@ class SlotMemory:
         """Behind all work launched so far that may touch the slots."""
         return self.pool.driver.fence(self.streams)
 
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies launched within, on the caller's current stream, come behind what recorded streams still write, and before
+        whatever is launched there next. Cost: two fences for each recorded stream; none if there is none."""
+        if self.streams:
+            self.fence().order()
+        yield
+        if self.streams:
+            self.fence().order(self.streams)
+
     def arena_of(self, layer: int) -> Arena:
         """The arena of a layer's group. Raises LayoutError naming the layers there are."""
         group = self._group_of.get(layer)

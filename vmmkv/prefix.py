@@ -11,6 +11,7 @@ more) and, while they last, in the slots of sequences that have or had them: its
 Only what a caller has confirmed is shared: rows that were computed and read back, not merely launched.
 """
 
+import contextlib
 import itertools
 import time
 from collections import Counter, defaultdict
@@ -21,11 +22,11 @@ import torch
 
 from vmmkv.arguments import whole
 from vmmkv.cache import KVCache
-from vmmkv.errors import SequenceTooLong
+from vmmkv.errors import OutOfPages, SequenceTooLong
 from vmmkv.extents import Evictable, Extent
 from vmmkv.prefix_costs import Costs, Rung
 from vmmkv.prefix_plan import Placed, Plan, end_token, plan, uncovered
-from vmmkv.promotion import HOT, promote_some
+from vmmkv.promotion import HOT, promote_some, resident_of
 from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Parked, Sequence
@@ -86,6 +87,7 @@ class _Counts:
     missed_tokens: int = 0
     inserted_pages: int = 0
     duplicate_pages: int = 0
+    held_bytes: int = 0
     evicted_pages: int = 0
     promoted_bytes: int = 0
 
@@ -117,6 +119,8 @@ class PrefixCache:
             self._running: dict[int, _Running] = {}
             self._kept: dict[int, Node[Placed]] = {}
             """Where the rows of a parked slot end in the tree, by slot."""
+            self._source: int | None = None
+            """The parked slot that is being copied from: it is not evicted."""
             self._counts = _Counts()
             self._hot: list[Node[Placed]] = []
             """Hit often enough to be promoted, and not looked at since."""
@@ -146,6 +150,7 @@ class PrefixCache:
         tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `rung` forces one, if it can be had
         at all; else it is recomputed.
         Cost: what `rung` says of the one returned; see `Costs`. Blocks only as `KVCache.open` and `grow` do.
+        Who finds no page for the rows that are not shared computes all of them.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
         if len(tokens) < 1:
@@ -158,10 +163,12 @@ class PrefixCache:
             found = self._plan(namespace, tokens)
             taken, parked = self._choose(found, rung, num_steps)
             attached: Attached | None = None
-            if found and taken is Rung.ADOPT and parked is not None:
-                attached = self._adopt(found[0], found[1], parked, end)
-            elif taken in (Rung.ALIAS, Rung.COPY):
-                attached = self._attach_new(namespace, tokens, taken, end)
+            # What has the rows cannot make room for the rest of them; it can for all of them, computed anew.
+            with contextlib.suppress(OutOfPages):
+                if found and taken is Rung.ADOPT and parked is not None:
+                    attached = self._adopt(found[0], found[1], parked, end)
+                elif taken in (Rung.ALIAS, Rung.COPY):
+                    attached = self._attach_new(namespace, tokens, taken, end)
             if attached is None:
                 attached = Attached(self.cache.open(max_tokens=end, tenant=namespace), 0, Rung.RECOMPUTE)
             self._enter(attached, namespace, tokens)
@@ -265,6 +272,7 @@ class PrefixCache:
         self._tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
         for extent in tails:  # nor extents of nodes below
             self.cache.pool.hold(extent)
+        self._source = best.resident
         try:
             sequence = occupancy.open_with(slot, end, namespace, best.num_tokens, pages, _Rest(self, best))
             if best.resident in occupancy.parked:
@@ -274,6 +282,7 @@ class PrefixCache:
                     sequence.close()
                     raise
         finally:
+            self._source = None
             self._tree.unlock(deepest)
             for extent in tails:
                 self.cache.pool.drop(extent)
@@ -353,6 +362,7 @@ class PrefixCache:
             extent = piece.value.extent
             if extent not in returned:
                 self.cache.pool.hold(extent)
+                counts.held_bytes += extent.size_bytes
                 counts.inserted_pages += extent.num_pages
             elif not extent.shared:
                 counts.duplicate_pages += extent.num_pages
@@ -414,13 +424,13 @@ class PrefixCache:
             return self._counts.evicted_pages - before
 
     def stats(self) -> PrefixStats:
-        """What is held and what was done. Cost: a walk over the tree."""
+        """What is held and what was done."""
         with self.cache.pool.lock:
             counts = self._counts
             return PrefixStats(
                 num_nodes=self._tree.num_nodes,
                 num_tokens=self._tree.num_tokens,
-                held_bytes=sum(extent.size_bytes for extent in self.holders()),
+                held_bytes=counts.held_bytes,
                 attached={rung.value: counts.attached[rung.value] for rung in Rung},
                 attach_us={rung.value: counts.attach_us[rung.value] for rung in Rung},
                 hit_tokens=counts.hit_tokens,
@@ -440,7 +450,10 @@ class PrefixCache:
         with self.cache.pool.lock:
             while self._hot and (time.perf_counter_ns() - began_ns) / 1e3 < budget_us:
                 node = self._hot[-1]
+                source = resident_of(node)
                 done = promote_some(self._tree, self._memory, self._windows, node) if node.parent is not None else 0
+                if done and source in self._occupancy.parked:
+                    self._occupancy.parked[source].fence = self._memory.fence()
                 num_bytes += done
                 if not done:
                     self._hot.pop()
@@ -485,9 +498,18 @@ class PrefixCache:
         return num_pages
 
     def oldest(self) -> Evictable | None:
-        """The leaf that was used least recently, if any may go."""
+        """The leaf that was used least recently, if any may go; else a parked slot that ends further up."""
         node = self._tree.oldest_evictable()
-        return None if node is None else Evictable(node.stamp, self._is_idle(node))
+        if node is not None:
+            return Evictable(node.stamp, self._is_idle(node))
+        parked = self._oldest_kept()
+        return None if parked is None else Evictable(parked.stamp, parked.fence.done())
+
+    def _oldest_kept(self) -> Parked | None:
+        """A parked slot whose node is locked or pinned, or has others below: it can have pages that are its alone."""
+        return next(
+            (each for slot, each in self._occupancy.parked.items() if slot in self._kept and slot != self._source), None
+        )
 
     def _is_idle(self, node: Node[Placed]) -> bool:
         if not node.has_residents:
@@ -495,9 +517,13 @@ class PrefixCache:
         return all(self._occupancy.parked[slot].fence.done() for slot in node.residents if slot in self._kept)
 
     def evict_oldest(self) -> None:
-        """Drop that leaf; parked slots that end there are cut, or given up with their last node."""
+        """Drop that leaf, or that slot; parked slots that end there are cut, or given up with their last node."""
         leaf = self._tree.oldest_evictable()
-        assert leaf is not None, "nothing is evictable"
+        if leaf is None:
+            parked = self._oldest_kept()
+            assert parked is not None, "nothing is evictable"
+            self._occupancy.evict(parked)
+            return
         parent = leaf.parent
         residents = [slot for slot in leaf.residents if isinstance(slot, int)] if leaf.has_residents else []
         start = leaf.start
@@ -543,6 +569,8 @@ class PrefixCache:
             for piece in node.pieces:
                 group = self.cache.layout.groups[piece.group]
                 assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
+        held_bytes = sum(extent.size_bytes * count for extent, count in self.holders().items())
+        assert held_bytes == self._counts.held_bytes, "held bytes are miscounted"
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
         locks = Counter(running.node for running in self._running.values() if running.node is not None)
         assert all(node.locks == locks[node] for node in self._tree.nodes()), "locks are miscounted"
@@ -598,6 +626,7 @@ class PrefixCache:
     def _drop(self, pieces: list[Piece[Placed]]) -> None:
         for piece in pieces:
             self._counts.evicted_pages += piece.value.extent.num_pages
+            self._counts.held_bytes -= piece.value.extent.size_bytes
             self.cache.pool.drop(piece.value.extent)
 
 

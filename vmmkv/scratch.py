@@ -62,7 +62,7 @@ class Windows:
 
     def fill(self, extent: Extent, source: torch.Tensor) -> None:
         """Copy as many bytes as an extent has into it. Cost: as `copy`. The extent is nobody's yet."""
-        with self._mapped(extent, Access.READ_WRITE) as address:
+        with self._mapped(extent, Access.READ_WRITE) as address, self._memory.copying():
             wrap(address, extent.size_bytes, self._memory.pool.device).copy_(source)
 
     @contextlib.contextmanager
@@ -75,8 +75,11 @@ class Windows:
         try:
             mapping = self._arena.map(span, 0, extent, access)
         except BaseException:
-            pool.unuse(extent)
-            pool.drop(extent)
+            if span.mappings:  # not even the undoing succeeded
+                memory.mapper.retire(self._arena, list(span.mappings.values()), memory.fence())
+            else:
+                pool.unuse(extent)
+                pool.drop(extent)
             raise
         try:
             yield mapping.address

@@ -79,12 +79,13 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
         for target in targets:
             target.span.first_page = target.span.end_page = 0
         raise
-    for index, (arena, pages) in enumerate(zip(memory.arenas, given, strict=True)):
-        end_page = max((page + extent.num_pages for page, extent in pages.items()), default=0)
-        first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
-        end_byte = num_tokens * arena.group.row_bytes
-        if first_byte < end_byte:
-            source.copy(index, first_byte, _bytes(arena, slot, first_byte, end_byte))
+    with memory.copying():
+        for index, (arena, pages) in enumerate(zip(memory.arenas, given, strict=True)):
+            end_page = max((page + extent.num_pages for page, extent in pages.items()), default=0)
+            first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
+            end_byte = num_tokens * arena.group.row_bytes
+            if first_byte < end_byte:
+                source.copy(index, first_byte, _bytes(arena, slot, first_byte, end_byte))
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
@@ -171,6 +172,8 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
     new: list[Mapping] = []
     try:
         place = wrap(old.address, old.extent.size_bytes, pool.device)
+        if memory.streams:
+            memory.fence().order()  # the clone comes behind what recorded streams still write there
         kept = place.clone()
         memory.fence().wait()
         arena.unmap(old)
@@ -191,6 +194,8 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
     memory.mapper.let_go(old)
     memory.mapped_pages += len(new)
     place.copy_(kept)
+    if memory.streams:
+        memory.fence().order(memory.streams)
 
 
 def _bytes(arena: Arena, slot: int, first_byte: int, end_byte: int) -> torch.Tensor:

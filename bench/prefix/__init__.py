@@ -14,6 +14,7 @@ from bench.prefix import attaching, attention, chat, requests
 from bench.prefix.context import Context
 from bench.report import Report
 from bench.settings import Settings
+from bench.timing import now_us
 
 
 class Part(NamedTuple):
@@ -51,9 +52,11 @@ def run(settings: Settings, report: Report) -> None:
     """
     check(settings)
     context = Context(settings, report)
-    parts = [part for name, part in PARTS.items() if name in (settings.parts or PARTS)]
-    with report.progress("prefix", sum(part.num_steps(context) for part in parts)) as begin:
-        for part in parts:
+    parts = {name: part for name, part in PARTS.items() if name in (settings.parts or PARTS)}
+    with report.progress("prefix", sum(part.num_steps(context) for part in parts.values())) as begin:
+        for name, part in parts.items():
+            began_us = now_us()
             part.run(context, begin)
+            report.say(f"{name}: {(now_us() - began_us) / 1e6:.1f} s")
     if context.failures:
         raise ExceptionGroup(f"{len(context.failures)} measurements are absent", context.failures)

@@ -14,7 +14,9 @@ from bench.timing import WrongNumbers, now_us
 from vmmkv.prefix_costs import Rung
 
 _FIRST_HITS: Final = 3
-"""Prefixes that are attached once only: from their own pages, before they are promoted."""
+"""Prefixes that are attached once only: from single pages, before they are promoted."""
+_LONG_TOKENS: Final = 65536
+"""From so many on, one prefix: to fill it takes longer than to attach it."""
 _LEAST_SAMPLES: Final = 3
 _MOST_SAMPLES: Final = 300
 _SPARE_TOKENS: Final = 16
@@ -61,17 +63,16 @@ class _Attaching:
 
     def run(self) -> None:
         """Every rung, and its rows."""
-        for number in range(_FIRST_HITS):
+        num_prefixes = _FIRST_HITS if self._num_tokens < _LONG_TOKENS else 1
+        for number in range(num_prefixes):
             tokens = self._context.tokens(self._num_tokens + 1, 4, number)
             self._prefix = tokens[:-1]
-            source = fill(
-                self._system, self._context.shape, self._context.device, self._prefix, seed=self._context.settings.seed
-            )
+            source = self._fill()
             self._end(self._attach(FIRST, tokens, Rung.ALIAS, source))
-            if number < _FIRST_HITS - 1:
+            if number < num_prefixes - 1:
                 self._end(source)
-        for _ in range(2):  # which promote it
-            self._end(self._attach(None, tokens, Rung.ALIAS, source))
+        self._end(self._attach(None, tokens, Rung.ALIAS, source))  # the second hit, after which it is promoted
+        self._system.promote()
         for name, rung in _ENDED:
             self._sample(name, tokens, rung, source, self._end)
         self._park(self._attach(None, tokens, Rung.ALIAS, source))
@@ -81,6 +82,11 @@ class _Attaching:
             self._context.add(name, system, "in the driver", "us", self._driver_us[system])
             self._context.add(name, system, "until the device is done", "us", self._whole_us[system])
             self._context.add(name, system, "maps", "calls", self._maps[system])
+
+    def _fill(self) -> int:
+        """In single pages: in large extents, as a prompt comes by, there would be nothing to promote."""
+        context, seed = self._context, self._context.settings.seed
+        return fill(self._system, context.shape, context.device, self._prefix, seed=seed, page_by_page=True)
 
     def _sample(self, name: str, tokens: TokenIds, rung: Rung, source: int, end: Callable[[int], None]) -> None:
         until_us = now_us() + 1e6 * self._context.sizes.attach_seconds

@@ -54,7 +54,7 @@ def _open(context: Context, sharing: Sharing | None) -> Vmmkv | Paged:
     if sharing is None:
         return context.open_paged(slots=slots, max_tokens=longest, num_tokens=slots * longest)
     num_pages = slots * context.pages_for(longest)
-    return context.open_vmmkv(sharing, slots=slots, max_tokens=longest, num_pages=num_pages, warm_pages=num_pages // 2)
+    return context.open_vmmkv(sharing, slots=slots, max_tokens=longest, num_pages=num_pages, warm={1: num_pages // 2})
 
 
 def _talk(context: Context, system: Vmmkv | Paged) -> list[Outcome]:

@@ -2,8 +2,10 @@
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -18,6 +20,7 @@ from bench.report import Report
 from bench.rows import Row
 from bench.settings import Settings, Shape
 from bench.timing import Summary, exact, summarize
+from vmmkv.extents import LARGE_PAGES
 from vmmkv.units import ceil_div
 
 SUITE: Final = "prefix"
@@ -76,10 +79,11 @@ class Context:
 
     # systems
 
-    def open_vmmkv(self, sharing: Sharing, *, slots: int, max_tokens: int, num_pages: int, warm_pages: int = 0) -> Vmmkv:
+    def open_vmmkv(
+        self, sharing: Sharing, *, slots: int, max_tokens: int, num_pages: int, warm: Mapping[int, int] = MappingProxyType({})
+    ) -> Vmmkv:
         """A cache and a pool of its own."""
-        given = {"slots": slots, "max_tokens": max_tokens, "num_pages": num_pages, "warm_pages": warm_pages}
-        return Vmmkv(self.shape, self.device, sharing, **given)
+        return Vmmkv(self.shape, self.device, sharing, slots=slots, max_tokens=max_tokens, num_pages=num_pages, warm=warm)
 
     def open_paged(self, *, slots: int, max_tokens: int, num_tokens: int) -> Paged:
         """Blocks for so many tokens in all, and one more for each slot, which need not be full."""
@@ -89,6 +93,11 @@ class Context:
     def pages_for(self, num_tokens: int) -> int:
         """Of one sequence."""
         return self.shape.layout.pages_for(num_tokens)
+
+    def extents_for(self, num_tokens: int, count: int) -> Counter[int]:
+        """Of `count` sequences that are laid at once, by pages of an extent."""
+        num_large, num_single = divmod(self.pages_for(num_tokens), LARGE_PAGES)
+        return Counter({LARGE_PAGES: count * num_large, 1: count * num_single})
 
     # rows
 

@@ -1,7 +1,9 @@
 """vmmkv as a system: with a prefix cache, by the rung that its chooser takes or by one that is forced; or sharing nothing."""
 
 import enum
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -11,6 +13,7 @@ from bench.prefix.addressing import Addressing, HostSlots, Slots
 from bench.prefix.systems import Attachment, Indices, TokenIds
 from bench.settings import Shape
 from bench.timed_driver import TimedDriver
+from bench.timing import now_us
 from vmmkv import KVCache, Pool, Sequence
 from vmmkv.driver import open_driver
 from vmmkv.prefix import PrefixCache
@@ -48,7 +51,7 @@ class Sharing(enum.Enum):
 
 
 class Vmmkv:
-    """See systems.System. `warm_pages` extents are created beforehand, as in a server that has run for a while."""
+    """See systems.System. `warm` extents, by their pages, are created beforehand, as in a server that has run for a while."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Vmmkv:
         num_pages: int,
         slots: int,
         max_tokens: int,
-        warm_pages: int = 0,
+        warm: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.name: Final = sharing.value
         self.num_slots: Final = slots
@@ -72,8 +75,9 @@ class Vmmkv:
             if self.prefix is not None and shape.weight_bytes:
                 # Two operations for each weight, which has two bytes.
                 self.prefix.costs.recompute_us_per_token = shape.weight_bytes / _PREFILL_FLOPS * 1e6
-            for extent in self.pool.acquire(warm_pages):
-                self.pool.drop(extent)
+            for extents in self.pool.acquire_mixed(warm).values():
+                for extent in extents:
+                    self.pool.drop(extent)
         except BaseException:
             self.pool.close()
             raise
@@ -130,8 +134,16 @@ class Vmmkv:
             self.prefix.release(sequence, tokens)
 
     def pump(self, budget_us: float, step_us: float) -> None:
-        """See System.pump."""
+        """See System.pump. What is short of memory comes first; in the time that is left, what many attach is promoted."""
+        until_us = now_us() + budget_us
         self.cache.pump(budget_us, lead_tokens=self.cache.lead_tokens(step_us))
+        if (left_us := until_us - now_us()) > 0:
+            self.promote(left_us)
+
+    def promote(self, budget_us: float = math.inf) -> None:
+        """Copy what is hit often into large extents, for about that long."""
+        if self.prefix is not None:
+            self.prefix.promote(budget_us)
 
     def memory(self) -> tuple[int, int]:
         """See System.memory."""
@@ -144,6 +156,10 @@ class Vmmkv:
     def driver_calls(self) -> Mapping[str, int]:
         """See System.driver_calls."""
         return self.driver.calls
+
+    def promoted_bytes(self) -> int:
+        """See System.promoted_bytes. Cost: a walk over the tree."""
+        return 0 if self.prefix is None else self.prefix.stats().promoted_bytes
 
     def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot's first rows: [num_tokens, K, D] each."""

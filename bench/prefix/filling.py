@@ -9,14 +9,20 @@ import torch
 from bench.prefix.systems import System, TokenIds
 from bench.settings import Shape
 from bench.timing import WrongNumbers
+from vmmkv.units import PAGE_BYTES
 
 
-def fill(system: System, shape: Shape, device: torch.device, tokens: TokenIds, *, seed: int) -> int:
-    """A running sequence that has rows of all `tokens` and has made them known. Returns its slot. Nobody knew them before."""
+def fill(system: System, shape: Shape, device: torch.device, tokens: TokenIds, *, seed: int, page_by_page: bool = False) -> int:
+    """A running sequence that has rows of all `tokens` and has made them known. Returns its slot. Nobody knew them before.
+
+    `page_by_page`: as memory comes to a sequence that decodes; else as it comes to a prompt, all at once.
+    """
     slot = system.attach(tokens, len(tokens)).slot
-    one, count = np.array([slot]), np.array([len(tokens)])
-    system.reserve(one, count)
-    system.advance(one, count)
+    step = max(1, PAGE_BYTES // shape.layout.row_bytes) if page_by_page else len(tokens)
+    one = np.array([slot])
+    for end in (*range(step, len(tokens), step), len(tokens)):
+        system.reserve(one, np.array([end]))
+    system.advance(one, np.array([len(tokens)]))
     for layer in range(shape.layers):
         system.write(layer, slot, *_random(shape, device, len(tokens), seed + layer))
     if device.type == "cuda":

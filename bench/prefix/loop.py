@@ -30,7 +30,7 @@ _FIRST_STEP_US: Final = 2_000.0
 """What a step is taken for before one of its kind has been seen."""
 _LEAST_BATCH: Final = 16
 _ALIGNED_ELEMENTS: Final = 4
-"""16 bytes of int32."""
+"""16 bytes of int32: kernels are compiled anew for pointers that are not aligned so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,7 @@ class Outcome:
     rungs: Counter[str] = field(default_factory=Counter)
     hit_tokens: int = 0
     prompt_tokens: int = 0
+    promoted_bytes: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -106,9 +107,12 @@ class Loop:
     """Runs requests over a system. Not for two runs at once.
 
     Cost: graphs of all batch sizes are captured at once, some 100 ms each; the first time kernels are compiled.
+    Raises: ValueError if the system has fewer slots than the largest batch has rows: its workspace is for one row a slot.
     """
 
     def __init__(self, model: Model, system: System, *, token_budget: int, most_sequences: int) -> None:
+        if (largest := batch_sizes(most_sequences)[-1]) > system.num_slots:
+            raise ValueError(f"{system.num_slots} slots: batches of up to {largest} rows want as many")
         self._model, self._system, self._device = model, system, model.device
         self._on_gpu = model.device.type == "cuda"
         self._token_budget, self._most_sequences = token_budget, most_sequences
@@ -122,8 +126,7 @@ class Loop:
         """What the last decode step took, and the last of the others."""
         self._confirmed_us = 0.0
         if self._on_gpu:
-            sizes = itertools.takewhile(lambda size: size < 2 * most_sequences, (_LEAST_BATCH << n for n in itertools.count()))
-            for num_rows in sizes:
+            for num_rows in batch_sizes(most_sequences):
                 self._warm(num_rows)
                 self._decoders[num_rows] = _Decoder(model, system, self._tokens_ST, num_rows)
 
@@ -131,7 +134,7 @@ class Loop:
         """All requests, there at once. With `first_alone` the others are admitted when the first one's prompt can be shared."""
         outcome = Outcome(first_us=[0.0] * len(requests), words=[[] for _ in requests])
         waiting = deque(enumerate(requests))
-        calls = dict(self._system.driver_calls())
+        calls, promoted_bytes = dict(self._system.driver_calls()), self._system.promoted_bytes()
         began_us = now_us()
         before: _Step | None = None
         while waiting or self._running or before:
@@ -148,6 +151,7 @@ class Loop:
             before = step
         outcome.total_us = now_us() - began_us
         outcome.calls = calls_since(calls, self._system)
+        outcome.promoted_bytes = self._system.promoted_bytes() - promoted_bytes
         return outcome
 
     # what the host does while a step runs
@@ -266,7 +270,7 @@ class Loop:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else tensor
 
     def _upload_all(self, parts: Sequence[Indices]) -> list[torch.Tensor]:
-        """In one copy, as int32, each at a multiple of 16 bytes: kernels are compiled anew for pointers that are not."""
+        """In one copy, as int32, each aligned."""
         ends = np.cumsum([round_up(len(part), _ALIGNED_ELEMENTS) for part in parts])
         packed = np.zeros(ends[-1], np.int32)
         begins = [0, *ends[:-1].tolist()]
@@ -313,6 +317,15 @@ class _Decoder:
         self.words_B.copy_(self._model.next_words(outputs_BE))
         self._tokens_ST[tokens_of_B, ends_B] = self.words_B
         lengths_B.copy_(ends_B)
+
+
+def batch_sizes(most_sequences: int) -> list[int]:
+    """Rows of the decode steps that are captured: each twice the one before, and at last as many as there are sequences.
+
+    Aligned: in `_Decoder.index_2B` the second row begins behind the first one.
+    """
+    most = round_up(most_sequences, _ALIGNED_ELEMENTS)
+    return [*itertools.takewhile(lambda size: size < most, (_LEAST_BATCH << n for n in itertools.count())), most]
 
 
 def _array(numbers: Iterable[int]) -> Indices:

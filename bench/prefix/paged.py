@@ -156,6 +156,10 @@ class Paged:
         """See System.driver_calls."""
         return {}
 
+    def promoted_bytes(self) -> int:
+        """See System.promoted_bytes. A table has no use for it."""
+        return 0
+
     def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot's first rows, gathered: [num_tokens, K, D] each."""
         blocks = self.tables_SC[slot, : ceil_div(num_tokens, BLOCK_ROWS)].long()

@@ -46,6 +46,9 @@ class Scheduler:
         self._prefix = prefix
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
+        self._num_refused = 0
+        """How many waited when one of them found no room; 0 if there may be some. To try is to map, and to evict what is
+        cached: it is not done again before memory can have come back, or somebody else has come."""
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +82,9 @@ class Scheduler:
     def share(self, request: Request) -> None:
         """What a running request has computed is confirmed: from now on others may have it."""
         if self._prefix is not None:
-            self._prefix.insert(request.memory, request.tokens[: request.num_computed])
+            self._prefix.insert(request.memory, request.prompt[: request.num_computed])
+            if request.num_computed == len(request.prompt):
+                self._num_refused = 0  # whoever shares it needs less now
 
     def end(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone: its memory goes back, once the device is done with it.
@@ -88,6 +93,7 @@ class Scheduler:
         """
         if request not in self.running:
             self.waiting.remove(request)
+            self._num_refused = 0
             return
         self._stop(request)
         if self._prefix is None or not keep:
@@ -98,6 +104,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and (num_slots := self._num_free_slots()):
+            if self.running and len(self.waiting) <= self._num_refused:
+                return
             request = self._next()
             if request is None or request.num_slots > num_slots:
                 return
@@ -107,6 +115,7 @@ class Scheduler:
                 sequence, num_known = self._open(request)
             except OutOfPages as error:
                 if self.running:
+                    self._num_refused = len(self.waiting)
                     return
                 raise CannotRun(request, f"this request can never fit: {error}") from error
             except DriverError as error:
@@ -159,7 +168,8 @@ class Scheduler:
         best: Request | None = None
         longest = -1
         for request in self.waiting[:_LOOKED_AT]:
-            num_known = self._prefix.match(request.tokens, namespace=request.namespace)
+            tokens = request.tokens if request.num_generated else request.prompt  # an array is looked up faster
+            num_known = self._prefix.match(tokens, namespace=request.namespace)
             if num_known > longest and not self._is_on_its_way(request, num_known):
                 best, longest = request, num_known
         return best
@@ -201,6 +211,7 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         """It runs no longer. Of its memory nothing is left but its own sequence."""
         self.running.remove(request)
+        self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
             request.beams = None

@@ -53,7 +53,7 @@ def by_transformers(
     """The sequences, without end tokens, and their scores."""
     model = harness.model
     model.set_attn_implementation("sdpa")
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=harness.cache.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model
+from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from vmmkv.kernels import reference
 from vmmkv.server.engine.attention import _attend_run
@@ -49,6 +50,33 @@ def test_small_model(harness: Callable[..., Harness], step_tokens: int) -> None:
     one.run()
     for name, prompt in prompts.items():
         assert one.tokens(name) == one.expected(prompt, 20), name
+
+
+def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -> None:
+    one = harness(device=DEVICE, share=True, step_tokens=4096)
+    shared = prompt_of(3000)
+    prompts = {str(own): [*shared[: 3000 - 177 * own], *prompt_of(5, own)] for own in range(8)}
+    for _ in range(2):
+        for name, prompt in prompts.items():
+            one.ask(name, prompt, 20)
+        one.run()
+        for name, prompt in prompts.items():
+            assert one.tokens(name)[-20:] == one.expected(prompt, 20), name
+    assert one.prefix is not None
+    hits = one.prefix.stats().attached
+    assert hits["alias"] + hits["copy"] > 0
+    assert hits["adopt"] > 0
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_beams_are_those_of_transformers(harness: Callable[..., Harness], share: bool) -> None:
+    one = harness(model_of(), device=DEVICE, share=share, step_tokens=4096)
+    prompt = prompt_of(2040)
+    one.ask("beams", prompt, 20, beam_width=4)
+    one.ask("beside", prompt[:700], 20)
+    one.run()
+    check(answer(one, "beams"), by_transformers(one, prompt, width=4, max_new_tokens=20))
+    assert one.tokens("beside") == one.expected(prompt[:700], 20)
 
 
 def test_llama_8b_attention_shapes(harness: Callable[..., Harness]) -> None:

@@ -50,7 +50,7 @@ def model() -> Model:
 
 def opened(kind: "str | Sharing", slots: int = 10) -> Paged | Vmmkv:
     if isinstance(kind, Sharing):
-        return Vmmkv(SMALL, CPU, kind, num_pages=80, slots=slots, max_tokens=MOST_TOKENS, warm_pages=2)
+        return Vmmkv(SMALL, CPU, kind, num_pages=80, slots=slots, max_tokens=MOST_TOKENS, warm={1: 2})
     return Paged(SMALL, CPU, num_blocks=120, slots=slots, max_tokens=MOST_TOKENS)
 
 

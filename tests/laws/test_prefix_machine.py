@@ -1,0 +1,624 @@
+"""Prefixes under random use: prompts that collide, every way in and out, forks, a tiny budget, launches and failures.
+
+Against a dictionary (see `prefix_model`): whatever a sequence was given, copied or mapped, it reads the bytes that were
+written for its tokens in its namespace, and nobody is given what was not confirmed. On the fake driver, which refuses
+whatever breaks a law of the device; and over the host driver, where the memory is real.
+
+`make test` takes 15,000 steps, the same each time; `make nightly` 200,000, new ones each time.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.laws.model import SAMPLE, addresses, num_pads, verify_unwritten, verify_written, write
+from tests.laws.prefix_model import (
+    COSTS,
+    LAYOUTS,
+    NAMESPACES,
+    Rest,
+    Talk,
+    Texts,
+    large_extents,
+    num_common,
+    owner_of,
+    talk,
+    verify_parked,
+    without_memory,
+)
+from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
+from vmmkv.driver import Driver
+from vmmkv.driver.fake import FakeDriver, Launch
+from vmmkv.driver.host import HostDriver
+from vmmkv.errors import BudgetError
+from vmmkv.prefix import PrefixCache
+from vmmkv.prefix_costs import Rung
+from vmmkv.units import PAGE_BYTES
+
+T = TypeVar("T")
+SLOTS = 4
+MAX_TOKENS = 14
+
+picks = st.integers(0, 11)
+namespaces = st.sampled_from(["red", "red", "blue"])
+counts = st.integers(0, MAX_TOKENS)
+words = st.lists(st.sampled_from([5, 5, 6, 7]), min_size=1, max_size=8)
+rungs = st.sampled_from([None, None, Rung.ADOPT, Rung.ALIAS, Rung.ALIAS, Rung.COPY, Rung.RECOMPUTE])
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """On the fake driver alone: addresses, mappings and counts."""
+
+    real_memory = False
+
+    def open_below(self) -> Driver | None:
+        """The driver below the fake one, with the memory, if there is to be any."""
+        return None
+
+    @initialize(
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        guard=st.sampled_from([0, 2]),
+        pages=st.integers(8, 40),
+        costs=st.sampled_from(sorted(COSTS)),
+        large=st.sampled_from([2, 4]),
+    )
+    def make(self, layout, guard, pages, costs, large):
+        self.below = self.open_below()
+        self.driver = FakeDriver(over=self.below)
+        self.closing = contextlib.ExitStack()
+        self.closing.enter_context(large_extents(large))
+        if not self.real_memory:
+            self.closing.enter_context(without_memory(self.driver))
+        self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
+        self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
+        self.prefix = PrefixCache(self.cache, COSTS[costs])
+        self.rival = KVCache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
+        self.texts = Texts()
+        self.said: list[tuple[str, list[int]]] = [("red", [5, 5, 5])]
+        """What was inserted, in which namespace; the newest last."""
+        self.live: list[Talk] = []
+        self.kept: list[Rest] = []
+        self.launches: list[Launch] = []
+
+    # failures
+
+    @precondition(lambda self: not self.driver.fail_at)
+    @rule(number=st.integers(0, 12))
+    def let_a_call_fail(self, number):
+        """The driver call of that number from now on, whatever operation makes it."""
+        self.driver.fail_at = {self.driver.num_calls + number}
+
+    def attempt(self, act: Callable[[], T], *, partial: bool = False) -> T:
+        """Do it, and again if a call was to fail: meanwhile all is as it was, but for what was evicted."""
+        if not self.driver.fail_at:
+            return act()
+        before = self.state()
+        try:
+            return act()
+        except DriverError as error:
+            assert error.code == "FAKE_INJECTED"
+        finally:
+            if self.driver.num_calls > max(self.driver.fail_at):
+                self.driver.fail_at = set()
+        self.cache.check()
+        if not partial:
+            assert (after := self.state()) == before, f"before {before}, after {after}"
+            self.laws_hold()
+            self.everybody_reads_what_was_written_for_their_tokens()
+        return act()
+
+    def state(self) -> list[object]:
+        """All that a failure leaves alone: everything but what is kept as cache, which may have been evicted on the way."""
+        running = [
+            (live.sequence.length, live.sequence.limit, [live.sequence.start(i) for i in range(len(live.rows.starts))])
+            for live in self.live
+        ]
+        stats, rival = self.cache.stats(), self.rival.stats()
+        mapped = [stats.mapped_bytes - stats.parked_bytes, rival.mapped_bytes]
+        counts = [stats.num_sequences, stats.num_tokens, stats.stalls, stats.adopted_slots, rival.num_sequences]
+        attached = self.prefix.stats()
+        return [running, mapped, counts, attached.attached, attached.hit_tokens, self.pool.budget_bytes]
+
+    def pick_live(self, pick: int, *, known: bool = False) -> Talk | None:
+        live = [live for live in self.live if live.inserted is not None or not known]
+        return live[pick % len(live)] if live else None
+
+    def forget_evicted(self) -> None:
+        parked = self.cache.parked()
+        self.kept = [kept for kept in self.kept if any(kept.parked is each for each in parked)]
+
+    def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None) -> Talk:
+        assert sequence.length == len(tokens)
+        live = talk(self.cache, self.texts, sequence, tokens, inserted=inserted)
+        self.live.append(live)
+        self.forget_evicted()
+        if self.real_memory:
+            verify_written(live)
+            verify_unwritten(live)
+        return live
+
+    # in
+
+    @rule(pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), rung=rungs, confirmed=counts)
+    def attach(self, pick, common, own, other, rung, confirmed):
+        """A prompt that begins as something that was said, perhaps in another namespace."""
+        namespace, said = self.said[-1 - pick % len(self.said)]
+        live = self.begin(said[:common] + own, other or namespace, rung)
+        if live is not None:
+            self.insert_first(live, live.inserted + confirmed)
+
+    @rule(pick=picks, own=words, rung=rungs, num_steps=st.sampled_from([0, 1000]))
+    def attach_beside(self, pick, own, rung, num_steps):
+        """A prompt that begins as a running sequence does."""
+        live = self.live[pick % len(self.live)] if self.live else None
+        known, namespace = ([], "red") if live is None else (live.tokens, live.sequence.tenant)
+        live = self.begin(known[: len(known) * (pick % 4 + 1) // 4] + own, namespace, rung, num_steps)
+        if live is not None:
+            self.insert_first(live, max(live.inserted, len(live.tokens) - pick % 3))
+
+    @rule(pick=picks, own=words, rung=rungs, end=st.sampled_from(["park", "release", "stay", "stay"]))
+    def turn(self, pick, own, rung, end):
+        """A conversation goes on, from its first turn to its last."""
+        namespace, said = self.said[-1 - pick % min(4, len(self.said))]
+        live = self.begin((said + own)[-MAX_TOKENS:] if pick == 11 else said[: MAX_TOKENS - 1] + own, namespace, rung)
+        if live is not None:
+            if end == "park":
+                self.park_known(live, MAX_TOKENS)
+            elif end == "release":
+                self.release_known(live, MAX_TOKENS)
+            else:
+                self.insert_first(live, MAX_TOKENS)
+
+    def begin(self, prompt: list[int], namespace: str, rung: Rung | None, num_steps: int = 0) -> Talk | None:
+        """Attach a prompt and compute what is missing, as far as there is room."""
+        prompt = prompt[:MAX_TOKENS]
+        known = self.prefix.match(prompt, namespace=namespace)
+        assert known <= self.texts.num_confirmed(namespace, prompt[:-1]), "what was never confirmed is shared"
+        assert known >= self.least_known(namespace, prompt), "what a running sequence has inserted cannot be had"
+        try:
+            attached = self.attempt(lambda: self.prefix.attach(prompt, namespace=namespace, num_steps=num_steps, rung=rung))
+        except OutOfSlots:
+            assert len(self.live) == SLOTS
+            return None
+        except OutOfPages:
+            assert known or self.cache.guard_tokens
+            return None
+        num_tokens = attached.num_tokens
+        assert num_tokens <= known
+        assert (num_tokens == 0) == (attached.rung is Rung.RECOMPUTE)
+        assert rung in (None, attached.rung) or attached.rung is Rung.RECOMPUTE
+        live = self.opened(attached.sequence, prompt[:num_tokens], inserted=num_tokens)
+        for start, group in zip(live.rows.starts, self.cache.layout.groups, strict=True):
+            latest = self.cache.layout.start_for(group, num_tokens)
+            assert start <= latest if attached.rung is Rung.ADOPT else start == latest
+        self.say(live, prompt[num_tokens:])
+        return live
+
+    def least_known(self, namespace: str, prompt: list[int]) -> int:
+        """What those who run have inserted is theirs, and so it can be had."""
+        least = 0
+        for live in self.live:
+            if live.inserted and live.sequence.tenant == namespace:
+                common = num_common(live.tokens[: live.inserted], prompt[:-1])
+                starts = [self.cache.layout.start_for(group, common) for group in self.cache.layout.groups]
+                if all(have <= need for have, need in zip(live.rows.starts, starts, strict=True)):
+                    least = max(least, common)
+        return least
+
+    @rule(namespace=namespaces, tokens=words)
+    def open_unknown(self, namespace, tokens):
+        """A sequence that the prefix cache does not know, perhaps in a slot whose rows it does know."""
+        try:
+            sequence = self.attempt(lambda: self.cache.open(tenant=namespace))
+        except OutOfSlots:
+            assert len(self.live) == SLOTS
+        except OutOfPages:  # what is mapped there is shared, and has to be exchanged
+            assert self.cache.guard_tokens
+        else:
+            self.say(self.opened(sequence, [], inserted=None), tokens)
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=picks, cut=st.none() | counts)
+    def adopt(self, pick, cut):
+        """The user takes a parked slot, which the tree may know."""
+        kept = self.kept[pick % len(self.kept)]
+        num_tokens = kept.parked.length if cut is None else min(cut, kept.parked.length)
+        tokens = kept.tokens[:num_tokens]
+        try:
+            sequence = self.attempt(lambda: self.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
+        except RowsUnmapped:
+            assert num_tokens and any(kept.rows.starts)
+        except OutOfPages:
+            assert cut is not None or self.cache.guard_tokens
+        else:
+            assert sequence.slot == kept.parked.slot
+            self.opened(sequence, tokens, inserted=None)
+            with pytest.raises(Evicted):
+                self.cache.adopt(kept.parked, tenant=kept.parked.tenant)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, count=st.integers(1, 2))
+    def fork(self, pick, count):
+        live = self.live[pick % len(self.live)]
+        try:
+            forks = self.attempt(lambda: self.cache.fork(live.sequence, count))
+        except OutOfSlots:
+            assert len(self.live) + count > SLOTS
+        except OutOfPages:
+            pass
+        else:
+            for fork in forks:
+                self.opened(fork, live.tokens, inserted=None)
+                assert self.live[-1].rows.starts == live.rows.starts
+
+    # on
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, tokens=words)
+    def append(self, pick, tokens):
+        self.say(self.live[pick % len(self.live)], tokens)
+
+    def say(self, live: Talk, tokens: list[int]) -> None:
+        """As many of these tokens as find memory are computed."""
+        sequence = live.sequence
+        wanted = min(sequence.length + len(tokens), sequence.max_tokens)
+        one_by_one = range(sequence.length + 1, wanted + 1)  # in pages, where a prompt is laid in large extents
+        try:
+            for length in one_by_one if len(tokens) % 2 else [wanted]:
+                self.attempt(lambda length=length: sequence.grow(length))
+        except OutOfPages:
+            wanted = min(sequence.limit, wanted)
+        self.forget_evicted()
+        new = range(sequence.length, wanted)
+        live.tokens += tokens[: len(new)]
+        live.rows.stamps = self.texts.stamps(sequence.tenant, live.tokens)
+        if self.real_memory:
+            write(live, new, through_arena=bool(len(new) % 2))
+        sequence.advance(len(new))
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, tokens=words)
+    def overrun(self, pick, tokens):
+        """Rows are written past the length, of tokens that then turn out to be others."""
+        live = self.live[pick % len(self.live)]
+        self.say(live, tokens)
+        num_tokens = max(live.sequence.length - len(tokens), live.inserted or 0)
+        self.cut(live, num_tokens)
+
+    @precondition(lambda self: self.pick_live(0, known=True))
+    @rule(pick=picks, more=counts)
+    def insert(self, pick, more):
+        live = self.pick_live(pick, known=True)
+        self.insert_first(live, live.inserted + more)
+
+    def insert_first(self, live: Talk, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, live.sequence.length)
+        self.confirm(live, num_tokens - live.inserted)
+        calls = self.driver.num_calls
+        self.prefix.insert(live.sequence, live.tokens[:num_tokens])
+        assert self.driver.num_calls == calls
+        live.inserted = num_tokens
+
+    @precondition(lambda self: self.pick_live(0, known=True))
+    @rule(pick=picks, at=picks)
+    def insert_something_else(self, pick, at):
+        live = self.pick_live(pick, known=True)
+        if 0 < live.inserted < live.sequence.length:
+            tokens = live.tokens.copy()
+            tokens[at % live.inserted] = 8
+            with pytest.raises(ValueError, match="other tokens were inserted"):
+                self.prefix.insert(live.sequence, tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, fewer=counts)
+    def truncate(self, pick, fewer):
+        live = self.live[pick % len(self.live)]
+        self.cut(live, max(0, live.sequence.length - fewer))
+
+    def cut(self, live: Talk, num_tokens: int) -> None:
+        try:
+            self.attempt(lambda: live.sequence.truncate(num_tokens))
+        except RowsUnmapped:
+            assert any(live.rows.starts)
+        except OutOfPages:  # a page that others hold too has to be exchanged
+            self.forget_evicted()
+        else:
+            self.forget_evicted()
+            del live.rows.stamps[num_tokens:], live.tokens[num_tokens:]
+            if live.inserted is not None:
+                live.inserted = min(live.inserted, num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks)
+    def advance_start(self, pick):
+        live = self.live[pick % len(self.live)]
+        for index, group in enumerate(self.cache.layout.groups):
+            if group.window is not None:
+                self.attempt(lambda index=index: live.sequence.advance_start(index))
+                live.rows.starts[index] = live.sequence.start(index)
+
+    @rule(pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4))
+    def pump(self, pick, budget_us, lead):
+        cache = self.cache if pick % 3 else self.rival
+        busy = [launch for launch in self.launches if not launch.finished]
+        self.attempt(lambda: cache.pump(budget_us, lead_tokens=lead), partial=True)
+        assert not any(launch.finished for launch in busy), "pump waited for a fence"
+        mapped = self.cache.stats().mapped_bytes
+        self.attempt(self.prefix.promote)
+        assert self.cache.stats().mapped_bytes == mapped, "promotion changed what is mapped for somebody"
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(pick=picks, other=picks, first=counts, more=counts)
+    def copy_rows(self, pick, other, first, more):
+        """A beam goes on from another: what they have in common stays."""
+        source, target = self.live[pick % len(self.live)], self.live[other % len(self.live)]
+        if source is target or source.sequence.tenant != target.sequence.tenant:
+            return
+        first = min(first, num_common(source.tokens, target.tokens))
+        end = min(first + more, len(source.tokens), target.sequence.limit)
+        try:
+            self.cache.copy_rows([(source.sequence, target.sequence)], first, end)
+        except RowsUnmapped:
+            assert any(source.rows.starts) or any(target.rows.starts)
+        except ValueError as error:
+            assert "shares a page" in str(error)
+        else:
+            target.tokens = source.tokens[:end]
+            target.rows.stamps = source.rows.stamps[:end]
+            target.rows.starts = [max(pair) for pair in zip(source.rows.starts, target.rows.starts, strict=True)]
+            if target.inserted is not None:
+                target.inserted = min(target.inserted, first)
+
+    # the tree
+
+    @rule(pick=picks, common=counts, namespace=namespaces, ttl_s=st.sampled_from([None, 0.0, 1e6, "unpin"]))
+    def pin(self, pick, common, namespace, ttl_s):
+        prompt = self.said[-1 - pick % len(self.said)][1][:common]
+        if ttl_s == "unpin":
+            self.prefix.unpin(prompt, namespace=namespace)
+            return
+        pinned = self.prefix.pin(prompt, namespace=namespace, ttl_s=ttl_s)
+        assert pinned <= self.texts.num_confirmed(namespace, prompt)
+
+    @rule(num_pages=st.none() | st.integers(0, 3))
+    def evict(self, num_pages):
+        calls = self.driver.num_calls
+        held = self.prefix.stats().held_bytes
+        gone = self.prefix.evict(num_pages)
+        assert self.prefix.stats().held_bytes == held - gone * PAGE_BYTES
+        assert self.driver.num_calls == calls
+
+    @rule(count=st.integers(0, SLOTS))
+    def free_slots(self, count):
+        calls = self.driver.num_calls
+        self.prefix.free_slots(count)
+        assert self.driver.num_calls == calls
+        self.forget_evicted()
+        assert len(self.live) + len(self.kept) <= max(SLOTS - count, len(self.live))
+
+    # the device
+
+    @precondition(lambda self: self.live)
+    @rule(chosen=st.sets(picks, min_size=1))
+    def launch(self, chosen):
+        ranges = []
+        for live in {pick % len(self.live): self.live[pick % len(self.live)] for pick in chosen}.values():
+            for index, group in enumerate(self.cache.layout.groups):
+                base, start = live.rows.bases[index], live.rows.starts[index]
+                if start < live.sequence.length:
+                    ranges.append((base + start * group.row_bytes, base + live.sequence.length * group.row_bytes))
+        if ranges:
+            self.launches.append(self.driver.launch(ranges))
+
+    @precondition(lambda self: self.launches)
+    @rule(pick=picks)
+    def finish(self, pick):
+        self.launches.pop(pick % len(self.launches)).finish()
+
+    @rule(pages=st.integers(4, 40))
+    def resize(self, pages):
+        before = self.pool.stats()
+        try:
+            self.attempt(lambda: self.pool.resize(pages * PAGE_BYTES))
+        except BudgetError:
+            assert self.pool.stats().budget_bytes == before.budget_bytes
+        else:
+            assert self.pool.stats().budget_bytes == pages * PAGE_BYTES
+
+    @rule(num_tokens=counts)
+    def rival_takes(self, num_tokens):
+        """Another cache of the pool wants pages, or has no more use for its own."""
+        running = list(self.rival._occupancy.sequences.values())
+        if running and not num_tokens:
+            self.attempt(running[0].close)
+            return
+        try:
+            sequence = running[0] if running else self.attempt(self.rival.open)
+            self.attempt(lambda: sequence.grow(num_tokens))
+        except OutOfPages:
+            pass
+
+    # out
+
+    @precondition(lambda self: self.pick_live(0, known=True))
+    @rule(pick=picks, more=counts)
+    def park(self, pick, more):
+        self.park_known(self.pick_live(pick, known=True), more)
+
+    def park_known(self, live: Talk, more: int) -> None:
+        tokens = self.confirm(live, more)
+        self.attempt(lambda: self.prefix.park(live.sequence, tokens))
+        self.gone(live)
+        if tokens:
+            self.rests(live, tokens)
+
+    @precondition(lambda self: self.pick_live(0, known=True))
+    @rule(pick=picks, more=st.none() | counts)
+    def release(self, pick, more):
+        self.release_known(self.pick_live(pick, known=True), more)
+
+    def release_known(self, live: Talk, more: int | None) -> None:
+        tokens = [] if more is None else self.confirm(live, more)
+        self.attempt(lambda: self.prefix.release(live.sequence, tokens))
+        self.gone(live)
+
+    def confirm(self, live: Talk, more: int) -> list[int]:
+        """What is inserted with some more tokens."""
+        tokens = live.tokens[: live.inserted + more]
+        self.said.append((live.sequence.tenant, tokens))
+        self.texts.confirm(live.sequence.tenant, tokens)
+        return tokens
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks)
+    def close(self, pick):
+        live = self.live[pick % len(self.live)]
+        self.attempt(live.sequence.close)
+        self.gone(live)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, cut=st.none() | counts)
+    def park_unknown(self, pick, cut):
+        """The user parks a slot, without a word to the tree."""
+        live = self.live[pick % len(self.live)]
+        num_tokens = None if cut is None else min(cut, live.sequence.length)
+        try:
+            self.attempt(lambda: live.sequence.park(num_tokens))
+        except RowsUnmapped:
+            assert any(live.rows.starts)
+            return
+        self.gone(live)
+        self.rests(live, live.tokens[:num_tokens])
+
+    def gone(self, live: Talk) -> None:
+        self.live.remove(live)
+        live.sequence.close()
+        with pytest.raises(Closed):
+            live.sequence.grow(1)
+
+    def rests(self, live: Talk, tokens: list[int]) -> None:
+        parked = next(each for each in self.cache.parked() if each.slot == live.sequence.slot)
+        assert parked.length == len(tokens)
+        self.kept.append(Rest(self.cache, parked, live.rows, tokens=tokens))
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=picks)
+    def evict_slot(self, pick):
+        kept = self.kept.pop(pick % len(self.kept))
+        self.cache.evict(kept.parked)
+
+    # always
+
+    @invariant()
+    def laws_hold(self):
+        if not hasattr(self, "pool"):
+            return
+        self.forget_evicted()
+        self.cache.check()
+        self.rival.check()
+        stats, pool = self.cache.stats(), self.pool.stats()
+        assert stats.num_parked == len(self.kept)
+        assert stats.num_sequences == len(self.live)
+        assert stats.num_tokens == sum(len(live.tokens) for live in self.live)
+        assert stats.mapped_bytes == stats.token_bytes + stats.guard_bytes + stats.waste_bytes + stats.parked_bytes
+        assert min(stats.token_bytes, stats.guard_bytes, stats.waste_bytes) >= 0
+        limits = [0] * (1 + SLOTS)
+        for live in self.live:
+            limits[live.sequence.slot] = live.sequence.limit
+        assert self.cache.limit.tolist() == limits
+        mapped = sum(s.mapped_bytes + s.retiring_bytes for s in (stats, self.rival.stats()))  # an alias counts too
+        mapped_pages = (len(self.driver._pages) - num_pads([self.cache, self.rival])) * PAGE_BYTES
+        assert mapped == mapped_pages
+        assert self.driver.used_bytes - PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
+        assert pool.held_bytes <= mapped + self.prefix.stats().held_bytes
+
+    @invariant()
+    def everybody_reads_what_was_written_for_their_tokens(self):
+        for live in getattr(self, "live", []):
+            limit, guard = live.sequence.limit, self.cache.guard_tokens
+            assert live.sequence.length == len(live.rows.stamps) == len(live.tokens)
+            assert live.rows.owner == owner_of(live.sequence.tenant)
+            assert addresses(self.cache, live.sequence.slot) == live.rows.bases
+            for index, group in enumerate(self.cache.layout.groups):
+                base, start = live.rows.bases[index], live.rows.starts[index]
+                assert live.sequence.start(index) == start
+                if limit > start:
+                    kept_bytes = (limit + guard - start) * group.row_bytes
+                    assert self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
+            if self.real_memory:
+                verify_written(live, every=SAMPLE)
+        if hasattr(self, "pool"):
+            self.forget_evicted()
+        for kept in getattr(self, "kept", []):
+            for group, base, start in zip(self.cache.layout.groups, kept.rows.bases, kept.rows.starts, strict=True):
+                kept_bytes = (kept.parked.length - start) * group.row_bytes
+                assert kept_bytes <= 0 or self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
+            if self.real_memory:
+                verify_parked(kept)
+
+    def teardown(self):
+        if not hasattr(self, "pool"):
+            return
+        with self.closing:
+            self.end()
+
+    def end(self) -> None:
+        """Everything closes, and nothing is left."""
+        for live in self.live if self.real_memory else []:
+            verify_written(live)
+        for cache in (self.cache, self.rival):
+            try:
+                cache.close()
+            except DriverError as error:
+                assert error.code == "FAKE_INJECTED"
+                cache.close()
+        assert self.driver.live_mappings == 0
+        assert self.pool.stats().held_bytes == 0
+        self.driver.fail_at = set()
+        self.pool.close()
+        assert (self.driver.live_handles, self.driver.used_bytes) == (0, 0)
+        if isinstance(self.below, HostDriver):
+            self.below.close()
+
+
+class RealMemoryMachine(PrefixMachine):
+    """Over the host driver: the bytes too."""
+
+    real_memory = True
+
+    def open_below(self) -> Driver | None:
+        return HostDriver()
+
+
+_NIGHTLY = settings.get_current_profile_name() == "nightly"
+_STEPS = 50
+
+
+def _settings(num_steps: int, nightly_steps: int) -> settings:
+    return settings(
+        deadline=None,
+        derandomize=not _NIGHTLY,
+        max_examples=(nightly_steps if _NIGHTLY else num_steps) // _STEPS,
+        stateful_step_count=_STEPS,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+
+
+TestOnFakeDriver = PrefixMachine.TestCase
+TestOnFakeDriver.settings = _settings(10_000, 100_000)
+TestOnHostMemory = RealMemoryMachine.TestCase
+TestOnHostMemory.settings = _settings(5_000, 100_000)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

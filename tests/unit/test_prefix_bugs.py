@@ -1,0 +1,157 @@
+"""What went wrong once with shared prefixes: evicting under copies, memory that nobody could get back, what others lost."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.engine.conftest import Harness, prompt_of, tiny_model
+from vmmkv import KVCache, KVLayout, Pool, Sequence
+from vmmkv.driver.fake import FakeDriver
+from vmmkv.driver.host import HostDriver
+from vmmkv.prefix import PrefixCache
+from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.units import PAGE_BYTES
+
+# 128 KiB a row: 16 tokens a page.
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+ALIAS_FIRST = Costs(alias_us=1, map_us=1e6)
+PROMPT = list(range(129))  # 8 pages and a token
+
+
+@pytest.fixture
+def pool(driver: FakeDriver) -> Iterator[Pool]:
+    pool = Pool("cpu", 80 * PAGE_BYTES, driver=driver)
+    yield pool
+    pool.close()
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
+
+
+def prefix_over(pool: Pool) -> PrefixCache:
+    return PrefixCache(KVCache(LAYOUT, pool, slots=6, max_tokens=1024), ALIAS_FIRST)
+
+
+def compute(prefix: PrefixCache, tokens: list[int], rung: Rung | None = None, *, in_pages: bool = False) -> Sequence:
+    """A sequence that has all of a prompt; with `in_pages` there is no large extent."""
+    sequence = prefix.attach(tokens, rung=rung).sequence
+    while sequence.length < len(tokens):
+        count = 1 if in_pages else len(tokens) - sequence.length
+        sequence.grow(sequence.length + count)
+        sequence.advance(count)
+    return sequence
+
+
+def heat(prefix: PrefixCache, tokens: list[int]) -> None:
+    """Two hits of the whole prompt: it is to be promoted."""
+    for _ in range(2):
+        prefix.release(prefix.attach([*tokens, 7], rung=Rung.ALIAS).sequence)
+
+
+def test_a_parked_slot_is_not_unmapped_while_a_promotion_copies_from_it(pool: Pool, driver: FakeDriver) -> None:
+    prefix = prefix_over(pool)
+    prompt = list(range(256))
+    prefix.park(compute(prefix, prompt, in_pages=True), prompt)
+    heat(prefix, prompt)
+    copied = driver.launch([])  # the copy: the fence of whoever reads now is behind it
+    assert prefix.promote() == 16 * PAGE_BYTES
+    (parked,) = prefix.cache.parked()
+    assert not parked.fence.done()
+    prefix.free_slots(6)
+    prefix.cache.pump()
+    assert not prefix.cache._memory.is_bare(parked.slot)
+    copied.finish()
+    prefix.cache.pump()
+    assert prefix.cache._memory.is_bare(parked.slot)
+    prefix.cache.check()
+
+
+def test_a_promotion_on_a_full_device_evicts_nothing_and_fails_nobody() -> None:
+    below = HostDriver()
+    driver = FakeDriver(over=below, memory_bytes=20 * PAGE_BYTES)
+    pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool)
+    prompt = list(range(256))
+    prefix.park(compute(prefix, prompt, in_pages=True), prompt)
+    heat(prefix, prompt)
+    assert prefix.promote() == 0
+    assert prefix.match([*prompt, 7]) == 256
+    prefix.cache.check()
+    pool.close()
+    below.close()
+
+
+def test_a_promotion_leaves_the_pages_to_prompts_that_part_among_them(pool: Pool) -> None:
+    prefix = prefix_over(pool)
+    shared = list(range(64))
+    one, other = ([*shared, *range(first, first + 200)] for first in (300, 900))
+    prefix.park(compute(prefix, one, in_pages=True), one)
+    sequence = compute(prefix, other, Rung.ALIAS, in_pages=True)
+    prefix.insert(sequence, other)
+    heat(prefix, one)
+    prefix.promote()
+    prefix.release(sequence)
+    assert prefix.match([*other, 7]) == 256  # all that is in full pages, and not just what is shared
+    prefix.cache.check()
+
+
+def test_what_a_parked_slot_has_for_itself_can_be_had_while_others_run_from_its_prefix(driver: FakeDriver) -> None:
+    pool = Pool("cpu", 20 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool)
+    twins = [compute(prefix, PROMPT, Rung.RECOMPUTE) for _ in range(2)]
+    for twin in twins:
+        prefix.park(twin, PROMPT)
+    sequence = prefix.attach([*PROMPT, 7], rung=Rung.ALIAS).sequence
+    assert (sequence.length, pool.spare_pages) == (129, 1)
+    sequence.grow(16 * 12)  # 3 pages more; the second of the twins has 9 that nobody shares
+    prefix.cache.check()
+    pool.close()
+
+
+def test_what_is_held_only_to_be_read_gives_way_to_computing_it_again(driver: FakeDriver) -> None:
+    pool = Pool("cpu", 9 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool)
+    prefix.park(compute(prefix, PROMPT), PROMPT)
+    assert pool.spare_pages == 0
+    prompt = [*PROMPT[:100], 7, 7, 7]
+    attached = prefix.attach(prompt, rung=Rung.ALIAS)  # there is no page for the 4 rows behind the aliased ones
+    assert (attached.rung, attached.num_tokens) == (Rung.RECOMPUTE, 0)
+    attached.sequence.grow(len(prompt))
+    prefix.cache.check()
+    pool.close()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(
+    pool: Pool, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    prefix = prefix_over(pool)
+    prefix.release(compute(prefix, PROMPT), PROMPT)
+    (extent, *_) = prefix.holders()
+    target = torch.empty(8, dtype=torch.uint8)
+    driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
+    with pytest.raises(Exception, match="told to fail"):
+        prefix._windows.copy(extent, 0, target)
+    driver.fail_at = set()
+    prefix.cache.check()
+    prefix.cache.drain()
+    prefix.cache.check()
+
+
+def test_what_is_held_is_counted_without_a_walk(pool: Pool) -> None:
+    prefix = prefix_over(pool)
+    prefix.release(compute(prefix, PROMPT), PROMPT)
+    assert prefix.stats().held_bytes == 8 * PAGE_BYTES
+    prefix.evict()
+    assert prefix.stats().held_bytes == 0
+    prefix.cache.check()
+
+
+def test_who_finds_no_room_does_not_try_again_in_every_step() -> None:
+    one = Harness(tiny_model(), share=True, budget_pages=3, step_tokens=4096)
+    assert one.prefix is not None
+    one.ask("large", prompt_of(4000), 40)
+    one.ask("waits", prompt_of(3000, 5), 2)
+    one.run()
+    assert not one.failures()
+    assert sum(one.prefix.stats().attached.values()) <= 4  # each once, and once or twice in vain
+    one.close()
