@@ -21,7 +21,7 @@ import torch
 
 from vmmkv import sharing
 from vmmkv.arguments import whole
-from vmmkv.errors import BudgetError, Closed, Evicted, SequenceTooLong
+from vmmkv.errors import BudgetError, Closed, Evicted, OutOfSlots, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
 from vmmkv.mapper_thread import MapperThread
 from vmmkv.memory import SlotMemory
@@ -160,9 +160,10 @@ class KVCache:
             return self._occupancy.take_over(parked, num_tokens, end)
 
     def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:
-        """`count` new sequences that have all tokens of a running one (vLLM's copy-on-write, without the write).
+        """`count` new sequences that have all tokens of a running one, as vLLM's forked block tables do.
 
-        Extents that are full are shared, the last, partial page is copied: from then on each goes its own way.
+        Extents that are full are shared, and their rows to be read only: nothing makes a copy when one is written. The last,
+        partial page is copied, so that each goes its own way from there; to go back further, truncate first.
         Cost: for each new sequence and group a map and an access call for each full extent, the same and a copy for the
         partial page. All or none. Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError.
         """
@@ -172,6 +173,11 @@ class KVCache:
         with self.pool.lock:
             end = self._check_end(max_tokens)
             self._check_running(sequence)
+            available = self._table.num_slots - len(self._occupancy.sequences)
+            if count > available:
+                raise OutOfSlots(
+                    f"{count} slots are wanted and {available} of {self._table.num_slots} run no sequence; close some"
+                )
             if sequence.length > end:
                 raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
             forks: list[Sequence] = []

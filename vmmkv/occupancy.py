@@ -39,6 +39,10 @@ class Keeper(Protocol):
         """Is this parked slot evicted with what the keeper gives up, and not by itself?"""
         ...
 
+    def is_pinned(self, slot: int) -> bool:
+        """Is this parked slot to be kept before others?"""
+        ...
+
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
         ...
@@ -181,7 +185,7 @@ class Occupancy:
         if first is None and self._collect():
             first = self.table.run_of(count, SlotState.FREE)
         if first is None and count == 1 and self.parked:
-            first = next(iter(self.parked))
+            first = next((slot for slot in self.parked if not self._is_pinned(slot)), next(iter(self.parked)))
         if first is None:
             first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
         if first is None:
@@ -419,6 +423,9 @@ class Occupancy:
                 )
 
     # within
+
+    def _is_pinned(self, slot: int) -> bool:
+        return self.keeper is not None and self.keeper.is_pinned(slot)
 
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are nobody's any more."""

@@ -330,10 +330,11 @@ class Pool:
         elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
             return
         else:
+            retiring = sum(cache.retiring_pages() for cache in self._caches)
             raise OutOfPages(
                 f"an extent of {num_pages} pages does not fit: {format_bytes(self.budget_bytes - self.held_bytes)} of the "
-                f"budget are not held and {self.kept_pages} pages are still retiring; raise budget_bytes by at least "
-                f"{format_bytes(size_bytes)}, or wait"
+                f"budget are not held; of {self.kept_pages} pages kept, {retiring} are retiring, the others pinned or in need; "
+                f"raise budget_bytes by at least {format_bytes(size_bytes)}, unpin something, or wait for what retires"
             )
         extent.holders = extent.users = 1
         self.held_bytes += size_bytes

@@ -12,12 +12,13 @@ Only what a caller has confirmed is shared: rows that were computed and read bac
 """
 
 import contextlib
-import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv.arguments import whole
@@ -28,6 +29,7 @@ from vmmkv.prefix_costs import Costs, Rung
 from vmmkv.prefix_plan import Placed, Plan, end_token, plan, uncovered
 from vmmkv.promotion import HOT, promote_some, resident_of
 from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
+from vmmkv.radix_node import pack
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.sharing import Pages, SlotRows
@@ -131,7 +133,9 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
         """How many of the first tokens could be attached now, at most all but one. Changes nothing."""
+        tokens = _checked(tokens)
         with self.cache.pool.lock:
+            self.cache._check_open()
             found = self._plan(namespace, tokens)
             return found[1].num_tokens if found else 0
 
@@ -142,9 +146,13 @@ class PrefixCache:
         namespace: Hashable = None,
         max_tokens: int | None = None,
         num_steps: int = 0,
-        rung: Rung | None = None,
+        rung: Rung | str | None = None,
     ) -> Attached:
         """A new sequence with as many of a prompt's tokens as are known, at most all but the last: that one is computed.
+
+        The rows attached are to be read only: others have them too. Rows from `num_tokens` on are the sequence's own; whoever
+        wants to write before that truncates first. `tokens`: ids as a list, a tuple, or an array or tensor of one dimension; an
+        int32 array is the fastest.
 
         `namespace` is whatever makes equal tokens different: tenant or salt, model, adapter, KV type. It is the sequence's
         tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `rung` forces one, if it can be had
@@ -153,8 +161,12 @@ class PrefixCache:
         Who finds no page for the rows that are not shared computes all of them.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
+        tokens = _checked(tokens)
+        rung = None if rung is None else Rung(rung)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
+        if num_steps < 0:
+            raise ValueError(f"num_steps={num_steps}: in how many steps a prefix is read is at least 0")
         with self.cache.pool.lock:
             began_ns = time.perf_counter_ns()
             end = self.cache._check_end(max_tokens)
@@ -303,7 +315,7 @@ class PrefixCache:
     # on and out
 
     def insert(self, sequence: Sequence, tokens: Tokens) -> None:
-        """The first rows of a sequence are confirmed and hold these tokens: from now on they are shared.
+        """The first rows of a sequence are confirmed and hold these tokens: from now on they are shared, and not to be written.
 
         Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, or did not
         come from `attach`, or had other tokens inserted.
@@ -329,14 +341,17 @@ class PrefixCache:
             self._kept[slot] = node
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
-        """A sequence is over, or gives way: insert its tokens, and give its slot back. Full extents stay in the tree."""
+        """A sequence is over, or gives way: insert its tokens, and give its slot back. Full extents stay in the tree.
+
+        Rows in a page that is not full go with the slot: `park` keeps those too. If it raises, the sequence still runs.
+        """
         with self.cache.pool.lock:
             if len(tokens):
                 self._insert(sequence, tokens)
             sequence.close()
 
     def _insert(self, sequence: Sequence, tokens: Tokens) -> _Running:
-        running = self._known(sequence)
+        running, tokens = self._known(sequence), _checked(tokens)
         num_tokens = len(tokens)
         if not running.num_tokens <= num_tokens <= sequence.length:
             raise ValueError(
@@ -391,14 +406,25 @@ class PrefixCache:
     def _known(self, sequence: Sequence) -> _Running:
         running = self._running.get(sequence.slot)
         if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
-            raise ValueError(f"{sequence!r} was not attached by this prefix cache, or has ended")
+            raise ValueError(
+                f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
+                "is no prefix's, and ends by close()"
+            )
         return running
 
     # pins, and the rest
 
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
-        """Keep what is known of some tokens for `ttl_s` seconds (for ever if None); how many tokens that are."""
+        """Keep what is known of some tokens for `ttl_s` seconds (for ever if None); how many tokens that are.
+
+        Full extents are kept whatever happens; rows in a page that is not full for as long as the slot that has them is not
+        needed for want of any other.
+        """
+        tokens = _checked(tokens)
+        if ttl_s is not None and not ttl_s > 0:
+            raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
+            self.cache._check_open()
             match = self._tree.match(namespace, tokens)
             if match.deepest is None:
                 return 0
@@ -407,7 +433,8 @@ class PrefixCache:
             return match.num_tokens
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
-        """Let it go like everything else."""
+        """Let it, and whatever is pinned on the way to it, go like everything else."""
+        tokens = _checked(tokens)
         with self.cache.pool.lock:
             for node in self._tree.match(namespace, tokens).path:
                 self._tree.pin(node, None)
@@ -469,7 +496,8 @@ class PrefixCache:
         with self.cache.pool.lock:
             table = self._occupancy.table
             missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
-            for parked in list(itertools.islice(self._occupancy.parked.values(), max(0, missing))):
+            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self.is_pinned(slot)]
+            for parked in unpinned[: max(0, missing)]:
                 self._occupancy.evict(parked)
 
     # what the occupancy asks of its keeper; the pool's lock is held
@@ -477,6 +505,12 @@ class PrefixCache:
     def keeps(self, slot: int) -> bool:
         """Is this parked slot evicted with the tree's leaves, and not by itself?"""
         return slot in self._kept
+
+    def is_pinned(self, slot: int) -> bool:
+        """Has a parked slot rows that somebody wants to keep?"""
+        node = self._kept.get(slot)
+        now = time.monotonic()
+        return node is not None and any((each.pinned_until or 0.0) > now for each in node.path())
 
     def holders(self) -> Counter[Extent]:
         """How often the tree holds each extent."""
@@ -645,3 +679,15 @@ class _Rest:
             tail = self.plan.tails[group]
             assert tail is not None, "rows are missing and nobody has them"
             self.prefix._windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, target)
+
+
+def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
+    """Token ids as an array. Raises ValueError for what is none."""
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.detach().cpu().numpy()
+    if isinstance(tokens, str | bytes | bytearray):
+        raise ValueError(f"tokens: {type(tokens).__name__}; wanted token ids, as the tokenizer gives them")
+    if isinstance(tokens, np.ndarray) and tokens.ndim != 1:
+        hint = "; take tokens[0]" if tokens.ndim == 2 and len(tokens) == 1 else ""
+        raise ValueError(f"tokens: of shape {tokens.shape}; wanted one dimension{hint}")
+    return np.frombuffer(pack(tokens), dtype=np.int32)

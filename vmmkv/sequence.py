@@ -149,7 +149,7 @@ class Sequence:
             self._occupancy.memory.retire_before(self.slot, group, start_token)
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: `view(layer, "k")`."""
+        """Keys of a layer: `view(layer, "k")`. Not to be used once the sequence has ended."""
         return self.view(layer, "k")
 
     def v(self, layer: int) -> torch.Tensor:
@@ -170,7 +170,8 @@ class Sequence:
         A plane without a dim, as scales have none, gives [limit - start, heads].
 
         Its storage ends with the last mapped row, so that torch itself refuses whatever goes past it. Take a new view
-        after `grow`, `truncate` or `advance_start`; the addresses stay the same.
+        after `grow`, `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: then others
+        may have the memory, and when it is unmapped touching it ends the process, or loses the CUDA context.
         Cost: 3 us; no driver call, no copy.
         Raises: LayoutError for a layer or plane that there is not.
         """

@@ -165,7 +165,7 @@ class Engine:
         if strand is request:
             self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
             request.num_computed += count
-            if request.num_computed <= len(request.ask.prompt):
+            if request.num_computed <= len(request.ask.prompt) and pick.token != NOT_A_NUMBER:
                 self._scheduler.share(request)
         if strand.num_left:
             return

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,20 +13,24 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from bench import run
-from bench.prefix import PARTS
+from bench.prefix import PARTS, attention, chat, requests
 from bench.prefix.addressing import NOBODY, Addressing, Blocks, HostBlocks, HostSlots, NewRows, Slots
 from bench.prefix.bars import bars
+from bench.prefix.context import Context
 from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.filling import check_rows, fill
-from bench.prefix.loop import Loop, Outcome, Request
+from bench.prefix.loop import Loop, Outcome, Request, batch_sizes
 from bench.prefix.model import Model
 from bench.prefix.paged import BlockPool, Paged
 from bench.prefix.sizes import BLOCK_ROWS, Decoder, decoder_of
 from bench.prefix.systems import System, TokenIds
-from bench.settings import SHAPES, Shape
+from bench.report import Report
+from bench.rows import RowFile
+from bench.settings import SHAPES, Settings, Shape
 from bench.timing import WrongNumbers
 from vmmkv.errors import OutOfPages
 from vmmkv.radix import Piece
+from vmmkv.units import GIB, PAGE_BYTES
 
 CPU = torch.device("cpu")
 SMALL = Shape(name="small", layers=2, heads=4, kv_heads=2, head_dim=1024, dtype=torch.float32, weight_bytes=0)
@@ -245,6 +250,10 @@ def test_a_quick_run_has_every_part_and_every_system(tmp_path: Path, capsys: pyt
         *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")
     }
     assert any(row["system"] == "radix tree" for row in rows)
+    assert {row["system"] for row in rows if row["workload"] == "4 requests of 20 + 12 tokens, 4 out, cold"} == {
+        *("paged 16", "vmmkv chooser", "vmmkv alias", "vmmkv copy")
+    }
+    assert {row["system"] for row in rows if row["metric"] == "promoted"} == {*("vmmkv chooser", "vmmkv alias", "vmmkv adopt")}
     assert "attention over aliases, times as fast as over copies" in capsys.readouterr().out
 
 
@@ -274,6 +283,50 @@ def test_wrong_outputs_are_not_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.main(arguments) == 1
     rows = [json.loads(line) for line in (tmp_path / "prefix.jsonl").read_text().splitlines()]
     assert {row["system"] for row in rows} == {"none", "paged 16", "vmmkv recompute"}
+
+
+def test_at_full_size_batches_have_slots_and_memory_fits_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each part asks for, counted and not allocated: only a large GPU has room for it."""
+    settings = Settings(device=torch.device("cuda:0"), shape=SHAPES["llama-3.1-8b"])
+    report = Report(cast(RowFile, None))
+    context = Context(settings, report)
+    asked: list[tuple[int, int]] = []
+
+    def open_vmmkv(_self: Context, _sharing: Sharing, **given: Any) -> None:
+        warm_pages = sum(num_pages * count for num_pages, count in given.get("warm", {}).items())
+        assert warm_pages <= given["num_pages"]
+        asked.append((given["slots"], given["num_pages"] * PAGE_BYTES))
+
+    def open_paged(_self: Context, *, slots: int, max_tokens: int, num_tokens: int) -> None:
+        assert num_tokens >= max_tokens - 1
+        asked.append((slots, num_tokens * settings.shape.layout.row_bytes))
+
+    monkeypatch.setattr(Context, "open_vmmkv", open_vmmkv)
+    monkeypatch.setattr(Context, "open_paged", open_paged)
+    for number, prefix_tokens in enumerate(context.sizes.prefixes):
+        for _, entry in requests._plan(context, number):
+            requests._open(context, entry, prefix_tokens)
+            assert asked[-1][0] >= batch_sizes(context.sizes.requests)[-1]
+    for sharing in chat._SYSTEMS:
+        chat._open(context, sharing)
+        assert asked[-1][0] >= batch_sizes(context.sizes.conversations)[-1]
+    for attended in attention.SYSTEMS.values():
+        attention._open(context, attended)
+    assert len(asked) == requests.num_steps(context) + chat.num_steps(context) + attention.num_steps(context)
+    assert max(size_bytes for _, size_bytes in asked) + settings.shape.weight_bytes < 130 * GIB
+
+
+def test_batches_grow_up_to_the_most_sequences() -> None:
+    assert batch_sizes(128) == [16, 32, 64, 128]
+    assert batch_sizes(20) == [16, 20]
+    assert batch_sizes(17) == [16, 20]
+    assert batch_sizes(8) == [8]
+    assert batch_sizes(1) == [4]
+
+
+def test_a_loop_wants_a_slot_for_each_row_of_a_batch(model: Model) -> None:
+    with pytest.raises(ValueError, match="4 slots: batches of up to 8 rows want as many"):
+        Loop(model, opened("paged", slots=4), token_budget=64, most_sequences=8)
 
 
 def test_bars_follow_from_rows() -> None:

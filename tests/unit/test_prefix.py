@@ -188,6 +188,16 @@ def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
     assert prefix.match(PROMPT) == 40
 
 
+def test_a_slot_is_not_adopted_when_other_prompts_go_on_from_its_tokens(prefix):
+    park(prefix, PROMPT[:40])
+    other = [*PROMPT[:32], *range(300, 316)]
+    prefix.release(begin(prefix, other, rung=Rung.ALIAS))  # its pages alone are left, behind 32 tokens of the parked slot
+    attached = prefix.attach([*PROMPT[:20], 0])
+    assert (attached.rung, attached.num_tokens) == (Rung.ALIAS, 20)
+    assert prefix.match([*other, 0]) == 48
+    assert prefix.match(PROMPT) == 40
+
+
 def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver):
     begin(prefix, PROMPT[:96])
     calls = Calls(driver)
@@ -552,19 +562,36 @@ def test_other_tokens_than_before_are_refused(prefix, cache, wrong):
 def test_a_sequence_that_did_not_come_from_attach_is_refused(prefix, cache):
     sequence = begin(prefix, PROMPT[:20])
     for stranger in (cache.open(), cache.fork(sequence)[0]):
-        with pytest.raises(ValueError, match="was not attached by this prefix cache, or has ended"):
+        with pytest.raises(ValueError, match="has ended, or did not come from attach"):
             prefix.insert(stranger, [])
     prefix.park(sequence, PROMPT[:20])
-    with pytest.raises(ValueError, match="or has ended"):
+    with pytest.raises(ValueError, match="has ended, or did not come"):
         prefix.park(sequence, PROMPT[:20])
 
 
-def test_without_a_page_for_the_rest_all_of_it_is_computed(prefix, pool, cache):
-    begin(prefix, PROMPT[:20])
+@pytest.mark.parametrize("end", ["run", "park"])
+def test_without_a_page_for_the_rest_all_of_it_is_computed(prefix, pool, cache, end):
+    """What it would be copied from does not make room for the copy."""
+    owner = begin(prefix, PROMPT[:20])
+    if end == "park":
+        prefix.park(owner, PROMPT[:20])
     pool.resize(2 * PAGE_BYTES)
     attached = prefix.attach(PROMPT[:21], rung=Rung.ALIAS)
     assert (attached.rung, attached.num_tokens) == (Rung.RECOMPUTE, 0)
-    with pytest.raises(OutOfPages):
-        attached.sequence.grow(21)
     assert prefix.stats().attached["alias"] == 0
+    if end == "run":
+        with pytest.raises(OutOfPages):
+            attached.sequence.grow(21)
+    else:
+        attached.sequence.grow(21)
     cache.check()
+
+
+def test_what_lies_below_makes_room_but_for_what_is_copied_from_it(prefix, pool):
+    prefix.release(begin(prefix, PROMPT[:48]))
+    prefix.pin(PROMPT[:20])  # a node of its own, whose last rows are in a page of the node below
+    pool.resize(3 * PAGE_BYTES)
+    attached = prefix.attach([*PROMPT[:20], 0], rung=Rung.ALIAS)
+    assert attached.num_tokens == 20
+    assert_reads(attached.sequence, 20)
+    assert prefix.match(PROMPT) == 20
