@@ -24,11 +24,11 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.cache import KVCache
 from vmmkv.errors import OutOfPages, SequenceTooLong
-from vmmkv.extents import Evictable, Extent
 from vmmkv.prefix_costs import Costs, Rung
-from vmmkv.prefix_plan import Placed, Plan, end_token, plan, uncovered
+from vmmkv.prefix_nodes import PrefixNodes, Running
+from vmmkv.prefix_plan import Placed, Plan, plan
 from vmmkv.promotion import HOT, promote_some, resident_of
-from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
+from vmmkv.radix import Match, Node, Tokens
 from vmmkv.radix_node import pack
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Parked, Sequence
@@ -71,26 +71,11 @@ class PrefixStats:
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
-    """What the tree knows of a sequence that runs."""
-
-    namespace: Hashable
-    node: Node[Placed] | None
-    """Where its confirmed tokens end in the tree, locked; None for none."""
-    num_tokens: int
-    """Of those."""
-
-
-@dataclass(eq=False, slots=True)
 class _Counts:
     attached: Counter[str] = field(default_factory=Counter)
     attach_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hit_tokens: int = 0
     missed_tokens: int = 0
-    inserted_pages: int = 0
-    duplicate_pages: int = 0
-    held_bytes: int = 0
-    evicted_pages: int = 0
     promoted_bytes: int = 0
 
 
@@ -113,21 +98,16 @@ class PrefixCache:
             self._is_measured = costs is None
             self._occupancy = occupancy
             self._memory = occupancy.memory
-            self._tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
+            self._nodes = PrefixNodes(cache.layout, occupancy)
             self._windows = Windows(self._memory)
             if self._is_measured:
                 self.costs.calibrate(cache.device)
                 self.costs.alias_us = self._windows.measure_us() or self.costs.alias_us
-            self._running: dict[int, _Running] = {}
-            self._kept: dict[int, Node[Placed]] = {}
-            """Where the rows of a parked slot end in the tree, by slot."""
-            self._source: int | None = None
-            """The parked slot that is being copied from: it is not evicted."""
             self._counts = _Counts()
             self._hot: list[Node[Placed]] = []
             """Hit often enough to be promoted, and not looked at since."""
             self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
-            occupancy.keeper = self
+            occupancy.keeper = self._nodes
 
     # in
 
@@ -192,7 +172,7 @@ class PrefixCache:
             return attached
 
     def _plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
-        match = self._tree.match(namespace, tokens[: len(tokens) - 1])
+        match = self._nodes.tree.match(namespace, tokens[: len(tokens) - 1])
         found = plan(self._memory, self.cache.layout, match)
         return None if found is None else (match, found)
 
@@ -224,47 +204,31 @@ class PrefixCache:
         """A parked slot with these rows, of which nothing that others need would be written over; the shortest."""
         deepest = match.deepest
         assert deepest is not None
-        slots = [slot for slot in deepest.residents if slot in self._kept] if deepest.has_residents else []
+        slots = [slot for slot in deepest.residents if slot in self._nodes.kept] if deepest.has_residents else []
         parked = [self._occupancy.parked[slot] for slot in slots if isinstance(slot, int)]
         starts = [self.cache.layout.start_for(group, best.num_tokens) for group in self.cache.layout.groups]
         fitting = [
             each
             for each in parked
             if all(self._memory.table.starts[index, each.slot] <= start for index, start in enumerate(starts))
-            and self._is_free_past(each.slot, best.num_tokens)
+            and self._nodes.is_free_past(each.slot, best.num_tokens)
         ]
         return min(fitting, key=lambda each: (each.length, -each.stamp), default=None)
-
-    def _is_free_past(self, slot: int, num_tokens: int) -> bool:
-        """Does what a parked slot has past some tokens live there alone, so that it may go?"""
-        below: Node[Placed] | None = None
-        for node in reversed(self._kept[slot].path()):
-            if node.end <= num_tokens:
-                break
-            if (
-                node.locks
-                or node.pinned_until is not None
-                or node.residents != {slot}
-                or any(child is not below for child in node.children.values())
-            ):
-                return False
-            below = node
-        return True
 
     def _adopt(self, match: Match[Placed], best: Plan, parked: Parked, end: int) -> Attached:
         """The nodes past the match go, for their rows will be written over; what they held is the slot's alone."""
         slot, num_tokens = parked.slot, best.num_tokens
-        self._leave(slot, num_tokens, discard=True)
+        self._nodes.shorten(slot, num_tokens, discard=True)
         parked.length = num_tokens
-        node = self._kept.pop(slot)
-        self._tree.lock(node)  # making room does not evict what is being adopted
+        node = self._nodes.kept.pop(slot)
+        self._nodes.tree.lock(node)  # making room does not evict what is being adopted
         try:
             sequence = self._occupancy.take_over(parked, num_tokens, end)
         except BaseException:
-            self._kept[slot] = node
+            self._nodes.kept[slot] = node
             raise
         finally:
-            self._tree.unlock(node)
+            self._nodes.tree.unlock(node)
         return Attached(sequence, num_tokens, Rung.ADOPT)
 
     def _attach_new(self, namespace: Hashable, tokens: Tokens, rung: Rung, end: int) -> Attached | None:
@@ -281,10 +245,10 @@ class PrefixCache:
         for index, group in enumerate(self.cache.layout.groups):
             memory.table.starts[index, slot] = self.cache.layout.start_for(group, best.num_tokens)
         tails = [tail.extent for tail in best.tails if tail is not None]
-        self._tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
+        self._nodes.tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
         for extent in tails:  # nor extents of nodes below
             self.cache.pool.hold(extent)
-        self._source = best.resident
+        self._nodes.source = best.resident
         try:
             sequence = occupancy.open_with(slot, end, namespace, best.num_tokens, pages, _Rest(self, best))
             if best.resident in occupancy.parked:
@@ -294,8 +258,8 @@ class PrefixCache:
                     sequence.close()
                     raise
         finally:
-            self._source = None
-            self._tree.unlock(deepest)
+            self._nodes.source = None
+            self._nodes.tree.unlock(deepest)
             for extent in tails:
                 self.cache.pool.drop(extent)
         return Attached(sequence, best.num_tokens, rung)
@@ -303,10 +267,10 @@ class PrefixCache:
     def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
         """The tree knows the sequence; what was copied for it is shared at once, for it is a copy of what was confirmed."""
         slot, num_tokens = attached.sequence.slot, attached.num_tokens
-        self._running[slot] = _Running(namespace, None, 0)
+        self._nodes.running[slot] = Running(namespace, None, 0)
         if num_tokens:
-            self._extend(slot, tokens[:num_tokens], is_known=attached.rung is Rung.ADOPT)
-            node = self._running[slot].node
+            self._nodes.extend(slot, tokens[:num_tokens], is_known=attached.rung is Rung.ADOPT)
+            node = self._nodes.running[slot].node
             assert node is not None
             node.num_hits += 1
             if node.num_hits == HOT:
@@ -331,14 +295,14 @@ class PrefixCache:
                 sequence.close()
                 return
             node, slot = running.node, sequence.slot
-            del self._running[slot]  # so that nobody takes its rows for gone
+            del self._nodes.running[slot]  # so that nobody takes its rows for gone
             try:
                 self._occupancy.park(sequence, running.num_tokens)
             except BaseException:
-                self._running[slot] = running
+                self._nodes.running[slot] = running
                 raise
-            self._tree.unlock(node)
-            self._kept[slot] = node
+            self._nodes.tree.unlock(node)
+            self._nodes.kept[slot] = node
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
         """A sequence is over, or gives way: insert its tokens, and give its slot back. Full extents stay in the tree.
@@ -350,7 +314,7 @@ class PrefixCache:
                 self._insert(sequence, tokens)
             sequence.close()
 
-    def _insert(self, sequence: Sequence, tokens: Tokens) -> _Running:
+    def _insert(self, sequence: Sequence, tokens: Tokens) -> Running:
         running, tokens = self._known(sequence), _checked(tokens)
         num_tokens = len(tokens)
         if not running.num_tokens <= num_tokens <= sequence.length:
@@ -359,52 +323,11 @@ class PrefixCache:
                 f"{running.num_tokens} were inserted before; what was inserted stays so"
             )
         if num_tokens > running.num_tokens:
-            self._extend(sequence.slot, tokens)
+            self._nodes.extend(sequence.slot, tokens)
         return running
 
-    def _extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
-        """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
-        running, num_tokens, tree, counts = self._running[slot], len(tokens), self._tree, self._counts
-        match = tree.match(running.namespace, tokens)
-        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
-            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
-        pieces = [] if is_known else self._pieces_of(slot, running.num_tokens, num_tokens)
-        pieces = uncovered(pieces, match)
-        inserted = tree.insert(running.namespace, tokens, pieces)
-        path = inserted.node.path()
-        returned = {piece.value.extent for piece in inserted.duplicates}
-        for piece in pieces:
-            extent = piece.value.extent
-            if extent not in returned:
-                self.cache.pool.hold(extent)
-                counts.held_bytes += extent.size_bytes
-                counts.inserted_pages += extent.num_pages
-            elif not extent.shared:
-                counts.duplicate_pages += extent.num_pages
-        tree.lock(inserted.node)
-        if running.node is not None:
-            tree.unlock(running.node)
-        for node in path:
-            node.residents.add(slot)
-        running.node, running.num_tokens = inserted.node, num_tokens
-
-    def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
-        """The extents of a slot that are shareable with `num_tokens` tokens and were not with `after`."""
-        pieces = []
-        for index, arena in enumerate(self._memory.arenas):
-            span, group, start = arena.spans[slot], arena.group, int(self._memory.table.starts[index, slot])
-            first = max(span.first_page, after * group.row_bytes // PAGE_BYTES)
-            for mapping in span.live_from(span.border_before(first)):
-                last = end_token(group, mapping.end_page)
-                if last > num_tokens:
-                    break
-                if last > after:
-                    first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0
-                    pieces.append(Piece(last, Placed(mapping.page, mapping.extent, first_token), index))
-        return sorted(pieces, key=lambda piece: (piece.end_token, piece.group))
-
-    def _known(self, sequence: Sequence) -> _Running:
-        running = self._running.get(sequence.slot)
+    def _known(self, sequence: Sequence) -> Running:
+        running = self._nodes.running.get(sequence.slot)
         if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
             raise ValueError(
                 f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
@@ -425,46 +348,46 @@ class PrefixCache:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
             self.cache._check_open()
-            match = self._tree.match(namespace, tokens)
+            match = self._nodes.tree.match(namespace, tokens)
             if match.deepest is None:
                 return 0
-            node = self._tree.insert(namespace, tokens[: match.num_tokens]).node
-            self._tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
+            node = self._nodes.tree.insert(namespace, tokens[: match.num_tokens]).node
+            self._nodes.tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
             return match.num_tokens
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
         """Let it, and whatever is pinned on the way to it, go like everything else."""
         tokens = _checked(tokens)
         with self.cache.pool.lock:
-            for node in self._tree.match(namespace, tokens).path:
-                self._tree.pin(node, None)
+            for node in self._nodes.tree.match(namespace, tokens).path:
+                self._nodes.tree.pin(node, None)
 
     def evict(self, num_pages: int | None = None) -> int:
         """Give up what was used least recently, at least `num_pages` pages if there are so many (all by default)."""
         wanted = None if num_pages is None else whole("num_pages", num_pages)
         with self.cache.pool.lock:
-            before = self._counts.evicted_pages
-            while wanted is None or self._counts.evicted_pages - before < wanted:
-                if self._tree.oldest_evictable() is None:
+            before = self._nodes.counts.evicted_pages
+            while wanted is None or self._nodes.counts.evicted_pages - before < wanted:
+                if self._nodes.tree.oldest_evictable() is None:
                     break
-                self.evict_oldest()
-            return self._counts.evicted_pages - before
+                self._nodes.evict_oldest()
+            return self._nodes.counts.evicted_pages - before
 
     def stats(self) -> PrefixStats:
         """What is held and what was done."""
         with self.cache.pool.lock:
-            counts = self._counts
+            counts, nodes = self._counts, self._nodes
             return PrefixStats(
-                num_nodes=self._tree.num_nodes,
-                num_tokens=self._tree.num_tokens,
-                held_bytes=counts.held_bytes,
+                num_nodes=self._nodes.tree.num_nodes,
+                num_tokens=self._nodes.tree.num_tokens,
+                held_bytes=nodes.counts.held_bytes,
                 attached={rung.value: counts.attached[rung.value] for rung in Rung},
                 attach_us={rung.value: counts.attach_us[rung.value] for rung in Rung},
                 hit_tokens=counts.hit_tokens,
                 missed_tokens=counts.missed_tokens,
-                inserted_pages=counts.inserted_pages,
-                duplicate_pages=counts.duplicate_pages,
-                evicted_pages=counts.evicted_pages,
+                inserted_pages=nodes.counts.inserted_pages,
+                duplicate_pages=nodes.counts.duplicate_pages,
+                evicted_pages=nodes.counts.evicted_pages,
                 promoted_bytes=counts.promoted_bytes,
             )
 
@@ -478,7 +401,7 @@ class PrefixCache:
             while self._hot and (time.perf_counter_ns() - began_ns) / 1e3 < budget_us:
                 node = self._hot[-1]
                 source = resident_of(node)
-                done = promote_some(self._tree, self._memory, self._windows, node) if node.parent is not None else 0
+                done = promote_some(self._nodes.tree, self._memory, self._windows, node) if node.parent is not None else 0
                 if done and source in self._occupancy.parked:
                     self._occupancy.parked[source].fence = self._memory.fence()
                 num_bytes += done
@@ -496,172 +419,9 @@ class PrefixCache:
         with self.cache.pool.lock:
             table = self._occupancy.table
             missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
-            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self.is_pinned(slot)]
+            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._nodes.is_pinned(slot)]
             for parked in unpinned[: max(0, missing)]:
                 self._occupancy.evict(parked)
-
-    # what the occupancy asks of its keeper; the pool's lock is held
-
-    def keeps(self, slot: int) -> bool:
-        """Is this parked slot evicted with the tree's leaves, and not by itself?"""
-        return slot in self._kept
-
-    def is_pinned(self, slot: int) -> bool:
-        """Has a parked slot rows that somebody wants to keep?"""
-        node = self._kept.get(slot)
-        now = time.monotonic()
-        return node is not None and any((each.pinned_until or 0.0) > now for each in node.path())
-
-    def holders(self) -> Counter[Extent]:
-        """How often the tree holds each extent."""
-        return Counter(piece.value.extent for node in self._tree.nodes() for piece in node.pieces)
-
-    def idle_pages(self, enough: int) -> int:
-        """Pages that evicting leaves would free at once; counted no further than `enough`."""
-        num_pages = 0
-        for node in self._tree.evictable():
-            if num_pages >= enough or not self._is_idle(node):
-                break
-            # One holder is the tree; each parked slot that maps it is another, and goes with the leaf.
-            num_pages += sum(
-                piece.value.extent.num_pages
-                for piece in node.pieces
-                if piece.value.extent.holders <= 1 + len(node.residents if node.has_residents else ())
-                and not piece.value.extent.users
-            )
-        return num_pages
-
-    def oldest(self) -> Evictable | None:
-        """The leaf that was used least recently, if any may go; else a parked slot that ends further up."""
-        node = self._tree.oldest_evictable()
-        if node is not None:
-            return Evictable(node.stamp, self._is_idle(node))
-        parked = self._oldest_kept()
-        return None if parked is None else Evictable(parked.stamp, parked.fence.done())
-
-    def _oldest_kept(self) -> Parked | None:
-        """A parked slot whose node is locked or pinned, or has others below: it can have pages that are its alone."""
-        return next(
-            (each for slot, each in self._occupancy.parked.items() if slot in self._kept and slot != self._source), None
-        )
-
-    def _is_idle(self, node: Node[Placed]) -> bool:
-        if not node.has_residents:
-            return True
-        return all(self._occupancy.parked[slot].fence.done() for slot in node.residents if slot in self._kept)
-
-    def evict_oldest(self) -> None:
-        """Drop that leaf, or that slot; parked slots that end there are cut, or given up with their last node."""
-        leaf = self._tree.oldest_evictable()
-        if leaf is None:
-            parked = self._oldest_kept()
-            assert parked is not None, "nothing is evictable"
-            self._occupancy.evict(parked)
-            return
-        parent = leaf.parent
-        residents = [slot for slot in leaf.residents if isinstance(slot, int)] if leaf.has_residents else []
-        start = leaf.start
-        self._drop(self._tree.remove(leaf))
-        for slot in residents:
-            assert slot in self._kept, "a leaf is evicted in which a sequence runs"
-            if start and parent is not None:
-                self._kept[slot] = parent
-                self._occupancy.cut_parked(slot, start)
-            else:
-                del self._kept[slot]
-                self._occupancy.evict(self._occupancy.parked[slot])
-        if start and parent is not None:
-            self._tidy(parent)
-
-    def clear(self) -> None:
-        """Evict everything, pinned or not; no sequence runs any more."""
-        for node in self._tree.nodes():
-            if node.pinned_until is not None:
-                self._tree.pin(node, None)
-        while self._tree.oldest_evictable() is not None:
-            self.evict_oldest()
-
-    def forget(self, slot: int, num_tokens: int) -> None:
-        """The rows of a slot past `num_tokens` are gone, or about to be written."""
-        if slot in self._kept or slot in self._running:
-            self._leave(slot, num_tokens)
-
-    def leave(self, slot: int) -> None:
-        """Whoever had the slot does not any more, with all its rows."""
-        self.forget(slot, 0)
-        self._kept.pop(slot, None)
-        self._running.pop(slot, None)
-
-    def check(self) -> None:
-        """The tree is whole; its residents are the slots that it knows, and hold what they should."""
-        self._tree.check()
-        known: dict[int, Node[Placed]] = dict(self._kept)
-        known.update({slot: running.node for slot, running in self._running.items() if running.node is not None})
-        residents: Counter[Hashable] = Counter()
-        for node in self._tree.nodes():
-            residents.update(node.residents if node.has_residents else ())
-            for piece in node.pieces:
-                group = self.cache.layout.groups[piece.group]
-                assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
-        held_bytes = sum(extent.size_bytes * count for extent, count in self.holders().items())
-        assert held_bytes == self._counts.held_bytes, "held bytes are miscounted"
-        assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
-        locks = Counter(running.node for running in self._running.values() if running.node is not None)
-        assert all(node.locks == locks[node] for node in self._tree.nodes()), "locks are miscounted"
-        assert self._kept.keys() <= self._occupancy.parked.keys(), "a kept slot is not parked"
-        for slot, node in self._kept.items():
-            assert self._occupancy.parked[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
-
-    # within
-
-    def _leave(self, slot: int, num_tokens: int, *, discard: bool = False) -> None:
-        """A slot is no resident past `num_tokens`; with `discard` the nodes past it go, which are its alone."""
-        running = self._running.get(slot)
-        last = running.node if running is not None else self._kept[slot]
-        if last is None or last.end <= num_tokens:
-            return
-        left = [node for node in reversed(last.path()) if node.end > num_tokens]
-        top = left[-1]
-        if top.start < num_tokens:
-            stays: Node[Placed] | None = self._tree.split(top, num_tokens)
-        else:
-            stays = top.parent if num_tokens else None
-        for node in left:
-            node.residents.discard(slot)
-        if running is not None:
-            self._relock(running, last, stays)
-        elif stays is not None:
-            self._kept[slot] = stays
-        for node in left:
-            if discard:
-                self._drop(self._tree.remove(node))
-            else:
-                self._tidy(node)
-
-    def _relock(self, running: _Running, old: Node[Placed], new: Node[Placed] | None) -> None:
-        if new is not None:
-            self._tree.lock(new)
-        self._tree.unlock(old)
-        running.node = new
-        running.num_tokens = new.end if new is not None else 0
-
-    def _tidy(self, node: Node[Placed]) -> None:
-        """A leaf whose rows no slot has keeps no more tokens than its extents; nothing, if it has none. And so its parent."""
-        while node.parent is not None and node.is_leaf and not node.locks and not node.has_residents:
-            parent = node.parent
-            last = max((piece.end_token for piece in node.pieces), default=node.start)
-            if last > node.start:
-                if last < node.end:
-                    self._drop(self._tree.trim(node, last))
-                return
-            self._drop(self._tree.remove(node))
-            node = parent
-
-    def _drop(self, pieces: list[Piece[Placed]]) -> None:
-        for piece in pieces:
-            self._counts.evicted_pages += piece.value.extent.num_pages
-            self._counts.held_bytes -= piece.value.extent.size_bytes
-            self.cache.pool.drop(piece.value.extent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ and any byte that came from another prompt, another namespace or nowhere shows.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,21 +15,7 @@ import torch
 
 from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
-from vmmkv import (
-    Group,
-    KVCache,
-    KVLayout,
-    Sequence,
-    extents,
-    mapper,
-    pool,
-    prefix,
-    prefix_plan,
-    promotion,
-    ranges,
-    scratch,
-    sharing,
-)
+from vmmkv import Group, KVCache, KVLayout, Sequence, promotion, scratch, sharing
 from vmmkv.driver.base import Access
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.prefix_costs import Costs
@@ -123,12 +110,12 @@ def num_common(first: Seq[int], second: Seq[int]) -> int:
 @contextlib.contextmanager
 def large_extents(num_pages: int) -> Iterator[None]:
     """Large extents of so few pages that short sequences have some; and one hit makes a prefix hot."""
+    small = {"LARGE_PAGES": num_pages, "SIZE_CLASSES": (1, num_pages), "HOT": 1}
+    modules = [module for name, module in sys.modules.items() if name.startswith("vmmkv.")]
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(prefix, "HOT", 1))
-        for module in (extents, mapper, pool, prefix, prefix_plan, promotion, ranges, scratch):
-            for name, value in {"LARGE_PAGES": num_pages, "SIZE_CLASSES": (1, num_pages)}.items():
-                if hasattr(module, name):
-                    patches.enter_context(mock.patch.object(module, name, value))
+        for module in modules:
+            for name in small.keys() & vars(module).keys():
+                patches.enter_context(mock.patch.object(module, name, small[name]))
         yield
 
 

@@ -85,6 +85,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.live: list[Talk] = []
         self.kept: list[Rest] = []
         self.launches: list[Launch] = []
+        self.pinned = False
 
     # failures
 
@@ -377,13 +378,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     # the tree
 
-    @rule(pick=picks, common=counts, namespace=namespaces, ttl_s=st.sampled_from([None, 0.0, 1e6, "unpin"]))
+    @rule(pick=picks, common=counts, namespace=namespaces, ttl_s=st.sampled_from([None, 1e-9, 1e6, "unpin"]))
     def pin(self, pick, common, namespace, ttl_s):
         prompt = self.said[-1 - pick % len(self.said)][1][:common]
         if ttl_s == "unpin":
             self.prefix.unpin(prompt, namespace=namespace)
             return
         pinned = self.prefix.pin(prompt, namespace=namespace, ttl_s=ttl_s)
+        self.pinned |= pinned > 0
         assert pinned <= self.texts.num_confirmed(namespace, prompt)
 
     @rule(num_pages=st.none() | st.integers(0, 3))
@@ -400,7 +402,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.prefix.free_slots(count)
         assert self.driver.num_calls == calls
         self.forget_evicted()
-        assert len(self.live) + len(self.kept) <= max(SLOTS - count, len(self.live))
+        assert len(self.kept) <= max(SLOTS - count - len(self.live), 0) or self.pinned
 
     # the device
 

@@ -31,6 +31,7 @@ LAYERS = (
     ("cache", "occupancy", "sequence", "stats"),
     ("prefix_plan",),
     ("prefix_costs", "promotion"),
+    ("prefix_nodes",),
     ("prefix",),
     ("tiers",),
     ("adapters",),

@@ -126,7 +126,7 @@ def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(
 ) -> None:
     prefix = prefix_over(pool)
     prefix.release(compute(prefix, PROMPT), PROMPT)
-    (extent, *_) = prefix.holders()
+    (extent, *_) = prefix._nodes.holders()
     target = torch.empty(8, dtype=torch.uint8)
     driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
     with pytest.raises(Exception, match="told to fail"):

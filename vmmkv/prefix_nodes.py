@@ -1,0 +1,281 @@
+"""What a prefix cache knows: a tree of nodes that hold extents, and which slots have their rows.
+
+    running   a sequence that was attached: its confirmed tokens end at a node, which is locked
+    kept      a parked slot: its rows end at a node, and it goes leaf by leaf with the tree
+    resident  of a node: a slot, running or kept, that has all rows of the path up to the node's end
+
+This is the occupancy's `Keeper`: what the pool is to be given under pressure is found here. Every call comes with the pool's
+lock held.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from vmmkv.extents import Evictable, Extent
+from vmmkv.layout import KVLayout
+from vmmkv.occupancy import Occupancy
+from vmmkv.prefix_plan import Placed, end_token, uncovered
+from vmmkv.radix import Node, Piece, RadixTree, Tokens
+from vmmkv.sequence import Parked
+from vmmkv.units import PAGE_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """What the tree knows of a sequence that runs."""
+
+    namespace: Hashable
+    node: Node[Placed] | None
+    """Where its confirmed tokens end in the tree, locked; None for none."""
+    num_tokens: int
+    """Of those."""
+
+
+@dataclass(eq=False, slots=True)
+class Counts:
+    """What came into the tree and went, and what it holds."""
+
+    held_bytes: int = 0
+    inserted_pages: int = 0
+    duplicate_pages: int = 0
+    evicted_pages: int = 0
+
+
+class PrefixNodes:
+    """The nodes of one cache, and the slots that it shares them with."""
+
+    def __init__(self, layout: KVLayout, occupancy: Occupancy) -> None:
+        self.tree: RadixTree[Placed] = RadixTree(occupancy.pool.tick)
+        self.running: dict[int, Running] = {}
+        """By slot."""
+        self.kept: dict[int, Node[Placed]] = {}
+        """Where the rows of a parked slot end in the tree, by slot."""
+        self.source: int | None = None
+        """The parked slot that is being copied from: it is not evicted."""
+        self.counts = Counts()
+        self._layout = layout
+        self._occupancy = occupancy
+        self._memory = occupancy.memory
+        self._pool = occupancy.pool
+
+    # what is known
+
+    def extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
+        """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
+        running, num_tokens, tree, counts = self.running[slot], len(tokens), self.tree, self.counts
+        match = tree.match(running.namespace, tokens)
+        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
+            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
+        pieces = [] if is_known else self._pieces_of(slot, running.num_tokens, num_tokens)
+        pieces = uncovered(pieces, match)
+        inserted = tree.insert(running.namespace, tokens, pieces)
+        path = inserted.node.path()
+        returned = {piece.value.extent for piece in inserted.duplicates}
+        for piece in pieces:
+            extent = piece.value.extent
+            if extent not in returned:
+                self._pool.hold(extent)
+                counts.held_bytes += extent.size_bytes
+                counts.inserted_pages += extent.num_pages
+            elif not extent.shared:
+                counts.duplicate_pages += extent.num_pages
+        tree.lock(inserted.node)
+        if running.node is not None:
+            tree.unlock(running.node)
+        for node in path:
+            node.residents.add(slot)
+        running.node, running.num_tokens = inserted.node, num_tokens
+
+    def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
+        """The extents of a slot that are shareable with `num_tokens` tokens and were not with `after`."""
+        pieces = []
+        for index, arena in enumerate(self._memory.arenas):
+            span, group, start = arena.spans[slot], arena.group, int(self._memory.table.starts[index, slot])
+            first = max(span.first_page, after * group.row_bytes // PAGE_BYTES)
+            for mapping in span.live_from(span.border_before(first)):
+                last = end_token(group, mapping.end_page)
+                if last > num_tokens:
+                    break
+                if last > after:
+                    first_token = start if mapping.page * PAGE_BYTES < start * group.row_bytes else 0
+                    pieces.append(Piece(last, Placed(mapping.page, mapping.extent, first_token), index))
+        return sorted(pieces, key=lambda piece: (piece.end_token, piece.group))
+
+    def is_free_past(self, slot: int, num_tokens: int) -> bool:
+        """Does what a parked slot has past some tokens live there alone, so that it may go?"""
+        below: Node[Placed] | None = None
+        for node in reversed(self.kept[slot].path()):
+            if node.end <= num_tokens:
+                break
+            if (
+                node.locks
+                or node.pinned_until is not None
+                or node.residents != {slot}
+                or any(child is not below for child in node.children.values())
+            ):
+                return False
+            below = node
+        return True
+
+    # what the occupancy asks of its keeper; the pool's lock is held
+
+    def keeps(self, slot: int) -> bool:
+        """Is this parked slot evicted with the tree's leaves, and not by itself?"""
+        return slot in self.kept
+
+    def is_pinned(self, slot: int) -> bool:
+        """Has a parked slot rows that somebody wants to keep?"""
+        node = self.kept.get(slot)
+        now = time.monotonic()
+        return node is not None and any((each.pinned_until or 0.0) > now for each in node.path())
+
+    def holders(self) -> Counter[Extent]:
+        """How often the tree holds each extent."""
+        return Counter(piece.value.extent for node in self.tree.nodes() for piece in node.pieces)
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that evicting leaves would free at once; counted no further than `enough`."""
+        num_pages = 0
+        for node in self.tree.evictable():
+            if num_pages >= enough or not self._is_idle(node):
+                break
+            # One holder is the tree; each parked slot that maps it is another, and goes with the leaf.
+            num_pages += sum(
+                piece.value.extent.num_pages
+                for piece in node.pieces
+                if piece.value.extent.holders <= 1 + len(node.residents if node.has_residents else ())
+                and not piece.value.extent.users
+            )
+        return num_pages
+
+    def oldest(self) -> Evictable | None:
+        """The leaf that was used least recently, if any may go; else a parked slot that ends further up."""
+        node = self.tree.oldest_evictable()
+        if node is not None:
+            return Evictable(node.stamp, self._is_idle(node))
+        parked = self._oldest_kept()
+        return None if parked is None else Evictable(parked.stamp, parked.fence.done())
+
+    def _oldest_kept(self) -> Parked | None:
+        """A parked slot whose node is locked or pinned, or has others below: it can have pages that are its alone."""
+        return next((each for slot, each in self._occupancy.parked.items() if slot in self.kept and slot != self.source), None)
+
+    def _is_idle(self, node: Node[Placed]) -> bool:
+        if not node.has_residents:
+            return True
+        return all(self._occupancy.parked[slot].fence.done() for slot in node.residents if slot in self.kept)
+
+    def evict_oldest(self) -> None:
+        """Drop that leaf, or that slot; parked slots that end there are cut, or given up with their last node."""
+        leaf = self.tree.oldest_evictable()
+        if leaf is None:
+            parked = self._oldest_kept()
+            assert parked is not None, "nothing is evictable"
+            self._occupancy.evict(parked)
+            return
+        parent = leaf.parent
+        residents = [slot for slot in leaf.residents if isinstance(slot, int)] if leaf.has_residents else []
+        start = leaf.start
+        self._drop(self.tree.remove(leaf))
+        for slot in residents:
+            assert slot in self.kept, "a leaf is evicted in which a sequence runs"
+            if start and parent is not None:
+                self.kept[slot] = parent
+                self._occupancy.cut_parked(slot, start)
+            else:
+                del self.kept[slot]
+                self._occupancy.evict(self._occupancy.parked[slot])
+        if start and parent is not None:
+            self._tidy(parent)
+
+    def clear(self) -> None:
+        """Evict everything, pinned or not; no sequence runs any more."""
+        for node in self.tree.nodes():
+            if node.pinned_until is not None:
+                self.tree.pin(node, None)
+        while self.tree.oldest_evictable() is not None:
+            self.evict_oldest()
+
+    def forget(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are gone, or about to be written."""
+        if slot in self.kept or slot in self.running:
+            self.shorten(slot, num_tokens)
+
+    def leave(self, slot: int) -> None:
+        """Whoever had the slot does not any more, with all its rows."""
+        self.forget(slot, 0)
+        self.kept.pop(slot, None)
+        self.running.pop(slot, None)
+
+    def check(self) -> None:
+        """The tree is whole; its residents are the slots that it knows, and hold what they should."""
+        self.tree.check()
+        known: dict[int, Node[Placed]] = dict(self.kept)
+        known.update({slot: running.node for slot, running in self.running.items() if running.node is not None})
+        residents: Counter[Hashable] = Counter()
+        for node in self.tree.nodes():
+            residents.update(node.residents if node.has_residents else ())
+            for piece in node.pieces:
+                group = self._layout.groups[piece.group]
+                assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
+        held_bytes = sum(extent.size_bytes * count for extent, count in self.holders().items())
+        assert held_bytes == self.counts.held_bytes, "held bytes are miscounted"
+        assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
+        locks = Counter(running.node for running in self.running.values() if running.node is not None)
+        assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
+        assert self.kept.keys() <= self._occupancy.parked.keys(), "a kept slot is not parked"
+        for slot, node in self.kept.items():
+            assert self._occupancy.parked[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+
+    # within
+
+    def shorten(self, slot: int, num_tokens: int, *, discard: bool = False) -> None:
+        """A slot is no resident past `num_tokens`; with `discard` the nodes past it go, which are its alone."""
+        running = self.running.get(slot)
+        last = running.node if running is not None else self.kept[slot]
+        if last is None or last.end <= num_tokens:
+            return
+        left = [node for node in reversed(last.path()) if node.end > num_tokens]
+        top = left[-1]
+        if top.start < num_tokens:
+            stays: Node[Placed] | None = self.tree.split(top, num_tokens)
+        else:
+            stays = top.parent if num_tokens else None
+        for node in left:
+            node.residents.discard(slot)
+        if running is not None:
+            self._relock(running, last, stays)
+        elif stays is not None:
+            self.kept[slot] = stays
+        for node in left:
+            if discard:
+                self._drop(self.tree.remove(node))
+            else:
+                self._tidy(node)
+
+    def _relock(self, running: Running, old: Node[Placed], new: Node[Placed] | None) -> None:
+        if new is not None:
+            self.tree.lock(new)
+        self.tree.unlock(old)
+        running.node = new
+        running.num_tokens = new.end if new is not None else 0
+
+    def _tidy(self, node: Node[Placed]) -> None:
+        """A leaf whose rows no slot has keeps no more tokens than its extents; nothing, if it has none. And so its parent."""
+        while node.parent is not None and node.is_leaf and not node.locks and not node.has_residents:
+            parent = node.parent
+            last = max((piece.end_token for piece in node.pieces), default=node.start)
+            if last > node.start:
+                if last < node.end:
+                    self._drop(self.tree.trim(node, last))
+                return
+            self._drop(self.tree.remove(node))
+            node = parent
+
+    def _drop(self, pieces: list[Piece[Placed]]) -> None:
+        for piece in pieces:
+            self.counts.evicted_pages += piece.value.extent.num_pages
+            self.counts.held_bytes -= piece.value.extent.size_bytes
+            self._pool.drop(piece.value.extent)
