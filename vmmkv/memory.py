@@ -155,6 +155,7 @@ class SlotMemory:
         """
         growth = self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)
         self.publish([growth], settle=False)
+        self.assert_owned(slot)
         return growth.num_mapped
 
     def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
@@ -345,6 +346,14 @@ class SlotMemory:
 
     # laws
 
+    def assert_owned(self, slot: int) -> None:
+        """Law 3, before whatever is appended next: nobody else holds what is mapped behind a running sequence's tokens."""
+        for arena in self.arenas:
+            span = arena.spans[slot]
+            first = max(span.first_page, int(self.table.lengths[slot]) * arena.group.row_bytes // PAGE_BYTES)
+            for mapping in span.live_from(span.border_before(first)):
+                assert not mapping.extent.shared, f"slot {slot} would write to what others hold (law 3)"
+
     def check(self) -> None:
         """Recount the mappings and the numbers of every slot."""
         for slot in range(len(self.table)):
@@ -364,16 +373,11 @@ class SlotMemory:
                     "a mapping is neither live nor retiring"
                 )
                 assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"
-            written = int(table.lengths[slot]) * arena.group.row_bytes
-            if state is SlotState.LIVE:
-                ours = (mapping for mapping in live if mapping.end_page * PAGE_BYTES > written)
-                assert not any(mapping.extent.shared for mapping in ours), (
-                    f"slot {slot} would write to what others hold (law 3)"
-                )
             first_row = int(table.starts[index, slot]) * arena.group.row_bytes
             assert span.first_page * PAGE_BYTES <= first_row, f"slot {slot} keeps rows that are unmapped"
         assert table.committed[slot] == self.committed(slot), f"slot {slot}'s committed tokens are miscounted"
         if state is SlotState.LIVE:
+            self.assert_owned(slot)
             assert table.limits[slot] == min(table.committed[slot], table.ends[slot]), f"slot {slot} has a wrong limit"
             assert table.starts[:, slot].max() <= max(table.lengths[slot], 0) <= table.limits[slot], (
                 f"slot {slot} passes its limit"

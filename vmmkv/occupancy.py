@@ -143,6 +143,7 @@ class Occupancy:
         self.adopted_slots += 1
         sequence = self.open_at(slot, end, parked.tenant)
         self.table.lengths[slot] = num_tokens
+        self.memory.assert_owned(slot)
         return sequence
 
     def open_with(
@@ -162,6 +163,7 @@ class Occupancy:
                 self._unopen(sequence)
             raise
         self.table.lengths[slot] = num_tokens
+        self.memory.assert_owned(slot)
         return sequence
 
     def _unopen(self, sequence: Sequence) -> None:

@@ -9,9 +9,9 @@ straddle pages, so the rest is seldom empty. It is copied from a slot that has t
 holds them, which the tree may have without any slot; if neither is there, fewer tokens are attached.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeAlias
 
 from vmmkv.extents import LARGE_PAGES, Extent
 from vmmkv.layout import Group, KVLayout
@@ -35,22 +35,53 @@ class Placed(NamedTuple):
         return self.page + self.extent.num_pages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How the first `num_tokens` of a match can be had without computing them."""
+_ByPage: TypeAlias = list[dict[int, list[Piece[Placed]]]]
+"""Of each group, the pieces on a path by the page at which they begin."""
 
-    num_tokens: int
+
+class _Known(NamedTuple):
+    """What the tree has of some rows: see Plan."""
+
     pages: tuple[Pages, ...]
-    """Of each group: what is aliased, by page."""
     tails: tuple[Placed | None, ...]
-    """Of each group: the extent from which the rest can be copied; None if there is no rest, or only a resident has it."""
-    resident: int | None
-    """A slot, live or parked, that has all these rows; None if there is none."""
+    reach: int
+
+
+class Plan:
+    """How the first `num_tokens` of a match can be had without computing them. Good until the tree changes.
+
+    What the tree has of the rows is looked up when it is first asked for: who adopts a slot needs none of it.
+    """
+
+    def __init__(self, num_tokens: int, resident: int | None, look_up: Callable[[], _Known]) -> None:
+        self.num_tokens: Final = num_tokens
+        self.resident: Final = resident
+        """A slot, live or parked, that has all these rows; None if there is none."""
+        self._look_up = look_up
+
+    @property
+    def pages(self) -> tuple[Pages, ...]:
+        """Of each group: what is aliased, by page."""
+        return self._known.pages
+
+    @property
+    def tails(self) -> tuple[Placed | None, ...]:
+        """Of each group: the extent from which the rest can be copied; None if there is no rest, or only a resident has it."""
+        return self._known.tails
+
+    @property
+    def reach(self) -> int:
+        """For how many of the tokens these are enough, without a resident."""
+        return self._known.reach
 
     @property
     def num_handles(self) -> int:
         """Extents to be aliased."""
         return sum(map(len, self.pages))
+
+    @functools.cached_property
+    def _known(self) -> _Known:
+        return self._look_up()
 
 
 def end_token(group: Group, end_page: int) -> int:
@@ -63,28 +94,36 @@ def plan(memory: SlotMemory, layout: KVLayout, match: Match[Placed]) -> Plan | N
     num_tokens, deepest = match.num_tokens, match.deepest
     if deepest is None:
         return None
-    known = _by_page(memory, match.path)
+    by_page = functools.cache(functools.partial(_by_page, memory, match.path))
     while num_tokens > 0:
         starts = [layout.start_for(group, num_tokens) for group in layout.groups]
         resident = _resident(memory, next(node for node in match.path if node.end >= num_tokens), starts)
-        pages: list[dict[int, Extent]] = []
-        tails: list[Placed | None] = []
-        reach = num_tokens
-        for index, (arena, start) in enumerate(zip(memory.arenas, starts, strict=True)):
-            group = arena.group
-            aliased, page = _cover(known[index], group, start, num_tokens)
-            tail = None
-            if page * PAGE_BYTES < num_tokens * group.row_bytes:
-                tail = _holder_of(known[index], deepest, index, page, start)
-                if tail is None and resident is None:
-                    reach = min(reach, page * PAGE_BYTES // group.row_bytes)
-            pages.append(aliased)
-            tails.append(tail)
-        if reach == num_tokens:
-            return Plan(num_tokens=num_tokens, pages=tuple(pages), tails=tuple(tails), resident=resident)
-        ends = (node.end for node in match.path if reach < node.end < num_tokens and node.has_residents)
-        num_tokens = max(ends, default=reach)
+        found = Plan(num_tokens, resident, functools.partial(_look_up, memory, by_page, deepest, num_tokens, starts))
+        if resident is not None or found.reach == num_tokens:
+            return found
+        ends = (node.end for node in match.path if found.reach < node.end < num_tokens and node.has_residents)
+        num_tokens = max(ends, default=found.reach)
     return None
+
+
+def _look_up(
+    memory: SlotMemory, by_page: Callable[[], _ByPage], deepest: Node[Placed], num_tokens: int, starts: list[int]
+) -> _Known:
+    known = by_page()
+    pages: list[Pages] = []
+    tails: list[Placed | None] = []
+    reach = num_tokens
+    for index, (arena, start) in enumerate(zip(memory.arenas, starts, strict=True)):
+        group = arena.group
+        aliased, page = _cover(known[index], group, start, num_tokens)
+        tail = None
+        if page * PAGE_BYTES < num_tokens * group.row_bytes:
+            tail = _holder_of(known[index], deepest, index, page, start)
+            if tail is None:
+                reach = min(reach, page * PAGE_BYTES // group.row_bytes)
+        pages.append(aliased)
+        tails.append(tail)
+    return _Known(tuple(pages), tuple(tails), reach)
 
 
 def uncovered(pieces: list[Piece[Placed]], match: Match[Placed]) -> list[Piece[Placed]]:
@@ -112,8 +151,8 @@ def uncovered(pieces: list[Piece[Placed]], match: Match[Placed]) -> list[Piece[P
     return [piece for piece in pieces if not is_covered(piece)] if larger else pieces
 
 
-def _by_page(memory: SlotMemory, path: list[Node[Placed]]) -> list[dict[int, list[Piece[Placed]]]]:
-    known: list[dict[int, list[Piece[Placed]]]] = [{} for _ in memory.arenas]
+def _by_page(memory: SlotMemory, path: list[Node[Placed]]) -> _ByPage:
+    known: _ByPage = [{} for _ in memory.arenas]
     for node in path:
         for piece in node.pieces:
             known[piece.group].setdefault(piece.value.page, []).append(piece)
@@ -125,11 +164,13 @@ def _cover(known: dict[int, list[Piece[Placed]]], group: Group, start: int, num_
     page = start * group.row_bytes // PAGE_BYTES
     run: dict[int, Extent] = {}
     while usable := [
-        piece.value for piece in known.get(page, ()) if piece.end_token <= num_tokens and piece.value.first_token <= start
+        piece.value.extent
+        for piece in known.get(page, ())
+        if piece.end_token <= num_tokens and piece.value.first_token <= start
     ]:
-        largest = max(usable, key=lambda placed: placed.extent.num_pages)
-        run[page] = largest.extent
-        page = largest.end_page
+        largest = usable[0] if len(usable) == 1 else max(usable, key=lambda extent: extent.num_pages)
+        run[page] = largest
+        page += largest.num_pages
     return run, page
 
 

@@ -124,6 +124,7 @@ class Sequence:
             self._occupancy.forget(self.slot, num_tokens)
             table.lengths[self.slot] = num_tokens
             table.expected[self.slot] = 0
+            self._occupancy.memory.assert_owned(self.slot)
 
     def advance_start(self, group: int, start_token: int | None = None) -> None:
         """Give back a windowed group's rows before `start_token`, by default all that the next token cannot see.
