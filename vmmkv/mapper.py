@@ -226,9 +226,10 @@ class Mapper:
 
     def retire(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
         """These are not live any more; unmap them when the fence has passed. No driver call."""
+        mappings = list(mappings)
+        self.unuse(*mappings)
         for mapping in mappings:
             assert mapping.fence is None, "a mapping retires once"
-            self.unuse(mapping)
             mapping.fence = fence
             self._retiring.setdefault(id(fence), {})[mapping] = arena
             self.retiring_pages += mapping.extent.num_pages
@@ -249,16 +250,16 @@ class Mapper:
         self.retiring_pages -= mapping.extent.num_pages
         return fence
 
-    def use(self, mapping: Mapping) -> None:
-        """It belongs to a running sequence. Idempotent."""
-        if not mapping.used:
-            self.pool.use(mapping.extent)
+    def use(self, *mappings: Mapping) -> None:
+        """They belong to a running sequence. Idempotent."""
+        self.pool.use(*[mapping.extent for mapping in mappings if not mapping.used])
+        for mapping in mappings:
             mapping.used = True
 
-    def unuse(self, mapping: Mapping) -> None:
-        """It does not, and its extent can be had if all that hold it say so. Idempotent."""
-        if mapping.used:
-            self.pool.unuse(mapping.extent)
+    def unuse(self, *mappings: Mapping) -> None:
+        """They do not, and their extents can be had if all that hold them say so. Idempotent."""
+        self.pool.unuse(*[mapping.extent for mapping in mappings if mapping.used])
+        for mapping in mappings:
             mapping.used = False
 
     def let_go(self, mapping: Mapping) -> None:

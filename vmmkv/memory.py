@@ -123,14 +123,12 @@ class SlotMemory:
     def use(self, slot: int) -> None:
         """A sequence runs there: what is mapped cannot be had under pressure."""
         for span in self.spans(slot):
-            for mapping in span.live():
-                self.mapper.use(mapping)
+            self.mapper.use(*span.live())
 
     def unuse(self, slot: int) -> None:
         """None does."""
         for span in self.spans(slot):
-            for mapping in span.live():
-                self.mapper.unuse(mapping)
+            self.mapper.unuse(*span.live())
 
     def users(self) -> Counter[Extent]:
         """How many of these are uses."""

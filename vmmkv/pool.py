@@ -113,27 +113,30 @@ class Pool:
                 num_pages: [extent for extent in (*reused, *created) if extent.num_pages == num_pages] for num_pages in counts
             }
 
-    def hold(self, extent: Extent) -> None:
-        """One more holder of an extent that is held already."""
+    def hold(self, *extents: Extent) -> None:
+        """One more holder of each; they are held already."""
         with self.lock:
-            assert extent.holders > 0, "a free extent is acquired, not held"
-            extent.holders += 1
+            for extent in extents:
+                assert extent.holders > 0, "a free extent is acquired, not held"
+                extent.holders += 1
 
-    def use(self, extent: Extent) -> None:
-        """One more of its holders uses it: it cannot be had under pressure."""
+    def use(self, *extents: Extent) -> None:
+        """One more of the holders of each uses it: it cannot be had under pressure."""
         with self.lock:
-            assert extent.holders > extent.users, "only a holder uses an extent"
-            extent.users += 1
-            if extent.users == 1:
-                self.used_bytes += extent.size_bytes
+            for extent in extents:
+                assert extent.holders > extent.users, "only a holder uses an extent"
+                extent.users += 1
+                if extent.users == 1:
+                    self.used_bytes += extent.size_bytes
 
-    def unuse(self, extent: Extent) -> None:
-        """One user fewer; it goes on holding."""
+    def unuse(self, *extents: Extent) -> None:
+        """One user of each fewer; it goes on holding."""
         with self.lock:
-            assert extent.users > 0, "an extent was given up more often than used"
-            extent.users -= 1
-            if extent.users == 0:
-                self.used_bytes -= extent.size_bytes
+            for extent in extents:
+                assert extent.users > 0, "an extent was given up more often than used"
+                extent.users -= 1
+                if extent.users == 0:
+                    self.used_bytes -= extent.size_bytes
 
     def drop(self, extent: Extent) -> None:
         """One holder fewer, who does not use it, or is the last one; that frees it. No driver call."""

@@ -190,6 +190,8 @@ class PrefixCache:
             possible.append(Rung.COPY)
         if rung is not None:
             return (rung if rung in possible else Rung.RECOMPUTE), parked
+        if parked is not None:  # nothing is cheaper, and what could be aliased need not be looked up
+            return Rung.ADOPT, parked
         pool = self.cache.pool
         scarcity = pool.held_bytes / pool.budget_bytes
         if self._is_measured:

@@ -68,7 +68,7 @@ class Span:
         while page < self.end_page:
             mapping = self.mappings[page]
             yield mapping
-            page = mapping.end_page
+            page += mapping.extent.num_pages
 
     def at(self, page: int) -> Mapping:
         """The live mapping that has this page."""
