@@ -30,7 +30,7 @@ def test_without_options_the_defaults_are_those_of_the_config(launched: list[Ser
 
 def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
     options = "--model ./m --host 0.0.0.0 --port 0 --device cuda:1 --dtype float16 --kv-budget 512MiB --max-tokens 99"
-    main(["serve", *options.split(), "--max-sequences", "7", "--log-level", "debug"])
+    main(["serve", *options.split(), "--max-sequences", "7", "--no-prefix-cache", "--log-level", "debug"])
     assert launched == [
         ServeConfig(
             model="./m",
@@ -41,6 +41,7 @@ def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
             kv_budget_bytes=512 * MIB,
             max_tokens=99,
             max_sequences=7,
+            prefix_cache=False,
             log_level="debug",
         )
     ]
