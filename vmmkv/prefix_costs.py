@@ -7,13 +7,14 @@
     recompute   tokens * recompute_us_per_token
 
 An alias has a second use: rows that several sequences share are read from L2 by those that run side by side, so a step reads
-the prefix once and not once for each. 128 x 4096 tokens on an H200 take 1 / 1.25 of the time with our decode kernel, and 1 / 1.9
+the prefix once and not once for each. 128 x 4096 tokens on an H200 take 1 / 1.25 of the time with our decode kernel; 1 / 1.9
 was seen with another. What a copy would lose of that is charged for as many steps as the caller expects.
 """
 
 import enum
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -35,8 +36,8 @@ class Rung(enum.Enum):
     """Nothing is attached."""
 
 
-_SAVED_BY_L2: float = 0.5
-"""Share of a prefix's time that a sharer saves in a step: half for a kernel that memory bounds; a fifth was measured for ours."""
+_SAVED_BY_L2: Final = 0.5
+"""Share of a prefix's time that a sharer saves in a step: half for a kernel that memory bounds; a fifth, measured, for ours."""
 
 
 @dataclass(slots=True)
