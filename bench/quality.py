@@ -209,10 +209,13 @@ def _figures(
 def load(device: torch.device) -> Any:
     """The model, in float32 on a CPU and bfloat16 on a GPU; fetched first if it is not here. Raises: ModelUnavailable."""
     # Loaded here: transformers takes seconds to import.
-    from vmmkv.server.engine.loading import choose_dtype, load_model
+    from transformers import AutoModelForCausalLM
+
+    from vmmkv.server.engine.loading import choose_dtype
     from vmmkv.server.models import resolve
 
-    return load_model(resolve(MODEL), device, choose_dtype("auto", device))
+    model = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=choose_dtype("auto", device), local_files_only=True)
+    return model.eval().to(device)
 
 
 def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_TOKENS) -> list[torch.Tensor]:

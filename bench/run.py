@@ -10,10 +10,11 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from bench import kernels, prefix, table
+from bench import kernels, prefix, serve, table
 from bench.prefix.bars import print_tables as print_prefix
 from bench.report import Report
 from bench.rows import Provenance, RowFile
+from bench.serve.bars import print_tables as print_serve
 from bench.settings import MODEL_SHAPES, SHAPES, Settings
 from bench.timing import warm_clock
 
@@ -22,6 +23,7 @@ SUITES: Final = {
     "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
     "prefix": "a shared prefix: by each rung, by the chooser, over blocks and not shared; attention, chat, attaching",
+    "serve": "the engine under load: requests of many kinds, decode steps, and where their time goes; bars, and vLLM's figures",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
 """By the name of its module, what a suite measures. A suite is loaded when it runs; triton, when a kernel is."""
@@ -29,7 +31,7 @@ SUITES: Final = {
 ALL: Final = tuple(name for name in SUITES if name != "quality")
 """What `all` stands for. Quality needs a model and minutes, and is of no machine: it runs when it is named."""
 
-_TABLES: Final = {"kernels": table.print_tables, "prefix": print_prefix, "quality": table.print_quality}
+_TABLES: Final = {"kernels": table.print_tables, "prefix": print_prefix, "serve": print_serve, "quality": table.print_quality}
 """Suites whose rows do not read well one below the other, or that end with what was promised."""
 
 RESULTS: Final = Path(__file__).parent / "out"
@@ -37,7 +39,7 @@ RESULTS: Final = Path(__file__).parent / "out"
 
 
 _SHAPE_HELP: Final = (
-    "default: llama-3.1-8b on a GPU (and for kernels the two smaller models as well), wide (one layer) on a CPU"
+    "default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide (one layer) on a CPU"
 )
 
 
@@ -85,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_names(settings: Settings, suites: Sequence[str]) -> None:
     """Refuse parts and cases that there are not before anything is measured."""
-    if "kernels" in suites and "prefix" in suites and settings.parts:
-        raise ValueError("--parts: kernels and prefix have different ones; name one suite, or no parts")
-    if "kernels" in suites:
-        kernels.check(settings)
-    if "prefix" in suites:
-        prefix.check(settings)
+    checks = {"kernels": kernels.check, "prefix": prefix.check, "serve": serve.check}
+    with_parts = [suite for suite in checks if suite in suites]
+    if len(with_parts) > 1 and settings.parts:
+        raise ValueError(f"--parts: {' and '.join(with_parts)} have different ones; name one suite, or no parts")
+    for suite in with_parts:
+        checks[suite](settings)
 
 
 def _succeeds(name: str, settings: Settings, report: Report) -> bool:
@@ -123,16 +125,20 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
     group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
     group.add_argument("--steps", type=int, help="steps that are measured in each mode")
-    group = parser.add_argument_group("kernels, prefix")
+    group = parser.add_argument_group("kernels, prefix, serve")
     group.add_argument(
         "--parts",
         nargs="+",
         default=(),
         metavar="PART",
-        help="of kernels: decode, prefill, quantised, append, copy; of prefix: requests, attention, chat, attach, tree",
+        help="of kernels: decode, prefill, quantised, append, copy; of prefix: requests, attention, chat, attach, tree; "
+        "of serve: mixed, single, first, long, shared, step, breakdown",
     )
     group.add_argument("--cases", nargs="+", default=(), metavar="CASE", help="by the names that rows have, such as 64x8K")
     group.add_argument("--fa3", type=Path, metavar="LIBRARY", help="FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so")
+    group = parser.add_argument_group("serve")
+    group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
+    group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
     return parser
 
 
@@ -152,5 +158,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         parts=tuple(options.parts),
         cases=tuple(options.cases),
         fa3=options.fa3,
+        repeat=options.repeat,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         shapes=() if options.model_shape or device.type == "cpu" else MODEL_SHAPES,
     )

@@ -49,8 +49,9 @@ class Settings:
     append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
     are the suite's own choice.
 
-    `parts` of the kernels or the prefix suite by their names, empty for all. Of the kernels suite: `cases` likewise; `fa3`,
-    FlashAttention-3's library; `shapes`, empty for `shape` alone.
+    `parts` of the kernels, the prefix or the serve suite by their names, empty for all. Of the kernels suite: `cases` likewise;
+    `fa3`, FlashAttention-3's library; `shapes`, empty for `shape` alone. Of the serve suite: `repeat`, timed runs of each
+    workload; `max_num_batched_tokens`, what a step computes at most, None for the engine's own choice.
     """
 
     device: torch.device
@@ -64,9 +65,11 @@ class Settings:
     cases: tuple[str, ...] = ()
     fa3: Path | None = None
     shapes: tuple[Shape, ...] = ()
+    repeat: int = 2
+    max_num_batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "steps"):
+        for name in ("sequences", "steps", "repeat", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: at least 1")

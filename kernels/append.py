@@ -1,4 +1,4 @@
-"""Append: rotate, quantise and write new tokens' K and V into their slots, in place, in one launch.
+"""Append: norm, rotate, quantise and write new tokens' K and V into their slots, in place, in one launch.
 
 Legend: N new tokens, S slots, T rows of a slot, P blocks, U rows of a block, C columns of a block table, H query heads,
 K kv heads, D head dim, W payload width in elements, R = D / 2 angles. A *vector* is one head of one token.
@@ -10,10 +10,11 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.memory import kv_memory
-from vmmkv.kernels.quantise import TOKEN_SCALE_MAX, TOKEN_SCALE_MIN
+from vmmkv.kernels.vectors import normalise, prefetch, rotate, store_vectors
 from vmmkv.units import ceil_div
 
 _PROGRAM_BYTES = 4096
@@ -21,9 +22,6 @@ _PROGRAM_BYTES = 4096
 
 _HALF_BYTES = 2048
 """Bytes of one half of K's vectors in a program that computes: one 16-byte load a thread, four with V and the other halves."""
-
-_SCALE_MIN = tl.constexpr(TOKEN_SCALE_MIN)
-_SCALE_MAX = tl.constexpr(TOKEN_SCALE_MAX)
 
 
 @triton.jit
@@ -48,9 +46,13 @@ def _write(
     num_tokens, num_slots, num_rows, num_blocks,
     stride_kn, stride_kh, stride_vn, stride_vh,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table,
-    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each, as they are."""
+    if PDL:
+        # Before any load: slots and positions may be what the step before has just written.
+        gdc_wait()
+        gdc_launch_dependents()
     i_n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     m_n = i_n < num_tokens
     i_e = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -71,81 +73,29 @@ def _write(
     tl.store(p_v + (i_s * stride_vs + i_t * stride_vt)[:, None] + (i_h * stride_vk + i_d)[None, :], v_new, mask=mask)
 
 
-@triton.jit
-def _rotate(low, high, cos, sin):
-    """Rotate the plane of elements j and j + D / 2 by angle j (Su et al., 2021, in the halves of GPT-NeoX and Llama)."""
-    return low * cos - high * sin, high * cos + low * sin
-
-
-@triton.jit
-def _payload(x, KIND: tl.constexpr, CAST: tl.constexpr):
-    """A scaled and clamped float32 as the payload's bits in an integer: its byte in fp8 and int8, its nibble in int4."""
-    if KIND == "fp8":
-        if CAST:
-            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            bits = x.to(tl.int32, bitcast=True)
-            magnitude = bits & 0x7FFFFFFF
-            # Round to the third bit of the mantissa, then the exponent's bias goes from 127 to 7.
-            normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-            # Below 2**-6 the step is 2**-9, which is also the step of floats in [2**14, 2**15): the sum rounds.
-            steps = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-            return tl.where(magnitude < 0x3C800000, steps, normal) | ((bits >> 24) & 0x80)
-    else:
-        # The step of floats in [2**23, 2**24) is 1: the sum rounds to nearest even, and its low bits are the integer.
-        bits = (x + 12582912.0).to(tl.int32, bitcast=True)
-        return bits if KIND == "int8" else (bits + 8) & 15
-
-
-@triton.jit
-def _store_vectors(
-    p_row, p_scale, m_v, mask, low, high, i_d, i_h, stride_h,
-    HALF: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """Two halves of vectors to [vectors] pointers to their rows; `p_scale` points to a scale each, to write or to read."""
-    pointers = (p_row + i_h * stride_h)[:, None] + i_d
-    if KIND is None:
-        dtype: tl.constexpr = p_row.dtype.element_ty
-        tl.store(pointers, low.to(dtype), mask=mask)
-        tl.store(pointers + HALF, high.to(dtype), mask=mask)
-    else:
-        if TOKEN_SCALE:
-            amax = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
-            wanted = tl.minimum(tl.maximum(tl.div_rn(amax, QMAX), _SCALE_MIN), _SCALE_MAX)
-            nearest = wanted.to(tl.float16)
-            bits_up = (nearest.to(tl.float32) < wanted).to(tl.int16)
-            scale = (nearest.to(tl.int16, bitcast=True) + bits_up).to(tl.float16, bitcast=True)
-            tl.store(p_scale, scale, mask=m_v)
-        else:
-            scale = tl.load(p_scale)
-        reciprocal = tl.div_rn(1.0, scale.to(tl.float32))[:, None]
-        low = _payload(tl.minimum(tl.maximum(low * reciprocal, -QMAX), QMAX), KIND, CAST)
-        high = _payload(tl.minimum(tl.maximum(high * reciprocal, -QMAX), QMAX), KIND, CAST)
-        if KIND == "int4":
-            tl.store(pointers, (low | (high << 4)).to(tl.uint8), mask=mask)
-        else:
-            tl.store(pointers, low.to(tl.uint8), mask=mask)
-            tl.store(pointers + HALF, high.to(tl.uint8), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_rows", "num_blocks", "num_angles", "num_kv_programs"])
 def _rotate_and_write(
-    p_k_new, p_v_new, p_q, p_k, p_v, p_k_scale, p_v_scale, p_cos, p_sin,
+    p_k_new, p_v_new, p_q, p_k, p_v, p_k_scale, p_v_scale, p_q_norm, p_k_norm, p_cos, p_sin,
     p_slots, p_positions, p_limits, p_tables,
-    num_tokens, num_slots, num_rows, num_blocks, num_angles, num_kv_programs,
+    norm_eps, num_tokens, num_slots, num_rows, num_blocks, num_angles, num_kv_programs,
     stride_kn, stride_kh, stride_vn, stride_vh, stride_qn, stride_qh,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table, stride_cos, stride_sin,
     scale_stride_ks, scale_stride_kt, scale_stride_vs, scale_stride_vt, scale_stride_h,
     K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
     VECTORS: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_Q: tl.constexpr, CAST: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_Q: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: vectors [p, p + 1) * VECTORS of K and V; those from `num_kv_programs` on take vectors of q instead.
-
-    The halves of a vector are two tiles, so that neither the rotation nor int4 moves an element between threads.
-    """
+    """Program p: vectors [p, p + 1) * VECTORS of K and V; those from `num_kv_programs` on take vectors of q instead."""
     i_d = tl.arange(0, HALF_PAD)[None, :]
     i_p = tl.program_id(0)
+    if PDL:
+        if p_k_norm is not None and i_p == 0:
+            prefetch(p_k_norm, 2 * HALF * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
+        if p_q_norm is not None and i_p == num_kv_programs:
+            prefetch(p_q_norm, 2 * HALF * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
+        # Before any load: slots and positions may be what the step before has just written.
+        gdc_wait()
+        gdc_launch_dependents()
     if HAS_Q and i_p >= num_kv_programs:
         i_v = (i_p - num_kv_programs) * VECTORS + tl.arange(0, VECTORS)
         m_n = i_v < num_tokens * H
@@ -154,11 +104,14 @@ def _rotate_and_write(
         mask = m_n[:, None] & (i_d < HALF)
         low = tl.load(p_vector, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(p_vector + HALF, mask=mask, other=0.0).to(tl.float32)
-        position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
-        mask = ((position >= 0) & (position < num_angles))[:, None] & (i_d < HALF)
-        cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
-        sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
-        low, high = _rotate(low, high, cos, sin)
+        if p_q_norm is not None:
+            low, high = normalise(low, high, p_q_norm, i_d, norm_eps, HALF)
+        if HAS_ROPE:
+            position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
+            mask = ((position >= 0) & (position < num_angles))[:, None] & (i_d < HALF)
+            cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
+            sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
+            low, high = rotate(low, high, cos, sin)
         tl.store(p_vector, low.to(p_q.dtype.element_ty), mask=mask)
         tl.store(p_vector + HALF, high.to(p_q.dtype.element_ty), mask=mask)
     else:
@@ -177,13 +130,15 @@ def _rotate_and_write(
         i_s, i_t, position, m_row = _rows(
             i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
         )
+        if p_k_norm is not None:
+            k_low, k_high = normalise(k_low, k_high, p_k_norm, i_d, norm_eps, HALF)
         if HAS_ROPE:
             # Masked by what the position alone says: these loads do not wait for the limits either.
             m_angle = (position >= 0) & (position < num_angles)
             mask = m_angle[:, None] & (i_d < HALF)
             cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
             sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
-            k_low, k_high = _rotate(k_low, k_high, cos, sin)
+            k_low, k_high = rotate(k_low, k_high, cos, sin)
             m_row &= m_angle
         mask = m_row[:, None] & (i_d < HALF)
         p_k_row, p_v_row = p_k + i_s * stride_ks + i_t * stride_kt, p_v + i_s * stride_vs + i_t * stride_vt
@@ -194,12 +149,8 @@ def _rotate_and_write(
             p_k_scales, p_v_scales = p_k_scale + i_h, p_v_scale + i_h
         else:
             p_k_scales, p_v_scales = None, None
-        _store_vectors(
-            p_k_row, p_k_scales, m_row, mask, k_low, k_high, i_d, i_h, stride_kk, HALF, KIND, QMAX, TOKEN_SCALE, CAST
-        )
-        _store_vectors(
-            p_v_row, p_v_scales, m_row, mask, v_low, v_high, i_d, i_h, stride_vk, HALF, KIND, QMAX, TOKEN_SCALE, CAST
-        )
+        store_vectors(p_k_row, p_k_scales, m_row, mask, k_low, k_high, i_d, i_h, stride_kk, HALF, KIND, QMAX, TOKEN_SCALE, CAST)
+        store_vectors(p_v_row, p_v_scales, m_row, mask, v_low, v_high, i_d, i_h, stride_vk, HALF, KIND, QMAX, TOKEN_SCALE, CAST)
 
 
 def append(
@@ -216,6 +167,9 @@ def append(
     sin_TR: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> None:
     """Write token n's K and V at `[slots_N[n], positions_N[n]]` of the arena views, where its limit allows it.
 
@@ -224,21 +178,27 @@ def append(
     have the same slot and position.
 
     With `cos_TR` and `sin_TR` K is rotated before it is written: elements j and j + D / 2 by the angle of their position.
-    `q_NHD` is then rotated in place as well, whether or not its token is written. Arithmetic is float32.
+    `q_NHD` is then rotated in place as well, whether or not its token is written; a query whose position the tables do not
+    have stays as it is. Arithmetic is float32.
+
+    With `q_norm_D` or `k_norm_D` each head of q (in place) or of K is RMS-normed before that, as Qwen3 does: by
+    1 / sqrt(mean of squares + norm_eps) in float32, rounded to the vectors' dtype, times the weight, rounded again.
 
     Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`: token scales, float16
     [S, T, K], are computed and written beside the payload; head scales, positive float32 [K] for fp8, are read.
 
     k_NKD, v_NKD, q_NHD: new vectors in fp16, bf16 or fp32, finite. k_STKW, v_STKW: views of all slots, of any strides; of
     k_NKD's dtype or a payload's. slots_N, positions_N: int32 or int64 on the device. limit_S: int32 on the device, one a
-    slot. cos_TR, sin_TR: float32, by position.
+    slot. cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
 
-    Cost: one launch, no allocation, no synchronisation; safe while a graph is captured.
+    Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Compute capability 9 makes it ready
+    while the kernel before it still runs.
     Raises: ValueError naming the argument.
     """
     launch_append(
         k_NKD, v_NKD, k_STKW, v_STKW, slots_N, positions_N, limit_S,
         q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, k_scale=k_scale, v_scale=v_scale,
+        q_norm_D=q_norm_D, k_norm_D=k_norm_D, norm_eps=norm_eps,
     )  # fmt: skip
 
 
@@ -262,6 +222,9 @@ def launch_append(
     sin_TR: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
     tables_SC: torch.Tensor | None = None,
 ) -> None:
     """What `append` and `paged_append` share: everything but `tables_SC`."""
@@ -279,15 +242,23 @@ def launch_append(
     checks.index("positions_N", positions_N, num_tokens, device)
     checks.limits("limit_S", limit_S, memory.num_slots, device)
     num_angles = checks.angles(cos_TR, sin_TR, head_dim, device)
-    num_heads = checks.rotated(q_NHD, cos_TR is not None, num_tokens, head_dim, k_NKD.dtype, device)
-    if head_dim % 2 and (num_angles is not None or memory.kind is not None):
-        checks.refuse("k_NKD", f"of head dim {head_dim}", "an even one to rotate or to quantise")
+    changes_q = num_angles is not None or q_norm_D is not None
+    num_heads = checks.queries(q_NHD, changes_q, num_tokens, head_dim, k_NKD.dtype, device)
+    if q_norm_D is not None and q_NHD is None:
+        checks.refuse("q_norm_D", "given without q_NHD", "both: it is the weight of the queries' norm")
+    for name, weight_D in (("q_norm_D", q_norm_D), ("k_norm_D", k_norm_D)):
+        if weight_D is not None:
+            checks.norm(name, weight_D, "norm_eps", norm_eps, head_dim, k_NKD.dtype, device)
+    is_plain = num_angles is None and memory.kind is None and q_norm_D is None and k_norm_D is None
+    if head_dim % 2 and not is_plain:
+        checks.refuse("k_NKD", f"of head dim {head_dim}", "an even one to norm, to rotate or to quantise")
     if num_tokens == 0:
         return
     itemsize = k_NKD.element_size()
     indices = (slots_N, positions_N, limit_S, tables_SC)
     sizes = (num_tokens, memory.num_slots, memory.num_rows, k.shape[0])
-    if num_angles is None and memory.kind is None:
+    overlap = checks.overlap(device)
+    if is_plain:
         most = _PROGRAM_BYTES // itemsize
         elements = min(triton.next_power_of_2(num_kv_heads * head_dim), most)
         tokens = most // elements
@@ -295,7 +266,7 @@ def launch_append(
             _write[(ceil_div(num_tokens, tokens), ceil_div(num_kv_heads * head_dim, elements))](
                 k_NKD, v_NKD, memory.k, memory.v, *indices, *sizes,
                 *k_NKD.stride()[:2], *v_NKD.stride()[:2], *memory.strides[:6], memory.stride_table,
-                K=num_kv_heads, D=head_dim, BLOCK=memory.block, TOKENS=tokens, ELEMENTS=elements, num_warps=4,
+                K=num_kv_heads, D=head_dim, BLOCK=memory.block, TOKENS=tokens, ELEMENTS=elements, num_warps=4, **overlap,
             )  # fmt: skip
         return
     half_pad = triton.next_power_of_2(head_dim // 2)
@@ -304,8 +275,8 @@ def launch_append(
     num_programs = num_kv_programs + ceil_div(num_tokens * num_heads, vectors)
     with checks.on_device(device):
         _rotate_and_write[(num_programs,)](
-            k_NKD, v_NKD, q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, cos_TR, sin_TR, *indices,
-            *sizes, num_angles or 0, num_kv_programs,
+            k_NKD, v_NKD, q_NHD, memory.k, memory.v, memory.k_scale, memory.v_scale, q_norm_D, k_norm_D, cos_TR, sin_TR,
+            *indices, float(norm_eps), *sizes, num_angles or 0, num_kv_programs,
             *k_NKD.stride()[:2], *v_NKD.stride()[:2], *((0, 0) if q_NHD is None else q_NHD.stride()[:2]),
             *memory.strides[:6], memory.stride_table,
             0 if cos_TR is None else cos_TR.stride(0), 0 if sin_TR is None else sin_TR.stride(0), *memory.strides[6:],
@@ -313,5 +284,5 @@ def launch_append(
             VECTORS=vectors, KIND=memory.kind, QMAX=memory.qmax, TOKEN_SCALE=memory.scale == "token",
             HAS_ROPE=num_angles is not None, HAS_Q=q_NHD is not None, CAST=_casts_to_fp8(device), num_warps=4,
             # A fused multiply-add would round a rotation otherwise than the reference does.
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **overlap,
         )  # fmt: skip

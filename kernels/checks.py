@@ -151,6 +151,11 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """How a kernel that can wait inside is launched: its `PDL`, and the launcher's option, which older devices refuse."""
+    return {"PDL": True, "launch_pdl": True} if launches_dependents(device) else {"PDL": False}
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the *current* device and its stream; make that the tensors' own for the launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -176,18 +181,43 @@ def angles(cos_TR: torch.Tensor | None, sin_TR: torch.Tensor | None, head_dim: i
     return shape[0]
 
 
-def rotated(
-    q_NHD: torch.Tensor | None, has_angles: bool, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
+def queries(
+    q_NHD: torch.Tensor | None, changes: bool, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Check the queries that are rotated in place. Returns how many heads they have; 0 without queries."""
+    """Check the queries that are rotated or normed in place. Returns how many heads they have; 0 without queries."""
     if q_NHD is None:
         return 0
-    if not has_angles:
-        refuse("q_NHD", "given without cos_TR and sin_TR", "both, since rotation is all that happens to a query here")
+    if not changes:
+        wanted = "both, since rotation is all that happens to a query here, but for a norm by q_norm_D"
+        refuse("q_NHD", "given without cos_TR and sin_TR", wanted)
     if q_NHD.dim() != 3:
         refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [tokens, query heads, head dim]")
     vectors("q_NHD", q_NHD, (num_tokens, q_NHD.shape[1], head_dim), dtype, device)
     return q_NHD.shape[1]
+
+
+# Norms and activations
+
+
+def rows(argument: str, tensor: torch.Tensor, wanted: str) -> tuple[int, int]:
+    """Refuse anything but 2 dimensions of floats that kernels compute right here. Returns their sizes."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        refuse(argument, f"of {tensor.dtype}", "float16, bfloat16 or float32")
+    if INTERPRETED and tensor.dtype == torch.bfloat16:
+        refuse(argument, f"of {tensor.dtype}", "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
+    if tensor.dim() != 2:
+        refuse(argument, f"of shape {tuple(tensor.shape)}", f"2 dimensions: {wanted}")
+    vectors(argument, tensor, tuple(tensor.shape), tensor.dtype, tensor.device)
+    return tensor.shape[0], tensor.shape[1]
+
+
+def norm(
+    argument: str, weight: torch.Tensor, eps_argument: str, eps: float, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check the weight of a norm over `size` elements, and what is added under its root."""
+    vectors(argument, weight, (size,), dtype, device)
+    if not 0.0 < eps < math.inf:
+        refuse(eps_argument, eps, "a positive, finite number, as a model's rms_norm_eps is: the mean square of zeros is 0")
 
 
 # Copy

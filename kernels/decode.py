@@ -35,7 +35,7 @@ MAX_GROUP = 64
 MAX_HEAD_DIM = 256
 
 _INTERPRETED_PROGRAMS = 4
-_MAX_DESCRIPTOR_STRIDE_BYTES = 2**40
+MAX_DESCRIPTOR_STRIDE_BYTES = 2**40
 
 
 @functools.cache
@@ -95,6 +95,8 @@ def decode(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    firsts_B: torch.Tensor | None = None,
+    lse_BH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -105,11 +107,16 @@ def decode(
     `limit_S` rows at and past limit_S[slot] are not loaded either, nor ever those past T: a sequence that has passed its
     limit idles, and what comes out for it is to be dropped.
 
+    With `firsts_B` sequence b attends to none of the rows before firsts_B[b], clamped to [0, length], either. Up to a tile of
+    them may be touched, which are to be mapped and finite, and are not used. With `lse_BH` it writes by what the output merges
+    with that of other rows: log2(sum(exp(score))) over the scaled and capped scores; -inf where there are no rows.
+
     q_BHD: fp16, bf16 or fp32. k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of the same dtype, or
     quantised (see quantise.py) with `k_scale` and `v_scale`: float16 [S, T, K], or for fp8 also float32 [K].
     lengths_B, slots_B: int32 or int64 on the device. limit_S: int32 on the device, one a slot. scale: 1 / sqrt(D) if None.
-    softcap: scores become softcap * tanh(score / softcap). workspace: float32, at least `workspace_elements(...)`, not shared
-    by launches that may overlap; if None it comes from torch's allocator, which is right under graph capture as well.
+    softcap: scores become softcap * tanh(score / softcap). firsts_B: int32 or int64 on the device. lse_BH: float32 [B, H],
+    contiguous. workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap; if None it
+    comes from torch's allocator, which is right under graph capture as well.
 
     Cost: two launches, no synchronisation; safe while a graph is captured, and the graph serves every length.
     Raises: ValueError naming the argument.
@@ -117,7 +124,7 @@ def decode(
     checks.runnable("q_BHD", q_BHD.device)
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, None, q_BHD.dtype, q_BHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
-    return launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, workspace)
+    return launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, workspace, firsts_B, lse_BH)
 
 
 def launch_decode(
@@ -129,6 +136,8 @@ def launch_decode(
     options: checks.AttentionOptions,
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    firsts_B: torch.Tensor | None = None,
+    lse_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode` over any memory."""
     device = q_BHD.device
@@ -144,13 +153,26 @@ def launch_decode(
     checks.index("slots_B", slots_B, num_sequences, device)
     if limit_S is not None:
         checks.limits("limit_S", limit_S, memory.num_slots, device)
+    if firsts_B is not None:
+        checks.index("firsts_B", firsts_B, num_sequences, device)
+    if lse_BH is not None:
+        _check_lse(lse_BH, (num_sequences, num_heads), device)
     if out is None:
         out = torch.empty(shape, dtype=q_BHD.dtype, device=device)
     else:
         checks.vectors("out", out, shape, q_BHD.dtype, device)
     if num_sequences > 0:
-        attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, workspace)
+        attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, workspace, firsts_B, lse_BH)
     return out
+
+
+def _check_lse(lse_BH: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    if lse_BH.device != device:
+        checks.refuse("lse_BH", f"on {lse_BH.device}", f"a tensor on {device}, where the others are")
+    if lse_BH.dtype != torch.float32 or lse_BH.shape != shape or not lse_BH.is_contiguous():
+        contiguous = "contiguous" if lse_BH.is_contiguous() else "not contiguous"
+        given = f"{lse_BH.dtype} of shape {tuple(lse_BH.shape)}, {contiguous}"
+        checks.refuse("lse_BH", given, f"contiguous float32 of shape {shape}: a number for each query head")
 
 
 def _descriptor(plane: torch.Tensor, tile_rows: int) -> TensorDescriptor:
@@ -175,8 +197,13 @@ def attend_singles(
     options: checks.AttentionOptions,
     out_NHD: torch.Tensor,
     workspace: torch.Tensor | None,
+    firsts_B: torch.Tensor | None = None,
+    lse_BH: torch.Tensor | None = None,
 ) -> None:
-    """The two launches, of checked arguments. With `query_starts` (B + 1) the sequences that have one query in `q_NHD`."""
+    """The two launches, of checked arguments. With `query_starts` (B + 1) the sequences that have one query in `q_NHD`.
+
+    Then there is no `lse_BH`: it has a row for each sequence, not for each query.
+    """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
     num_sequences, num_kv_heads = lengths_B.shape[0], memory.num_kv_heads
     group = checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
@@ -197,8 +224,8 @@ def attend_singles(
     common: dict[str, Any] = {
         "B_PAD": max(16, triton.next_power_of_2(num_sequences)), "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
         "SHORT_TILES": cut.short_tiles,
-        "QMAX": memory.qmax, "SCALE": memory.scale, "HAS_LIMIT": limit_S is not None,
-        "HAS_STARTS": query_starts is not None, "PDL": overlaps,
+        "QMAX": memory.qmax, "SCALE": memory.scale, "HAS_LIMIT": limit_S is not None, "HAS_STARTS": query_starts is not None,
+        "HAS_FIRSTS": firsts_B is not None, "HAS_LSE": lse_BH is not None, "PDL": overlaps,
     }  # fmt: skip
     if overlaps:
         common["launch_pdl"] = True
@@ -213,7 +240,7 @@ def attend_singles(
         attend_tiles[(num_lanes * num_kv_heads,)](
             q_NHD, _descriptor(k, cut.tile_rows) if by_tma else k, _descriptor(v, cut.tile_rows) if by_tma else v,
             memory.k_scale, memory.v_scale, memory.tables_SC,
-            lengths_B, slots_B, limit_S, query_starts, out_NHD, workspace,
+            lengths_B, slots_B, limit_S, query_starts, firsts_B, out_NHD, lse_BH, workspace,
             options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q_NHD.shape[0],
             memory.num_slots, memory.num_rows, space.max_chunks, space.max_apart,
             q_NHD.stride(0), q_NHD.stride(1), out_NHD.stride(0), out_NHD.stride(1),
@@ -225,7 +252,7 @@ def attend_singles(
             **resources, **common,
         )  # fmt: skip
         merge_partials[(num_sequences, num_heads)](
-            out_NHD, lengths_B, slots_B, limit_S, query_starts, memory.v_scale, workspace,
+            out_NHD, lse_BH, lengths_B, slots_B, limit_S, query_starts, firsts_B, memory.v_scale, workspace,
             options.rows_seen, num_sequences, q_NHD.shape[0], memory.num_slots, memory.num_rows, num_lanes,
             space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1),
             H=num_heads, G=group, D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
@@ -238,9 +265,10 @@ def _can_describe(memory: KVMemory, cut: Tiling, rows_seen: int) -> bool:
     """Can the tensor memory accelerator load the tiles?
 
     It loads whole tiles. A sequence's last one is moved back to end where the sequence ends; rows before the slot's first
-    are not touched by the hardware, but rows before a window would be, if the window is less than a tile.
+    are not touched by the hardware, but rows before a window would be, if the window is less than a tile. Those before a first
+    row that is given are the sequence's own.
     """
     strides = (*memory.k.stride(), *memory.v.stride())
     widest_bytes = max(strides) * memory.k.element_size()
-    fits = not memory.block and rows_seen >= cut.tile_rows and widest_bytes < _MAX_DESCRIPTOR_STRIDE_BYTES
+    fits = not memory.block and rows_seen >= cut.tile_rows and widest_bytes < MAX_DESCRIPTOR_STRIDE_BYTES
     return fits and checks.has_tma(memory.k.device)

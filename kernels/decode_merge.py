@@ -76,20 +76,20 @@ def _load_chunk(
     ]
 )
 def merge_partials(
-    p_out, p_lengths, p_slots, p_limits, p_query_starts, p_v_scale, p_workspace,
+    p_out, p_lse, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, p_v_scale, p_workspace,
     window, num_sequences, num_queries, num_slots, num_rows, num_lanes, max_chunks, max_apart, stride_ob, stride_oh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, B_PAD: tl.constexpr,
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr,
     STEP: tl.constexpr, UNROLL: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h): the partials of one query head, those of a chunk in the order of its tiles, then the chunks."""
     b = tl.program_id(0)
     h = tl.program_id(1)
     i_b = tl.arange(0, B_PAD)
     _, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-        HAS_LIMIT, HAS_STARTS,
+        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
+        window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
     )  # fmt: skip
     nums_tiles = tl.cdiv(ends - starts, TILE)
     lane_size = lane_tiles_of(tl.sum(nums_tiles, 0), num_lanes)
@@ -137,3 +137,6 @@ def merge_partials(
         width = tl.where(is_single(b, True, p_query_starts, num_queries), D, 0)
     out /= tl.where(num_tiles > 0, divisor_of(out_total, h // G, p_v_scale, QMAX, SCALE), 1.0)
     tl.store(p_row, out.to(p_out.dtype.element_ty), mask=i_d < width)
+    if HAS_LSE:
+        lse = out_peak + tl.log2(tl.where(num_tiles > 0, out_total, 1.0))
+        tl.store(p_lse + tl.cast(b, tl.int64) * H + h, tl.where(num_tiles > 0, lse, float("-inf")))

@@ -74,7 +74,8 @@ def _outputs(weights, v, DTYPE: tl.constexpr, KIND: tl.constexpr, PACKED: tl.con
 
 @triton.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows", "max_chunks", "max_apart", "window"])
 def attend_tiles(
-    p_q, p_k, p_v, p_k_scale, p_v_scale, p_tables, p_lengths, p_slots, p_limits, p_query_starts, p_out, p_workspace,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_tables, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, p_out, p_lse,
+    p_workspace,
     scale_log2, softcap, window, num_sequences, num_queries, num_slots, num_rows, max_chunks, max_apart,
     stride_qb, stride_qh, stride_ob, stride_oh, stride_table,
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_kss, stride_kst, stride_vss, stride_vst,
@@ -82,7 +83,8 @@ def attend_tiles(
     K: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, B_PAD: tl.constexpr,
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     QMAX: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (lane, kv head): the tiles of that lane, its partials into the workspace.
 
@@ -100,8 +102,8 @@ def attend_tiles(
     num_lanes = tl.num_programs(0) // K
     i_b = tl.arange(0, B_PAD)
     _, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-        HAS_LIMIT, HAS_STARTS,
+        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
+        window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
     )  # fmt: skip
     nums_tiles = tl.cdiv(ends - starts, TILE)
     tile_ends = tl.cumsum(nums_tiles, 0)
@@ -121,8 +123,8 @@ def attend_tiles(
     p_totals = p_peaks + num_partials * H
     # Of the sequence that the loop is at.
     b, sequence_start, sequence_end, slot, start, end = sequence_at(
-        lane_start, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-        TILE, HAS_LIMIT, HAS_STARTS,
+        lane_start, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+        TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
     )  # fmt: skip
     bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
@@ -144,8 +146,8 @@ def attend_tiles(
     for i_tile in range(lane_start, lane_end):
         if i_tile >= sequence_end:
             b, sequence_start, sequence_end, slot, start, end = sequence_at(
-                i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-                TILE, HAS_LIMIT, HAS_STARTS,
+                i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
+                window, TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
             )  # fmt: skip
             bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
             chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
@@ -224,6 +226,8 @@ def attend_tiles(
                     tl.store(p_row, (acc / divisor).to(DTYPE), mask=m_gw)
                     if HALVES == 2:
                         tl.store(p_row + W, (acc_high / divisor).to(DTYPE), mask=m_gw)
+                    if HAS_LSE:
+                        tl.store(p_lse + tl.cast(b, tl.int64) * H + i_h, peak + tl.log2(total), mask=i_g < G)
                 else:
                     i_partial = tl.cast(b, tl.int64) * max_chunks + chunk
                     if is_apart:

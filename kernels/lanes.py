@@ -25,8 +25,8 @@ EMPTY_PEAK = tl.constexpr(-1e30)
 
 @triton.jit
 def span(
-    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr,
+    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
 ):  # fmt: skip
     """Slot, first row and end row that sequence `i_b` attends to; an empty span where nothing may be read."""
     slot = tl.load(p_slots + i_b, mask=m_b, other=-1).to(tl.int64)
@@ -40,6 +40,9 @@ def span(
     start = tl.maximum(length - window, 0)
     # Rows before a window may not be mapped, and the last tile is moved back: a shortened window has none.
     end = tl.where((start > 0) & (end < length), 0, end)
+    if HAS_FIRSTS:
+        # Rows before this one are the sequence's own, and may be touched like those of the tile before.
+        start = tl.maximum(start, tl.minimum(tl.load(p_firsts + i_b, mask=m_b, other=0), length))
     return slot, start.to(tl.int32), tl.maximum(end, start).to(tl.int32)
 
 
@@ -94,8 +97,8 @@ def merge(x, weight, x_next, weight_next):
 
 @triton.jit
 def sequence_at(
-    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window,
-    TILE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr,
+    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+    TILE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
 ):  # fmt: skip
     """Of the sequence that has this tile: its index, where its tiles start and end, and its span of rows.
 
@@ -106,8 +109,9 @@ def sequence_at(
     sequence_start = tl.max(tl.where(before, tile_ends, 0), 0)
     is_one = b < before.shape[0]
     slot, start, end = span(
-        b, is_one, p_lengths, p_slots, p_limits, p_query_starts, num_queries, num_slots, num_rows, window, HAS_LIMIT, HAS_STARTS
-    )
+        b, is_one, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+        HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+    )  # fmt: skip
     return b, sequence_start, sequence_start + tl.cdiv(end - start, TILE), slot, start, end
 
 

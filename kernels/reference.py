@@ -6,7 +6,7 @@ kernel's own error (the rule of FlashAttention's tests: at most twice as large).
 Attention takes plain K and V: of quantised ones, `quantise.dequantise(payload, scale)` gives them.
 
 Legend: B sequences, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim, W payload width in
-elements, R = D / 2 angles, E bytes of a row, M copies. A sequence is the rows
+elements, R = D / 2 angles, E elements or bytes of a row, G columns of gate and up, M copies. A sequence is the rows
 [0, length) of its slot. Rows at and past the length are never touched, since nothing may be mapped there.
 """
 
@@ -127,6 +127,19 @@ def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor,
     return turned_NHD.where(known_N[:, None, None], x_NHD.float())
 
 
+def rms_norm(x_NE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension, rounded to x's dtype before and after the weight. Returns x's shape and dtype."""
+    x32_NE = x_NE.float()
+    normed_NE = x32_NE * torch.rsqrt(x32_NE.square().mean(dim=-1, keepdim=True) + eps)
+    return normed_NE.to(x_NE.dtype) * weight_E
+
+
+def silu_mul(gate_up_NG: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of the columns, rounded to their dtype, times the second half. Returns [N, G / 2]."""
+    gate_NF, up_NF = gate_up_NG.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_NF.float()).to(gate_up_NG.dtype) * up_NF
+
+
 def append(
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
@@ -141,19 +154,29 @@ def append(
     sin_TR: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> None:
     """Write token n's K and V at [slots_N[n], positions_N[n]] if 0 <= position < limit_S[slot]; else nowhere.
 
-    With angles K is rotated first, and q in place; a position without an angle is not written. A quantised view comes
-    with scales: token scales (3 dimensions) are written too, head scales are used.
+    With norms the heads of K are normed first, and those of q in place. With angles K is rotated then, and q in place; a
+    position without an angle is not written, and its query stays as it is. A quantised view comes with scales: token
+    scales (3 dimensions) are written too, head scales are used.
     """
     num_slots, num_rows = k_STKW.shape[:2]
     kind = kind_of(k_STKW.dtype)
+    if k_norm_D is not None:
+        k_NKD = rms_norm(k_NKD, k_norm_D, norm_eps)
+    changed_NHD = q_NHD if q_NHD is None or q_norm_D is None else rms_norm(q_NHD, q_norm_D, norm_eps)
     if cos_TR is not None and sin_TR is not None:
         num_rows = min(num_rows, cos_TR.shape[0])
         k_NKD = rotate(k_NKD, positions_N, cos_TR, sin_TR)
-        if q_NHD is not None:
-            q_NHD.copy_(rotate(q_NHD, positions_N, cos_TR, sin_TR))
+        if q_NHD is not None and changed_NHD is not None:
+            known_N11 = ((positions_N >= 0) & (positions_N < cos_TR.shape[0]))[:, None, None]
+            changed_NHD = rotate(changed_NHD, positions_N, cos_TR, sin_TR).to(q_NHD.dtype).where(known_N11, q_NHD)
+    if q_NHD is not None and changed_NHD is not None:
+        q_NHD.copy_(changed_NHD)
     limits = limit_S.tolist()
     for n, (slot, position) in enumerate(zip(slots_N.tolist(), positions_N.tolist(), strict=True)):
         if not (0 <= slot < num_slots and 0 <= position < min(limits[slot], num_rows)):

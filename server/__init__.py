@@ -1,6 +1,40 @@
-"""The HTTP server over vmmkv: an OpenAI-shaped API in one process, the engine in another.
+"""The HTTP server over vmmkv: an OpenAI-shaped API in one process, the engine in another; or the engine in your own process.
 
 `launch.run` starts both. This process does HTTP, tokenising and detokenising (`app`, `tokenizer`, `detokenize`);
 `engine` alone launches kernels and maps memory, since a busy Python thread beside a driver call makes it a hundred
 times dearer. They speak `protocol` over one local socket.
+
+    from vmmkv.server import Engine, SamplingParams
+
+is the same engine without HTTP, for prompts that are at hand: see `offline`. Importing this package imports neither; they
+come when they are asked for.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vmmkv.server.completion import Completion, CompletionOutput
+    from vmmkv.server.offline import Engine
+    from vmmkv.server.sampling import SamplingParams
+
+__all__ = ["Completion", "CompletionOutput", "Engine", "SamplingParams"]
+
+_MODULE_OF = {"Completion": "completion", "CompletionOutput": "completion", "Engine": "offline", "SamplingParams": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("vmmkv"):
+            raise
+        raise ImportError(f"{name} needs {error.name}, which is not installed: pip install 'vmmkv[server]'") from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -26,12 +26,45 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionLogprobs(BaseModel):
+    """Of the tokens of a completion, or of those that a chunk adds. Lists of one length."""
+
+    text_offset: list[int]
+    """Where each begins, in characters of the whole answer."""
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+    """Of the likeliest at each place, and of the one that was chosen."""
+
+
+class TopLogprob(BaseModel):
+    """A token that could come at some place, and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Its UTF-8, which may be a part of a character; null for an id without text."""
+
+
+class TokenLogprob(TopLogprob):
+    """The token that came, and those that were the likeliest to come."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of the tokens of a reply, or of those that a chunk adds."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class CompletionChoice(BaseModel):
     """One continuation of one prompt, or of a chunk the text that is new."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -59,7 +92,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -86,7 +119,7 @@ class ChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -102,13 +135,15 @@ class ChatCompletionChunk(BaseModel):
 
 
 class Model(BaseModel):
-    """What is served; `max_model_len` is the tokens of one request, known once the engine is ready."""
+    """What is served. Known once the engine is ready: `max_model_len`, the tokens of one request, and whose `implementation`
+    of the model it is, `vmmkv` or `transformers`."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "vmmkv"
     max_model_len: int | None = None
+    implementation: str | None = None
 
 
 class ModelList(BaseModel):

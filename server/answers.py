@@ -2,7 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -11,26 +12,34 @@ from vmmkv.server.answer_schemas import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatLogprobs,
     ChunkChoice,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     Delta,
-    FinishReason,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
-from vmmkv.server.generation import TextDelta
+from vmmkv.server.candidate import Score, TextDelta
+from vmmkv.server.token_text import TokenTexts
+
+LEAST_LOGPROB: Final = -9999.0
+"""In place of minus infinity, which JSON cannot say; OpenAI's number."""
 
 
 class Answer(ABC):
-    """The form of one answer; every chunk of a stream has the same id and time."""
+    """The form of one answer; every chunk of a stream has the same id and time. `tokens` name tokens by their text."""
 
-    def __init__(self, id: str, model: str) -> None:
+    def __init__(self, id: str, model: str, tokens: TokenTexts) -> None:
         self.id = id
         self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+        self._tokens = tokens
 
     @abstractmethod
-    def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> BaseModel:
-        """All of it: the text and the finish reason of each choice, in order."""
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> BaseModel:
+        """All of it: each choice as if it had come at once, in order."""
 
     def opening(self, num_choices: int) -> list[BaseModel]:
         """The chunks before any text."""
@@ -48,34 +57,49 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     """Of /v1/completions."""
 
-    def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> Completion:
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Completion:
         """Every choice, in the order of the prompts, those of one prompt side by side."""
-        choices = [
-            CompletionChoice(index=index, text=text, finish_reason=reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return Completion(**self._head, choices=choices, usage=usage)
+        return Completion(**self._head, choices=[self._choice(choice) for choice in choices], usage=usage)
 
     def chunk(self, delta: TextDelta) -> Completion:
         """New text of one choice."""
-        choice = CompletionChoice(index=delta.index, text=delta.text, finish_reason=delta.finish_reason)
-        return Completion(**self._head, choices=[choice])
+        return Completion(**self._head, choices=[self._choice(delta)])
 
     def closing(self, usage: Usage) -> Completion:
         """No choice, only the usage."""
         return Completion(**self._head, choices=[], usage=usage)
 
+    def _choice(self, delta: TextDelta) -> CompletionChoice:
+        logprobs = None if delta.scores is None else self._logprobs(delta.scores)
+        return CompletionChoice(index=delta.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason)
+
+    def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:
+        text_of = self._tokens.text_of
+        return CompletionLogprobs(
+            text_offset=[score.offset for score in scores],
+            token_logprobs=[_finite(score.logprob) for score in scores],
+            tokens=[text_of(score.token_id) for score in scores],
+            top_logprobs=[
+                {text_of(token_id): _finite(logprob) for token_id, logprob in (*score.likeliest, score[:2])} for score in scores
+            ],
+        )
+
 
 class ChatAnswer(Answer):
     """Of /v1/chat/completions."""
 
-    def whole(self, texts: list[str], reasons: list[FinishReason | None], usage: Usage) -> ChatCompletion:
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
         """Every reply."""
-        choices = [
-            ChatChoice(index=index, message=AssistantMessage(content=text), finish_reason=reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        replies = [
+            ChatChoice(
+                index=choice.index,
+                message=AssistantMessage(content=choice.text),
+                logprobs=self._logprobs(choice.scores),
+                finish_reason=choice.finish_reason,
+            )
+            for choice in choices
         ]
-        return ChatCompletion(**self._head, choices=choices, usage=usage)
+        return ChatCompletion(**self._head, choices=replies, usage=usage)
 
     def opening(self, num_choices: int) -> list[BaseModel]:
         """The role of each choice, before any text."""
@@ -85,9 +109,36 @@ class ChatAnswer(Answer):
 
     def chunk(self, delta: TextDelta) -> ChatCompletionChunk:
         """New text of one choice."""
-        choice = ChunkChoice(index=delta.index, delta=Delta(content=delta.text or None), finish_reason=delta.finish_reason)
+        choice = ChunkChoice(
+            index=delta.index,
+            delta=Delta(content=delta.text or None),
+            logprobs=self._logprobs(delta.scores),
+            finish_reason=delta.finish_reason,
+        )
         return ChatCompletionChunk(**self._head, choices=[choice])
 
     def closing(self, usage: Usage) -> ChatCompletionChunk:
         """No choice, only the usage."""
         return ChatCompletionChunk(**self._head, choices=[], usage=usage)
+
+    def _logprobs(self, scores: Sequence[Score] | None) -> ChatLogprobs | None:
+        if scores is None:
+            return None
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._named(score.token_id, score.logprob),
+                    top_logprobs=[TopLogprob(**self._named(*each)) for each in score.likeliest],
+                )
+                for score in scores
+            ]
+        )
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokens.bytes_of(token_id)
+        text = self._tokens.text_of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also for what is no number

@@ -14,11 +14,12 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from vmmkv.server import api_errors
-from vmmkv.server.answer_schemas import ChatCompletion, Completion, FinishReason, Health, Model, ModelList
+from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
+from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.generation import Generation, engine_requests, fit_beams, fit_new_tokens
+from vmmkv.server.generation import Generation, check_logit_bias, engine_requests, fit_beams, fit_new_tokens
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -70,8 +71,10 @@ class Service:
     def describe(self) -> Model:
         """The model as /v1/models shows it."""
         ready = self.engine.phase
-        reach = min(ready.max_tokens, ready.pool_tokens) if isinstance(ready, Ready) else None
-        return Model(id=self.model, created=self.created, max_model_len=reach)
+        if not isinstance(ready, Ready):
+            return Model(id=self.model, created=self.created)
+        reach = min(ready.max_tokens, ready.pool_tokens)
+        return Model(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -132,7 +135,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         )
         for prompt in prompts
     ]
-    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model)
+    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
     return await _respond(request, body, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
 
 
@@ -147,7 +150,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     new_tokens = fit_new_tokens(len(prompt), wanted, None, ready, model=service.model, prompt_param="messages")
-    answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", service.model)
+    answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
     return await _respond(request, body, answer, [prompt], [new_tokens], continues=False, arrived_s=arrived_s)
 
 
@@ -165,18 +168,22 @@ async def _respond(
     service = _service(request)
     ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
     fit_beams(body, ready)
+    check_logit_bias(body, tokenizer.vocab_size)
     requests = engine_requests(body, answer.id, prompts, new_tokens)
-    detokenizers = [
-        tokenizer.detokenizer(body.stop, prompt if continues else ()) for prompt in prompts for _ in range(body.num_candidates)
+    candidates = [
+        Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)
+        for prompt in prompts
+        for _ in range(body.num_candidates)
     ]
     generation = Generation(
         service.engine,
         service.metrics,
         requests,
-        detokenizers,
+        candidates,
         num_prompts=len(prompts),
         num_choices=body.num_choices,
         arrived_s=arrived_s,
+        at_end=not body.stream and not body.stop,
     )
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
@@ -193,13 +200,11 @@ async def _respond(
 
 
 async def _whole(answer: Answer, generation: Generation) -> BaseModel:
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, FinishReason | None] = {}
+    deltas: dict[int, list[TextDelta]] = {}
     async for delta in generation.deltas():
-        texts.setdefault(delta.index, []).append(delta.text)
-        reasons[delta.index] = delta.finish_reason
-    order = generation.chosen()
-    return answer.whole(["".join(texts[index]) for index in order], [reasons[index] for index in order], generation.usage())
+        deltas.setdefault(delta.index, []).append(delta)
+    choices = [TextDelta.joined(place, deltas[index]) for place, index in enumerate(generation.chosen())]
+    return answer.whole(choices, generation.usage())
 
 
 async def _events(

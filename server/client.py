@@ -1,7 +1,7 @@
 """The HTTP process's side of the socket to the engine.
 
     EngineClient ── one PAIR socket, bound here ── engine
-      └── Answers, one for each HTTP request: a queue that the receiving task fills
+      └── Answers, one for each HTTP request: a list that the receiving task fills
 
 Everything that ends a request (`Answers.close`, `Answers.abort`) is synchronous, so that it also works in a task that
 is being cancelled because its client has gone away.
@@ -10,6 +10,7 @@ is being cancelled because its client has gone away.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -25,10 +26,11 @@ from vmmkv.server.protocol import (
     FromEngine,
     Generate,
     Loading,
+    Output,
+    Outputs,
     Ready,
     Shutdown,
     Snapshot,
-    Tokens,
     decode_from_engine,
     encode,
 )
@@ -63,16 +65,27 @@ Phase: TypeAlias = Loading | Ready | Dead
 
 
 class Answers:
-    """What the engine says about some requests that belong together: iterate for their `Tokens` or `Beams`, to the end of all.
+    """What the engine says about some requests that belong together: iterate for it, to the end of all.
+
+    Each turn gives all that has come since the last one, in order: a step may bring news of several of these requests, and
+    who is slow finds those of several steps, and catches up.
+
+    With `at_end` whoever iterates is woken by ends alone, and finds then what came before: an answer that is sent whole
+    costs the event loop one turn, not one for each token.
 
     Leaving the `with` block aborts those that are not finished.
     Raises, from the iteration: RequestFailed, EngineDead.
     """
 
-    def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
+    def __init__(self, client: "EngineClient", request_ids: Sequence[str], *, at_end: bool = False) -> None:
+        self.first_s: float | None = None
+        """When the first news came, of time.perf_counter."""
         self._client = client
         self._unfinished = set(request_ids)
-        self._queue: asyncio.Queue[Tokens | Beams | Exception] = asyncio.Queue()
+        self._at_end = at_end
+        self._arrived: list[Output | Beams] = []
+        self._error: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -83,21 +96,38 @@ class Answers:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Tokens | Beams:
+    async def __anext__(self) -> list[Output | Beams]:
         while self._unfinished:
-            message = await self._queue.get()
-            if isinstance(message, Exception):
-                raise message
-            # What was queued before its request was aborted is of no use to anybody.
-            if message.request_id in self._unfinished:
-                if _is_last(message):
-                    self._unfinished.discard(message.request_id)
-                return message
+            if self._arrived:
+                arrived, self._arrived = self._arrived, []
+                # What had come before its request was aborted is of no use to anybody.
+                news = [each for each in arrived if each.request_id in self._unfinished]
+                self._unfinished.difference_update(each.request_id for each in news if _is_last(each))
+                if news:
+                    return news
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._waiting = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiting
+                finally:
+                    self._waiting = None
         raise StopAsyncIteration
 
-    def put(self, message: Tokens | Beams | Exception) -> None:
+    def put(self, news: Output | Beams, *, is_last: bool) -> None:
         """From the receiving task: news of one of these requests."""
-        self._queue.put_nowait(message)
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+        self._arrived.append(news)
+        if is_last or not self._at_end:
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """From the receiving task: nothing more comes. The iteration raises this, after what came before."""
+        if self._error is None:
+            self._error = error
+            self._wake()
 
     def abort(self, request_id: str) -> None:
         """End one request here and in the engine; nothing if it has ended already. Never blocks."""
@@ -110,9 +140,13 @@ class Answers:
         for request_id in tuple(self._unfinished):
             self.abort(request_id)
 
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-def _is_last(message: Tokens | Beams) -> bool:
-    return isinstance(message, Beams) or message.finish_reason is not None
+
+def _is_last(news: Output | Beams) -> bool:
+    return isinstance(news, Beams) or news.finish_reason is not None
 
 
 class EngineClient:
@@ -159,14 +193,14 @@ class EngineClient:
             case Dead(reason=reason):
                 raise EngineDead(reason)
 
-    def submit(self, requests: Sequence[Generate]) -> Answers:
-        """Send requests to the engine. Their answers come through one iterator, which is to be closed.
+    def submit(self, requests: Sequence[Generate], *, at_end: bool = False) -> Answers:
+        """Send requests to the engine. Their answers come through one iterator, which is to be closed; `at_end`: see there.
 
         Raises: EngineNotReady, EngineDead, or what a request that cannot be encoded raises; then nothing was sent.
         """
         self.require_ready()
         encoded = [encode(request) for request in requests]
-        answers = Answers(self, [request.request_id for request in requests])
+        answers = Answers(self, [request.request_id for request in requests], at_end=at_end)
         for request in requests:
             assert request.request_id not in self._answers, f"request id {request.request_id} is in use"
             self._answers[request.request_id] = answers
@@ -186,7 +220,7 @@ class EngineClient:
         self.phase = Dead(reason=reason)
         self._settled.set()
         for answers in set(self._answers.values()):
-            answers.put(EngineDead(reason))
+            answers.fail(EngineDead(reason))
         self._answers.clear()
 
     async def engine_ended(self, reason: str) -> None:
@@ -238,15 +272,18 @@ class EngineClient:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Tokens(request_id=request_id) | Beams(request_id=request_id):
-                answers = self._answers.get(request_id)
-                if _is_last(message):
-                    self._answers.pop(request_id, None)
-                if answers is not None:
-                    answers.put(message)
+            case Outputs(outputs=outputs):
+                for output in outputs:
+                    is_last = output.finish_reason is not None
+                    find = self._answers.pop if is_last else self._answers.get
+                    if (answers := find(output.request_id, None)) is not None:
+                        answers.put(output, is_last=is_last)
+            case Beams(request_id=request_id):
+                if (answers := self._answers.pop(request_id, None)) is not None:
+                    answers.put(message, is_last=True)
             case Failed(request_id=request_id, message=text):
                 if (answers := self._answers.pop(request_id, None)) is not None:
-                    answers.put(RequestFailed(text))
+                    answers.fail(RequestFailed(text))
             case Snapshot():
                 self.snapshot = message
             case Loading():

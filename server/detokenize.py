@@ -16,6 +16,28 @@ CONTEXT_TOKENS = 8
 """As many tokens of a prompt as the text of what follows can depend on, with room to spare."""
 
 
+def decode_all(tokenizer: Tokenizer, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[str]:
+    """The text of each of many answers, given as (the tokens before it, its tokens): on all processors at once.
+
+    The same as of a TextStream for each, but for bytes that are no character.
+    """
+
+    def decode(lists: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.decode_batch([list(each) for each in lists], skip_special_tokens=True)
+
+    contexts = [list(context[-CONTEXT_TOKENS:]) for context, _ in answers]
+    befores = decode(contexts)
+    for index, before in enumerate(befores):
+        if before.endswith(REPLACEMENT):
+            contexts[index], befores[index] = [], ""
+    boths = decode([[*context, *tokens] for context, (_, tokens) in zip(contexts, answers, strict=True)])
+    changed = [index for index, (before, both) in enumerate(zip(befores, boths, strict=True)) if not both.startswith(before)]
+    texts = [both[len(before) :] for before, both in zip(befores, boths, strict=True)]
+    for index, text in zip(changed, decode([answers[index][1] for index in changed]), strict=True):
+        texts[index] = text
+    return texts
+
+
 class TextStream:
     """The text of a growing list of tokens, without special tokens, whole characters only.
 
@@ -46,8 +68,12 @@ class TextStream:
         self._recent, self._pending = self._pending, []
         return text
 
-    def flush(self) -> str:
-        """The text of the tokens still pending, with replacement characters for bytes that are no character."""
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The text of the tokens still pending, with replacement characters for bytes that are no character.
+
+        Further `token_ids` are taken first, at once: the same text as if they were fed, for a small part of the time.
+        """
+        self._pending += token_ids
         before = self._decode(self._recent)
         both = self._decode(self._recent + self._pending)
         text = both[len(before) :] if both.startswith(before) else self._decode(self._pending)
@@ -78,9 +104,11 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
+        self.any = bool(stops)
+        """Is there a stop string at all?"""
+        self.stopped = False
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
 
     def feed(self, text: str) -> str:
         """What can be shown now. Nothing once `stopped`, which is set when a stop string is complete."""
@@ -117,6 +145,8 @@ class Detokenizer:
         self._stops = StopStrings(stops)
         self.num_tokens = 0
         """Tokens consumed: those after the one that completed a stop string are not counted."""
+        self.num_characters = 0
+        """Characters that they completed, shown or not."""
 
     @property
     def stopped(self) -> bool:
@@ -130,9 +160,20 @@ class Detokenizer:
             if self.stopped:
                 break
             self.num_tokens += 1
-            shown.append(self._stops.feed(self._text.feed(token_id)))
+            text = self._text.feed(token_id)
+            self.num_characters += len(text)
+            shown.append(self._stops.feed(text))
         return "".join(shown)
 
-    def finish(self) -> str:
-        """The rest of the text: characters left incomplete and text held back."""
-        return self._stops.feed(self._text.flush()) + self._stops.flush()
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest of the text, that of these last tokens too: characters left incomplete and text held back.
+
+        Without stop strings the tokens are decoded together, however many.
+        """
+        if self._stops.any:
+            shown = self.feed(token_ids)
+            return shown if self.stopped else shown + self._stops.feed(self._text.flush()) + self._stops.flush()
+        self.num_tokens += len(token_ids)
+        text = self._text.flush(token_ids)
+        self.num_characters += len(text)
+        return text

@@ -1,19 +1,17 @@
 """One HTTP request's way through the engine: what it needs, whether it can fit, and its text as it comes."""
 
-import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from vmmkv.server.answer_schemas import FinishReason, PromptTokensDetails, Usage
+from vmmkv.server.answer_schemas import PromptTokensDetails, Usage
 from vmmkv.server.api_errors import bad_request
+from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Answers, EngineClient, RequestFailed
-from vmmkv.server.detokenize import Detokenizer
+from vmmkv.server.limits import DoesNotFit, Limits
 from vmmkv.server.metrics import Metrics
-from vmmkv.server.protocol import Beams, Generate, Ready, Tokens
+from vmmkv.server.protocol import Beams, Generate, Output, Ready
 from vmmkv.server.schemas import GenerationRequest
-from vmmkv.units import format_bytes
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds reach the engine as non-negative numbers of 63 bits."""
@@ -22,45 +20,28 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 that the seeds of one prompt's choices, which follow each other, meet no other's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text of one candidate, which is a choice of the answer; the last one of each has a finish reason."""
-
-    index: int
-    text: str
-    finish_reason: FinishReason | None
-
-
 def fit_new_tokens(
     num_prompt_tokens: int, wanted: int | None, default: int | None, ready: Ready, *, model: str, prompt_param: str
 ) -> int:
-    """How many new tokens a request may have: what it `wanted`, else `default`, else whatever fits.
+    """See `Limits.fit`. `model` is the name that clients know; `ready.model` may be a path of this machine.
 
-    `model` is the name that clients know; `ready.model` may be a path of this machine.
-    Raises: ApiError (400) if the prompt is empty or the request could never fit, whatever else runs.
+    Raises: ApiError (400), naming `prompt_param` or max_tokens.
     """
-    limit = min(ready.max_tokens, ready.pool_tokens)
-    if num_prompt_tokens == 0:
-        raise bad_request("The prompt has no tokens; send at least one.", param=prompt_param, code="empty_prompt")
-    room = limit - num_prompt_tokens
-    if wanted is not None and wanted <= room:
-        return wanted
-    if wanted is None and room > 0:
-        return room if default is None else min(default, room)
+    limits = Limits(model=model, of_model=ready.max_tokens, of_pool=ready.pool_tokens, budget_bytes=ready.budget_bytes)
+    try:
+        return limits.fit(num_prompt_tokens, wanted, default=default)
+    except DoesNotFit as error:
+        param = prompt_param if error.at_fault == "prompt" else "max_tokens"
+        code = "empty_prompt" if error.empty else "context_length_exceeded"
+        raise bad_request(str(error), param=param, code=code) from error
 
-    if ready.pool_tokens < ready.max_tokens:
-        reason = f"all that the KV budget of {format_bytes(ready.budget_bytes)} can hold; a larger budget would hold more"
-    else:
-        reason = f"the most that {model} takes here"
-    given = f"{num_prompt_tokens} tokens of prompt"
-    if wanted is not None:
-        given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
-    remedy = f"shorten the prompt to {limit - (wanted or 1)} tokens" if limit > (wanted or 1) else ""
-    if wanted is not None and room > 0:
-        remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
-    remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
-    message = f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
-    raise bad_request(message, param=prompt_param if room <= 0 else "max_tokens", code="context_length_exceeded")
+
+def check_logit_bias(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises: ApiError (400) if a bias is for what is no token of this model."""
+    unknown = next((token_id for token_id in request.logit_bias or () if token_id >= vocab_size), None)
+    if unknown is not None:
+        message = f"Invalid logit_bias: {unknown} is not a token id of this model: they go from 0 to {vocab_size - 1}."
+        raise bad_request(message, param="logit_bias", code="invalid_value")
 
 
 def fit_beams(request: GenerationRequest, ready: Ready) -> None:
@@ -91,8 +72,16 @@ def engine_requests(
             ignore_eos=request.ignore_eos,
             temperature=0.0 if request.num_beams else temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(0, request.top_k or 0),
+            min_p=request.min_p or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            logit_bias=request.logit_bias or {},
             seed=(first_seed + prompt_index * _SEED_STEP + index) & _SEED_MASK,
-            want_logprobs=request.num_candidates > request.num_choices,
+            want_logprobs=request.num_logprobs is not None or request.num_candidates > request.num_choices,
+            num_logprobs=request.num_logprobs or 0,
+            priority=request.priority,
             cache_salt=request.cache_salt,
             beam_width=request.num_beams,
             length_penalty=request.length_penalty,
@@ -100,33 +89,6 @@ def engine_requests(
         for prompt_index, (prompt, max_new_tokens) in enumerate(zip(prompts, new_tokens, strict=True))
         for index in range(num_each)
     ]
-
-
-class Candidate:
-    """One text: a choice of the answer, or one that `best_of` may drop."""
-
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        self.detokenizer = detokenizer
-        self._logprob_sum = 0.0
-        self._num_logprobs = 0
-
-    def feed(self, message: Tokens) -> str:
-        """The text that can be shown now; what comes after a stop string counts for nothing."""
-        before = self.detokenizer.num_tokens
-        text = self.detokenizer.feed(message.token_ids)
-        if message.finish_reason is not None and not self.detokenizer.stopped:
-            text += self.detokenizer.finish()
-        num_used = self.detokenizer.num_tokens - before
-        used = message.logprobs[:num_used] if num_used < len(message.token_ids) else message.logprobs
-        self._logprob_sum += sum(used)
-        self._num_logprobs += len(used)
-        return text
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of the tokens chosen, the end token among them; the worst there is if they were not numbers."""
-        mean = self._logprob_sum / max(1, self._num_logprobs)
-        return -math.inf if math.isnan(mean) else mean
 
 
 class Generation:
@@ -140,21 +102,23 @@ class Generation:
         engine: EngineClient,
         metrics: Metrics,
         requests: Sequence[Generate],
-        detokenizers: Sequence[Detokenizer],
+        candidates: Sequence[Candidate],
         *,
         num_prompts: int,
         num_choices: int,
         arrived_s: float,
+        at_end: bool = False,
     ) -> None:
-        """Sends the requests to the engine; a detokenizer is a candidate, of which each prompt has `num_choices` returned.
+        """Sends the requests to the engine. Of the candidates each prompt has `num_choices` returned.
 
-        `arrived_s` is of time.perf_counter. Raises: EngineNotReady, EngineDead.
+        `arrived_s` is of time.perf_counter. `at_end`: the text is wanted when it is whole, and no stop string ends it before.
+        Raises: EngineNotReady, EngineDead.
         """
         self._metrics = metrics
-        self._candidates = [Candidate(detokenizer) for detokenizer in detokenizers]
-        self._num_each = len(detokenizers) // num_prompts
+        self._candidates = candidates
+        self._num_each = len(candidates) // num_prompts
         self._num_choices = num_choices
-        num_of_request = len(detokenizers) // len(requests)
+        num_of_request = len(candidates) // len(requests)
         self._first_candidate = {request.request_id: index * num_of_request for index, request in enumerate(requests)}
         self._prompt_tokens = sum(len(request.prompt) for request in requests[:: len(requests) // num_prompts])
         self._cached_tokens = 0
@@ -162,23 +126,17 @@ class Generation:
         """Of beams, of which only the best become candidates."""
         self._arrived_s = arrived_s
         self._outcome: str | None = None
-        self._answers: Answers = engine.submit(requests)
+        self._answers: Answers = engine.submit(requests, at_end=at_end)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all candidates mixed. Raises: RequestFailed, EngineDead."""
-        first = True
+        told = False
         try:
-            async for message in self._answers:
-                if first:
-                    first = False
-                    self._metrics.first_token_seconds.observe(time.perf_counter() - self._arrived_s)
-                index = self._first_candidate[message.request_id]
-                if index % self._num_each == 0:  # the prompt's first candidate; the others hit what this one computed
-                    self._cached_tokens += message.cached_tokens
-                if isinstance(message, Beams):
-                    for delta in self._found(index, message):
-                        yield delta
-                elif (delta := self._continued(index, message)).text or delta.finish_reason is not None:
+            async for news in self._answers:
+                if not told and self._answers.first_s is not None:
+                    told = True
+                    self._metrics.first_token_seconds.observe(self._answers.first_s - self._arrived_s)
+                for delta in self._took(news):
                     yield delta
         except Exception:
             self._end("failed")
@@ -198,7 +156,7 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far."""
         prompt_tokens = self._prompt_tokens
-        completion_tokens = sum(candidate.detokenizer.num_tokens for candidate in self._candidates) + self._unreturned_tokens
+        completion_tokens = sum(candidate.num_tokens for candidate in self._candidates) + self._unreturned_tokens
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -211,26 +169,39 @@ class Generation:
         self._answers.close()
         self._end("aborted")
 
-    def _continued(self, index: int, message: Tokens) -> TextDelta:
-        """One candidate goes on; at a stop string the engine is told to stop it."""
-        text, reason = self._candidates[index].feed(message), message.finish_reason
-        if self._candidates[index].detokenizer.stopped:
-            reason = "stop"
-            self._answers.abort(message.request_id)
-        return TextDelta(index, text, reason)
+    def _took(self, news: Sequence[Output | Beams]) -> Iterator[TextDelta]:
+        """What is new of each candidate, in one piece, however many outputs of it came together. Raises: RequestFailed."""
+        of_request: dict[str, list[Output]] = {}
+        for each in news:
+            index = self._first_candidate[each.request_id]
+            if index % self._num_each == 0:  # the prompt's first candidate; the others hit what this one computed
+                self._cached_tokens += each.cached_tokens
+            if isinstance(each, Beams):
+                yield from self._found(index, each)
+            else:
+                of_request.setdefault(each.request_id, []).append(each)
+        for request_id, outputs in of_request.items():
+            index = self._first_candidate[request_id]
+            candidate = self._candidates[index]
+            candidate.feed(outputs)
+            if candidate.stopped:
+                self._answers.abort(request_id)
+            if (delta := candidate.take(index)) is not None:
+                yield delta
 
-    def _found(self, first: int, message: Beams) -> list[TextDelta]:
+    def _found(self, first: int, message: Beams) -> Iterator[TextDelta]:
         """The best of what a search found are the candidates from `first` on. Raises: RequestFailed if they are too few."""
         if len(message.beams) < self._num_choices:
             raise RequestFailed(
                 f"The beam search found {len(message.beams)} answers for n={self._num_choices}; lower n or raise max_tokens."
             )
-        deltas = []
-        for index, beam in enumerate(message.beams[: self._num_choices], start=first):
-            tokens = Tokens(request_id=message.request_id, token_ids=beam.token_ids, finish_reason=beam.finish_reason)
-            deltas.append(self._continued(index, tokens))
         self._unreturned_tokens += sum(len(beam.token_ids) for beam in message.beams[self._num_choices :])
-        return deltas
+        for index, beam in enumerate(message.beams[: self._num_choices], start=first):
+            output = Output(request_id=message.request_id, token_ids=tuple(beam.token_ids), finish_reason=beam.finish_reason)
+            self._candidates[index].feed([output])
+            delta = self._candidates[index].take(index)
+            assert delta is not None, "a beam is whole"
+            yield delta
 
     def _end(self, outcome: str) -> None:
         if self._outcome is None:

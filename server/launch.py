@@ -9,6 +9,7 @@ run ── listen ── resolve the model ── start the engine ── bind i
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import signal
 import socket
@@ -21,13 +22,13 @@ import msgspec
 import uvicorn
 import zmq
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
 from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
 from vmmkv.server.models import KNOWN_MODELS, resolve
-from vmmkv.server.protocol import Loading, Ready
+from vmmkv.server.progress import LoadingProgress
+from vmmkv.server.protocol import Ready
 from vmmkv.server.settings import ServeConfig
 from vmmkv.server.tokenizer import Tokenizer
 from vmmkv.units import format_bytes
@@ -53,7 +54,7 @@ def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) 
         log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
         return 1
     with listener, _private_directory() as directory:
-        model_dir = resolve(config.model)
+        model_dir = resolve(config.model, weights=config.load_format != "dummy")
         service_name = served_name(config.model)
         launch = _Launch(dataclasses.replace(config, model=str(model_dir)), service_name, listener, f"ipc://{directory}/engine")
         return asyncio.run(launch.serve(engine_command))
@@ -79,7 +80,7 @@ class _Launch:
     def __init__(self, config: ServeConfig, name: str, listener: socket.socket, address: str) -> None:
         self._config = config
         self._listener = listener
-        self._progress = _LoadingProgress(Console(stderr=True))
+        self._progress = LoadingProgress(Console(stderr=True))
         self._client = EngineClient(address, on_loading=self._progress.show)
         self._service = Service(self._client, name)
         self._server = _Server(
@@ -158,42 +159,19 @@ class _Launch:
             return
         ready = await self._client.settled()
         self._progress.close()
+        # What was imported stays: the garbage collector need not look at a million objects again and again.
+        gc.collect()
+        gc.freeze()
         if isinstance(ready, Ready):
-            self._progress.console.print(_announcement(ready, self._service.model, self._listener), highlight=False)
-
-
-class _LoadingProgress:
-    """The engine's start as progress bars, one for each stage; on what is no terminal, as they stand at the end."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed} of {task.total}"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console)
-        self._tasks: dict[str, TaskID] = {}
-
-    def show(self, loading: Loading) -> None:
-        """Bring the stage's bar to where the engine is."""
-        if not self._tasks:
-            self._progress.start()
-        if loading.stage not in self._tasks:
-            self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
-        self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
-
-    def close(self) -> None:
-        """Leave the bars as they stand. Idempotent."""
-        self._progress.stop()
+            say = _announcement(ready, self._service.model, self._listener)
+            self._progress.console.print(say, highlight=False, soft_wrap=True)
 
 
 def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = f"\\[{host}]" if ":" in host else host
     return (
-        f"vmmkv serves {model} ({ready.dtype} on {ready.device}) at http://{host}:{port}/v1\n"
+        f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
         f"KV budget {format_bytes(ready.budget_bytes)}: {ready.pool_tokens:,} tokens; "
         f"{ready.max_sequences} sequences of up to {min(ready.max_tokens, ready.pool_tokens):,} tokens"
     )

@@ -90,11 +90,11 @@ KNOWN_MODELS: Final = {
 }
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path:
     """The directory of a model in transformers' format, brought here first if it is not here yet.
 
     `model` is a name of KNOWN_MODELS, a local directory, or a name on a model hub, tried in this order. Blocks while it
-    downloads and converts; progress goes to stderr.
+    downloads and converts; progress goes to stderr. A directory needs no `weights` or no `tokenizer` for who can do without.
 
     Raises: ModelUnavailable, saying what would work.
     """
@@ -104,10 +104,10 @@ def resolve(model: str) -> Path:
         return fetch(KNOWN_MODELS[model], cache_dir=read_environment().cache_dir)
     path = Path(model).expanduser()
     if path.exists():
-        return check_model_dir(path)
+        return check_model_dir(path, weights=weights, tokenizer=tokenizer)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", model):
         raise ModelUnavailable(f"there is no directory {model!r}; {_what_works()}")
-    return _from_hub(model)
+    return _from_hub(model, weights=weights, tokenizer=tokenizer)
 
 
 def model_dir(model: KnownModel, cache_dir: Path) -> Path:
@@ -115,8 +115,8 @@ def model_dir(model: KnownModel, cache_dir: Path) -> Path:
     return cache_dir / "models" / model.name
 
 
-def check_model_dir(path: Path) -> Path:
-    """`path`, if it is a directory that transformers can load.
+def check_model_dir(path: Path, *, weights: bool = True, tokenizer: bool = True) -> Path:
+    """`path`, if it is a directory that transformers can load; without its `weights` or its `tokenizer` if they are not needed.
 
     Raises: ModelUnavailable naming what is missing.
     """
@@ -124,11 +124,11 @@ def check_model_dir(path: Path) -> Path:
         raise ModelUnavailable(f"{str(path)!r} is a file, not a model directory; {_what_works()}")
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"{str(path)!r} has no config.json, so it is no model in transformers' format; {_what_works()}")
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         raise ModelUnavailable(
             f"{str(path)!r} has no *.safetensors file; save the model with save_pretrained(), or {_what_works()}"
         )
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if tokenizer and not has_tokenizer(path):
         raise ModelUnavailable(
             f"{str(path)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); save it there with "
             f"tokenizer.save_pretrained(), or {_what_works()}"
@@ -136,7 +136,12 @@ def check_model_dir(path: Path) -> Path:
     return path
 
 
-def _from_hub(model: str) -> Path:
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's directory has a tokenizer."""
+    return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _from_hub(model: str, *, weights: bool, tokenizer: bool) -> Path:
     """A hub repository's files, from the hub or from its cache on this machine."""
     try:
         from huggingface_hub import snapshot_download
@@ -145,7 +150,9 @@ def _from_hub(model: str) -> Path:
             f"{model!r} is not a local model, and huggingface_hub is not installed; {_what_works()}"
         ) from error
     try:
-        return check_model_dir(Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS))))
+        patterns = [pattern for pattern in HUB_PATTERNS if weights or pattern != "*.safetensors"]
+        path = Path(snapshot_download(model, allow_patterns=patterns))
+        return check_model_dir(path, weights=weights, tokenizer=tokenizer)
     except ModelUnavailable:
         raise
     except Exception as error:  # the hub client raises errors of several libraries, and their set changes

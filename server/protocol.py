@@ -23,10 +23,26 @@ class Generate(Message, frozen=True, kw_only=True):
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """Only the likeliest so many can be drawn; 0 for all."""
+    min_p: float = 0.0
+    """Only tokens at least so likely as this share of the likeliest one can be drawn."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token generated before."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token for each time that it was generated before."""
+    repetition_penalty: float = 1.0
+    """What the logits of tokens of the prompt and the answer are divided by, or multiplied with if they are negative."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens."""
     seed: int = 0
     """The random stream depends on this and on the position only."""
     want_logprobs: bool = False
-    """Have `Tokens` carry log-probabilities."""
+    """Have each `Output` carry the log-probability of what was chosen."""
+    num_logprobs: int = 0
+    """And those of the likeliest so many, if `want_logprobs`."""
+    priority: int = 0
+    """Whoever has a lower one goes first."""
     cache_salt: str | None = None
     """Part of the prefix namespace: prompts share what is known of them only with prompts of the same salt."""
     beam_width: int = 0
@@ -65,19 +81,34 @@ class Ready(Message, frozen=True, kw_only=True):
     """Tokens of one sequence that the whole budget can hold; a request beyond it can never fit."""
     budget_bytes: int
     max_sequences: int
+    implementation: str = "transformers"
+    """Whose code computes the model: `vmmkv` for the decoder that is driven by configuration, `transformers` for that
+    library's own, unmodified."""
 
 
-class Tokens(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: new tokens of one request; the last such message has a finish reason."""
+class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """New tokens of one request; its last one has a finish reason. On the wire it is an array, without names.
+
+    There are 256 of these a step: tuples, of which the empty one costs nothing, and no garbage collector that counts them,
+    take a tenth of the time that lists take.
+    """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    logprobs: list[float] = []
-    """If asked for: of each token chosen, under the model's own distribution (before temperature and top-p). An end token,
-    which is not in `token_ids`, has its own here too."""
     cached_tokens: int = 0
-    """In a request's first message: tokens of its prompt that the prefix cache had. 0 in all others."""
+    """In a request's first output: tokens of its prompt that the prefix cache had. 0 in all others."""
+    logprobs: tuple[float, ...] = ()
+    """If asked for: of each token chosen, under the model's own distribution (before temperature, penalties, bias and
+    truncation). An end token, which is not in `token_ids`, has its own here too."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """If asked for: for each of `logprobs` the likeliest tokens and their log-probabilities, the likeliest first."""
+
+
+class Outputs(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP: what one step gave, of all its requests in one message."""
+
+    outputs: list[Output]
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +128,7 @@ class Beams(Message, frozen=True, kw_only=True):
     beams: list[Beam]
     """As many as the search was wide, the best first."""
     cached_tokens: int = 0
-    """As in `Tokens`."""
+    """As in `Output`."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -132,7 +163,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Generate | Abort | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Tokens | Beams | Failed | Snapshot
+FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

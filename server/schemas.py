@@ -4,11 +4,13 @@ A parameter of OpenAI's that is not served is refused, unless it has the value t
 `tools=[]`): a client that sets it would else get something other than it asked for and never know.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
+
+from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
+from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 
 Prompt = str | list[int]
 MAX_CHOICES = 128
@@ -17,31 +19,6 @@ MAX_LENGTH_PENALTY = 10.0
 """Either way; a length to the power of more leaves what floats hold."""
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 64
-
-
-class _Request(BaseModel):
-    """Strict (no `"5"` for 5), closed to unknown fields, and plain about those of OpenAI's that it does not serve."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """The names refused, each with the values that ask for nothing, besides null."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unserved(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in cls.unserved.keys() & data.keys():
-            value, neutral = data[name], cls.unserved[name]
-            # Types are compared too: completions' logprobs=0 asks for something, and 0 == False.
-            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-                wanted = f"leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
-                raise PydanticCustomError(
-                    "unsupported_parameter",
-                    "The parameter '{param}' is not supported by this server; {wanted}.",
-                    {"param": name, "wanted": wanted},
-                )
-        return {name: value for name, value in data.items() if name not in cls.unserved}
 
 
 def _as_prompts(value: Any) -> list[Prompt]:
@@ -92,37 +69,33 @@ def _as_text(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
-def _refusal(param: str, message: str) -> PydanticCustomError:
-    """A complaint about what several parameters say together, with the one to name."""
-    return PydanticCustomError("combination", "{why}", {"why": message, "param": param})
-
-
-class StreamOptions(_Request):
+class StreamOptions(WireRequest):
     """How a stream ends."""
 
-    unserved = {"include_obfuscation": (False,)}
+    unserved: ClassVar[Unserved] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Request):
+class GenerationRequest(SamplingFields):
     """What completions and chat completions have in common."""
 
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
     """Choices for each prompt: sampled with seeds that follow each other, or the best that a beam search finds."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)
-    ] = []
+    ] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     """Not OpenAI's: go on past the model's end token, for benchmarks."""
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
+        default_factory=list
+    )
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    """Not OpenAI's: requests of a lower one go first, whenever they came."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Not OpenAI's: only requests of one salt, or those without, share what the prefix cache holds."""
     use_beam_search: bool = False
@@ -136,7 +109,7 @@ class GenerationRequest(_Request):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "stream_options is only for stream=true")
+            raise refusal("stream_options", "stream_options is only for stream=true")
         return self
 
     @model_validator(mode="after")
@@ -144,14 +117,18 @@ class GenerationRequest(_Request):
         if not self.use_beam_search:
             for name, is_set in (("beam_width", self.beam_width is not None), ("length_penalty", self.length_penalty != 1.0)):
                 if is_set:
-                    raise _refusal(name, f"{name} is only for use_beam_search=true")
+                    raise refusal(name, f"{name} is only for use_beam_search=true")
             return self
         if self.temperature:
-            raise _refusal("temperature", "a beam search samples nothing: leave temperature out or send 0")
+            raise refusal("temperature", "a beam search samples nothing: leave temperature out or send 0")
+        for name in self.shaping():
+            raise refusal(name, f"a beam search compares the model's own probabilities: leave {name} out")
+        if self.num_logprobs is not None:
+            raise refusal("logprobs", "a beam search has no log-probabilities of single tokens: leave logprobs out")
         if self.stream:
-            raise _refusal("stream", "a beam search knows its answer at its end only: leave stream out")
+            raise refusal("stream", "a beam search knows its answer at its end only: leave stream out")
         if self.num_choices > self.num_beams:
-            raise _refusal(
+            raise refusal(
                 "n",
                 f"n={self.num_choices} choices cannot come from {self.num_beams} beams: "
                 f"raise beam_width to {self.num_choices} or lower n to {self.num_beams}",
@@ -164,7 +141,7 @@ class GenerationRequest(_Request):
         num_sequences = each * self.num_prompts
         if num_sequences > MAX_CHOICES:
             prompts = f" for each of {self.num_prompts} prompts" if self.num_prompts > 1 else ""
-            raise _refusal(
+            raise refusal(
                 param,
                 f"{param}={each}{prompts} makes {num_sequences} sequences, and a request may have {MAX_CHOICES}: "
                 f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
@@ -192,6 +169,11 @@ class GenerationRequest(_Request):
         return ("n", self.num_choices) if self.beam_width is None else ("beam_width", self.beam_width)
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Of how many of the likeliest tokens the answer has log-probabilities, beside those chosen; None for no such thing."""
+        return None
+
+    @property
     def num_beams(self) -> int:
         """The width of the beam search; 0 without one."""
         return (self.beam_width or self.num_choices) if self.use_beam_search else 0
@@ -202,19 +184,16 @@ class GenerationRequest(_Request):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-_UNSERVED_BY_BOTH: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "user": (),
-}
+_UNSERVED_BY_BOTH: dict[str, tuple[Any, ...]] = {"user": ()}
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved = _UNSERVED_BY_BOTH | {"echo": (False,), "logprobs": (), "suffix": ("",)}
+    unserved: ClassVar[Unserved] = _UNSERVED_BY_BOTH | {"echo": (False,), "suffix": ("",)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Sample so many for each prompt, and return the `n` whose tokens have the highest mean log-probability, best first."""
 
@@ -223,15 +202,15 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is None:
             return self
         if self.use_beam_search:
-            raise _refusal("best_of", "best_of is for sampling: leave it out and send beam_width")
+            raise refusal("best_of", "best_of is for sampling: leave it out and send beam_width")
         if self.best_of < self.num_choices:
-            raise _refusal(
+            raise refusal(
                 "best_of",
                 f"best_of={self.best_of} is less than n={self.num_choices}: "
                 f"raise best_of to {self.num_choices} or leave it out",
             )
         if self.best_of > self.num_choices and self.stream:
-            raise _refusal("best_of", "which are the best is known at the end only: leave stream out, or best_of")
+            raise refusal("best_of", "which are the best is known at the end only: leave stream out, or best_of")
         return self
 
     @property
@@ -245,15 +224,20 @@ class CompletionRequest(GenerationRequest):
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
+    def num_logprobs(self) -> int | None:
+        """As asked for."""
+        return self.logprobs
+
+    @property
     def widest(self) -> tuple[str, int]:
         """As for all requests, or `best_of`."""
         return super().widest if self.best_of is None else ("best_of", self.best_of)
 
 
-class ChatMessage(_Request):
+class ChatMessage(WireRequest):
     """One turn of a conversation."""
 
-    unserved = {
+    unserved: ClassVar[Unserved] = {
         "name": (),
         "refusal": (),
         "tool_calls": ([],),
@@ -269,9 +253,7 @@ class ChatMessage(_Request):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    unserved = _UNSERVED_BY_BOTH | {
-        "logprobs": (False,),
-        "top_logprobs": (0,),
+    unserved: ClassVar[Unserved] = _UNSERVED_BY_BOTH | {
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),
@@ -293,9 +275,24 @@ class ChatRequest(GenerationRequest):
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    """Have the log-probability of each token of the answer."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And of so many of the likeliest at its place."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise _refusal("max_tokens", "max_tokens and max_completion_tokens mean the same: send one")
+            raise refusal("max_tokens", "max_tokens and max_completion_tokens mean the same: send one")
         return self
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs", "top_logprobs is only for logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None

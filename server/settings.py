@@ -1,4 +1,4 @@
-"""What `vmmkv serve` was asked to do, validated once and passed down to both processes."""
+"""What `vmmkv serve`, or an `Engine` of this process, was asked to do: validated once and passed down."""
 
 import re
 from dataclasses import dataclass
@@ -9,11 +9,13 @@ from vmmkv.units import MIB, PAGE_BYTES, format_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+MODEL_IMPLS: Final = ("auto", "vmmkv", "transformers")
+LOAD_FORMATS: Final = ("auto", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The settings of one server. Picklable, so that it can be handed to the engine process.
+    """The settings of one engine, and of the server before it. Picklable, so that it can be handed to the engine process.
 
     Raises: ValueError naming the option, what it was and what it may be.
     """
@@ -31,10 +33,19 @@ class ServeConfig:
     """Physical memory for the KV cache; None lets the engine choose from what is free."""
     max_tokens: int | None = None
     """The longest sequence, prompt and answer together; None is the model's own limit."""
-    max_sequences: int = 64
+    max_num_seqs: int = 256
     """Sequences that run at once; further requests wait."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that one step computes at most, of prompts and answers together; None lets the engine choose for its device."""
     prefix_cache: bool = True
     """Whether prompts share the KV of what they have in common, with those that run and those that ran."""
+    model_impl: str = "auto"
+    """Whose code computes the model: `vmmkv` is the decoder driven by configuration, `transformers` that library's own,
+    unmodified; `auto` is the first for models that it knows, else the second."""
+    load_format: str = "auto"
+    """`auto` reads the weights from safetensors; `dummy` makes random ones from config.json alone, to measure speed."""
+    seed: int = 0
+    """Of dummy weights, and of requests in this process that have none of their own."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -57,7 +68,19 @@ class ServeConfig:
             raise ValueError(
                 f"--max-tokens {self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer"
             )
-        if self.max_sequences < 1:
-            raise ValueError(f"--max-sequences {self.max_sequences}: at least 1 sequence has to run")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"--max-num-seqs {self.max_num_seqs}: at least 1 sequence has to run")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: each "
+                f"sequence needs one token a step; raise it to {self.max_num_seqs} or lower --max-num-seqs to "
+                f"{max(1, self.max_num_batched_tokens)}"
+            )
+        if self.model_impl not in MODEL_IMPLS:
+            raise ValueError(f"--model-impl {self.model_impl!r} is not known; use one of {', '.join(MODEL_IMPLS)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(f"--load-format {self.load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"--seed {self.seed} is out of range; use 0 to 2**63 - 1")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from vmmkv.server.detokenize import Detokenizer
 from vmmkv.server.schemas import ChatMessage, Prompt
+from vmmkv.server.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,11 +35,13 @@ class Tokenizer:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} has no fast form: save the model with a tokenizer.json")
         self._tokenizer = tokenizer
-        self._rust: RustTokenizer = tokenizer.backend_tokenizer
+        self.rust: RustTokenizer = tokenizer.backend_tokenizer
+        """Safe to share, as long as nobody changes it."""
         # Prompts are never cut or filled up; and a change of these settings during a call in another thread is an error.
-        self._rust.no_truncation()
-        self._rust.no_padding()
+        self.rust.no_truncation()
+        self.rust.no_padding()
         self.vocab_size = len(tokenizer)
+        self.texts = TokenTexts(self.rust)
 
     @classmethod
     def load(cls, model_dir: Path) -> Self:
@@ -48,15 +51,16 @@ class Tokenizer:
         return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
     async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The token ids of prompts as given to /v1/completions: with the model's own start token where they are text.
+        """See `encode_one`, for several. Does not hold up the event loop. Raises: PromptError."""
+        if sum(map(len, prompts)) <= INLINE_CHARS:
+            return [self.encode_one(prompt) for prompt in prompts]
+        return await asyncio.to_thread(lambda: [self.encode_one(prompt) for prompt in prompts])
+
+    def encode_one(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt as given to /v1/completions: with the model's own start token where it is text.
 
         Raises: PromptError for a token id that the model does not have, or what is no text.
         """
-        if sum(map(len, prompts)) <= INLINE_CHARS:
-            return [self._encode(prompt) for prompt in prompts]
-        return await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in prompts])
-
-    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._encode_text(prompt, add_special_tokens=True)
         unknown = next((token_id for token_id in prompt if not 0 <= token_id < self.vocab_size), None)
@@ -80,7 +84,7 @@ class Tokenizer:
 
     def detokenizer(self, stops: Sequence[str], context: Sequence[int] = ()) -> Detokenizer:
         """For one choice. `context` is the prompt, if the answer continues its text."""
-        return Detokenizer(self._rust, stops=stops, context=context)
+        return Detokenizer(self.rust, stops=stops, context=context)
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         # A developer's message is the newer name of a system message; templates know the older one.
@@ -105,5 +109,5 @@ class Tokenizer:
                 f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode"
             ) from error
         # A batch of one, for `encode` holds Python's lock all the while: 1.4 s for a million characters.
-        ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids

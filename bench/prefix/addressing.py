@@ -79,8 +79,8 @@ class Slots:
         from vmmkv.kernels.append import append
 
         k, v = self._planes[layer]
-        given = {"q_NHD": q_NHD, "cos_TR": cos_TR, "sin_TR": sin_TR}
-        append(k_NKD, v_NKD, k, v, rows.slots_N, rows.positions_N, self._limit_S, **given)
+        where = (rows.slots_N, rows.positions_N, self._limit_S)
+        append(k_NKD, v_NKD, k, v, *where, q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR)
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""
@@ -166,8 +166,8 @@ class HostSlots:
     ) -> None:
         """See Addressing.append."""
         k, v = self._planes[layer]
-        given = {"q_NHD": q_NHD, "cos_TR": cos_TR, "sin_TR": sin_TR}
-        reference.append(k_NKD, v_NKD, k, v, rows.slots_N, rows.positions_N, self._limit_S, **given)
+        where = (rows.slots_N, rows.positions_N, self._limit_S)
+        reference.append(k_NKD, v_NKD, k, v, *where, q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR)
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""

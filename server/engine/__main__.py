@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from vmmkv import VmmkvError
-from vmmkv.server.engine.core import Engine, EngineDied
+from vmmkv.server.engine.core import EngineCore, EngineDied
 from vmmkv.server.engine.loading import load
 from vmmkv.server.protocol import FromEngine, Shutdown, decode_to_engine, encode
 from vmmkv.server.settings import ServeConfig
@@ -52,10 +52,11 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     send(loaded.ready)
     loaded.engine.settle()
     log.info(
-        "KV cache: %s on %s, %s tokens in all",
+        "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
         format_bytes(loaded.ready.budget_bytes),
         loaded.ready.device,
         loaded.ready.pool_tokens,
+        loaded.ready.implementation,
     )
     engine = loaded.engine
     while receive(engine, socket):
@@ -67,7 +68,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     return 0
 
 
-def receive(engine: Engine, socket: "zmq.Socket[Any]") -> bool:
+def receive(engine: EngineCore, socket: "zmq.Socket[Any]") -> bool:
     """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
     wait = not engine.has_work
     while wait or socket.poll(0):

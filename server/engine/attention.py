@@ -1,153 +1,151 @@
-"""What the attention layers of an unmodified transformers model call: append to the slots, attend to them in place.
+"""Attention over the cache's slots: append a step's keys and values in place, and attend to whole slots.
 
-A step is a batch of runs of tokens, one run for each sequence, side by side in one row of the model's input. The model
-computes everything but attention on all of them at once; here each run meets its own sequence's memory.
+On a GPU it is our kernels, which read lengths from the device, so that a captured step serves every length; on a CPU torch's
+own attention, run by run, on the contiguous view of each slot.
 
-Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, S slots.
+Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, S slots, R angles.
 """
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from vmmkv import MIB, KVCache
+from vmmkv.server.engine.batch import Batch
 
 _SCORES_BYTES: Final = 64 * MIB
 """Of the float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
 
-NAME: Final = "vmmkv"
-"""Of the attention implementation, as `attn_implementation=NAME`."""
 
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """float32 cosines and sines by position, for elements j and j + D / 2: [T, R]."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One sequence's tokens in a step: rows [start, start + count) of its slot, computed from input columns [column, ...)."""
-
-    slot: int
-    start: int
-    count: int
-    column: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One forward pass: the runs, and the same as tensors on the device."""
-
-    runs: tuple[Run, ...]
-    slots_N: torch.Tensor
-    """int64: the slot of each token."""
-    positions_N: torch.Tensor
-    """int64: its row there."""
-    decode: "DecodeRows | None"
-    """The runs of one token, for a kernel that takes them all at once; None where there is no such kernel."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRows:
-    """The runs of one token each, on the device."""
-
-    columns_B: torch.Tensor
-    slots_B: torch.Tensor
-    """int32"""
-    lengths_B: torch.Tensor
-    """int32: rows to attend to, the new token's own among them."""
-
-
-class UnsupportedModel(ValueError):
-    """The model's attention does something that this server cannot do."""
+    cos_TR: torch.Tensor
+    sin_TR: torch.Tensor
 
 
 class SlotAttention:
-    """The attention of one engine: set `step`, then run the model.
+    """What a model calls in each of its layers, between `begin` of a step and the next.
 
-    Registered under one name for the whole process, as transformers has it: the last one made is the one in use.
+    `rope` rotates queries and keys; None for a model that has done so by itself. `windows` has the layers that attend to their
+    last so many rows only.
     """
 
-    def __init__(self, cache: KVCache) -> None:
-        self.step: Step | None = None
+    def __init__(self, cache: KVCache, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
+        self.on_gpu: Final = cache.device.type == "cuda"
         self._limit = cache.limit
         self._views = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
-        self._on_gpu = cache.device.type == "cuda"
-        self._calls: Counter[int] = Counter()
-        AttentionInterface.register(NAME, self.attend)
-        AttentionMaskInterface.register(NAME, _no_mask)
+        self._rope = rope
+        self._windows = dict(windows or {})
+        self._batch: Batch | None = None
 
-    def begin(self, step: Step) -> None:
-        """The next forward pass is this step's."""
-        self.step = step
-        self._calls.clear()
+    def begin(self, batch: Batch) -> None:
+        """What is called from now on is this step's."""
+        self._batch = batch
 
-    def check(self) -> None:
-        """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
-
-        A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
-        """
-        others = {layer: self._calls[layer] for layer in self._views if self._calls[layer] != 1}
-        if others:
-            raise UnsupportedModel(
-                f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
-                f"in a forward pass, not once: this model cannot be served from a KV cache of rows"
-            )
-
-    def attend(
+    def __call__(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        layer: int,
+        q_NHD: torch.Tensor,
+        k_NKD: torch.Tensor,
+        v_NKD: torch.Tensor,
         *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
-        refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-        if refused or query.shape[0] != 1:
-            raise UnsupportedModel(
-                f"{type(module).__name__} asks for {', '.join(refused) or 'a padded batch'}, which vmmkv does not do yet"
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        norm_eps: float = 0.0,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Norm each head where weights [D] are given, rotate, append to the step's slots, attend there. Returns [N, H, D].
+
+        q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. `window` is the layer's own, if none was given
+        at the start. Queues launches, and waits for nothing.
+        """
+        assert self._batch is not None, "no step has begun"
+        batch, (k_STKD, v_STKD) = self._batch, self._views[layer]
+        window = self._windows.get(layer, window)
+        if self.on_gpu:
+            return self._on_gpu(batch, q_NHD, k_NKD, v_NKD, k_STKD, v_STKD, q_norm, k_norm, norm_eps, scale, window)
+        if q_norm is not None and k_norm is not None:
+            q_NHD, k_NKD = rms_norm(q_NHD, q_norm, norm_eps), rms_norm(k_NKD, k_norm, norm_eps)
+        if self._rope is not None:
+            cos_N1R, sin_N1R = (
+                table[batch.positions_N, None].to(q_NHD.dtype) for table in (self._rope.cos_TR, self._rope.sin_TR)
             )
-        step, layer = self.step, module.layer_idx
-        assert step is not None and isinstance(layer, int)
-        self._calls[layer] += 1
-        k_STKD, v_STKD = self._views[layer]
-        q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        self._append(k_NKD, v_NKD, k_STKD, v_STKD, step)
+            q_NHD, k_NKD = rotate(q_NHD, cos_N1R, sin_N1R), rotate(k_NKD, cos_N1R, sin_N1R)
+        may_write_N = batch.positions_N < self._limit[batch.slots_N]
+        slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
+        k_STKD[slots_N, positions_N] = k_NKD[may_write_N]
+        v_STKD[slots_N, positions_N] = v_NKD[may_write_N]
+        assert batch.runs is not None, "attention on a CPU goes run by run"
         out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_STKD.shape[-1])
-        if step.decode is not None:
-            from vmmkv.kernels.decode import decode
-
-            rows = step.decode
-            out_NHD[rows.columns_B] = decode(
-                q_NHD[rows.columns_B], k_STKD, v_STKD, rows.lengths_B, rows.slots_B, scale=scaling, window=sliding_window
+        for run in batch.runs:
+            columns = slice(run.column, run.column + run.count)
+            first = 0 if window is None else max(0, run.start + 1 - window)
+            out_NHD[columns] = attend_run(
+                q_NHD[columns], k_STKD[run.slot, first : run.end], v_STKD[run.slot, first : run.end], scale, window
             )
-        for run in step.runs:
-            if run.count > 1 or step.decode is None:
-                columns = slice(run.column, run.column + run.count)
-                end = run.start + run.count
-                first = 0 if sliding_window is None else max(0, run.start + 1 - sliding_window)
-                out_NHD[columns] = _attend_run(
-                    q_NHD[columns], k_STKD[run.slot, first:end], v_STKD[run.slot, first:end], scaling, sliding_window
-                )
-        return out_NHD[None], None
+        return out_NHD
 
-    def _append(self, k_NKD: torch.Tensor, v_NKD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, step: Step) -> None:
-        if self._on_gpu:
-            from vmmkv.kernels.append import append
+    def _on_gpu(
+        self,
+        batch: Batch,
+        q_NHD: torch.Tensor,
+        k_NKD: torch.Tensor,
+        v_NKD: torch.Tensor,
+        k_STKD: torch.Tensor,
+        v_STKD: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        norm_eps: float,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        from vmmkv.kernels.append import append
+        from vmmkv.kernels.cascade import cascade
+        from vmmkv.kernels.decode import decode
+        from vmmkv.kernels.prefill import prefill
 
-            append(k_NKD, v_NKD, k_STKD, v_STKD, step.slots_N, step.positions_N, self._limit)
+        if self._rope is None:
+            append(k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit)
         else:
-            k_STKD[step.slots_N, step.positions_N] = k_NKD
-            v_STKD[step.slots_N, step.positions_N] = v_NKD
+            append(
+                k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit,
+                q_NHD=q_NHD, cos_TR=self._rope.cos_TR, sin_TR=self._rope.sin_TR,
+                q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps,
+            )  # fmt: skip
+        if batch.query_starts is not None:
+            return prefill(
+                q_NHD, k_STKD, v_STKD, batch.query_starts, batch.lengths_B, batch.slots_B, scale=scale, window=window
+            )
+        if batch.shared is not None and window is None:
+            shared = batch.shared
+            return cascade(
+                q_NHD, k_STKD, v_STKD, batch.lengths_B, batch.slots_B, group_starts_G1=shared.starts_G1,
+                leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
+            )  # fmt: skip
+        return decode(q_NHD, k_STKD, v_STKD, batch.lengths_B, batch.slots_B, scale=scale, window=window)
 
 
-def _attend_run(
+def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, rounded as transformers does."""
+    x_32 = x.float()
+    x_32 = x_32 * torch.rsqrt(x_32.square().mean(-1, keepdim=True) + eps)
+    return weight_E * x_32.to(x.dtype)
+
+
+def rotate(x_NHD: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:
+    """Rotate the plane of elements j and j + D / 2 by angle j (Su et al., 2021, in the halves of GPT-NeoX and Llama)."""
+    low, high = x_NHD.chunk(2, dim=-1)
+    return torch.cat((low * cos_N1R - high * sin_N1R, high * cos_N1R + low * sin_N1R), dim=-1)
+
+
+def attend_run(
     q_NHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
     """One run against its rows: torch's own attention on the contiguous view; the last query sees the last row."""
@@ -187,7 +185,3 @@ def _windowed(num_queries: int, num_rows: int, window: int, device: torch.device
     offset = num_rows - num_queries
     causal = torch.ones(num_queries, num_rows, dtype=torch.bool, device=device).tril(offset)
     return causal.triu(offset - window + 1)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Instead of transformers' mask: who sees what is known from the runs."""

@@ -12,10 +12,13 @@ later but what every beam grows by.
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from vmmkv import KVCache, Sequence
 from vmmkv.server.engine.beams import BeamSearch, Candidate, Continuation, LiveBeam
+from vmmkv.server.engine.ledger import TokenIds
 from vmmkv.server.engine.requests import Request, Strand
-from vmmkv.server.protocol import Beam, Generate
+from vmmkv.server.protocol import Beam
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,29 +30,19 @@ class BeamStrand:
     beam: LiveBeam
 
     @property
-    def ask(self) -> Generate:
-        """See Strand."""
-        return self.request.ask
-
-    @property
-    def num_computed(self) -> int:
-        """See Strand."""
-        return self.memory.length
-
-    @property
     def num_left(self) -> int:
         """See Strand: its last token, or none."""
-        return len(self.ask.prompt) + self.beam.num_tokens - self.memory.length
+        return len(self.request.prompt) + self.beam.num_tokens - self.memory.length
 
     @property
     def num_candidates(self) -> int:
         """See Strand."""
         return self.request.num_candidates
 
-    def next_tokens(self, count: int) -> list[int]:
+    def next_tokens(self, count: int) -> TokenIds:
         """See Strand."""
         assert count == 1 and self.beam.token is not None, "a beam has one token to compute"
-        return [self.beam.token]
+        return np.array([self.beam.token], np.int32)
 
 
 class BeamGroup:

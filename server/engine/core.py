@@ -1,19 +1,33 @@
-"""The loop's body: take requests, do a step, answer. It knows messages, not sockets."""
+"""The loop's body: take requests, launch a step, read back an earlier one, answer. It knows messages, not sockets.
+
+    step n      plan ── launch ── pump ── read step n - 1 ── answer
+    step n + 1                                               plan ── launch ── pump ── read step n ...
+    device            |<------------- step n - 1 ... ------->|<------ step n ------------->|
+
+What a step is planned from is what earlier ones will have done: only which tokens they gave is not known yet, and no step
+but one with beams depends on that. Where a token ends its sequence, the steps launched meanwhile have computed for nobody.
+"""
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vmmkv import DriverError, KVCache
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.beams import Candidate
+from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.readback import Logprobs, Readback
 from vmmkv.server.engine.requests import Request, Strand
-from vmmkv.server.engine.runner import ModelRunner
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Pick
-from vmmkv.server.engine.scheduler import CannotRun, Scheduler
-from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Generate, Snapshot, Tokens
+from vmmkv.server.engine.runner import Chunk, Runner
+from vmmkv.server.engine.sampler import NOT_A_NUMBER
+from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
+from vmmkv.server.engine.sharers import Prompt, groups_of
+from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot
 from vmmkv.units import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -21,46 +35,101 @@ log = logging.getLogger(__name__)
 SNAPSHOT_S = 0.5
 """How often the HTTP process hears of the cache while there is work."""
 
+_WINDOW_STEPS = 16
+"""After so many steps rows that have left a window are given back: a fence each time, for a page every so many."""
+
+
+_NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
+
 
 class EngineDied(Exception):
     """The device's context is lost: the process must end."""
 
 
-class Engine:
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Part of a launched step: tokens of one strand. Nobody's, if its request does not run any more, or runs again."""
+
+    strand: Strand
+    num_admitted: int
+    end: int
+    """Rows that it has then."""
+    is_last: bool
+
+    @property
+    def is_live(self) -> bool:
+        """Does the same request still run?"""
+        request = self.strand.request
+        return request.sequence is not None and request.num_admitted == self.num_admitted
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way: what it gives for whom."""
+
+    readback: Readback
+    slots: Slots
+    """Of those that decode; the first of its tokens are theirs."""
+    epochs: Slots
+    """Of the slots, when it was launched."""
+    ends: Slots
+    """Rows that they have then."""
+    chunks: list[_Chunk]
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that have a part in it through chunks, and still do."""
+        return list(dict.fromkeys(chunk.strand.request for chunk in self.chunks if chunk.is_live))
+
+
+class EngineCore:
     """Continuous batching: sequences join and leave at every step. `send` takes the answers.
 
     `max_sequences` run at once, as many as there are slots if None; the others are for sequences that have ended, and whose
-    slots wait to be adopted.
+    slots wait to be adopted. `lookahead` steps are under way when `step` returns, if there is work for so many.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         prefix: PrefixCache | None = None,
         max_sequences: int | None = None,
         eos_ids: frozenset[int],
         step_tokens: int,
+        lookahead: int = 1,
         send: Callable[[FromEngine], None],
     ) -> None:
         self.cache = cache
         self._runner = runner
         self._prefix = prefix
         self._max_sequences = max_sequences or cache.num_slots
-        self._scheduler = Scheduler(cache, prefix, step_tokens=step_tokens, max_sequences=self._max_sequences)
+        self._scheduler = Scheduler(
+            cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._max_sequences, drain=self._drain
+        )
+        self._ledger = self._scheduler.ledger
+        self._lookahead = lookahead
+        self._under_way: deque[_Launched] = deque()
         self._eos_ids = eos_ids
+        self._eos = np.array(sorted(eos_ids), np.int32)
         self._send = send
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
+        self._rows: tuple[Slots, Slots, Slots] | None = None
+        """Slots as they were scheduled, their epochs, and in the order in which they are launched."""
+        self._prompts: dict[int, tuple[int, Prompt]] = {}
+        """By slot: the epoch, and what is compared to find sharers."""
+        self._num_steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._step_us = 10_000.0
+        self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Is any request waiting or running?"""
-        return self._scheduler.has_work
+        """Is any request waiting or running, or a step under way?"""
+        return self._scheduler.has_work or bool(self._under_way)
 
     def receive(self, message: Generate | Abort) -> None:
         """A request comes, or its client goes."""
@@ -74,42 +143,198 @@ class Engine:
             both = f"a prompt of {num_prompt} tokens and {num_new} new ones"
             self._refuse(message, f"{both}; both must be at least 1, and at most {self.cache.max_tokens} together")
             return
-        stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
         if not 0 <= message.beam_width <= self._max_sequences:
             beams = f"a search of {message.beam_width} beams"
             self._refuse(message, f"{beams}; each takes a slot, and there are {self._max_sequences}: lower the number of beams")
             return
+        try:
+            self._runner.check(message)
+        except ValueError as error:
+            self._refuse(message, str(error))
+            return
+        stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
         self._scheduler.waiting.append(Request(message, stop_ids))
 
     def step(self) -> None:
-        """One forward pass over whoever is to run, and its answers. One failing request does not stop the others.
+        """Launch a step for whoever is to run, and answer what an earlier one gave. One failing request stops no others.
 
         Raises: EngineDied.
         """
-        began_s = time.perf_counter()
         try:
-            work = self._scheduler.plan()
+            plan = self._scheduler.plan()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
             self._check_device()
             self._fail([error.request], str(error))
             return
-        if not work:
-            return
-        try:
-            sampled = self._runner.forward(work)
+        if plan:
+            self._launch(plan)
             self._pump()
-            picks, candidates = sampled.tolist(), sampled.candidates()
+        while len(self._under_way) > (self._lookahead if plan else 0):
+            self._read()
+            if not plan:
+                break
+        self.report(only_if_due=True)
+
+    def _launch(self, plan: Plan) -> None:
+        lengths = self.cache.lengths
+        slots = self._arranged(plan.decoding)
+        chunks = [
+            Chunk(
+                slot=strand.memory.slot,
+                start=strand.memory.length,
+                tokens=strand.next_tokens(count),
+                is_last=count == strand.num_left,
+                num_candidates=strand.num_candidates if count == strand.num_left else 0,
+            )
+            for strand, count in plan.chunks
+        ]
+        launched = [
+            _Chunk(strand, strand.request.num_admitted, chunk.start + len(chunk.tokens), chunk.is_last)
+            for (strand, _), chunk in zip(plan.chunks, chunks, strict=True)
+        ]
+        try:
+            if chunks:
+                readback = self._runner.mixed(slots, lengths[slots], chunks)
+            else:
+                readback = self._runner.decode(slots, lengths[slots])
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
-            self._fail(list(dict.fromkeys(strand.request for strand, _ in work)), f"the step failed: {error}")
+            requests = [self._ledger.requests[slot] for slot in slots]
+            everybody = [*(request for request in requests if request is not None), *(each.strand.request for each in launched)]
+            self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
             return
-        for row, ((strand, count), pick) in enumerate(zip(work, picks, strict=True)):
-            if strand.request.sequence is not None:  # else another of its beams has ended it
-                self._account(strand, count, pick, candidates.get(row, []))
-        self._step_us += 0.1 * ((time.perf_counter() - began_s) * 1e6 - self._step_us)
-        self.report(only_if_due=True)
+        self._scheduler.launched(plan)
+        self._under_way.append(_Launched(readback, slots, self._ledger.epochs[slots], lengths[slots], launched))
+
+    def _arranged(self, slots: Slots) -> Slots:
+        """The slots with sharers of a prefix side by side, where that is faster."""
+        if not self._runner.shares or not len(slots):
+            return slots
+        epochs = self._ledger.epochs[slots]
+        if self._rows is None or not (np.array_equal(self._rows[0], slots) and np.array_equal(self._rows[1], epochs)):
+            groups = groups_of([self._prompt_in(slot) for slot in slots.tolist()])
+            members = [member for group in groups for member in group.members]
+            others = np.ones(len(slots), np.bool_)
+            others[members] = False
+            ordered = np.concatenate([slots[members], slots[others]])
+            self._rows = slots, epochs, ordered
+            self._runner.share(ordered, groups)
+        return self._rows[2]
+
+    def _prompt_in(self, slot: int) -> Prompt:
+        epoch = int(self._ledger.epochs[slot])
+        known = self._prompts.get(slot)
+        if known is None or known[0] != epoch:
+            request = self._ledger.requests[slot]
+            assert request is not None, "nobody runs there"
+            known = self._prompts[slot] = epoch, Prompt.of(request.namespace, request.prompt)
+        return known[1]
+
+    def _drain(self) -> bool:
+        """Read back all steps under way; were there any?"""
+        were_any = bool(self._under_way)
+        while self._under_way:
+            self._read()
+        return were_any
+
+    def _read(self) -> None:
+        """Wait for the oldest step under way, and answer what it gave."""
+        step = self._under_way.popleft()
+        try:
+            tokens = step.readback.wait()
+            logprobs, candidates = step.readback.logprobs(), step.readback.candidates()
+        except Exception as error:
+            log.exception("a step failed")
+            self._check_device()
+            live = self._ledger.epochs[step.slots] == step.epochs
+            requests = [self._ledger.requests[slot] for slot in step.slots[live]]
+            everybody = [*(request for request in requests if request is not None), *step.requests]
+            self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
+            return
+        now_s = time.perf_counter()
+        self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
+        self._read_s = now_s
+        self._num_steps += 1
+        outputs: list[Output] = []
+        row = len(step.slots)
+        live = np.flatnonzero(self._ledger.epochs[step.slots] == step.epochs)
+        slots = step.slots[live]
+        self._ledger.confirmed[slots] = step.ends[live]
+        self._answer(slots, tokens[live], [logprobs.get(index) for index in live.tolist()] if logprobs else None, outputs)
+        for chunk in step.chunks:
+            if chunk.is_live:
+                self._confirm(chunk, tokens, row, logprobs, candidates, outputs)
+            row += chunk.is_last
+        if outputs:
+            self._send(Outputs(outputs=outputs))
+        if self._windowed and self._num_steps % _WINDOW_STEPS == 0:
+            self._slide()
+
+    def _confirm(
+        self,
+        chunk: _Chunk,
+        tokens: TokenIds,
+        row: int,
+        logprobs: dict[int, Logprobs],
+        candidates: dict[int, list[Candidate]],
+        outputs: list[Output],
+    ) -> None:
+        """A chunk has been computed; `row` is what the step gave for it, if it was its strand's last."""
+        strand, request = chunk.strand, chunk.strand.request
+        if strand is request:
+            slot = request.memory.slot
+            before = int(self._ledger.confirmed[slot])
+            self._ledger.confirmed[slot] = chunk.end
+            num_prompt = min(chunk.end, len(request.prompt)) - min(before, len(request.prompt))
+            self._prompt_tokens += num_prompt
+            if num_prompt and not (chunk.is_last and tokens[row] == NOT_A_NUMBER):
+                self._scheduler.share(request)
+        if not chunk.is_last:
+            return
+        if request.beams is None:
+            self._answer(np.array([request.memory.slot]), tokens[row : row + 1], [logprobs.get(row)], outputs)
+        elif tokens[row] == NOT_A_NUMBER:
+            self._fail([request], _NO_NUMBERS)
+        else:
+            self._search(request, strand, candidates[row])
+
+    def _answer(
+        self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]
+    ) -> None:
+        """The requests in these slots have their next tokens. A few numpy calls, and an answer each."""
+        ledger = self._ledger
+        is_bad = tokens == NOT_A_NUMBER
+        stops = np.isin(tokens, self._eos) & ~ledger.ignores_eos[slots]
+        for index in np.flatnonzero(ledger.has_stops[slots]).tolist():
+            request = ledger.requests[slots[index]]
+            stops[index] |= request is not None and int(tokens[index]) in request.stop_ids
+        is_kept = ~(is_bad | stops)
+        ledger.take(slots[is_kept], tokens[is_kept])
+        self._generated_tokens += int(is_kept.sum())
+        ends = stops | (ledger.known[slots] >= ledger.ends[slots])
+        ended: list[Request] = []
+        for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
+            request = ledger.requests[slot]
+            assert request is not None, "nobody runs there"
+            if token == NOT_A_NUMBER:
+                self._fail([request], _NO_NUMBERS)
+                continue
+            reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
+            outputs.append(_output(request, token, reason, logprobs[index] if logprobs else None))
+            request.num_answered += 1
+            if reason is not None:
+                ended.append(request)
+        for request in ended:
+            self._scheduler.end(request)
+
+    def _slide(self) -> None:
+        """Give back the rows that have left the windows."""
+        for request in self._scheduler.running:
+            for strand in request.strands:
+                for group in self._windowed:
+                    strand.memory.advance_start(group)
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
@@ -156,44 +381,6 @@ class Engine:
             )
         )
 
-    def _account(self, strand: Strand, count: int, pick: Pick, candidates: list[Candidate]) -> None:
-        """The device has computed `count` tokens of a strand; if those were all it had, `pick` or a candidate comes next."""
-        request = strand.request
-        strand.memory.advance(count)
-        for group in self._windowed:
-            strand.memory.advance_start(group)
-        if strand is request:
-            self._prompt_tokens += max(0, min(count, len(request.ask.prompt) - request.num_computed))
-            request.num_computed += count
-            if request.num_computed <= len(request.ask.prompt) and pick.token != NOT_A_NUMBER:
-                self._scheduler.share(request)
-        if strand.num_left:
-            return
-        if pick.token == NOT_A_NUMBER:
-            self._fail([request], "the model's logits are not numbers: it may need another --dtype")
-        elif request.beams is None:
-            self._answer(request, pick)
-        else:
-            self._search(request, strand, candidates)
-
-    def _answer(self, request: Request, pick: Pick) -> None:
-        """A request has its next token."""
-        is_first = request.num_generated == 0
-        finish_reason = request.accept(pick.token)
-        kept = finish_reason != "stop"
-        self._generated_tokens += kept
-        self._send(
-            Tokens(
-                request_id=request.ask.request_id,
-                token_ids=[pick.token] if kept else [],
-                finish_reason=finish_reason,
-                logprobs=[] if pick.logprob is None else [pick.logprob],
-                cached_tokens=request.num_cached if is_first else 0,
-            )
-        )
-        if finish_reason is not None:
-            self._scheduler.end(request)
-
     def _search(self, request: Request, strand: Strand, candidates: list[Candidate]) -> None:
         """One beam of a request knows what may come next."""
         assert request.beams is not None, "there is no search"
@@ -207,7 +394,7 @@ class Engine:
         """A request never starts."""
         self._send(Failed(request_id=message.request_id, message=reason))
 
-    def _fail(self, requests: list[Request], message: str) -> None:
+    def _fail(self, requests: Sequence[Request], message: str) -> None:
         for request in requests:
             self._send(Failed(request_id=request.ask.request_id, message=message))
             self._scheduler.end(request, keep=False)
@@ -220,3 +407,14 @@ class Engine:
             torch.cuda.synchronize(self.cache.device)
         except Exception as error:
             raise EngineDied(f"the device's context is lost: {error}") from error
+
+
+def _output(request: Request, token: int, reason: FinishReason | None, logprobs: Logprobs | None) -> Output:
+    return Output(
+        request_id=request.ask.request_id,
+        token_ids=() if reason == "stop" else (token,),
+        finish_reason=reason,
+        cached_tokens=0 if request.num_answered else request.num_cached,
+        logprobs=() if logprobs is None else (logprobs.chosen,),
+        top_logprobs=(tuple(logprobs.likeliest),) if logprobs is not None and logprobs.likeliest else (),
+    )

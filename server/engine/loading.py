@@ -1,22 +1,32 @@
 """From a configuration to a model on a device, the layout of its cache, and how much memory that may take."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.core import Engine
-from vmmkv.server.engine.requests import Request
-from vmmkv.server.engine.runner import ModelRunner
-from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
+from vmmkv.server.engine import decoder
+from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.runner import Chunk, Runner, padded_rows
+from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.protocol import FromEngine, Loading, Ready
 from vmmkv.server.settings import ServeConfig
 
-STEP_TOKENS: Final = {"cpu": 512, "cuda": 4096}
-"""Tokens that one step computes at most. On a CPU a longer one would keep the others waiting for seconds."""
+log = logging.getLogger(__name__)
+
+STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
+"""Tokens that one step computes at most, if nobody says. On a CPU a longer one would keep the others waiting for seconds."""
+
+LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
+"""Steps under way while the next is planned. On a CPU a step is over when it is launched."""
 
 PARKED_SLOTS: Final = 3
 """For sequences that have ended, for each that may run: a conversation goes on where its own was parked. Addresses are free."""
@@ -35,7 +45,7 @@ MAX_HOST_BYTES: Final = 4 * GIB
 class Loaded:
     """An engine that is ready to work, and what the HTTP process must know of it."""
 
-    engine: Engine
+    engine: EngineCore
     ready: Ready
 
 
@@ -52,29 +62,32 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     at(0)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    model = load_model(Path(config.model), device, dtype)
+    source = ModelSource(config, device, dtype)
     at(1)
-    text_config = model.config.get_text_config()
-    layout = KVLayout.from_config(text_config, dtype)
-    max_tokens = choose_max_tokens(config.max_tokens, text_config)
-    step_tokens = STEP_TOKENS[device.type]
-    most_bytes = layout.peak_pages(max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
+    layout = KVLayout.from_config(source.text_config, dtype)
+    max_tokens = choose_max_tokens(config.max_tokens, source.text_config)
+    step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
+    max_sequences = config.max_num_seqs
+    most_bytes = layout.peak_pages(max_tokens, sliding=False) * max_sequences * PAGE_BYTES
     first_bytes = layout.peak_pages(min(step_tokens, max_tokens), sliding=False) * PAGE_BYTES
     pool = Pool(device, config.kv_budget_bytes or first_bytes)
-    cache = KVCache(layout, pool, slots=config.max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens=max_tokens)
-    runner = ModelRunner(model, cache)
+    cache = KVCache(layout, pool, slots=max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens=max_tokens)
+    model = source.over(cache)
+    runner = Runner(model, cache, max_rows=max_sequences)
     at(2)
-    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
+    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)), max_sequences)
+    runner.capture()
     if config.kv_budget_bytes is None:
         pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
     prefix = PrefixCache(cache) if config.prefix_cache else None
-    engine = Engine(
+    engine = EngineCore(
         cache,
         runner,
         prefix=prefix,
-        max_sequences=config.max_sequences,
-        eos_ids=end_tokens(model),
+        max_sequences=max_sequences,
+        eos_ids=source.end_tokens,
         step_tokens=step_tokens,
+        lookahead=LOOKAHEAD[device.type],
         send=send,
     )
     ready = Ready(
@@ -84,9 +97,56 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         max_tokens=max_tokens,
         pool_tokens=pool_tokens(layout, pool),
         budget_bytes=pool.budget_bytes,
-        max_sequences=config.max_sequences,
+        max_sequences=max_sequences,
+        implementation=model.implementation,
     )
     return Loaded(engine, ready)
+
+
+class ModelSource:
+    """A model's weights on a device, before there is a cache for it to run over.
+
+    It is the config-driven decoder where that knows the model, and transformers' own code otherwise, unless one is asked for.
+    Raises: ValueError or OSError.
+    """
+
+    def __init__(self, config: ServeConfig, device: torch.device, dtype: torch.dtype) -> None:
+        import transformers
+
+        directory = Path(config.model)
+        hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        self.text_config = hf_config.get_text_config()
+        self.end_tokens = end_tokens(directory, hf_config)
+        self._decoder: decoder.Decoder | None = None
+        self._transformers: Any = None
+        is_random = config.load_format == "dummy"
+        if config.model_impl != "transformers":
+            try:
+                ours = decoder.DecoderConfig.of(hf_config)
+                weights = (
+                    decoder.random(ours, device, dtype, seed=0) if is_random else decoder.load(directory, ours, device, dtype)
+                )
+            except decoder.Unsupported as error:
+                if config.model_impl == "vmmkv":
+                    raise ValueError(f"--model-impl vmmkv cannot run {config.model}: {error}; use auto") from error
+                log.info("this model runs by transformers' own code: %s", error)
+            else:
+                self._decoder = decoder.Decoder(ours, weights)
+                return
+        transformers.utils.logging.disable_progress_bar()
+        auto = transformers.AutoModelForCausalLM
+        if is_random:
+            torch.manual_seed(0)
+            model = auto.from_config(hf_config, dtype=dtype)
+        else:
+            model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        self._transformers = model.eval().to(device)
+
+    def over(self, cache: KVCache) -> Model:
+        """The model, with its keys and values in a cache."""
+        if self._decoder is not None:
+            return DecoderModel(self._decoder, cache)
+        return UnmodifiedModel(self._transformers, cache)
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
@@ -115,32 +175,35 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def load_model(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """A causal language model of transformers, as it is."""
+def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
+    """The tokens that end an answer: by the model's own generation configuration, or if it has none, by its configuration."""
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    return model.eval().to(device)
-
-
-def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end an answer, by the model's own generation configuration."""
-    ends = model.generation_config.eos_token_id
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:
+        generation = transformers.GenerationConfig.from_model_config(hf_config)
+    ends = generation.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
-def warm_up(runner: ModelRunner, cache: KVCache, num_tokens: int) -> None:
-    """One prefill of the largest step and one decode step: kernels compile, and torch's peak of memory is reached."""
-    ask = Generate(request_id="warm-up", prompt=[0] * num_tokens, max_new_tokens=1)
+def warm_up(runner: Runner, cache: KVCache, num_tokens: int, max_sequences: int) -> None:
+    """One prefill of the largest step and one decode step, and one of each number of sequences that kernels are compiled for.
+
+    They compile, and torch's peak of memory is reached. Raises ValueError if the model cannot be served.
+    """
+    nobody = np.zeros(0, np.int64)
     with cache.open() as sequence:
-        request = Request(ask, frozenset(), sequence=sequence)
         sequence.grow(num_tokens)
-        first = num_tokens - 1
-        for count in (first, 1) if first else (1,):
-            runner.forward([(request, count)]).tolist()
-            runner.check()
-            request.num_computed += count
+        for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
+            if start < end:
+                chunk = Chunk(sequence.slot, start, np.zeros(end - start, np.int32), is_last=True, num_candidates=0)
+                runner.mixed(nobody, nobody, [chunk]).wait()
+                runner.model.check()
+    if cache.device.type == "cuda":
+        for num_rows in padded_rows(max_sequences):
+            chunk = Chunk(0, 0, np.zeros(2, np.int32), is_last=True, num_candidates=0)  # the pad's rows: nothing is written
+            runner.mixed(nobody, nobody, [chunk] * min(num_rows, max_sequences)).wait()
 
 
 def pool_tokens(layout: KVLayout, pool: Pool) -> int:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from vmmkv import Sequence
-from vmmkv.server.protocol import FinishReason, Generate
+from vmmkv.server.engine.ledger import Ledger, TokenIds
+from vmmkv.server.protocol import Generate
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beam_group import BeamGroup
@@ -24,23 +24,13 @@ class Strand(Protocol):
         ...
 
     @property
-    def ask(self) -> Generate:
-        """What that asked for."""
-        ...
-
-    @property
     def memory(self) -> Sequence:
         """The sequence."""
         ...
 
     @property
-    def num_computed(self) -> int:
-        """Rows that it has."""
-        ...
-
-    @property
     def num_left(self) -> int:
-        """Tokens that are known and not computed."""
+        """Tokens that the host knows, and no step has been launched for."""
         ...
 
     @property
@@ -48,7 +38,7 @@ class Strand(Protocol):
         """How many of the likeliest tokens are wanted after its last one; 0 if one is sampled."""
         ...
 
-    def next_tokens(self, count: int) -> list[int]:
+    def next_tokens(self, count: int) -> TokenIds:
         """The first `count` of those left."""
         ...
 
@@ -57,33 +47,37 @@ class Strand(Protocol):
 class Request:
     """A request, waiting or running. Its tokens outlive its memory: a preempted one is computed again from them.
 
-    tokens   | prompt ............ | generated ...... |
-             |<- num_computed ->|                        rows in the cache, while it runs
+    While it runs its numbers are in the ledger.
     """
 
     ask: Generate
     stop_ids: frozenset[int]
-    tokens: list[int] = field(init=False)
+    """Tokens that end it: its own, and the model's if it does not ignore them."""
+    prompt: TokenIds = field(init=False)
+    saved: TokenIds = field(init=False)
+    """All its tokens, up to when it ran last."""
     sequence: Sequence | None = None
     """Its memory, while it runs."""
-    num_computed: int = 0
+    ledger: Ledger | None = None
+    """Where it runs."""
     num_cached: int = 0
     """Tokens of its prompt that it was given from the prefix cache when it was admitted first: what its client is told."""
+    num_answered: int = 0
+    """Tokens that its client has."""
     num_admitted: int = 0
     """How often it has begun: more than once if it gave way."""
     num_overtaken: int = 0
     """By others that waited less, and whose prefix was known."""
+    decodes: bool = False
+    """Has a step been launched that samples for it? Then its last token is on the device."""
     max_others: int | None = None
     """How many others may run when it begins again. None: any number, unless it gave way as a search, which does not know how
     much memory it will take: then one that ran beside it must have ended."""
     beams: "BeamGroup | None" = None
     """Its search, while it runs; None if it samples."""
-    prompt: npt.NDArray[np.int32] = field(init=False)
-    """The tokens asked for, as an array, to be compared."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.ask.prompt)
-        self.prompt = np.array(self.ask.prompt, dtype=np.int32)
+        self.prompt = self.saved = np.array(self.ask.prompt, dtype=np.int32)
 
     @property
     def namespace(self) -> Hashable:
@@ -93,17 +87,12 @@ class Request:
     @property
     def max_tokens(self) -> int:
         """The most tokens it may ever have. The last one is never written: nothing attends to it."""
-        return len(self.ask.prompt) + self.ask.max_new_tokens
+        return len(self.prompt) + self.ask.max_new_tokens
 
     @property
     def num_slots(self) -> int:
         """Slots that it takes while it runs: one for each beam, from the start."""
         return max(1, self.ask.beam_width)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens that were sampled for it."""
-        return len(self.tokens) - len(self.ask.prompt)
 
     @property
     def memory(self) -> Sequence:
@@ -112,9 +101,44 @@ class Request:
         return self.sequence
 
     @property
+    def tokens(self) -> TokenIds:
+        """All that the host knows of it."""
+        return self.saved if self.ledger is None else self.ledger.tokens(self.memory.slot)
+
+    @property
+    def confirmed_tokens(self) -> TokenIds:
+        """Of its rows that have been read back; only of a running request."""
+        assert self.ledger is not None, "a waiting request has no rows"
+        slot = self.memory.slot
+        return self.ledger.tokens(slot, int(self.ledger.confirmed[slot]))
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were sampled for it, and are known."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Has it rows of its prompt that are not confirmed? Only of a running request."""
+        assert self.ledger is not None, "a waiting request computes nothing"
+        return int(self.ledger.confirmed[self.memory.slot]) < len(self.prompt)
+
+    @property
     def strands(self) -> Seq[Strand]:
         """What can be computed of it: its own tokens, or when the prompt is, those of its live beams."""
         return [self] if self.beams is None else self.beams.strands
+
+    def enter(self, ledger: Ledger, sequence: Sequence, num_rows: int) -> None:
+        """It runs from now on, in a sequence that has its first rows."""
+        self.sequence, self.ledger, self.decodes = sequence, ledger, False
+        self.num_admitted += 1
+        ledger.enter(self, sequence.slot, num_rows)
+
+    def leave(self) -> None:
+        """It runs no longer; what becomes of the sequence is its owner's business."""
+        assert self.ledger is not None, "it does not run"
+        self.saved = self.ledger.leave(self.memory.slot)
+        self.sequence = self.ledger = None
 
     # as a strand
 
@@ -126,20 +150,14 @@ class Request:
     @property
     def num_left(self) -> int:
         """See Strand."""
-        return len(self.tokens) - self.num_computed
+        return 0 if self.decodes else len(self.tokens) - self.memory.length
 
     @property
     def num_candidates(self) -> int:
         """See Strand."""
         return 0 if self.beams is None else self.beams.search.num_candidates
 
-    def next_tokens(self, count: int) -> list[int]:
+    def next_tokens(self, count: int) -> TokenIds:
         """See Strand."""
-        return self.tokens[self.num_computed : self.num_computed + count]
-
-    def accept(self, token: int) -> FinishReason | None:
-        """Take a sampled token; why the request ends with it, if it does. An end token is not kept."""
-        if token in self.stop_ids:
-            return "stop"
-        self.tokens.append(token)
-        return "length" if self.num_generated == self.ask.max_new_tokens else None
+        first = self.memory.length
+        return self.tokens[first : first + count]

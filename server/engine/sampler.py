@@ -1,87 +1,112 @@
 """From logits to token ids, on whatever device the logits are.
 
-A row's random number depends on its request's seed and the token's position alone, never on who runs beside it. (The
-logits themselves can differ in their last bits with the size of the batch, and so, rarely, can the token.) Sampling is
-by inverse distribution in the order of the vocabulary, one number a token.
+    logits ── penalties, bias ──> temperature ──> top-k ──> top-p ──> min-p ──> token
+              `adjust`, for those who ask     `sample`: all parameters are on the device
 
-Log-probabilities are the model's own: log_softmax of the logits as they are, before temperature and top-p.
+A row's random numbers depend on its request's seed and the token's position alone, never on who runs beside it; and the same
+logits give the same token on every device, bit for bit (see `kernels/noise.py`). The logits themselves can differ in their
+last bits with the size of the batch, and so, rarely, can the token.
+
+Log-probabilities are the model's own: of the logits as they are, before all of this.
+
+Legend: B rows, R rows that are asked about, V vocabulary, S slots.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from types import ModuleType
 
-import numpy as np
 import torch
 
-NOT_A_NUMBER: Final = -1
-"""In place of a token whose logits were not numbers: the host must fail that request."""
+from vmmkv.kernels import sample_reference
+from vmmkv.kernels.sample_reference import COLDEST, NOT_A_NUMBER
+from vmmkv.server.engine.adjust import Adjustments
+from vmmkv.server.engine.sampling_state import Asked, Entry, SamplingState
+from vmmkv.server.engine.uploads import Uploads
 
-COLDEST: Final = 1e-5
-"""Temperatures below are greedy: divided by them, logits leave float32."""
-
-
-class Choice(NamedTuple):
-    """How one row's next token is chosen."""
-
-    temperature: float
-    """0 takes the likeliest."""
-    top_p: float
-    """The least probable tokens go until this much probability is left; the likeliest always stays."""
-    seed: int
-    position: int
+__all__ = ["COLDEST", "NOT_A_NUMBER", "Asked", "Entry", "Sampler", "likeliest", "logprobs"]
 
 
-class Pick(NamedTuple):
-    """What was sampled for one row, on the host."""
+class Sampler:
+    """Chooses tokens for the sequences in the slots of a cache, each as it asked.
 
-    token: int
-    """Or NOT_A_NUMBER."""
-    logprob: float | None
-    """None if it was not asked for."""
+    num_slots: with slot 0, which is nobody's and pads batches; it is greedy. vocabulary_size: V of the logits.
+    """
 
+    def __init__(self, num_slots: int, vocabulary_size: int, device: torch.device) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._uploads = Uploads(device)
+        self._state = SamplingState(num_slots, vocabulary_size, device)
+        self._adjustments = Adjustments(vocabulary_size, device)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """What a step sampled, on the device; B rows, of which R were asked for their log-probability."""
+    def check(self, asked: Asked) -> None:
+        """Raises: ValueError for options that this model cannot serve, in words for whoever asked."""
+        stranger = next((token for token in asked.logit_bias if not 0 <= token < self._vocabulary_size), None)
+        if stranger is not None:
+            wanted = f"ids of the model's vocabulary, 0 to {self._vocabulary_size - 1}"
+            raise ValueError(f"logit_bias has token {stranger}; wanted {wanted}")
 
-    tokens_B: torch.Tensor
-    """int64; NOT_A_NUMBER among them."""
-    rows: Sequence[int] = ()
-    """Those that were asked for it."""
-    logprobs_R: torch.Tensor | None = None
+    def assign(self, entries: Sequence[Entry]) -> None:
+        """From now on the tokens of these slots are chosen as their sequences asked.
 
-    def tolist(self) -> list[Pick]:
-        """All rows, read back from the device in one copy, which this waits for."""
-        if self.logprobs_R is None:
-            return [Pick(token, None) for token in self.tokens_B.tolist()]
-        # A float64 holds every token id exactly.
-        packed = torch.cat((self.tokens_B.double(), self.logprobs_R.double())).tolist()
-        tokens, logprobs = packed[: len(self.tokens_B)], packed[len(self.tokens_B) :]
-        logprob_of = dict(zip(self.rows, logprobs, strict=True))
-        return [Pick(int(token), logprob_of.get(row)) for row, token in enumerate(tokens)]
+        Cost: one copy to the device, in order behind what has been launched; a second one if any asks for penalties or
+        biases, and memory for their state. Waits for nothing. Not under graph capture.
+        Raises: ValueError as `check`, before anything has changed.
+        """
+        for entry in entries:
+            self.check(entry.asked)
+        if not entries:
+            return
+        for entry in entries:
+            self._adjustments.release(entry.slot)
+        state_rows = self._adjustments.assign(entries, self._uploads)
+        self._state.assign(entries, state_rows, self._uploads)
 
+    def release(self, slot: int) -> None:
+        """The sequence in this slot samples no more. The host's books only: steps that were launched before run as they are."""
+        self._adjustments.release(slot)
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a function of these two: counter-based (Philox, Salmon et al., SC 2011)."""
-    return float(np.random.Generator(np.random.Philox(key=seed & (2**64 - 1), counter=position)).random())
+    def is_greedy(self, slot: int) -> bool:
+        """Does this slot take the likeliest token?"""
+        return self._state.is_greedy(slot)
 
+    def needs_adjusting(self, slot: int) -> bool:
+        """Must logits for this slot go through `adjust`, and its tokens through `count`?"""
+        return self._adjustments.has(slot)
 
-def sample(logits_BV: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """[B] int64 token ids on the logits' device, or NOT_A_NUMBER; B rows, V vocabulary. Does not wait for the device."""
-    tokens_B = logits_BV.argmax(dim=-1)
-    rows = [row for row, choice in enumerate(choices) if choice.temperature >= COLDEST]
-    if rows:
-        rows_R = torch.tensor(rows, device=logits_BV.device)
-        tokens_B[rows_R] = _draw(logits_BV[rows_R].float(), [choices[row] for row in rows])
-    return tokens_B.masked_fill(logits_BV.isnan().any(dim=-1), NOT_A_NUMBER)
+    def sample(
+        self, logits_BV: torch.Tensor, slots_B: torch.Tensor, positions_B: torch.Tensor, *, greedy: bool
+    ) -> torch.Tensor:
+        """[B] int32 token ids, or NOT_A_NUMBER for rows with a NaN; of slots_B, behind positions_B tokens (int32 or int64).
 
+        `greedy`: all of the slots are greedy, as the host knows, and their parameters need not be looked at.
 
-def logprobs_of(logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """[R] float32: the log-probability of each of these rows' token; of NOT_A_NUMBER it is no number. Does not wait."""
-    rows_R = torch.tensor(rows, device=logits_BV.device)
-    logprobs_RV = torch.log_softmax(logits_BV[rows_R], dim=-1, dtype=torch.float32)
-    return logprobs_RV.gather(1, tokens_B[rows_R, None].clamp(min=0))[:, 0]
+        Cost: two launches on a GPU. Waits for nothing there; safe while a graph is captured, and the graph serves whatever
+        the slots' parameters are when it is replayed.
+        """
+        operations: ModuleType = sample_reference
+        if logits_BV.is_cuda:
+            from vmmkv.kernels import sample as operations
+        if greedy:
+            tokens_B: torch.Tensor = operations.likeliest(logits_BV)
+            return tokens_B
+        state = self._state
+        tokens_B = operations.sample(
+            logits_BV, slots_B, positions_B,
+            temperature_S=state.temperature_S, top_k_S=state.top_k_S, top_p_S=state.top_p_S, min_p_S=state.min_p_S,
+            seed_S=state.seed_S,
+        )  # fmt: skip
+        return tokens_B
+
+    def adjust(self, logits_BV: torch.Tensor, slots_B: torch.Tensor) -> None:
+        """Penalties and biases of the slots that have them, in place. Rows of other slots stay as they are.
+
+        Give it a float32 copy: a penalty of 0.1 is lost on a bfloat16 logit of 20. Cost: one launch on a GPU; no waiting.
+        """
+        self._adjustments.adjust(logits_BV, slots_B, self._state)
+
+    def count(self, slots_B: torch.Tensor, tokens_B: torch.Tensor) -> None:
+        """These tokens have been sampled for these slots, for penalties to know. Tokens below 0 are none. Waits for nothing."""
+        self._adjustments.count(slots_B, tokens_B, self._state)
 
 
 def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,15 +116,15 @@ def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
     return best.values, best.indices
 
 
-def _draw(logits_RV: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """[R] token ids, drawn. Whatever the logits are, an id of the vocabulary comes out: an index past it loses the device."""
-    numbers = [(choice.temperature, choice.top_p, uniform(choice.seed, choice.position)) for choice in choices]
-    temperature_R1, top_p_R1, uniform_R1 = torch.tensor(numbers, device=logits_RV.device).T[:, :, None]
-    sorted_RV, ids_RV = torch.softmax(logits_RV / temperature_R1, dim=-1).sort(dim=-1, descending=True, stable=True)
-    cut_RV = sorted_RV.cumsum(dim=-1) - sorted_RV >= top_p_R1
-    cut_RV[:, 0] = False
-    kept_RV = torch.zeros_like(sorted_RV).scatter(1, ids_RV, sorted_RV.masked_fill(cut_RV, 0.0))
-    sums_RV = kept_RV.cumsum(dim=-1)
-    # The first sum above the number, so that a token of probability 0 never is; rounding can leave none above the last.
-    picks_R = (sums_RV <= uniform_R1 * sums_RV[:, -1:]).sum(dim=-1)
-    return torch.where(picks_R < logits_RV.shape[-1], picks_R, ids_RV[:, 0])
+def logprobs(
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of these rows: [R] float32, the token's log-probability, and [R, top] those of the likeliest and their int64 ids.
+
+    They are of the logits as they are. Where the token is below 0 the first is that of token 0, which means nothing, or is no
+    number. At most V of the likeliest. Waits for nothing if rows_R is on the logits' device.
+    """
+    logprobs_RV = torch.log_softmax(logits_BV[rows_R], dim=-1, dtype=torch.float32)
+    chosen_R = logprobs_RV.gather(1, tokens_B[rows_R].long().clamp(min=0)[:, None])[:, 0]
+    best = logprobs_RV.topk(min(top, logits_BV.shape[-1]), dim=-1)
+    return chosen_R, best.values, best.indices

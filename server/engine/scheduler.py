@@ -1,6 +1,8 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -8,7 +10,9 @@ from vmmkv import DriverError, KVCache, OutOfPages
 from vmmkv.prefix import PrefixCache
 from vmmkv.sequence import Sequence
 from vmmkv.server.engine.beam_group import BeamGroup
+from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
 from vmmkv.server.engine.requests import Request, Strand
+from vmmkv.server.protocol import Generate
 
 _LOOKED_AT = 32
 """How many of the waiting are looked at for the longest known prefix."""
@@ -25,27 +29,69 @@ class CannotRun(Exception):
         self.request = request
 
 
-class Scheduler:
-    """Longest known prefix first (SGLang), else first come, first served, in steps of at most `step_tokens` tokens.
+class Assigner(Protocol):
+    """Who must know how the tokens of a slot are chosen."""
 
-    A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page,
-    the newest gives its memory back and waits, with what it has generated, to be computed again (vLLM's recompute): what it
-    shares, and its full pages for as long as nobody needs them, the prefix cache keeps. Without one, nothing is shared.
+    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds) -> None:
+        """From now on as this request asked."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The request in the slot is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step: memory for it is mapped."""
+
+    decoding: Slots
+    """Slots whose last token is on the device: the next one of each."""
+    chunks: list[tuple[Strand, int]]
+    """Who else computes how many tokens that the host knows."""
+
+    def __bool__(self) -> bool:
+        return bool(len(self.decoding) or self.chunks)
+
+
+class Scheduler:
+    """The most pressing priority first, then the longest known prefix (SGLang), then who came first; in steps of at most
+    `step_tokens` tokens, those of the running ones first and as much of the prompts as there is room for (Sarathi-Serve).
+
+    A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page, and no
+    step is under way that may free some, the least pressing and newest gives its memory back and waits, with what it has
+    generated, to be computed again (vLLM's recompute): what it shares, and its full pages for as long as nobody needs them,
+    the prefix cache keeps. Without one, nothing is shared.
 
     A beam search takes as many slots as it has beams, from the start, and gives way with all of them: it begins anew from its
     prompt, when one that ran beside it has ended.
     """
 
-    def __init__(self, cache: KVCache, prefix: PrefixCache | None, *, step_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        prefix: PrefixCache | None,
+        assigner: Assigner,
+        *,
+        step_tokens: int,
+        max_sequences: int,
+        drain: Callable[[], bool],
+    ) -> None:
+        """`drain` waits for the steps under way, and says whether there were any."""
         self.waiting: list[Request] = []
         """First come first, but for those that gave way, which stand before."""
         self.running: list[Request] = []
         """The oldest first."""
+        self.ledger = Ledger(cache.num_slots, cache.max_tokens)
         self.num_preempted = 0
         self._cache = cache
         self._prefix = prefix
+        self._assigner = assigner
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
+        self._drain = drain
+        self._decoding: Slots | None = None
+        """Slots of those whose last token is on the device, the oldest first; None if that has to be looked up."""
         self._num_refused = 0
         """How many waited when one of them found no room; 0 if there may be some. To try is to map, and to evict what is
         cached: it is not done again before memory can have come back, or somebody else has come."""
@@ -59,31 +105,50 @@ class Scheduler:
         """The request of that name, if it has not ended."""
         return next((request for request in (*self.running, *self.waiting) if request.ask.request_id == request_id), None)
 
-    def plan(self) -> list[tuple[Strand, int]]:
+    def plan(self) -> Plan:
         """Who computes how many tokens in the next step; the memory for them is mapped.
 
         Raises: CannotRun, naming the request that must be ended; the others can go on.
         """
         self._admit()
-        left = self._step_tokens
-        work: list[tuple[Strand, int]] = []
-        for request in list(self.running):
-            if request not in self.running or not self._arrange(request):
+        lengths, limits = self._cache.lengths, self._cache.limits
+        decoding = self._slots_decoding()
+        if len(short := decoding[lengths[decoding] >= limits[decoding]]):
+            for request in [self.ledger.requests[slot] for slot in short]:
+                if request is not None and request.sequence is not None:  # else it has given way, or come to its end
+                    self._grow(request, request.memory.length + 1)
+        left = self._step_tokens - len(self._slots_decoding())
+        chunks: list[tuple[Strand, int]] = []
+        for request in self.running.copy() if len(decoding) < len(self.running) else ():
+            if request.sequence is None or not self._arrange(request):
                 continue
             for strand in request.strands:
                 count = min(strand.num_left, left)
-                if count:
-                    if not self._grow(strand, strand.num_computed + count):
+                if count > 0:
+                    if not self._grow(strand, strand.memory.length + count):
                         break
-                    work.append((strand, count))
+                    chunks.append((strand, count))
                     left -= count
-        return [(strand, count) for strand, count in work if strand.request in self.running]
+        chunks = [(strand, count) for strand, count in chunks if strand.request.sequence is not None]
+        return Plan(self._slots_decoding(), chunks)
+
+    def launched(self, plan: Plan) -> None:
+        """The step is under way."""
+        self.ledger.coming[plan.decoding] += 1
+        self._cache.advance(plan.decoding)
+        for strand, count in plan.chunks:
+            strand.memory.advance(count)
+            if strand is strand.request and not strand.num_left and not strand.num_candidates:
+                strand.request.decodes = True
+                self.ledger.coming[strand.memory.slot] += 1
+                self._decoding = None
 
     def share(self, request: Request) -> None:
-        """What a running request has computed is confirmed: from now on others may have it."""
+        """What a running request has computed of its prompt is confirmed: from now on others may have it."""
         if self._prefix is not None:
-            self._prefix.insert(request.memory, request.prompt[: request.num_computed])
-            if request.num_computed == len(request.prompt):
+            tokens = request.confirmed_tokens[: len(request.prompt)]
+            self._prefix.insert(request.memory, tokens)
+            if len(tokens) == len(request.prompt):
                 self._num_refused = 0  # whoever shares it needs less now
 
     def end(self, request: Request, *, keep: bool = True) -> None:
@@ -91,7 +156,7 @@ class Scheduler:
 
         `keep`: what it has computed stays for others to have until the room is needed; not after a failure.
         """
-        if request not in self.running:
+        if request.sequence is None:
             self.waiting.remove(request)
             self._num_refused = 0
             return
@@ -99,8 +164,17 @@ class Scheduler:
         if self._prefix is None or not keep:
             request.memory.close()
         else:
-            self._prefix.park(request.memory, request.tokens[: request.num_computed])
-        request.sequence = None
+            self._prefix.park(request.memory, request.confirmed_tokens)
+        request.leave()
+
+    def _slots_decoding(self) -> Slots:
+        """Of those whose last token is on the device, and that want another."""
+        if self._decoding is None:
+            self._decoding = np.array([request.memory.slot for request in self.running if request.decodes], np.int64)
+        wants = self.ledger.coming[self._decoding] < self.ledger.ends[self._decoding]
+        if not wants.all():
+            self._decoding = self._decoding[wants]
+        return self._decoding
 
     def _admit(self) -> None:
         while self.waiting and (num_slots := self._num_free_slots()):
@@ -122,12 +196,14 @@ class Scheduler:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
             if request.num_admitted == 0:
                 request.num_cached = num_known
-            request.sequence, request.num_computed = sequence, num_known
-            request.num_admitted += 1
+            num_prompt = len(request.prompt)
+            request.enter(self.ledger, sequence, num_known)
             if request.ask.beam_width:
                 request.beams = BeamGroup(request, self._cache)
+            else:
+                self._assigner.assign(sequence.slot, request.ask, request.prompt, request.tokens[num_prompt:])
             for passed in self.waiting[: self.waiting.index(request)]:
-                passed.num_overtaken += 1
+                passed.num_overtaken += passed.ask.priority <= request.ask.priority
             self.waiting.remove(request)
             self.running.append(request)
 
@@ -160,16 +236,17 @@ class Scheduler:
 
         Whoever would compute what a running request computes already waits for that, and is passed over.
         """
+        most = min(request.ask.priority for request in self.waiting)
+        pressing = [request for request in self.waiting if request.ask.priority == most]
+        oldest = pressing[0]
         if self._prefix is None:
-            return self.waiting[0]
-        oldest = self.waiting[0]
+            return oldest
         if oldest.num_overtaken >= _MOST_OVERTAKEN:
             return oldest
         best: Request | None = None
         longest = -1
-        for request in self.waiting[:_LOOKED_AT]:
-            tokens = request.tokens if request.num_generated else request.prompt  # an array is looked up faster
-            num_known = self._prefix.match(tokens, namespace=request.namespace)
+        for request in pressing[:_LOOKED_AT]:
+            num_known = self._prefix.match(request.tokens, namespace=request.namespace)
             if num_known > longest and not self._is_on_its_way(request, num_known):
                 best, longest = request, num_known
         return best
@@ -177,12 +254,13 @@ class Scheduler:
     def _is_on_its_way(self, request: Request, num_known: int) -> bool:
         """Does a running request compute more of its prompt than is known by now?"""
         for other in self._prefilling():
-            if other.namespace == request.namespace and _num_common(other.prompt, request.prompt) > num_known + 1:
+            is_alike = other.namespace == request.namespace and other.prompt[0] == request.prompt[0]
+            if is_alike and _num_common(other.prompt, request.prompt) > num_known + 1:
                 return True
         return False
 
     def _prefilling(self) -> Iterator[Request]:
-        return (request for request in self.running if request.num_computed < len(request.ask.prompt))
+        return (request for request in self.running if request.is_prefilling)
 
     def _grow(self, strand: Strand, num_tokens: int) -> bool:
         """Map memory for a strand; False if its request gave way."""
@@ -193,17 +271,21 @@ class Scheduler:
         return request.beams is None or self._with_room(request, request.beams.arrange)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
-        """Have a request take memory, from the newest ones if need be; False if it is the newest itself."""
+        """Have a request take memory, from others if need be; False if it is the one to give way, or has come to its end."""
         while True:
             try:
                 take()
                 return True
             except OutOfPages as error:
+                if self._drain():
+                    if request.sequence is None:
+                        return False
+                    continue
                 if len(self.running) == 1:
                     raise CannotRun(request, f"this request can never fit: {error}") from error
-                newest = self.running[-1]
-                self._preempt(newest)
-                if newest is request:
+                last = max(reversed(self.running), key=lambda running: running.ask.priority)
+                self._preempt(last)
+                if last is request:
                     return False
             except DriverError as error:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
@@ -211,10 +293,13 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         """It runs no longer. Of its memory nothing is left but its own sequence."""
         self.running.remove(request)
+        self._decoding = None
         self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
             request.beams = None
+        else:
+            self._assigner.release(request.memory.slot)
 
     def _preempt(self, request: Request) -> None:
         if request.beams is not None:
@@ -223,8 +308,8 @@ class Scheduler:
         if self._prefix is None:
             request.memory.close()
         else:
-            self._prefix.release(request.memory, request.tokens[: request.num_computed])
-        request.sequence = None
+            self._prefix.release(request.memory, request.confirmed_tokens)
+        request.leave()
         self.waiting.insert(0, request)
         self.num_preempted += 1
 

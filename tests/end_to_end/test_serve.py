@@ -114,6 +114,42 @@ def test_streaming_gives_the_same_text(served: Served) -> None:
     assert text == served.answer("Name three colours.")
 
 
+def test_tokens_come_with_their_log_probabilities(served: Served) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = served.openai.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL, messages=messages, max_tokens=24, temperature=0, logprobs=True, top_logprobs=3
+    )
+    choice = answer.choices[0]
+    assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
+    for each in choice.logprobs.content:
+        assert each.top_logprobs[0].token == each.token
+        assert each.top_logprobs[0].logprob == pytest.approx(each.logprob)
+
+
+def test_a_bias_forces_a_token(served: Served) -> None:
+    token = AutoTokenizer.from_pretrained(resolve(MODEL)).encode(" sea")[0]
+    answer = served.openai.completions.create(
+        model=MODEL, prompt="I see the", max_tokens=3, temperature=0, logit_bias={str(token): 100}
+    )
+    assert answer.choices[0].text == " sea sea sea"
+
+
+def test_penalties_end_repetition(served: Served) -> None:
+    def repetitions(penalty: float) -> int:
+        answer = served.openai.completions.create(
+            model=MODEL, prompt="one one one one one one", max_tokens=16, temperature=0, frequency_penalty=penalty
+        )
+        return answer.choices[0].text.count("many")
+
+    assert repetitions(2) < repetitions(0)
+
+
+def test_the_implementation_is_said(served: Served) -> None:
+    (model,) = httpx.get(f"{served.url}/v1/models").json()["data"]
+    assert model["implementation"] in ("vmmkv", "transformers")
+    assert f"{model['implementation']} implementation" in served.log.read_text()
+
+
 def test_mapped_bytes_follow_the_tokens_and_come_back(served: Served) -> None:
     mapped = "vmmkv_kv_mapped_bytes"
     _until(lambda: served.metric(mapped) == 0)

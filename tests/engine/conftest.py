@@ -10,10 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.core import Engine
-from vmmkv.server.engine.runner import ModelRunner
+from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.decoder import Decoder, DecoderConfig
+from vmmkv.server.engine.decoder.parameters import empty
+from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.models import resolve
-from vmmkv.server.protocol import Failed, Generate, Message, Tokens
+from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
 
 VOCABULARY = 199
 
@@ -43,8 +47,22 @@ def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
 
 
+def decoder_of(model: Any) -> Decoder:
+    """The config-driven decoder with the weights of a model of transformers."""
+    config = DecoderConfig.of(model.config)
+    weights = empty(config, model.device, model.dtype)
+    state = model.state_dict()
+    with torch.inference_mode():
+        for name, tensor in weights.named(config).items():
+            tensor.copy_(state[name])
+    return Decoder(config, weights)
+
+
 class Harness:
-    """An engine, what it sent, and what transformers itself would say."""
+    """An engine, what it sent, and what transformers itself would say.
+
+    `ours` runs the config-driven decoder instead of transformers' code; `lookahead` steps are under way, as on a GPU.
+    """
 
     def __init__(
         self,
@@ -56,16 +74,32 @@ class Harness:
         step_tokens: int = 256,
         eos_ids: frozenset[int] = frozenset(),
         share: bool = False,
+        ours: bool = False,
+        lookahead: int = 2,
+        max_tokens: int | None = None,
+        max_sequences: int | None = None,
+        capture: bool = False,
     ) -> None:
         self.model = model.to(device)
-        layout = KVLayout.from_config(model.config, torch.float32)
+        layout = KVLayout.from_config(model.config, model.dtype)
         self.pool = Pool(device, budget_pages * 2**21)
-        self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=model.config.max_position_embeddings)
+        max_tokens = max_tokens or model.config.max_position_embeddings
+        self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
         self.sent: list[Message] = []
-        runner = ModelRunner(model, self.cache)
+        runnable = DecoderModel(decoder_of(model), self.cache) if ours else UnmodifiedModel(model, self.cache)
+        self.runner = Runner(runnable, self.cache, max_rows=slots)
+        if capture:
+            self.runner.capture()
         self.prefix = PrefixCache(self.cache) if share else None
-        self.engine = Engine(
-            self.cache, runner, prefix=self.prefix, eos_ids=eos_ids, step_tokens=step_tokens, send=self.sent.append
+        self.engine = EngineCore(
+            self.cache,
+            self.runner,
+            prefix=self.prefix,
+            max_sequences=max_sequences,
+            eos_ids=eos_ids,
+            step_tokens=step_tokens,
+            lookahead=lookahead,
+            send=self.sent.append,
         )
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
@@ -79,33 +113,51 @@ class Harness:
             if not self.engine.has_work:
                 self.engine.settle()
                 return
-            self.engine.step()
-            self.cache.check()
+            self.step()
         raise AssertionError(f"still busy after {at_most} steps")
 
+    def step(self) -> None:
+        """One step, and a recount of the laws: the cache's, and those that ledger.py draws."""
+        self.engine.step()
+        self.cache.check()
+        self.check_ledger()
+
+    def check_ledger(self) -> None:
+        """Recount what the ledger says of those who run; of free slots it says nothing."""
+        ledger, lengths, limits = self.engine._scheduler.ledger, self.cache.lengths, self.cache.limits
+        running = {request.memory.slot: request for request in self.engine._scheduler.running}
+        for slot, owner in enumerate(ledger.requests):
+            assert owner is running.get(slot)
+            confirmed, known, coming, end = (
+                int(each[slot]) for each in (ledger.confirmed, ledger.known, ledger.coming, ledger.ends)
+            )
+            if owner is None:
+                assert confirmed == known == coming == end == 0
+                continue
+            length = int(lengths[slot])
+            assert len(owner.prompt) <= known <= coming <= end == owner.max_tokens
+            assert confirmed <= length <= limits[slot] <= end
+            if owner.beams is None:
+                assert confirmed <= known and coming == (length + 1 if owner.decodes else known)
+                assert owner.ledger is ledger and owner.num_answered == owner.num_generated
+                assert known < end, "who has all its tokens has ended"
+
+    def outputs(self, request_id: str | None = None) -> list[Output]:
+        """What was answered, in order: to one request, or to all."""
+        every = (output for message in self.sent if isinstance(message, Outputs) for output in message.outputs)
+        return [output for output in every if request_id in (None, output.request_id)]
+
     def tokens(self, request_id: str) -> list[int]:
-        """What was answered."""
-        return [
-            token
-            for message in self.sent
-            if isinstance(message, Tokens) and message.request_id == request_id
-            for token in message.token_ids
-        ]
+        """The tokens of its answer."""
+        return [token for output in self.outputs(request_id) for token in output.token_ids]
 
     def finish_reasons(self, request_id: str) -> list[str | None]:
-        """The finish reasons of its messages, in order."""
-        return [
-            message.finish_reason for message in self.sent if isinstance(message, Tokens) and message.request_id == request_id
-        ]
+        """The finish reasons of its outputs, in order."""
+        return [output.finish_reason for output in self.outputs(request_id)]
 
     def logprobs(self, request_id: str) -> list[float]:
         """The log-probabilities that were answered."""
-        return [
-            logprob
-            for message in self.sent
-            if isinstance(message, Tokens) and message.request_id == request_id
-            for logprob in message.logprobs
-        ]
+        return [logprob for output in self.outputs(request_id) for logprob in output.logprobs]
 
     def failures(self) -> dict[str, str]:
         """What failed, by request."""
@@ -113,10 +165,11 @@ class Harness:
 
     def expected(self, prompt: list[int], max_new_tokens: int = 8) -> list[int]:
         """transformers' own greedy answer, with its DynamicCache and its own attention."""
+        before = self.model.config._attn_implementation
         self.model.set_attn_implementation("sdpa")
         ids = torch.tensor([prompt], device=self.cache.device)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
-        self.model.set_attn_implementation("vmmkv")
+        self.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """Requests come, wait, run, give way, fail and leave; memory follows them, and each is answered once."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv import DriverError
 from vmmkv.server.engine.core import EngineDied
-from vmmkv.server.engine.sampler import NOT_A_NUMBER
-from vmmkv.server.protocol import Abort, Snapshot, Tokens
+from vmmkv.server.protocol import Abort, Snapshot
 
 
 def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness]) -> None:
@@ -82,20 +80,22 @@ def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness
     one = harness(slots=2)
     for name in "abc":
         one.ask(name, prompt_of(5))
-    forward = one.engine._runner.forward
+    decode = one.runner.decode
     calls = 0
 
-    def failing(work: Any) -> Any:
+    def failing(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("out of luck")
-        return forward(work)
+        return decode(*args)
 
-    monkeypatch.setattr(one.engine._runner, "forward", failing)
+    monkeypatch.setattr(one.runner, "decode", failing)
     one.run()
     assert one.failures().keys() == {"a", "b"} and "out of luck" in one.failures()["a"]
     assert one.tokens("c") == one.expected(prompt_of(5))
+    for name in "ab":
+        assert one.tokens(name) == one.expected(prompt_of(5))[: len(one.tokens(name))], "what came before was right"
 
 
 def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harn
 
 @pytest.mark.parametrize("running", [True, False])
 def test_an_aborted_request_leaves_at_once(harness: Callable[..., Harness], running: bool) -> None:
-    one = harness(slots=1)
+    one = harness(slots=1, lookahead=0)
     one.ask("first", prompt_of(5), 500)
     one.ask("second", prompt_of(6), 5)
     one.engine.step()
@@ -157,26 +157,32 @@ def test_sampled_tokens_depend_on_seed_and_position_only(harness: Callable[..., 
     assert crowd.tokens("x") == alone.tokens("x") != crowd.tokens("y")
 
 
+@pytest.mark.parametrize("after", [0, 5])
 def test_logits_that_are_no_numbers_fail_their_request_alone(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     one = harness()
     one.ask("good", prompt_of(5))
     one.ask("bad", prompt_of(6))
-    forward = one.engine._runner.forward
+    for _ in range(after):
+        one.engine.step()
+    if after:
+        bad = one.engine._scheduler.find("bad")
+        assert bad is not None
+        bad.memory.v(0)[:5] = float("nan")
+    else:
+        forward = one.runner.model.forward
 
-    def spoiling(work: Any) -> Any:
-        sampled = forward(work)
-        tokens_B = sampled.tokens_B.clone()
-        for row, (request, _) in enumerate(work):
-            if request.ask.request_id == "bad":
-                tokens_B[row] = NOT_A_NUMBER
-        return dataclasses.replace(sampled, tokens_B=tokens_B)
+        def spoiling(ids_N: Any, batch: Any, last_B: Any) -> Any:
+            logits_BV = forward(ids_N, batch, last_B)
+            logits_BV[[run.count == 6 for run in batch.runs]] = float("nan")
+            return logits_BV
 
-    monkeypatch.setattr(one.engine._runner, "forward", spoiling)
+        monkeypatch.setattr(one.runner.model, "forward", spoiling)
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
     assert one.tokens("good") == one.expected(prompt_of(5))
+    assert one.tokens("bad") == one.expected(prompt_of(6))[:after], "of the steps before, and NOT_A_NUMBER is no token"
 
 
 def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
@@ -192,7 +198,7 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
         raise EngineDied("the device's context is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.engine._runner, "forward", lost)
+        patch.setattr(one.runner, "mixed", lost)
         patch.setattr(one.engine, "_check_device", died)
         patch.setattr(one.engine._scheduler, "end", lost)
         with pytest.raises(EngineDied):
@@ -256,5 +262,5 @@ def test_the_first_message_alone_says_what_was_cached(harness: Callable[..., Har
     for name in ("a", "b"):
         one.ask(name, prompt_of(9), 3)
         one.run()
-    sent = [message.cached_tokens for message in one.sent if isinstance(message, Tokens) and message.request_id == "b"]
+    sent = [output.cached_tokens for output in one.outputs("b")]
     assert sent == [8, 0, 0]

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv.server.engine.unmodified import UnmodifiedModel
 
 QUESTIONS = (
     "What is the capital of France, and which river runs through it?",
@@ -129,16 +130,17 @@ def test_a_long_prompt_under_a_window_is_attended_to_in_blocks(harness: Callable
 
 def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model())
-    attention = one.engine._runner._attention
+    model = one.runner.model
+    assert isinstance(model, UnmodifiedModel)
     tensor = torch.zeros(1, 4, 1, 32)
     with pytest.raises(ValueError, match="softcap"):
-        attention.attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
+        model._attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
     one.ask("a", prompt_of(5), 1)
     one.run()
-    one.engine._runner.check()
-    attention._calls[0] += 1  # as if a layer had attended twice
+    model.check()
+    model._calls[0] += 1  # as if a layer had attended twice
     with pytest.raises(ValueError, match=r"layers \[0\] .* \[2\] times"):
-        one.engine._runner.check()
+        model.check()
 
 
 def test_models_with_an_attention_of_their_own_are_refused(harness: Callable[..., Harness]) -> None:

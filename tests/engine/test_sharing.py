@@ -8,14 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
-from vmmkv.server.protocol import Tokens
 
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""
 
 
 def cached(harness: Harness, request_id: str) -> int:
-    return sum(each.cached_tokens for each in harness.sent if isinstance(each, Tokens) and each.request_id == request_id)
+    return sum(output.cached_tokens for output in harness.outputs(request_id))
 
 
 def test_fifty_prompts_with_shared_prefixes_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
@@ -134,20 +133,22 @@ def test_nobody_waits_for_ever_behind_longer_prefixes(harness: Callable[..., Har
     for index in range(40):
         one.ask(f"hit {index}", [*known, index], 1)
     one.run()
-    order = [each.request_id for each in one.sent if isinstance(each, Tokens)]
+    order = [output.request_id for output in one.outputs()]
     assert 1 < order.index("unknown") <= 18
 
 
-def test_an_aborted_request_leaves_what_it_computed(harness: Callable[..., Harness]) -> None:
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_an_aborted_request_leaves_what_it_computed(harness: Callable[..., Harness], lookahead: int) -> None:
     from vmmkv.server.protocol import Abort
 
-    one = harness(share=True, step_tokens=64)
+    """Of steps that are under way nothing is known yet: they give nothing to anybody."""
+    one = harness(share=True, step_tokens=64, lookahead=lookahead)
     prompt = prompt_of(300)
     one.ask("gone", prompt)
-    one.engine.step()
-    one.engine.step()
+    for _ in range(3):
+        one.engine.step()
     one.engine.receive(Abort(request_id="gone"))
     one.ask("next", prompt)
     one.run()
-    assert cached(one, "next") == 128
+    assert cached(one, "next") == 64 * (3 - lookahead)
     assert one.tokens("next") == one.expected(prompt)

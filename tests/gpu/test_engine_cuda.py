@@ -11,7 +11,7 @@ from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smoll
 from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from vmmkv.kernels import reference
-from vmmkv.server.engine.attention import _attend_run
+from vmmkv.server.engine.attention import attend_run
 
 __all__ = ["harness", "smollm2"]
 
@@ -116,7 +116,7 @@ def test_a_later_chunk_of_a_long_prompt_is_right_and_holds_no_matrix_of_scores(w
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = _attend_run(q_NHD, k_TKD[first:], v_TKD[first:], 128**-0.5, window)
+    out = attend_run(q_NHD, k_TKD[first:], v_TKD[first:], 128**-0.5, window)
     assert torch.cuda.max_memory_allocated() - before < 2**30, "more than the engine leaves to the device"
     some = torch.tensor([0, 1, 1000, 4095], device=DEVICE)
     positions = some + num_rows - num_queries

@@ -1,12 +1,16 @@
 """Laws of the append kernel."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.cases import NAN
+from tests.kernels.compiling import assert_compiles
 from tests.kernels.memories import FORMATS, POISON, make_memory
+from tests.kernels.test_checks import append_arguments, assert_refused, meta, misaligned, spread
+from tests.kernels.test_norm import assert_rounded_alike
 from vmmkv.kernels import reference
 from vmmkv.kernels.append import append
 from vmmkv.kernels.paged import paged_append
@@ -120,6 +124,124 @@ def test_rotation_is_that_of_transformers(head_dim: int, dtype: torch.dtype, dev
     assert torch.equal(memory.k[0], k_1KTD[0].transpose(0, 1).to(dtype))
     assert torch.equal(memory.v[0], v_NKD)
     assert torch.equal(q_NHD, q_1HTD[0].transpose(0, 1).to(dtype))
+
+
+def make_norms(head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Weights around 1, as models have them."""
+    generator = torch.Generator().manual_seed(2)
+    weights_2D = (1 + torch.randn(2, head_dim, generator=generator) / 4).to(device, dtype)
+    return {"q_norm_D": weights_2D[0], "k_norm_D": weights_2D[1], "norm_eps": 1e-6}
+
+
+@pytest.mark.parametrize(("dtype", "kind", "scale"), [*((torch.float16, *form) for form in FORMATS), (torch.float32, None, "")])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (3, 128)])
+@ropes
+def test_norming_on_the_way_is_norming_before(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str, rope: bool, device: torch.device
+) -> None:
+    k_NKD, v_NKD, q_NHD, *where = make_tokens(kv_heads, head_dim, dtype, device)
+    slots_N, positions_N, limit_S = where
+    options: dict[str, Any] = make_angles(head_dim, device) if rope else {}
+    norms = make_norms(head_dim, dtype, device)
+    ours, expected = (make_memory((SLOTS, ROWS), kv_heads, head_dim, dtype, kind, scale, device) for _ in range(2))
+
+    # Queries without angles are normed alone, and K may be given as queries; nothing is written at position -1.
+    nowhere_N = torch.full_like(positions_N, -1)
+    normed = [q_NHD.clone(), k_NKD.clone()]
+    for x_NHD, name in zip(normed, ("q_norm_D", "k_norm_D"), strict=True):
+        given_NHD = x_NHD.clone()
+        norm = {"q_norm_D": norms[name], "norm_eps": norms["norm_eps"]}
+        append(k_NKD, v_NKD, ours.k, ours.v, slots_N, nowhere_N, limit_S, q_NHD=x_NHD, **norm, **ours.scales)
+        assert_rounded_alike(x_NHD, reference.rms_norm(given_NHD, norms[name], norms["norm_eps"]))
+    assert torch.equal(ours.bytes_STE, expected.bytes_STE)
+
+    query_NHD = q_NHD.clone()
+    append(k_NKD, v_NKD, ours.k, ours.v, *where, q_NHD=query_NHD, **options, **norms, **ours.scales)
+    turned = {"q_NHD": normed[0]} if rope else {}
+    append(normed[1], v_NKD, expected.k, expected.v, *where, **turned, **options, **expected.scales)
+    assert (expected.bytes_STE != POISON).any()
+    assert torch.equal(ours.bytes_STE, expected.bytes_STE)
+    known_N = (positions_N >= 0) & (positions_N < ROWS) if rope else positions_N == positions_N
+    assert torch.equal(query_NHD[known_N], normed[0][known_N])
+    assert torch.equal(query_NHD[~known_N], q_NHD[~known_N])
+
+
+@dtypes
+@pytest.mark.parametrize("norms", [["q_norm_D"], ["k_norm_D"], ["q_norm_D", "k_norm_D"]], ids=["q", "k", "both"])
+def test_norms_and_rotation_are_those_of_the_reference(norms: list[str], dtype: torch.dtype, device: torch.device) -> None:
+    k_NKD, v_NKD, q_NHD, *where = make_tokens(3, 96, dtype, device)
+    options = make_angles(96, device) | {"norm_eps": 1e-6}
+    options |= {name: weight for name, weight in make_norms(96, dtype, device).items() if name in norms}
+    queries = [q_NHD.clone(), q_NHD.clone()]
+    ours, expected = (make_memory((SLOTS, ROWS), 3, 96, dtype, None, "", device) for _ in range(2))
+    for write, memory, query in zip((append, reference.append), (ours, expected), queries, strict=True):
+        write(k_NKD, v_NKD, memory.k, memory.v, *where, q_NHD=query, **options)
+    assert torch.equal(ours.k.isnan(), expected.k.isnan())
+    assert torch.equal(ours.v.nan_to_num(), expected.v.nan_to_num())
+    for x_NHD, y_NHD in ((ours.k.nan_to_num(), expected.k.nan_to_num()), queries):
+        # A rotation subtracts: its error is relative to the vector, not to the element.
+        bound_NH1 = 16 * torch.finfo(dtype).eps * y_NHD.float().abs().amax(dim=-1, keepdim=True)
+        assert ((x_NHD.float() - y_NHD.float()).abs() <= bound_NH1).all()
+
+
+def test_norms_are_those_of_transformers(device: torch.device) -> None:
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    k_NKD, v_NKD, q_NHD, *_ = make_tokens(2, 64, torch.float32, device)
+    norms = make_norms(64, torch.float32, device)
+    positions_N = torch.arange(TOKENS, device=device)
+    angles = make_angles(64, device, TOKENS)
+    cos_1TD, sin_1TD = (torch.cat([table_TR, table_TR], dim=-1)[None] for table_TR in angles.values())
+    modules = {name: qwen3.Qwen3RMSNorm(64, eps=1e-6).to(device) for name in ("q_norm_D", "k_norm_D")}
+    with torch.no_grad():
+        for name, module in modules.items():
+            module.weight.copy_(norms[name])
+        normed = [modules["q_norm_D"](q_NHD), modules["k_norm_D"](k_NKD)]
+    turned = qwen3.apply_rotary_pos_emb(*(x_NHD.transpose(0, 1)[None] for x_NHD in normed), cos_1TD, sin_1TD)
+    q_expected_NHD, k_expected_NKD = (x_1HTD[0].transpose(0, 1) for x_1HTD in turned)
+
+    memory = make_memory((1, TOKENS), 2, 64, torch.float32, None, "", device)
+    limit_S = torch.full((1,), TOKENS, dtype=torch.int32, device=device)
+    where = (torch.zeros_like(positions_N), positions_N, limit_S)
+    append(k_NKD, v_NKD, memory.k, memory.v, *where, q_NHD=q_NHD, **angles, **norms)
+    torch.testing.assert_close(memory.k[0], k_expected_NKD, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(q_NHD, q_expected_NHD, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ("q_norm_D", lambda weight: weight[:32], "(64,)"),
+        ("q_norm_D", lambda weight: weight.float(), "torch.float16"),
+        ("q_norm_D", meta, "where the others are"),
+        ("k_norm_D", spread, "stride 1"),
+        ("k_norm_D", misaligned, "16 bytes"),
+        ("norm_eps", lambda _: 0.0, "positive"),
+        ("norm_eps", lambda _: NAN, "positive"),
+    ],
+    ids=lambda refusal: refusal[0],
+)
+def test_append_names_what_it_refuses_of_a_norm(refusal: Any, device: torch.device) -> None:
+    q_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
+    assert_refused(append, append_arguments(device) | {"q_NHD": q_NHD} | make_norms(64, torch.float16, device), refusal)
+
+
+def test_a_norm_of_queries_wants_queries(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"^q_norm_D is given without q_NHD; wanted both"):
+        append(**append_arguments(device), **make_norms(64, torch.float16, device))
+
+
+def test_append_with_norms_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    statements = """
+for kind, rope in ((None, True), ("fp8", False)):
+    model = Model(16, 8, 128, torch.bfloat16, kind)
+    where = (empty(64), empty(64, dtype=torch.int64), empty(64))
+    angles = empty(32_768, 64, dtype=torch.float32)
+    options = {"cos_TR": angles, "sin_TR": angles} if rope else {}
+    weight_D = empty(128, dtype=torch.bfloat16)
+    norms = {"q_norm_D": weight_D, "k_norm_D": weight_D, "norm_eps": 1e-6}
+    append.append(model.k_NKD, model.k_NKD, *model.kv, *where, q_NHD=model.q_NHD, **options, **norms, **model.scales)
+"""
+    assert_compiles(statements, tmp_path)
 
 
 def test_a_position_without_an_angle_is_left_alone(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Laws of the decode kernel, over slots of unquantised rows."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
-from vmmkv.kernels import checks
+from tests.kernels.memories import FORMATS
+from vmmkv.kernels import checks, reference
 from vmmkv.kernels.decode import decode, workspace_elements
+from vmmkv.kernels.quantise import Kind
 from vmmkv.kernels.tiling import Tiling, tiling
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
@@ -85,6 +88,86 @@ def test_a_window_reads_nothing_before_it_at_a_limit_either(device: torch.device
     case = make_case([200], window=100, device=device, **SMALL)
     limit_S = torch.full((case.num_slots,), 110, dtype=torch.int32, device=device)
     assert case.decode(window=100, limit_S=limit_S, out=case.poisoned_out()).isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_before_the_first_are_not_attended_to(
+    index: torch.dtype, window: int | None, cut_like: Cut, by_pointers: Callable[[], None], device: torch.device
+) -> None:
+    cut_like()
+    lengths, firsts = [300, 300, 130, 130, 64, 5, 5, 0, 300], [0, 170, 1, 129, 64, 9, 2**31 - 1, 3, -7]
+    case = make_case(lengths, window=window, device=device, **SMALL)
+    firsts_B = torch.tensor(firsts, dtype=index, device=device)
+    starts = [
+        min(max(first, length - window if window else 0, 0), length) for first, length in zip(firsts, lengths, strict=True)
+    ]
+    rows = [
+        reference.decode(case.q_BHD[b : b + 1], *(view[slot : slot + 1, start:] for view in case.memory.values()),
+                         case.lengths_B[b : b + 1] - start, case.slots_B[:1] * 0)
+        for b, (slot, start) in enumerate(zip(case.slots_B.tolist(), starts, strict=True))
+    ]  # fmt: skip
+    out = case.decode(window=window, firsts_B=firsts_B, out=case.poisoned_out())
+    torch.testing.assert_close(out.float(), torch.cat(rows), rtol=2e-3, atol=2e-3)
+    by_pointers()
+    for slot, start in zip(case.slots_B.tolist(), starts, strict=True):
+        case.memory.k[slot, :start] = case.memory.v[slot, :start] = NAN
+    assert torch.equal(case.decode(window=window, firsts_B=firsts_B), out)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 4])
+def test_two_parts_of_a_sequence_merge_by_their_log_sum_exp(
+    num_lanes: int, cut_like: Cut, set_lanes: Callable[[int], None], device: torch.device
+) -> None:
+    cut_like()
+    set_lanes(num_lanes)
+    case = make_case([300, 77, 1, 16, 500], device=device, **SMALL)
+    parts = []
+    for lengths, firsts in (([100, 76, 1, 0, 444], [0] * 5), ([300, 77, 1, 16, 500], [100, 76, 1, 0, 444])):
+        part = dataclasses.replace(case, lengths_B=torch.tensor(lengths, dtype=torch.int32, device=device))
+        lse_BH = torch.full((5, 4), NAN, device=device)
+        out = part.decode(firsts_B=torch.tensor(firsts, dtype=torch.int32, device=device), lse_BH=lse_BH)
+        parts.append((out.float(), lse_BH))
+    (out, lse_BH), (suffix, suffix_lse_BH) = parts
+    assert lse_BH[3].eq(-float("inf")).all()
+    assert suffix_lse_BH[2].eq(-float("inf")).all()
+    weights_BH1 = torch.sigmoid((suffix_lse_BH - lse_BH) * math.log(2)).unsqueeze(2)
+    merged = out * (1 - weights_BH1) + suffix * weights_BH1
+    assert_right(merged.half(), case)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("kind", "scale"), FORMATS)
+def test_the_log_sum_exp_is_that_of_the_scores(
+    kind: Kind | None, scale: str, softcap: float | None, cut_like: Cut, device: torch.device
+) -> None:
+    cut_like()
+    case = make_case([200, 0, 1, 40], kind=kind, scale=scale, device=device, **SMALL)
+    lse_BH = torch.full((4, 4), NAN, device=device)
+    assert torch.equal(case.decode(softcap=softcap, lse_BH=lse_BH), case.decode(softcap=softcap))
+    k_SHTD = case.memory.values()[0].repeat_interleave(2, dim=2).transpose(1, 2)
+    for b, (slot, length) in enumerate(zip(case.slots_B.tolist(), case.lengths_B.tolist(), strict=True)):
+        scores_HT = torch.einsum("hd,htd->ht", case.q_BHD[b].float(), k_SHTD[slot, :, :length]) / 8
+        scores_HT = softcap * torch.tanh(scores_HT / softcap) if softcap else scores_HT
+        wanted_H = torch.logsumexp(scores_HT, 1) / math.log(2)
+        torch.testing.assert_close(lse_BH[b], wanted_H, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("firsts_B", torch.zeros(2)),
+        ("firsts_B", torch.zeros(3, dtype=torch.int32)),
+        ("lse_BH", torch.zeros(2, 2)),
+        ("lse_BH", torch.zeros(2, 4, dtype=torch.float16)),
+        ("lse_BH", torch.zeros(4, 2).T),
+        ("lse_BH", torch.zeros(2, 4, device="meta")),
+    ],
+)
+def test_decode_refuses_wrong_firsts_and_log_sum_exps(name: str, wrong: torch.Tensor, device: torch.device) -> None:
+    case = make_case([5, 6], device=device, **SMALL)
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        case.decode(**{name: wrong if wrong.is_meta else wrong.to(device)})
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])

@@ -24,11 +24,12 @@ from vmmkv.server.protocol import (
     Generate,
     Loading,
     Message,
+    Output,
+    Outputs,
     Ready,
     Shutdown,
     Snapshot,
     ToEngine,
-    Tokens,
     decode_to_engine,
     encode,
 )
@@ -38,7 +39,14 @@ FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
 DIE_CODE = 3
 
 READY = Ready(
-    model="tiny", device="fake", dtype="float32", max_tokens=256, pool_tokens=1024, budget_bytes=1 << 26, max_sequences=4
+    model="tiny",
+    device="fake",
+    dtype="float32",
+    max_tokens=256,
+    pool_tokens=1024,
+    budget_bytes=1 << 26,
+    max_sequences=4,
+    implementation="vmmkv",
 )
 
 
@@ -60,6 +68,10 @@ class FakeEngine:
         self.search: Callable[[Generate], list[Beam]] = echoes
         self.logprob: Callable[[Generate, int], float] = lambda request, place: -1.0
         """Of the token at a place of the answer, the end token's behind the last."""
+        self.likeliest: Callable[[Generate, int], list[tuple[int, float]]] = lambda request, place: [
+            (token_id, -2.0 - token_id) for token_id in range(request.num_logprobs)
+        ]
+        """What is said to have been the likeliest at a place."""
         self.cached: Callable[[Generate], int] = lambda request: 0
         """Tokens of the prompt that are said to be cached."""
         self.endless = False
@@ -115,6 +127,7 @@ class FakeEngine:
                 self._stop.set()
 
     def _step(self) -> None:
+        outputs: list[Output] = []
         for request_id, (request, generated) in list(self._running.items()):
             if request.beam_width:
                 del self._running[request_id]
@@ -131,15 +144,17 @@ class FakeEngine:
                 reason = "length" if len(generated) == request.max_new_tokens else None
             if reason is not None:
                 del self._running[request_id]
-            self._send(
-                Tokens(
+            outputs.append(
+                Output(
                     request_id=request_id,
-                    token_ids=token_ids,
+                    token_ids=tuple(token_ids),
                     finish_reason=reason,
-                    logprobs=[self.logprob(request, place)] if request.want_logprobs else [],
+                    logprobs=(self.logprob(request, place),) if request.want_logprobs else (),
+                    top_logprobs=(tuple(self.likeliest(request, place)),) if request.num_logprobs else (),
                     cached_tokens=self.cached(request) if place == 0 else 0,
                 )
             )
+        self._send(Outputs(outputs=outputs))
         self._send(self._snapshot())
 
     def _snapshot(self) -> Snapshot:

@@ -247,6 +247,14 @@ class TestBeams:
         [
             ({"temperature": 0.5}, "temperature", "send 0"),
             ({"stream": True}, "stream", "leave stream out"),
+            ({"top_p": 0.5}, "top_p", "leave top_p out"),
+            ({"top_k": 5}, "top_k", "leave top_k out"),
+            ({"min_p": 0.5}, "min_p", "leave min_p out"),
+            ({"presence_penalty": 1}, "presence_penalty", "leave presence_penalty out"),
+            ({"frequency_penalty": 1}, "frequency_penalty", "leave frequency_penalty out"),
+            ({"repetition_penalty": 2}, "repetition_penalty", "leave repetition_penalty out"),
+            ({"logit_bias": {"5": 1}}, "logit_bias", "leave logit_bias out"),
+            ({"logprobs": 1}, "logprobs", "leave logprobs out"),
             ({"n": 4, "beam_width": 2}, "n", "raise beam_width to 4 or lower n to 2"),
             ({"beam_width": 0}, "beam_width", "greater than or equal to 1"),
             ({"beam_width": READY.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.max_sequences}"),
@@ -259,6 +267,8 @@ class TestBeams:
         self, server: Running, path: str, body: dict[str, Any], param: str, said: str
     ) -> None:
         asked: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "a"}
+        if "chat" in path and "logprobs" in body:
+            body = {"logprobs": True}
         error = refused(server, path, {**asked, "use_beam_search": True, **body})
         assert error["param"] == param
         assert said in error["message"]

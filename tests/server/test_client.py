@@ -9,8 +9,8 @@ import pytest
 import zmq.asyncio
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
-from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.protocol import Abort, FromEngine, Generate, Loading, Shutdown, Tokens
+from vmmkv.server.client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv.server.protocol import Abort, Beams, FromEngine, Generate, Loading, Output, Shutdown
 
 
 @pytest.fixture
@@ -35,6 +35,16 @@ def request(request_id: str, *, seed: int = 0, num_tokens: int = 8) -> Generate:
     return Generate(request_id=request_id, prompt=[1, 2, 3], max_new_tokens=num_tokens, seed=seed)
 
 
+async def every(answers: Answers) -> list[Output]:
+    """All that comes to these requests, in order."""
+    return [_output(each) for news in [news async for news in answers] for each in news]
+
+
+def _output(news: Output | Beams) -> Output:
+    assert isinstance(news, Output)
+    return news
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -45,7 +55,7 @@ def test_every_request_of_a_group_is_answered_to_its_end(address: str) -> None:
     async def check() -> None:
         async with connected(address) as (client, _):
             with client.submit([request("a"), request("b", num_tokens=2)]) as answers:
-                got = [message async for message in answers]
+                got = await every(answers)
             for request_id, token_ids, reason in (("a", [1, 2, 3], "stop"), ("b", [1, 2], "length")):
                 own = [message for message in got if message.request_id == request_id]
                 assert [token_id for message in own for token_id in message.token_ids] == token_ids
@@ -83,8 +93,8 @@ def test_leaving_the_block_aborts_what_runs_and_only_that(address: str) -> None:
     async def check() -> None:
         async with connected(address) as (client, engine):
             with client.submit([request("done"), request("silent", seed=SILENT_SEED)]) as answers:
-                async for message in answers:
-                    if message.finish_reason is not None:
+                async for news in answers:
+                    if _output(news[-1]).finish_reason is not None:
                         break
             await until(lambda: engine.aborted() == {"silent"})
             answers.close()
@@ -102,7 +112,7 @@ def test_tokens_of_an_aborted_request_are_dropped(address: str) -> None:
                 await anext(answers)
                 await asyncio.sleep(0.05)
                 answers.abort("a")
-                assert {message.request_id async for message in answers} == {"b"}
+                assert {output.request_id for output in await every(answers)} == {"b"}
 
     asyncio.run(check())
 
@@ -113,7 +123,7 @@ def test_a_failed_request_leaves_the_others_alone(address: str) -> None:
             with client.submit([request("good")]) as good, client.submit([request("bad", seed=FAIL_SEED)]) as bad:
                 with pytest.raises(RequestFailed, match="told to fail"):
                     await anext(bad)
-                assert [message async for message in good][-1].finish_reason == "stop"
+                assert (await every(good))[-1].finish_reason == "stop"
 
     asyncio.run(check())
 
@@ -139,7 +149,7 @@ def test_what_the_engine_said_before_it_died_still_counts(address: str) -> None:
         async with connected(address) as (client, _):
             with client.submit([request("a")]) as answers:
                 await client.engine_ended("exit code 3")
-                assert [message async for message in answers][-1].finish_reason == "stop"
+                assert (await every(answers))[-1].finish_reason == "stop"
 
     asyncio.run(check())
 
@@ -180,7 +190,7 @@ def test_requests_of_which_one_cannot_be_encoded_are_not_sent(address: str) -> N
                 client.submit([request("a"), request("b", seed=1 << 70)])
             assert client._answers == {}
             with client.submit([request("c")]) as answers:
-                assert {message.request_id async for message in answers} == {"c"}
+                assert {output.request_id for output in await every(answers)} == {"c"}
             assert [message.request_id for message in engine.received if isinstance(message, Generate)] == ["c"]
 
     asyncio.run(check())
@@ -201,9 +211,9 @@ def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(address: 
     async def check() -> None:
         async with connected(address) as (client, _):
 
-            async def one(number: int) -> list[Tokens]:
+            async def one(number: int) -> list[Output]:
                 with client.submit([request(f"r{number}")]) as answers:
-                    return [message async for message in answers]
+                    return await every(answers)
 
             got = await asyncio.gather(*(one(number) for number in range(1000)))
             assert all(messages[-1].finish_reason == "stop" for messages in got)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.detokenize import Detokenizer, StopStrings, TextStream
+from vmmkv.server.detokenize import Detokenizer, StopStrings, TextStream, decode_all
 
 TOKENIZER = byte_tokenizer().backend_tokenizer
 IM_START, IM_END = token_ids("<|im_start|><|im_end|>")
@@ -129,3 +129,31 @@ def test_a_stop_string_within_the_last_characters_is_found_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER, stops=["\N{REPLACEMENT CHARACTER}"])
     assert detokenizer.feed(token_ids("a€")[:-1]) + detokenizer.finish() == "a"
     assert detokenizer.stopped
+
+
+TEXTS = ("", "one", "Grüße, €!", "日本 🙂 \u200d naïve", "a" * 300)
+
+
+@pytest.mark.parametrize("context", ["", "before", "€", "a long context, longer than what is looked at"])
+def test_all_at_once_gives_the_text_that_one_at_a_time_gives(context: str) -> None:
+    before = token_ids(context)
+    wanted = []
+    for text in TEXTS:
+        detokenizer = Detokenizer(TOKENIZER, context=before)
+        wanted.append(detokenizer.feed(token_ids(text)) + detokenizer.finish())
+        together = Detokenizer(TOKENIZER, context=before)
+        assert together.feed(token_ids(text)[:2]) + together.finish(token_ids(text)[2:]) == wanted[-1]
+        assert (together.num_tokens, together.num_characters) == (detokenizer.num_tokens, len(wanted[-1]))
+    assert decode_all(TOKENIZER, [(before, token_ids(text)) for text in TEXTS]) == wanted == list(TEXTS)
+
+
+def test_a_context_cut_within_a_character_is_never_shown_again_by_all_at_once() -> None:
+    (text,) = decode_all(TOKENIZER, [(token_ids("a€")[:-1], token_ids("bc"))])
+    assert "a" not in text and text.endswith("bc")
+
+
+def test_the_last_tokens_are_searched_for_a_stop_string() -> None:
+    detokenizer = Detokenizer(TOKENIZER, stops=["END"])
+    assert detokenizer.feed(token_ids("one E")) + detokenizer.finish(token_ids("ND two")) == "one "
+    assert detokenizer.stopped
+    assert detokenizer.num_tokens == len("one END")

@@ -30,7 +30,8 @@ def test_without_options_the_defaults_are_those_of_the_config(launched: list[Ser
 
 def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
     options = "--model ./m --host 0.0.0.0 --port 0 --device cuda:1 --dtype float16 --kv-budget 512MiB --max-tokens 99"
-    main(["serve", *options.split(), "--max-sequences", "7", "--no-prefix-cache", "--log-level", "debug"])
+    options += " --max-num-seqs 7 --max-num-batched-tokens 640 --model-impl transformers --load-format dummy --seed 5"
+    main(["serve", *options.split(), "--no-prefix-cache", "--log-level", "debug"])
     assert launched == [
         ServeConfig(
             model="./m",
@@ -40,8 +41,12 @@ def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
             dtype="float16",
             kv_budget_bytes=512 * MIB,
             max_tokens=99,
-            max_sequences=7,
+            max_num_seqs=7,
+            max_num_batched_tokens=640,
             prefix_cache=False,
+            model_impl="transformers",
+            load_format="dummy",
+            seed=5,
             log_level="debug",
         )
     ]
@@ -68,7 +73,12 @@ def test_the_log_level_comes_from_the_environment_unless_it_is_given(
         ("--kv-budget 1MiB", "less than one page of 2.0 MiB"),
         ("--kv-budget lots", "not a size"),
         ("--max-tokens 1", "at least 2"),
-        ("--max-sequences 0", "at least 1"),
+        ("--max-num-seqs 0", "at least 1"),
+        ("--max-num-batched-tokens 255", "raise it to 256 or lower --max-num-seqs to 255"),
+        ("--max-num-batched-tokens 0 --max-num-seqs 2", "raise it to 2 or lower --max-num-seqs to 1"),
+        ("--model-impl torch", "auto, vmmkv, transformers"),
+        ("--load-format gguf", "auto, dummy"),
+        ("--seed -1", "0 to 2**63 - 1"),
         ("--log-level loud", "debug, info, warning, error"),
         ("--model=", "--model is empty"),
         ("--host=", "127.0.0.1"),

@@ -9,6 +9,9 @@ examples:
   vmmkv serve                                        SmolLM2-135M, fetched first if need be
   vmmkv serve --model ./my-model --device cuda:1     a transformers directory, on the second GPU
   vmmkv serve --port 0 --kv-budget 512MiB            any free port, and little memory
+  vmmkv serve --model ./my-model --max-num-seqs 512 --max-num-batched-tokens 8192
+                                                     more requests at once, and larger steps
+  vmmkv serve --model ./my-model --load-format dummy random weights in this shape, to measure speed
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
@@ -27,7 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-budget", metavar="SIZE", default=absent, help="memory for the KV cache, such as 4GiB (default: from what is free)"
     )
     add("--max-tokens", metavar="N", type=int, default=absent, help="longest prompt and answer together (default: the model's)")
-    add("--max-sequences", metavar="N", type=int, default=absent, help="sequences that run at once (default: 64)")
+    add("--max-num-seqs", metavar="N", type=int, default=absent, help="sequences that run at once (default: 256)")
+    add(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=int,
+        default=absent,
+        help="tokens that a step computes at most: more is faster in all, fewer keep answers flowing while prompts are "
+        "computed (default: by the device)",
+    )
     add(
         "--no-prefix-cache",
         dest="prefix_cache",
@@ -35,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=absent,
         help="compute every prompt from its first token, and share nothing",
     )
+    add(
+        "--model-impl",
+        default=absent,
+        help="auto, vmmkv (the decoder driven by the model's configuration) or transformers (its own code, unmodified) "
+        "(default: auto, vmmkv for the models that it knows)",
+    )
+    add("--load-format", default=absent, help="auto, or dummy for random weights (default: auto, the model's safetensors)")
+    add("--seed", metavar="N", type=int, default=absent, help="of dummy weights (default: 0)")
     add("--log-level", default=absent, help="debug, info, warning or error (default: $VMMKV_LOG_LEVEL, else info)")
 
 

@@ -1,0 +1,75 @@
+"""The engine under load, through `vmmkv.server.Engine`: what design.md's workloads take, and where a decode step's time goes.
+
+models     the models, by configuration      roofline    the least time that an H200 needs
+sizes      how large everything is           requests    prompts, and what is asked
+engine     the engine, timed from outside    clock       its steps, timed from inside
+checks     before anything is timed          context     what parts share
+workloads, steps, breakdown (kernel_times): the parts    bars    what was promised, and vLLM's figures
+"""
+
+from importlib import import_module
+from typing import Final
+
+from bench.report import Report
+from bench.settings import Settings, Shape
+from bench.timing import now_us
+
+SUITE: Final = "serve"
+
+PARTS: Final = {
+    "mixed": "workloads",
+    "single": "workloads",
+    "first": "workloads",
+    "long": "workloads",
+    "shared": "workloads",
+    "step": "steps",
+    "breakdown": "breakdown",
+}
+"""The module where each is a function of that name. It is loaded when the suite runs: the other suites need no server."""
+
+_BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
+"""Shapes that are measured on a GPU if none is named: those that something is promised of."""
+
+_LONG: Final = ("llama-3.1-8b", "wide")
+"""Shapes whose `long` part is measured without being asked for: that is promised of the first only."""
+
+
+def check(settings: Settings) -> None:
+    """Raises: ValueError for a part that there is not, naming those that there are."""
+    if unknown := [part for part in settings.parts if part not in PARTS]:
+        raise ValueError(f"no part {', '.join(unknown)}; serve has {', '.join(PARTS)}")
+
+
+def run(settings: Settings, report: Report) -> None:
+    """Every part for every shape. What fails has a row `failed` and no other, and is raised at the end.
+
+    Raises: ExceptionGroup of WrongNumbers and whatever else the engine raised; ValueError for a part that there is not.
+    """
+    from bench.serve.context import Context
+
+    check(settings)
+    failures: list[Exception] = []
+    for shape in _shapes(settings):
+        context = Context(settings, report, shape)
+        try:
+            for name in _parts(settings, shape):
+                began_us = now_us()
+                getattr(import_module(f"bench.serve.{PARTS[name]}"), name)(context)
+                report.say(f"{context.model.name} {name}: {(now_us() - began_us) / 1e6:.1f} s")
+        finally:
+            context.close()
+        failures += context.failures
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} workloads have failed", failures)
+
+
+def _shapes(settings: Settings) -> list[Shape]:
+    if settings.shapes:
+        return [shape for shape in settings.shapes if shape.name in _BY_DEFAULT]
+    return [settings.shape]
+
+
+def _parts(settings: Settings, shape: Shape) -> list[str]:
+    if settings.parts:
+        return [name for name in PARTS if name in settings.parts]
+    return [name for name in PARTS if name != "long" or shape.name in _LONG]

@@ -1,0 +1,95 @@
+"""Penalties and biases, added to logits in place before they are sampled from, in one launch.
+
+Legend: B rows of the batch, V vocabulary, S slots, R rows of state. Prefixes: p_ pointer, i_ index, m_ mask.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vmmkv.kernels import checks
+
+_TILE = 2048
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_state_rows"])
+def _adjust(
+    p_logits, p_slots, p_state_rows, p_repetition, p_frequency, p_presence, p_counts, p_prompt, p_bias,
+    num_slots, num_state_rows, num_tokens, stride, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (t, b): tile t of row b."""
+    b = tl.program_id(1).to(tl.int64)
+    slot = tl.load(p_slots + b).to(tl.int64)
+    m_slot = (slot >= 0) & (slot < num_slots)
+    i_state = tl.load(p_state_rows + slot, mask=m_slot, other=0).to(tl.int64)
+    if (i_state > 0) & (i_state < num_state_rows):
+        repetition = tl.load(p_repetition + slot)
+        frequency = tl.load(p_frequency + slot)
+        presence = tl.load(p_presence + slot)
+        i_v = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        m_v = i_v < num_tokens
+        i_seen = i_state * num_tokens + i_v
+        logits = tl.load(p_logits + b * stride + i_v, mask=m_v, other=0.0).to(tl.float32)
+        counts = tl.load(p_counts + i_seen, mask=m_v, other=0)
+        in_prompt = tl.load(p_prompt + i_seen, mask=m_v, other=0)
+        repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+        logits = tl.where((counts > 0) | (in_prompt != 0), repeated, logits)
+        logits = logits - counts.to(tl.float32) * frequency
+        logits = logits - tl.where(counts > 0, presence, 0.0)
+        if p_bias is not None:
+            logits += tl.load(p_bias + i_seen, mask=m_v, other=0.0)
+        tl.store(p_logits + b * stride + i_v, logits.to(p_logits.dtype.element_ty), mask=m_v)
+
+
+def adjust(
+    logits_BV: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    state_row_S: torch.Tensor,
+    repetition_S: torch.Tensor,
+    frequency_S: torch.Tensor,
+    presence_S: torch.Tensor,
+    counts_RV: torch.Tensor,
+    prompt_RV: torch.Tensor,
+    bias_RV: torch.Tensor | None,
+) -> None:
+    """Change the logits of row b, in place, by what slot slots_B[b] asks for; arithmetic in float32, rounded once.
+
+    Row state_row_S[slot] of the state is the slot's; row 0 is nobody's, and leaves its logits as they are. Tokens of the
+    prompt (prompt_RV, uint8) or generated before (counts_RV, int32) have their logits divided by the repetition penalty,
+    or multiplied if they are negative (Keskar et al., 2019); then, as OpenAI defines them, frequency_S times the count and
+    presence_S for any count are taken off; then bias_RV (float32) is added.
+
+    logits_BV: fp16, bf16 or fp32; elements contiguous. slots_B: int32 or int64. state_row_S: int32; penalties: float32.
+
+    Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Rows without state read nothing.
+    Raises: ValueError naming the argument.
+    """
+    device = logits_BV.device
+    checks.runnable("logits_BV", device)
+    if logits_BV.dtype not in checks.FLOAT_DTYPES or logits_BV.dim() != 2 or logits_BV.stride(1) != 1:
+        given = f"{logits_BV.dtype} of shape {tuple(logits_BV.shape)} and strides {logits_BV.stride()}"
+        checks.refuse("logits_BV", given, "float16, bfloat16 or float32 of 2 dimensions, the last one contiguous")
+    num_rows, num_tokens = logits_BV.shape
+    checks.index("slots_B", slots_B, num_rows, device)
+    num_slots, num_state_rows = state_row_S.shape[0], counts_RV.shape[0]
+    state = (num_state_rows, num_tokens)
+    for name, tensor, dtype, shape in (
+        ("state_row_S", state_row_S, torch.int32, (num_slots,)),
+        ("repetition_S", repetition_S, torch.float32, (num_slots,)),
+        ("frequency_S", frequency_S, torch.float32, (num_slots,)),
+        ("presence_S", presence_S, torch.float32, (num_slots,)),
+        ("counts_RV", counts_RV, torch.int32, state),
+        ("prompt_RV", prompt_RV, torch.uint8, state),
+        ("bias_RV", counts_RV if bias_RV is None else bias_RV, torch.int32 if bias_RV is None else torch.float32, state),
+    ):
+        if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+            given = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+            checks.refuse(name, given, f"contiguous {dtype} of shape {shape} on {device}")
+    if num_rows == 0:
+        return
+    with checks.on_device(device):
+        _adjust[(triton.cdiv(num_tokens, _TILE), num_rows)](
+            logits_BV, slots_B, state_row_S, repetition_S, frequency_S, presence_S, counts_RV, prompt_RV, bias_RV,
+            num_slots, num_state_rows, num_tokens, logits_BV.stride(0), TILE=_TILE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The operations of a decoder by vmmkv's kernels. Importing this imports triton.
+
+A step of few tokens is bound by the weights that it reads: each linear map is one kernel that norms, activates and adds on the
+way. A step of many is bound by arithmetic, which cuBLAS does best; what lies between is added and normed in one kernel.
+
+Legend: N tokens of a step, B rows that are kept, E hidden, G outputs, F = G / 2 gated ones, I inputs, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from vmmkv.kernels.activation import silu_mul
+from vmmkv.kernels.linear import MAX_ROWS, linear
+from vmmkv.kernels.norm import rms_norm
+from vmmkv.server.engine.decoder.ops import Stream
+
+
+class KernelOps:
+    """vmmkv's kernels, and cuBLAS."""
+
+    def stream(self, x_NE: torch.Tensor, norm_eps: float) -> Stream:
+        """A stream that is written in place."""
+        return _NarrowStream(x_NE, norm_eps) if x_NE.shape[0] <= MAX_ROWS else _WideStream(x_NE, norm_eps)
+
+    def linear(self, x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
+        """[B, V]"""
+        return linear(x_BE, weight_VE) if x_BE.shape[0] <= MAX_ROWS else F.linear(x_BE, weight_VE)
+
+
+class _NarrowStream:
+    """Of a few tokens: a kernel for each linear map, with all that happens around it."""
+
+    def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
+        self._x_NE = x_NE
+        self._norm_eps = norm_eps
+
+    def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        return linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps)
+
+    def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        return linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps, gated=True)
+
+    def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
+        linear(x_NI, weight_EI, bias_N=bias_E, residual_MN=self._x_NE)
+
+    def keep(self, rows_B: torch.Tensor) -> Stream:
+        return KernelOps().stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+
+    def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
+        return rms_norm(self._x_NE, norm_E, self._norm_eps)
+
+
+class _WideStream:
+    """Of many tokens: the stream is `_x_NE`, plus `_due_NE` where that was not added yet; the next norm does it."""
+
+    def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
+        self._x_NE = x_NE
+        self._due_NE: torch.Tensor | None = None
+        self._norm_eps = norm_eps
+
+    def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(self.normed(norm_E), weight_GE, bias_G)
+
+    def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        return silu_mul(self.project(norm_E, weight_GE, bias_G))
+
+    def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
+        assert self._due_NE is None, "something is due already: norm between two additions"
+        self._due_NE = F.linear(x_NI, weight_EI, bias_E)
+
+    def keep(self, rows_B: torch.Tensor) -> Stream:
+        assert self._due_NE is None, "rows can be kept after a norm only"
+        return KernelOps().stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+
+    def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
+        due_NE, self._due_NE = self._due_NE, None
+        if due_NE is None:
+            return rms_norm(self._x_NE, norm_E, self._norm_eps)
+        return rms_norm(due_NE, norm_E, self._norm_eps, residual_NE=self._x_NE)

@@ -1,0 +1,33 @@
+"""The config-driven decoder over the cache's slots."""
+
+from typing import Final
+
+import torch
+
+from vmmkv import KVCache
+from vmmkv.server.engine.attention import Rope, SlotAttention
+from vmmkv.server.engine.batch import Batch
+from vmmkv.server.engine.decoder import Decoder
+
+
+class DecoderModel:
+    """A decoder whose keys and values are a cache's. Several can live in one process."""
+
+    implementation: Final = "vmmkv"
+    capturable: Final = True
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        config = decoder.config
+        cos_TR, sin_TR = config.rope.tables(cache.max_tokens, cache.device)
+        windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
+        self._decoder = decoder
+        self._attention = SlotAttention(cache, rope=Rope(cos_TR, sin_TR), windows=windows)
+        self.vocabulary_size: Final = config.vocab_size
+
+    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        self._attention.begin(batch)
+        return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
+
+    def check(self) -> None:
+        """It is known to be one that can be served."""

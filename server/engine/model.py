@@ -1,0 +1,34 @@
+"""What the engine wants of a model."""
+
+from typing import Protocol
+
+import torch
+
+from vmmkv.server.engine.batch import Batch
+
+
+class Model(Protocol):
+    """Computes the tokens of a step over the cache's slots, and the logits behind some of them."""
+
+    @property
+    def implementation(self) -> str:
+        """Whose code it is: `vmmkv` or `transformers`."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Can a step of it be captured in a CUDA graph, and replayed for other tokens, slots and lengths?"""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Of the logits."""
+        ...
+
+    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        ...
+
+    def check(self) -> None:
+        """After a forward pass: is this a model that can be served at all? Raises ValueError."""
+        ...

@@ -1,0 +1,135 @@
+"""Who shares a prefix with whom in a decode step: found by the tokens alone, whoever's memory the rows are in.
+
+    sorted by prompt     | common ............ | own of a |
+                         | common ............ | own of b ....... |      -> rows [0, common) of a, the leader, for both,
+                         | common ............ |                           and from `common` on each its own
+                         | other .... |                                  -> by itself
+
+A leader is one of the batch's own rows, so it lives as long as the step: when it leaves, there is another batch. Sharers
+stand side by side. Legend: B rows of the batch, G groups.
+"""
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from vmmkv.server.engine.batch import SharedPrefixes
+from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.uploads import Uploads
+
+MAX_GROUPS: Final = 8
+_LEAST_COMMON: Final = 256
+"""Tokens below which a prefix is not worth a problem of its own."""
+_LEAST_SAVED: Final = 16_384
+"""Rows of the cache that a step must read less, for two launches more a layer: see docs/performance.md."""
+
+
+class Group(NamedTuple):
+    """Members, by their index among those that were compared, and how many tokens they have in common."""
+
+    members: list[int]
+    num_common: int
+
+    @property
+    def saved(self) -> int:
+        """Rows that a step reads less."""
+        return (len(self.members) - 1) * self.num_common
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is compared: tokens of one namespace, as they sort."""
+
+    namespace: Hashable
+    tokens: TokenIds
+    key: bytes
+
+    @classmethod
+    def of(cls, namespace: Hashable, tokens: TokenIds) -> "Prompt":
+        """Cost: a copy."""
+        return cls(namespace, tokens, tokens.astype(">i4").tobytes())
+
+
+def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
+    """The groups that save most, the largest saving first, at most MAX_GROUPS of them.
+
+    Cost: host work by the tokens that neighbours in sorted order have in common; nothing to speak of where none have.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: (repr(prompts[index].namespace), prompts[index].key))
+    commons = [_num_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
+    found: list[Group] = []
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or not commons[end - 1]:
+            found += _best(order[begin:end], commons[begin : end - 1])
+            begin = end
+    found = [group for group in found if group.saved >= _LEAST_SAVED]
+    return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
+
+
+def _best(members: list[int], commons: list[int]) -> list[Group]:
+    """A run of neighbours as one group, or cut where they have least in common if that saves more."""
+    if not commons:
+        return []
+    whole = Group(members, min(commons))
+    cut = commons.index(whole.num_common)
+    if whole.num_common == max(commons):
+        return [whole]
+    parts = _best(members[: cut + 1], commons[:cut]) + _best(members[cut + 1 :], commons[cut + 1 :])
+    return parts if sum(part.saved for part in parts) > whole.saved else [whole]
+
+
+def _num_common(one: Prompt, other: Prompt) -> int:
+    least = 4 * _LEAST_COMMON
+    if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
+        return 0
+    length = min(len(one.tokens), len(other.tokens))
+    differs = one.tokens[:length] != other.tokens[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+class Sharers:
+    """The groups of the batch that is launched next, on the device, at addresses that do not change."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._starts_G1 = torch.zeros(MAX_GROUPS + 4, dtype=torch.int32, device=device)  # each tensor begins aligned
+        self._leaders_G, self._num_rows_G = torch.zeros(2, MAX_GROUPS, dtype=torch.int32, device=device)
+        self._firsts_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def tensors(self, num_rows: int) -> SharedPrefixes:
+        """Of a batch of so many rows."""
+        return SharedPrefixes(
+            starts_G1=self._starts_G1[: MAX_GROUPS + 1],
+            leaders_G=self._leaders_G,
+            num_rows_G=self._num_rows_G,
+            firsts_B=self._firsts_B[:num_rows],
+        )
+
+    def clear(self) -> None:
+        """No groups."""
+        for tensor in (self._starts_G1, self._leaders_G, self._num_rows_G, self._firsts_B):
+            tensor.zero_()
+
+    def place(self, slots: Slots, groups: Sequence[Group], uploads: Uploads) -> None:
+        """The first rows of the batch, which has these slots, are the members of the first group, then of the next."""
+        starts, leaders, num_rows = (np.zeros(size, np.int32) for size in (MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS))
+        firsts = np.zeros(len(self._firsts_B), np.int32)
+        row = 0
+        for index, group in enumerate(groups):
+            leaders[index], num_rows[index] = slots[row], group.num_common
+            firsts[row : row + len(group.members)] = group.num_common
+            row += len(group.members)
+            starts[index + 1] = row
+        starts[len(groups) + 1 :] = row
+        for tensor, values in (
+            (self._starts_G1[: MAX_GROUPS + 1], starts),
+            (self._leaders_G, leaders),
+            (self._num_rows_G, num_rows),
+            (self._firsts_B, firsts),
+        ):
+            uploads.into(tensor, values)

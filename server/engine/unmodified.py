@@ -1,0 +1,97 @@
+"""A causal language model of transformers as it is: only its attention function is ours.
+
+A step is a batch of runs of tokens, one run for each sequence, side by side in one row of the model's input. The model
+computes everything but attention on all of them at once; there each run meets its own sequence's memory.
+
+Legend: N tokens of the step, B rows of logits, V vocabulary, H query heads, K key-value heads, D head dimension.
+"""
+
+from collections import Counter
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from vmmkv import KVCache
+from vmmkv.server.engine.attention import SlotAttention
+from vmmkv.server.engine.batch import Batch
+
+NAME: Final = "vmmkv"
+"""Of the attention implementation, as `attn_implementation=NAME`."""
+
+
+class UnsupportedModel(ValueError):
+    """The model's attention does something that this server cannot do."""
+
+
+class UnmodifiedModel:
+    """Runs one transformers model over one cache.
+
+    Its attention is registered under one name for the whole process, as transformers has it: the last one made is in use.
+    """
+
+    implementation: Final = "transformers"
+    capturable: Final = False
+    """What an unknown model does between its layers need not be capturable, nor independent of the host."""
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        if not model._supports_attention_backend:
+            raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
+        self._model = model
+        self._layers = list(cache.layout.group_of)
+        self._attention = SlotAttention(cache)
+        self._calls: Counter[int] = Counter()
+        self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
+        AttentionInterface.register(NAME, self._attend)
+        AttentionMaskInterface.register(NAME, _no_mask)
+        model.set_attn_implementation(NAME)
+
+    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        self._attention.begin(batch)
+        self._calls.clear()
+        keep: torch.Tensor | int = 0 if last_B is None else last_B
+        output = self._model(input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def check(self) -> None:
+        """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
+
+        A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
+        """
+        others = {layer: self._calls[layer] for layer in self._layers if self._calls[layer] != 1}
+        if others:
+            raise UnsupportedModel(
+                f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
+                f"in a forward pass, not once: this model cannot be served from a KV cache of rows"
+            )
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
+        refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+        if refused or query.shape[0] != 1:
+            raise UnsupportedModel(
+                f"{type(module).__name__} asks for {', '.join(refused) or 'a padded batch'}, which vmmkv does not do yet"
+            )
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        self._calls[layer] += 1
+        q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling, window=sliding_window)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Instead of transformers' mask: who sees what is known from the runs."""

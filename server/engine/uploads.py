@@ -1,0 +1,41 @@
+"""From the host to the device, in order on the current stream and without waiting for it, which pageable memory would."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv.units import round_up
+
+ALIGNED_ELEMENTS: Final = 4
+"""16 bytes of int32: kernels are compiled anew for pointers that are not aligned so."""
+
+
+class Uploads:
+    """Copies to one device, and their number: in steady decode it stands still."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.count = 0
+
+    def into(self, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
+        """Copy into a tensor of the device."""
+        self.count += 1
+        target.copy_(self._staged(torch.from_numpy(values)), non_blocking=True)
+
+    def pack(self, parts: Sequence[npt.ArrayLike]) -> list[torch.Tensor]:
+        """Each as int32 on the device, aligned, all in one copy."""
+        self.count += 1
+        arrays = [np.asarray(part, np.int32) for part in parts]
+        ends = np.cumsum([round_up(len(array), ALIGNED_ELEMENTS) for array in arrays])
+        packed = np.zeros(ends[-1], np.int32)
+        begins = [0, *ends[:-1].tolist()]
+        for array, begin in zip(arrays, begins, strict=True):
+            packed[begin : begin + len(array)] = array
+        device = self._staged(torch.from_numpy(packed)).to(self._device, non_blocking=True)
+        return [device[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=True)]
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -1,0 +1,343 @@
+"""With several steps under way requests get the tokens that they get when each step is read at once."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv.prefix import PrefixCache
+from vmmkv.server.engine.readback import Readback
+from vmmkv.server.protocol import Abort, Beams
+
+LOOKAHEADS = [0, 1, 2, 3]
+
+
+class Ask(NamedTuple):
+    prompt: list[int]
+    max_new_tokens: int
+    options: dict[str, Any] = {}  # noqa: RUF012 # nobody changes it
+
+
+def sampled(seed: int, **options: Any) -> dict[str, Any]:
+    return {"temperature": 1.0, "seed": seed} | options
+
+
+def wide_rows(**changes: Any) -> LlamaForCausalLM:
+    """A row of 32 KiB, so that 64 tokens fill a page."""
+    return tiny_model(hidden_size=32, num_attention_heads=16, num_key_value_heads=16, head_dim=128, **changes)
+
+
+def first_new(tokens: list[int], among: range) -> int:
+    """Where a token stands that did not come before: made a stop token, it ends the answer there."""
+    return next(index for index in among if tokens[index] not in tokens[:index])
+
+
+def ask_all(one: Harness, asks: dict[str, Ask], *, every: int = 1) -> None:
+    """One more request before each `every`-th step, then until all is done."""
+    for index, (name, ask) in enumerate(asks.items()):
+        one.ask(name, ask.prompt, ask.max_new_tokens, **ask.options)
+        if index % every == every - 1:
+            one.step()
+    one.run()
+
+
+def answers(one: Harness) -> dict[str, tuple[list[int], list[str | None]]]:
+    """Of all who were answered: the tokens, and every finish reason."""
+    names = dict.fromkeys(output.request_id for output in one.outputs())
+    return {name: (one.tokens(name), one.finish_reasons(name)) for name in names}
+
+
+def assert_answered_once(one: Harness, names: Sequence[str]) -> None:
+    """One output a token, the last of which alone has a finish reason; what ended by a token has one without."""
+    for name in names:
+        outputs = one.outputs(name)
+        assert [output.finish_reason is None for output in outputs] == [True] * (len(outputs) - 1) + [False], name
+        assert [len(output.token_ids) for output in outputs[:-1]] == [1] * (len(outputs) - 1)
+        assert len(outputs[-1].token_ids) == (outputs[-1].finish_reason == "length")
+
+
+MIXTURE = {
+    "one": Ask(prompt_of(1), 30),
+    "at once": Ask(prompt_of(40, 1), 1),
+    "two": Ask(prompt_of(41, 1), 2, sampled(1)),
+    "long": Ask(prompt_of(150, 2), 50, sampled(2, top_p=0.9)),
+    "stops": Ask(prompt_of(17, 3), 60, sampled(3, stop_token_ids=list(range(0, VOCABULARY, 9)))),
+    "stops soon": Ask(prompt_of(18, 3), 60, sampled(4, stop_token_ids=list(range(0, VOCABULARY, 2)))),
+    "ignores": Ask(prompt_of(18, 3), 40, sampled(5, ignore_eos=True)),
+    "alike": Ask([*prompt_of(18, 3), 7], 40, sampled(6)),
+    "again": Ask(prompt_of(150, 2), 50, sampled(2, top_p=0.9)),
+    "penalised": Ask(prompt_of(30, 4), 40, sampled(7, frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.2)),
+    "biased": Ask(prompt_of(31, 4), 40, {"logit_bias": {5: 4.0}}),
+}
+EOS = frozenset(range(3, VOCABULARY, 40))
+
+
+@functools.cache
+def read_at_once(share: bool, ours: bool) -> dict[str, tuple[list[int], list[str | None]]]:
+    one = Harness(tiny_model(), share=share, ours=ours, eos_ids=EOS, step_tokens=30, lookahead=0)
+    ask_all(one, MIXTURE)
+    one.close()
+    assert {reasons[-1] for _, reasons in answers(one).values()} == {"stop", "length"}
+    return answers(one)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_the_tokens_are_the_same(harness: Callable[..., Harness], lookahead: int, share: bool, ours: bool) -> None:
+    one = harness(share=share, ours=ours, eos_ids=EOS, step_tokens=30, lookahead=lookahead)
+    ask_all(one, MIXTURE, every=1 + lookahead)
+    assert not one.failures()
+    assert answers(one) == read_at_once(share, ours) == read_at_once(False, False)
+    assert_answered_once(one, list(MIXTURE))
+    assert one.cache.stats().num_sequences == 0
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_so_many_steps_are_under_way(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
+    one = harness(lookahead=lookahead)
+    launched: list[Readback] = []
+    read: list[Readback] = []
+    decode, wait = one.runner.decode, Readback.wait
+
+    def launching(*args: Any) -> Readback:
+        launched.append(decode(*args))
+        return launched[-1]
+
+    def waiting(readback: Readback) -> Any:
+        read.append(readback)
+        return wait(readback)
+
+    monkeypatch.setattr(one.runner, "decode", launching)
+    monkeypatch.setattr(Readback, "wait", waiting)
+    one.ask("a", prompt_of(5), 20)
+    for step in range(1, 20):
+        one.step()
+        assert len(one.engine._under_way) == min(step, lookahead)
+        assert len(one.tokens("a")) == max(0, step - lookahead)
+    one.run()
+    assert len(launched) == 19, "the prompt's step gives the first token, and nobody decodes past the last one"
+    assert read[1:] == launched, "in order, each once"
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_who_ends_in_flight_gives_its_slot_to_another_at_once(
+    harness: Callable[..., Harness], lookahead: int, share: bool
+) -> None:
+    """The steps under way compute for somebody who is gone, in a slot that another has."""
+    asks = {
+        "first": Ask(prompt_of(20), 30, sampled(1)),
+        "second": Ask(prompt_of(21, 1), 30),
+        "third": Ask(prompt_of(3, 2), 30, sampled(3)),
+    }
+    free = harness(lookahead=0, ours=True)
+    ask_all(free, asks)
+    tokens = free.tokens("first")
+    at = first_new(tokens, range(6, 30))
+    asks["first"].options["stop_token_ids"] = [tokens[at]]
+    one = harness(slots=1, share=share, lookahead=lookahead, ours=True)
+    for name, ask in asks.items():
+        one.ask(name, ask.prompt, ask.max_new_tokens, **ask.options)
+    while "stop" not in one.finish_reasons("first"):
+        one.step()
+    assert len(one.engine._under_way) == lookahead, "these compute what follows the end"
+    one.step()
+    (second,) = one.engine._scheduler.running
+    assert second.ask.request_id == "second" and second.memory.length == 21
+    one.run()
+    assert one.tokens("first") == tokens[:at]
+    assert one.tokens("second") == free.tokens("second")
+    assert one.tokens("third") == free.tokens("third")
+    assert_answered_once(one, list(asks))
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_overrun_rows_are_never_shared(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    """What the tree is told are rows that were read back; of what a request computed past its end nobody hears."""
+    one = harness(wide_rows(), share=True, lookahead=lookahead, step_tokens=64)
+    prompt, free = prompt_of(90), one.expected(prompt_of(90), 60)
+    at = first_new(free, range(36, 60))  # past row 128, with which a page begins
+    told: list[int] = []
+    extend = PrefixCache._insert
+
+    def telling(cache: PrefixCache, sequence: Any, tokens: Any) -> Any:
+        confirmed = int(one.engine._scheduler.ledger.confirmed[sequence.slot])
+        assert len(tokens) <= confirmed <= sequence.length
+        told.append(sequence.length - len(tokens))
+        return extend(cache, sequence, tokens)
+
+    monkeypatch.setattr(PrefixCache, "_insert", telling)
+    one.ask("ends", prompt, 60, stop_token_ids=[free[at]])
+    one.run()
+    assert one.tokens("ends") == free[:at]
+    assert told[-1] == lookahead, "that many rows were computed for nobody"
+    one.ask("goes on", [*prompt, *free], 5)
+    one.run()
+    output = one.outputs("goes on")[0]
+    assert output.cached_tokens == len(prompt) + at, "the last token that was kept has its row"
+    assert one.tokens("goes on") == one.expected([*prompt, *free], 5)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_aborts_in_flight_change_nobody_else(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+    wanted = read_at_once(share, True)
+    one = harness(slots=3, share=share, ours=True, eos_ids=EOS, step_tokens=30, lookahead=lookahead)
+    gone = [name for index, name in enumerate(MIXTURE) if index % 3 == 1]
+    for name, ask in MIXTURE.items():
+        one.ask(name, ask.prompt, ask.max_new_tokens, **ask.options)
+    had: dict[str, list[int]] = {}
+    for _ in range(5000):
+        if not one.engine.has_work:
+            break
+        for name in gone:
+            running = [request.ask.request_id for request in one.engine._scheduler.running]
+            if name not in had and name in running and len(one.outputs(name)) == gone.index(name):
+                one.engine.receive(Abort(request_id=name))
+                one.cache.check()
+                one.check_ledger()
+                had[name] = one.tokens(name)
+        one.step()
+    assert not one.engine.has_work and len(had) >= 2
+    for name in MIXTURE:
+        if name in had:
+            assert one.tokens(name) == had[name] == wanted[name][0][: len(had[name])], "nothing after it left"
+        else:
+            assert (one.tokens(name), one.finish_reasons(name)) == wanted[name], name
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_who_gives_way_in_flight_goes_on_where_it_was(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+    """Steps under way are read before anybody gives way: one of them may end a request, and each gives a token that is kept."""
+    asks = {
+        str(index): Ask(prompt_of(40 + 7 * index, index), 70, sampled(index, frequency_penalty=0.4 * (index % 2)))
+        for index in range(5)
+    }
+    roomy = harness(wide_rows(), budget_pages=40, step_tokens=64, lookahead=0)
+    ask_all(roomy, asks)
+    assert roomy.engine._scheduler.num_preempted == 0
+    tight = harness(wide_rows(), budget_pages=6, step_tokens=64, lookahead=lookahead, share=share)
+    ask_all(tight, asks)
+    assert not tight.failures() and tight.engine._scheduler.num_preempted >= 2
+    assert answers(tight) == answers(roomy)
+    assert_answered_once(tight, list(asks))
+
+
+def test_a_step_under_way_may_make_the_room_that_is_missing(harness: Callable[..., Harness]) -> None:
+    """The older one has ended, though nobody has read it yet, when the newer one finds no page."""
+    asks = {"older": Ask(prompt_of(57), 40, sampled(1)), "newer": Ask(prompt_of(60, 1), 20)}
+    free = harness(wide_rows(), lookahead=0, ours=True)
+    ask_all(free, asks)
+    tokens = free.tokens("older")
+    at = first_new(tokens, range(4, 7))  # it is read when the newer one, five rows from a page's end, has come to that
+    one = harness(wide_rows(), budget_pages=2, lookahead=3, ours=True)
+    asks["older"].options["stop_token_ids"] = [tokens[at]]
+    ask_all(one, asks, every=2)
+    assert one.engine._scheduler.num_preempted == 0
+    assert one.tokens("older") == tokens[:at] and one.tokens("newer") == free.tokens("newer")
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_beams_beside_others(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+    one = harness(share=share, lookahead=lookahead, slots=12, step_tokens=30, eos_ids=EOS)
+    beams = {"wide": (prompt_of(50), 5), "narrow": (prompt_of(33, 1), 2), "late": (prompt_of(50)[:30], 3)}
+    for name, (prompt, width) in beams.items():
+        one.ask(name, prompt, 15, beam_width=width)
+        one.step()
+    ask_all(one, MIXTURE, every=3)
+    assert not one.failures()
+    assert answers(one) == read_at_once(share, False)
+    found = {message.request_id: message.beams for message in one.sent if isinstance(message, Beams)}
+    assert found.keys() == beams.keys()
+    for name, (prompt, width) in beams.items():
+        alone = harness(lookahead=0, eos_ids=EOS)
+        alone.ask(name, prompt, 15, beam_width=width)
+        alone.run()
+        (message,) = (message for message in alone.sent if isinstance(message, Beams))
+        assert [beam.token_ids for beam in found[name]] == [beam.token_ids for beam in message.beams]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_window_that_moves_leaves_what_was_confirmed_usable(
+    harness: Callable[..., Harness], lookahead: int, share: bool
+) -> None:
+    """It moves by the rows that are launched, and a request that ends then has fewer that count."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=16, head_dim=128, max_position_embeddings=1024, sliding_window=30,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    prompt = prompt_of(150)
+    free = harness(model, lookahead=0, ours=True)
+    free.ask("a", prompt, 80, **sampled(1))
+    free.run()
+    tokens = free.tokens("a")
+    ends = [index for index in range(77) if tokens[index] not in tokens[:index]]
+    assert len(ends) > 40
+    one = harness(model, share=share, lookahead=lookahead, slots=3, step_tokens=200, ours=True)
+    for at in ends[::4]:
+        one.ask(f"ends at {at}", prompt, 80, **sampled(1, stop_token_ids=[tokens[at]]))
+        one.run()
+        assert one.tokens(f"ends at {at}") == tokens[:at]
+        one.ask(f"goes on from {at}", [*prompt, *tokens[: at + 1]], 3, **sampled(1))
+        one.run()
+        assert one.tokens(f"goes on from {at}") == tokens[at + 1 : at + 4], "random numbers go by position"
+    assert not one.failures()
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_failure_that_comes_to_light_when_a_step_is_read_ends_its_requests_once(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    one = harness(slots=2, lookahead=lookahead, step_tokens=8)
+    for index, name in enumerate("abcd"):
+        one.ask(name, prompt_of(5 + index), 12)
+    wait = Readback.wait
+    calls = 0
+
+    def failing(readback: Readback) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("out of luck")
+        return wait(readback)
+
+    monkeypatch.setattr(Readback, "wait", failing)
+    one.run()
+    assert one.failures().keys() == {"a", "b"} and "out of luck" in one.failures()["a"]
+    for index, name in enumerate("abcd"):
+        wanted = one.expected(prompt_of(5 + index), 12)
+        assert one.tokens(name) == (wanted if name in "cd" else wanted[: len(one.tokens(name))])
+    assert_answered_once(one, ["c", "d"])
+
+
+def test_log_probabilities_stay_with_their_tokens(harness: Callable[..., Harness]) -> None:
+    """Some of a batch ask for them, and others end meanwhile: each output has those of its own token."""
+    wanted: dict[str, list[float]] = {}
+    for lookahead in LOOKAHEADS:
+        one = harness(slots=4, lookahead=lookahead, step_tokens=20, eos_ids=EOS)
+        for index in range(8):
+            asked = {} if index % 3 == 0 else {"want_logprobs": True, "num_logprobs": index % 3}
+            one.ask(str(index), prompt_of(5 + 3 * index, index), 20, **sampled(index, **asked))
+        one.run()
+        for index in range(8):
+            outputs = one.outputs(str(index))
+            assert all(len(output.logprobs) == (index % 3 > 0) for output in outputs)
+            assert all(len(top) == index % 3 for output in outputs for top in output.top_logprobs)
+            numbers = [
+                *one.logprobs(str(index)),
+                *(n for output in outputs for top in output.top_logprobs for p in top for n in p),
+            ]
+            assert numbers == pytest.approx(wanted.setdefault(str(index), numbers), abs=1e-4)

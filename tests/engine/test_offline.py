@@ -1,0 +1,378 @@
+"""Laws of the engine within one's own process: prompts in, completions out, in order, whatever happens to some of them."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import tiny_model
+from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv import MIB
+from vmmkv.errors import Closed
+from vmmkv.server import Completion, Engine, SamplingParams
+from vmmkv.server.models import ModelUnavailable
+from vmmkv.server.protocol import Failed
+
+VOCABULARY = 258
+"""The bytes, and two special tokens."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "kv_budget_bytes": 64 * MIB}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(vocab_size=VOCABULARY).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[Engine]:
+    with Engine(directory, **OPTIONS) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test does, nothing of it is left in the engine."""
+    yield
+    if "engine" in request.fixturenames:
+        one = request.getfixturevalue("engine")
+        assert one.snapshot is not None
+        assert (one.snapshot.running, one.snapshot.waiting, one.snapshot.kv_mapped_bytes) == (0, 0, 0)
+        one._open().engine.cache.check()
+
+
+def answers(completions: list[Completion]) -> list[list[int]]:
+    """The tokens of each prompt's first answer."""
+    return [completion.outputs[0].token_ids for completion in completions]
+
+
+def expected(directory: Path, prompt: list[int], count: int = 8) -> list[int]:
+    """transformers' own greedy answer."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_completions_come_in_the_order_of_the_prompts(engine: Engine, directory: Path) -> None:
+    prompts = [list(range(start, start + length)) for start, length in ((7, 90), (1, 3), (50, 40), (99, 1))]
+    completions = engine.generate(prompts, GREEDY)
+    assert [completion.prompt_token_ids for completion in completions] == prompts
+    assert answers(completions) == [expected(directory, prompt) for prompt in prompts]
+    for completion in completions:
+        assert completion.error is None
+        assert completion.outputs[0].finish_reason == "length"
+        assert completion.first_token_s is not None and 0 < completion.first_token_s <= completion.finished_s
+
+
+def test_text_is_tokenised_and_made_again(engine: Engine) -> None:
+    (of_text,) = engine.generate("hello", GREEDY)
+    (of_ids,) = engine.generate(token_ids("hello"), GREEDY)
+    assert of_text.prompt_token_ids == token_ids("hello")
+    assert of_text.outputs == of_ids.outputs
+    decode = byte_tokenizer().backend_tokenizer.decode
+    assert of_text.outputs[0].text == decode(of_text.outputs[0].token_ids)
+
+
+def test_texts_and_token_ids_can_be_mixed_and_each_has_its_params(engine: Engine) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (1, 2, 3)]
+    completions = engine.generate(["one", [1, 2], "three"], params)
+    assert [len(tokens) for tokens in answers(completions)] == [1, 2, 3]
+
+
+def test_more_prompts_than_slots_are_all_answered(engine: Engine) -> None:
+    together = engine.generate([[number, 5, 9] for number in range(40)], GREEDY)
+    alone = [engine.generate([number, 5, 9], GREEDY)[0] for number in (0, 17, 39)]
+    assert [together[number].outputs for number in (0, 17, 39)] == [each.outputs for each in alone]
+
+
+def test_an_empty_list_has_no_completions(engine: Engine) -> None:
+    assert engine.generate([]) == []
+
+
+def test_answers_of_one_prompt_have_the_seeds_that_follow(engine: Engine) -> None:
+    (several,) = engine.generate("abc", SamplingParams(n=4, seed=30))
+    singles = [engine.generate("abc", SamplingParams(seed=30 + index))[0].outputs[0] for index in range(4)]
+    assert several.outputs == singles
+    assert len({tuple(output.token_ids) for output in several.outputs}) == 4
+
+
+def test_without_a_seed_requests_differ_and_a_run_of_the_program_does_not(directory: Path) -> None:
+    runs = []
+    for _ in range(2):
+        with Engine(directory, seed=5, **OPTIONS) as one:
+            runs.append(answers(one.generate(["a", "a"])) + answers(one.generate(["a"])))
+    assert runs[0] == runs[1]
+    assert len(set(map(tuple, runs[0]))) == 3
+
+
+def test_log_probabilities_are_those_asked_for(engine: Engine) -> None:
+    (completion,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
+    (output,) = completion.outputs
+    assert output.logprobs is not None and len(output.logprobs) == 4
+    assert all(logprob < 0 for logprob in output.logprobs)
+    assert output.top_logprobs is None
+    assert engine.generate("abc", GREEDY)[0].outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stop_string_ends_an_answer_and_only_that(engine: Engine, n: int) -> None:
+    params = SamplingParams(seed=3, n=n, max_tokens=40)
+    whole = engine.generate("abc", params)[0].outputs
+    stop = whole[0].text[9:11]
+    cut = engine.generate("abc", SamplingParams(seed=3, n=n, max_tokens=40, stop=(stop,)))[0].outputs
+    for one, other in zip(whole, cut, strict=True):
+        assert other.text == one.text.split(stop)[0]
+        assert other.token_ids == one.token_ids[: len(other.token_ids)]
+        assert other.finish_reason == ("stop" if stop in one.text else "length")
+    assert len(cut[0].token_ids) < 40
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: Engine) -> None:
+    (whole,) = answers(engine.generate("abc", GREEDY))
+    params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(whole[3],), logprobs=0)
+    (output,) = engine.generate("abc", params)[0].outputs
+    assert output.token_ids == whole[: whole.index(whole[3])]
+    assert output.finish_reason == "stop"
+    assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+
+
+def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
+    prompt = [(3 * number) % 250 for number in range(3000)]
+    first, again = (engine.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert first.cached_tokens < 2048 and again.cached_tokens >= 2048
+    assert first.outputs == again.outputs
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        (["ok", ""], None, "prompt 1: The prompt has no tokens"),
+        ([[1], [2, VOCABULARY]], None, f"prompt 1: {VOCABULARY} is not a token id: this model's go from 0 to 257"),
+        ([[-1]], None, "prompt 0: -1 is not a token id"),
+        ([[1] * 8000], SamplingParams(max_tokens=500), "lower max_tokens to 192"),
+        (["a", "b"], [SamplingParams()], "1 params for 2 prompts"),
+        (["a"], SamplingParams(logit_bias={999: 1.0}), "999 is not a token id of logit_bias"),
+        (["\ud800"], None, "half of a surrogate pair"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(engine: Engine, prompts: Any, params: Any, said: str) -> None:
+    before = engine.snapshot
+    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+        engine.generate(prompts, params)
+    assert engine.snapshot is before
+
+
+def test_one_priority_for_each_prompt(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
+        engine.generate(["a", "b"], priorities=[1])
+    assert len(engine.generate(["a", "b"], GREEDY, priorities=[1, 0])) == 2
+
+
+def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine._open().engine
+    receive = core.receive
+
+    def failing(message: Any) -> None:
+        if getattr(message, "prompt", None) == token_ids("bad"):
+            engine._said.append(Failed(request_id=message.request_id, message="told to fail"))
+        else:
+            receive(message)
+
+    monkeypatch.setattr(core, "receive", failing)
+    good, bad, last = engine.generate(["good", "bad", "last"], GREEDY)
+    assert bad.error == "told to fail"
+    assert (bad.outputs[0].token_ids, bad.outputs[0].finish_reason, bad.first_token_s) == ([], None, None)
+    assert good.error is None and last.error is None
+    assert len(good.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 8
+
+
+def after_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
+    """Have the engine do `act` once, within a step, when it has done so many."""
+    core = engine._open().engine
+    step, done = core.step, [0]
+
+    def counted() -> None:
+        done[0] += 1
+        if done[0] == count:
+            act()
+        step()
+
+    monkeypatch.setattr(core, "step", counted)
+
+
+def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    after_steps(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[number] for number in range(30)], SamplingParams(max_tokens=500))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not engine._open().engine.has_work
+    assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
+
+
+def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    after_steps(engine, monkeypatch, 2, fail)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(["a", "b"], SamplingParams(max_tokens=500))
+    assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
+
+
+def test_one_thread_generates_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+
+    def intrude() -> None:
+        for call in (lambda: engine.generate("b"), engine.close):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(error)
+
+    def other_thread() -> None:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+
+    after_steps(engine, monkeypatch, 2, other_thread)
+    assert engine.generate("a", GREEDY)[0].error is None
+    assert len(errors) == 2
+    assert all("another thread" in str(error) for error in errors)
+
+
+def test_it_works_in_a_thread_that_gets_no_signals(engine: Engine) -> None:
+    got: list[list[Completion]] = []
+    thread = threading.Thread(target=lambda: got.append(engine.generate("abc", GREEDY)))
+    thread.start()
+    thread.join()
+    assert answers(got[0]) == answers(engine.generate("abc", GREEDY))
+
+
+def test_progress_is_shown_when_asked_for_and_not_else(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    engine.generate(["a", "b"], GREEDY, progress=True)
+    shown = capsys.readouterr().err
+    assert "2 of 2 requests" in shown and "tok/s out" in shown
+
+
+def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
+    one = Engine(directory, **OPTIONS)
+    calls = one._open().engine.cache.pool.driver.calls
+    one.generate("abc", GREEDY)
+    one.close()
+    one.close()
+    assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
+    with pytest.raises(Closed, match="closed"):
+        one.generate("abc")
+    with pytest.raises(Closed):
+        _ = one.ready
+
+
+def test_a_directory_without_a_tokenizer_takes_token_ids_alone(directory: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    with Engine(tmp_path, **OPTIONS) as one:
+        (completion,) = one.generate([[1, 2, 3]], GREEDY)
+        assert completion.outputs[0].token_ids == expected(directory, [1, 2, 3])
+        assert completion.outputs[0].text == ""
+        with pytest.raises(ValueError, match="no tokenizer: give token ids"):
+            one.generate("abc")
+        with pytest.raises(ValueError, match="use stop_token_ids"):
+            one.generate([1], SamplingParams(stop=("a",)))
+
+
+@pytest.mark.parametrize("model_impl", ["vmmkv", "transformers"])
+def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
+    directory: Path, tmp_path: Path, model_impl: str
+) -> None:
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    with pytest.raises(ModelUnavailable, match="safetensors"):
+        Engine(tmp_path, **OPTIONS)
+    got = []
+    for seed in (1, 1, 2):
+        with Engine(tmp_path, load_format="dummy", model_impl=model_impl, seed=seed, **OPTIONS) as one:
+            assert one.ready.implementation == model_impl
+            got.append(answers(one.generate([[1, 2, 3], [4, 5]], GREEDY)))
+    assert got[0] == got[1] != got[2]
+
+
+def test_two_engines_do_not_disturb_each_other(directory: Path) -> None:
+    options = OPTIONS | {"model_impl": "transformers"}
+    with Engine(directory, **options) as one:
+        wanted = answers(one.generate(["abc", "de"], GREEDY))
+        with Engine(directory, **options) as other:
+            assert answers(other.generate(["abc", "de"], GREEDY)) == wanted
+            assert answers(one.generate(["fgh"], GREEDY)) == answers(other.generate(["fgh"], GREEDY))
+        assert answers(one.generate(["abc", "de"], GREEDY)) == wanted
+
+
+def test_the_likeliest_tokens_are_named(engine: Engine) -> None:
+    (output,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs
+    assert output.top_logprobs is not None and output.logprobs is not None
+    for token_id, logprob, likeliest in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+        assert len(likeliest) == 3
+        assert next(iter(likeliest)) == token_id and likeliest[token_id] == pytest.approx(logprob)
+        assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
+
+
+def test_a_bias_forces_a_token_and_forbids_one(engine: Engine) -> None:
+    (free,) = answers(engine.generate("abc", GREEDY))
+    forced = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={77: 100.0})
+    assert answers(engine.generate("abc", forced)) == [[77, 77, 77]]
+    forbidden = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=dict.fromkeys(free, -100.0))
+    assert not set(answers(engine.generate("abc", forbidden))[0]) & set(free)
+
+
+def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gguf"):
+        Engine(directory, load_format="gguf")
+    with pytest.raises(ModelUnavailable, match=r"config\.json"):
+        Engine(tmp_path)
+
+
+def test_a_small_model_answers_in_sensible_english(smollm2: Path) -> None:
+    with Engine(smollm2, device="cpu", max_num_seqs=8, kv_budget_bytes=256 * MIB) as one:
+        chat = "<|im_start|>user\nWhat is the capital of {}?<|im_end|>\n<|im_start|>assistant\n"
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        completions = one.generate([chat.format(country) for country in ("France", "Italy")], params)
+    assert "Paris" in completions[0].outputs[0].text and "Rome" in completions[1].outputs[0].text
+    assert completions[0].outputs[0].finish_reason == "stop"
+
+
+IMPORTED = """
+import sys
+import vmmkv
+before = set(sys.modules)
+import vmmkv.server
+after = set(sys.modules) - before
+assert "Engine" in dir(vmmkv.server)
+print(*sorted(after))
+"""
+
+
+def test_importing_the_package_brings_neither_the_server_nor_a_model_library() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["vmmkv.server"]
+    with pytest.raises(ImportError, match="Enigne"):
+        from vmmkv.server import Enigne  # type: ignore[attr-defined]  # noqa: F401

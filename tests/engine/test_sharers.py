@@ -1,0 +1,183 @@
+"""Groups of sharers are true, and worth their while; rows of a step may stand in any order."""
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.conftest import Harness, prompt_of
+from vmmkv.server.engine import core, sharers
+from vmmkv.server.engine.ledger import Slots
+from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.sharers import MAX_GROUPS, Group, Prompt, Sharers, groups_of
+from vmmkv.server.engine.uploads import Uploads
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is worth sharing."""
+    monkeypatch.setattr(sharers, "_LEAST_COMMON", 1)
+    monkeypatch.setattr(sharers, "_LEAST_SAVED", 1)
+
+
+def prompts_of(tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> list[Prompt]:
+    spaces = namespaces or [None] * len(tokens)
+    return [Prompt.of(space, np.array(each, np.int32)) for space, each in zip(spaces, tokens, strict=True)]
+
+
+def num_common(*tokens: Sequence[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=False)))
+
+
+def assert_true(groups: Sequence[Group], tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> None:
+    members = [member for group in groups for member in group.members]
+    assert len(set(members)) == len(members), "nobody is in two"
+    assert [group.saved for group in groups] == sorted((group.saved for group in groups), reverse=True)
+    for group in groups:
+        assert len(group.members) > 1
+        assert group.num_common == num_common(*(tokens[member] for member in group.members)) > 0
+        assert len({namespaces[member] for member in group.members} if namespaces else {None}) == 1
+
+
+def most_saved(tokens: Sequence[Sequence[int]]) -> int:
+    """By all ways to cut the sorted prompts."""
+    order = sorted(tokens)
+    best = [0]
+    for end in range(1, len(order) + 1):
+        best.append(max(best[begin] + (end - begin - 1) * num_common(*order[begin:end]) for begin in range(end)))
+    return best[-1]
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3])
+def test_groups_are_true_and_save_as_much_as_any_cut(small: None, letters: int) -> None:
+    random = np.random.default_rng(letters)
+    for _ in range(400):
+        tokens = [random.integers(letters, size=random.integers(1, 9)).tolist() for _ in range(random.integers(0, 8))]
+        groups = groups_of(prompts_of(tokens))
+        assert_true(groups, tokens)
+        assert sum(group.saved for group in groups) >= most_saved(tokens), tokens
+
+
+def test_ids_sort_by_their_value_whatever_their_bytes(small: None) -> None:
+    random = np.random.default_rng(0)
+    stems = [[2**31 - 1, 256, 1], [255, 65_536], [256, 0, 7], [1, 2**24]]
+    for _ in range(50):
+        tokens = [[*stems[random.integers(4)], *random.integers(300, size=random.integers(4)).tolist()] for _ in range(9)]
+        groups = groups_of(prompts_of(tokens))
+        assert_true(groups, tokens)
+        assert sum(group.saved for group in groups) >= most_saved(tokens)
+
+
+def test_namespaces_are_never_grouped(small: None) -> None:
+    random = np.random.default_rng(0)
+    every: list[Hashable] = [None, "None", "a", "b"]
+    for _ in range(100):
+        tokens = [random.integers(2, size=random.integers(1, 9)).tolist() for _ in range(10)]
+        spaces = [every[index] for index in random.integers(4, size=10)]
+        groups = groups_of(prompts_of(tokens, spaces))
+        assert_true(groups, tokens, spaces)
+        for space in every:
+            own = [each for each, its in zip(tokens, spaces, strict=True) if its == space]
+            found = sum(group.saved for group in groups if spaces[group.members[0]] == space)
+            assert len(groups) == MAX_GROUPS or found >= most_saved(own)
+
+
+def test_only_the_groups_that_save_most_are_kept(small: None) -> None:
+    tokens = [[letter] * (5 + letter) for letter in range(12) for _ in range(2)]
+    groups = groups_of(prompts_of(tokens))
+    assert [group.num_common for group in groups] == [5 + letter for letter in range(11, 11 - MAX_GROUPS, -1)]
+
+
+def test_what_saves_too_little_is_not_shared() -> None:
+    long, short = prompt_of(9000), prompt_of(200)
+    assert groups_of(prompts_of([[*long, 1], [*long, 2]])) == []
+    assert groups_of(prompts_of([[*long, 1], [*long, 2], long])) == [Group([2, 0, 1], 9000)]
+    assert groups_of(prompts_of([[*short, index] for index in range(100)])) == []
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_many_sharers_beside_fewer_that_share_more(step: int) -> None:
+    """As many as may run; each goes on a little from the one before, or all have the same in common but for the last two."""
+    text = prompt_of(20_000)
+    tokens = [[*text[: 400 + index * step], 500 + index] for index in range(1200)] + [text, text]
+    tokens[:-2] = [[*each, -1 % 200] for each in tokens[:-2]]
+    groups = groups_of(prompts_of(tokens))
+    assert_true(groups, tokens)
+    assert sum(group.saved for group in groups) >= 1200 * 400 + 19_000
+
+
+def test_where_nothing_is_shared_prompts_are_looked_at_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    class Counted(np.ndarray[Any, Any]):
+        def __ne__(self, other: object) -> Any:
+            nonlocal compared
+            compared += 1
+            return super().__ne__(other)
+
+    prompts = [
+        Prompt(None, each.tokens.view(Counted), each.key) for each in prompts_of([prompt_of(5000, seed) for seed in range(40)])
+    ]
+    assert groups_of(prompts) == [] and compared == 0
+    alike = [prompts[0], Prompt(None, prompts[0].tokens, prompts[0].key)]
+    groups_of([*prompts, *alike])
+    assert compared == 2, "neighbours that begin alike"
+
+
+def test_the_device_is_told_where_groups_stand() -> None:
+    device = torch.device("cpu")
+    placed, uploads = Sharers(12, device), Uploads(device)
+    placed.place(np.array([7, 3, 9, 4, 2, 5]), [Group([0, 1, 2], 600), Group([5, 3], 300)], uploads)
+    shared = placed.tensors(6)
+    assert shared.starts_G1.tolist() == [0, 3, *[5] * (MAX_GROUPS - 1)]
+    assert shared.leaders_G[:2].tolist() == [7, 4]
+    assert shared.num_rows_G.tolist() == [600, 300, *[0] * (MAX_GROUPS - 2)]
+    assert shared.firsts_B.tolist() == [600, 600, 600, 300, 300, 0]
+    for tensor in (shared.starts_G1, shared.leaders_G, shared.num_rows_G):
+        assert tensor.data_ptr() % 16 == 0 and tensor.dtype == torch.int32
+    placed.clear()
+    assert not any(tensor.any() for tensor in (shared.starts_G1, shared.leaders_G, shared.num_rows_G, shared.firsts_B))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_rows_in_the_order_of_groups_give_the_same_tokens(
+    small: None, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    """Sharers stand side by side; each row's answer still goes to whom it is for. Who shares is found out when rows change."""
+    stems = [prompt_of(30), prompt_of(30, 1)]
+    asks = {str(index): [*stems[index % 2], *prompt_of(index // 2 * 3, index)] for index in range(9)}
+    plain = harness(ours=True, share=True, lookahead=lookahead, slots=7)
+    for index, (name, prompt) in enumerate(asks.items()):
+        plain.ask(name, prompt, 10 + 3 * index, temperature=1.0, seed=index)
+    plain.run()
+    placed: list[tuple[Slots, list[Group]]] = []
+    searched = 0
+
+    def searching(prompts: Sequence[Prompt]) -> list[Group]:
+        nonlocal searched
+        searched += 1
+        return groups_of(prompts)
+
+    def share(runner: Runner, slots: Slots, groups: list[Group]) -> None:
+        ledger = one.engine._scheduler.ledger
+        row = 0
+        for group in groups:
+            owners = [ledger.requests[slot] for slot in slots[row : row + len(group.members)]]
+            assert group.num_common == num_common(*(owner.ask.prompt for owner in owners if owner is not None))
+            row += len(group.members)
+        placed.append((slots, groups))
+
+    monkeypatch.setattr(core, "groups_of", searching)
+    monkeypatch.setattr(Runner, "shares", True)
+    monkeypatch.setattr(Runner, "share", share)
+    one = harness(ours=True, share=True, lookahead=lookahead, slots=7)
+    for index, (name, prompt) in enumerate(asks.items()):
+        one.ask(name, prompt, 10 + 3 * index, temperature=1.0, seed=index)
+    one.run()
+    assert {name: one.tokens(name) for name in asks} == {name: plain.tokens(name) for name in asks}
+    assert max(len(groups) for _, groups in placed) == 2
+    assert any(slots.tolist() != sorted(slots.tolist()) for slots, _ in placed), "the order is another than that of admission"
+    assert searched == len(placed) <= 2 * len(asks), "once for each batch of other rows, not once a step"

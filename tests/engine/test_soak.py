@@ -1,0 +1,202 @@
+"""Two thousand requests of every kind on a model and a budget that are tiny: each ends once, and nothing is left behind.
+
+`make test` takes the same ones each time; `make nightly` others as well.
+"""
+
+import functools
+import random
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import settings
+
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv.server.protocol import Abort, Beams, Failed, Outputs
+
+NUM_REQUESTS = 2000
+MAX_TOKENS = 2048
+BUDGET_PAGES = 10
+PAGE_TOKENS = 128
+"""A row is 16 KiB: so a sequence crosses pages all the time, and one of 1,280 rows takes the whole budget."""
+SLOTS, RUNNING = 20, 8
+WAITING = 24
+"""Requests that are there at once, at most."""
+
+_NIGHTLY = settings.get_current_profile_name() == "nightly"
+SEEDS = [0, *([random.SystemRandom().randrange(2**32)] if _NIGHTLY else [])]
+
+
+class Asked(NamedTuple):
+    name: str
+    prompt: list[int]
+    max_new_tokens: int
+    options: dict[str, Any]
+    abort_after: int | None
+    """Steps, or None if its client stays."""
+
+    @property
+    def rows(self) -> int:
+        """The most that it may have; the last token is never written."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def malformed(self) -> bool:
+        beams = self.options.get("beam_width", 0)
+        return not self.prompt or self.max_new_tokens < 1 or self.rows >= MAX_TOKENS or not 0 <= beams <= RUNNING
+
+
+def requests(chance: random.Random) -> list[Asked]:
+    """What clients ask: prompts with beginnings in common, and one in twenty that cannot be served."""
+    stems = [prompt_of(length, length) for length in (40, 130, 300, 520)]
+    asked: list[Asked] = []
+    while len(asked) < NUM_REQUESTS:
+        stem = chance.choice(stems)
+        prompt = [
+            *stem[: chance.randrange(len(stem) + 1)],
+            *(chance.randrange(VOCABULARY) for _ in range(chance.randrange(30))),
+        ]
+        options: dict[str, Any] = {
+            "cache_salt": chance.choice([None, None, "red", "blue"]),
+            "priority": chance.choice([0, 0, 0, 1, -1]),
+            "ignore_eos": chance.random() < 0.3,
+            "stop_token_ids": chance.sample(range(VOCABULARY), chance.choice([0, 0, 3, 40])),
+            "want_logprobs": chance.random() < 0.1,
+        }
+        max_new_tokens = chance.choice([1, 2, 5, chance.randrange(1, 20), chance.randrange(1, 90)])
+        siblings = chance.choice([1, 1, 1, 2, 4])
+        kind = chance.random()
+        if kind < 0.02:
+            prompt = prompt_of(chance.randrange(BUDGET_PAGES * PAGE_TOKENS + 1, MAX_TOKENS - 100), chance.randrange(99))
+        elif kind < 0.03:
+            prompt = chance.choice([[], prompt_of(MAX_TOKENS)])
+        elif kind < 0.04:
+            max_new_tokens = chance.choice([0, -1, MAX_TOKENS])
+        elif kind < 0.05:
+            max_new_tokens = chance.randrange(900, 1100)
+        elif kind < 0.09:
+            options |= {"beam_width": chance.choice([1, 2, 3, 5, RUNNING + 1]), "length_penalty": chance.random()}
+        for _ in range(min(siblings, NUM_REQUESTS - len(asked))):
+            sampling = {"temperature": chance.choice([0.0, 0.7, 1.5]), "top_p": chance.choice([0.5, 1.0]), "seed": len(asked)}
+            penalties = {"frequency_penalty": 0.5, "logit_bias": {7: -3.0}} if chance.random() < 0.2 else {}
+            abort_after = chance.randrange(30) if chance.random() < 0.15 else None
+            asked.append(Asked(str(len(asked)), prompt, max_new_tokens, options | sampling | penalties, abort_after))
+    return asked
+
+
+@functools.cache
+def model() -> Any:
+    return tiny_model(
+        hidden_size=32, num_attention_heads=16, num_key_value_heads=16, head_dim=64, max_position_embeddings=MAX_TOKENS
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
+    chance = random.Random(seed)
+    one = Harness(
+        model(), ours=True, share=True, lookahead=2, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
+        step_tokens=200, eos_ids=frozenset({3, 33}),
+    )  # fmt: skip
+    asked = requests(chance)
+    sent_before_abort = drive(one, asked, chance)
+    one.engine.settle()
+    one.cache.check()
+
+    scheduler = one.engine._scheduler
+    ends = endings(one)
+    for each in asked:
+        if each.name in sent_before_abort:
+            assert sum(ends[each.name].values()) <= 1, "its client may have gone when all was said"
+        else:
+            assert sum(ends[each.name].values()) == 1, f"{each.name} ended as {ends[each.name]}"
+    failures = one.failures()
+    for each in asked:
+        if each.name not in failures:
+            continue
+        if each.malformed:
+            assert "at least 1" in failures[each.name] or "slot" in failures[each.name]
+        else:
+            assert "never fit" in failures[each.name] and "budget" in failures[each.name]
+            assert each.options.get("beam_width") or each.rows > BUDGET_PAGES * PAGE_TOKENS
+    assert {each.name for each in asked if each.malformed} <= failures.keys()
+    kinds = Counter(kind for each in ends.values() for kind in each.elements())
+    assert min(kinds[kind] for kind in ("stop", "length", "beams", "failed")) > 20 and len(sent_before_abort) > 100
+    assert scheduler.num_preempted > 20, "memory was short"
+    assert one.prefix is not None
+    assert one.prefix.stats().hit_tokens > 50_000
+
+    assert not (scheduler.waiting or scheduler.running or one.engine._under_way)
+    assert all(request is None for request in scheduler.ledger.requests)
+    stats = one.cache.stats()
+    assert stats.num_sequences == 0 and stats.mapped_bytes == stats.parked_bytes
+    one.prefix.evict()
+    one.cache.drain()
+    for parked in one.cache.parked():
+        one.cache.evict(parked)
+    one.cache.drain()
+    one.cache.check()
+    stats = one.cache.stats()
+    assert stats.mapped_bytes == stats.retiring_bytes == stats.pool_used_bytes == 0
+    assert stats.pool_held_bytes == 0, "the pool has everything back"
+    for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], 40):
+        assert_as_alone(one, each)
+    one.close()
+
+
+def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, int]:
+    """Let them come in bursts, and some go; what each of those had been sent when it went."""
+    coming = asked[::-1]
+    leaving: dict[str, int] = {}
+    gone: dict[str, int] = {}
+    step = 0
+    scheduler = one.engine._scheduler
+    while coming or one.engine.has_work:
+        while coming and len(scheduler.waiting) < WAITING and chance.random() < 0.6:
+            each = coming.pop()
+            one.ask(each.name, each.prompt, each.max_new_tokens, **each.options)
+            if each.abort_after is not None and not each.malformed:
+                leaving[each.name] = step + each.abort_after
+        for name in [name for name, due in leaving.items() if due <= step]:
+            del leaving[name]
+            if scheduler.find(name) is not None:
+                gone[name] = len(one.sent)
+            one.engine.receive(Abort(request_id=name))
+        one.engine.step()
+        step += 1
+        if step % 25 == 0:
+            one.cache.check()
+            one.check_ledger()
+        assert step < 200_000, "nobody gets anywhere"
+    for name, num_sent in gone.items():
+        for message in one.sent[num_sent:]:
+            names = [each.request_id for each in message.outputs] if isinstance(message, Outputs) else []
+            assert name not in names and getattr(message, "request_id", None) != name, "it heard of that after it had gone"
+    return gone
+
+
+def endings(one: Harness) -> dict[str, Counter[str]]:
+    """Of each request how it ended, and how often."""
+    ends: dict[str, Counter[str]] = defaultdict(Counter)
+    for message in one.sent:
+        match message:
+            case Outputs(outputs=outputs):
+                for output in outputs:
+                    assert not ends[output.request_id], f"{output.request_id} heard more after its end"
+                    ends[output.request_id].update([output.finish_reason] if output.finish_reason else [])
+            case Beams(request_id=name):
+                ends[name]["beams"] += 1
+            case Failed(request_id=name):
+                ends[name]["failed"] += 1
+    return ends
+
+
+def assert_as_alone(one: Harness, each: Asked) -> None:
+    """What it was told is what it would have been told in an engine of its own."""
+    sent, one.sent = one.sent, []
+    one.engine._send = one.sent.append
+    wanted = [token for message in sent if isinstance(message, Outputs) for output in message.outputs
+              if output.request_id == each.name for token in output.token_ids]  # fmt: skip
+    one.ask(each.name, each.prompt, each.max_new_tokens, **(each.options | {"cache_salt": f"alone {each.name}"}))
+    one.run()
+    assert one.tokens(each.name) == wanted

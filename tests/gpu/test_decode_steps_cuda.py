@@ -1,0 +1,133 @@
+"""The config-driven decoder on a GPU: the tokens of transformers, the same bits with and without graphs, nothing uploaded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model
+from vmmkv.server.engine.core import EngineCore
+
+__all__ = ["harness"]
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    if family == "llama3":
+        scaling = {
+            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        }  # fmt: skip
+        return tiny_model(rope_parameters=scaling)
+    made = {
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    }
+    return made[family]().eval()
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
+def test_tokens_are_those_of_transformers(harness: Callable[..., Harness], family: str, capture: bool) -> None:
+    one = harness(model_of(family), device=DEVICE, ours=True, capture=capture, share=True, step_tokens=512, slots=16)
+    prompts = {str(length): prompt_of(length, length) for length in (1, 2, 17, 63, 130, 700, 1500)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 40)
+    one.run()
+    for name, prompt in prompts.items():
+        assert one.tokens(name) == one.expected(prompt, 40), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graphs_change_no_bit(harness: Callable[..., Harness], dtype: torch.dtype) -> None:
+    said = []
+    for capture in (True, False):
+        one = harness(model_of("qwen3").to(dtype), device=DEVICE, ours=True, capture=capture, slots=16)
+        for index in range(16):
+            options = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": index} if index % 2 else {}
+            one.ask(str(index), prompt_of(5 + 31 * index, index), 50, want_logprobs=True, **options)
+        one.run()
+        said.append({str(index): (one.tokens(str(index)), one.logprobs(str(index))) for index in range(16)})
+    assert said[0] == said[1]
+
+
+def test_logits_hardly_depend_on_the_batch(harness: Callable[..., Harness]) -> None:
+    model = model_of("qwen3").to(torch.bfloat16)
+    alone = harness(model, device=DEVICE, ours=True, capture=True, slots=64)
+    alone.ask("x", prompt_of(300), 1, want_logprobs=True)
+    alone.run()
+    crowd = harness(model, device=DEVICE, ours=True, capture=True, slots=64, step_tokens=512)
+    for index in range(63):
+        crowd.ask(str(index), prompt_of(20 + index, index), 30)
+    crowd.ask("x", prompt_of(300), 1, want_logprobs=True)
+    crowd.run()
+    assert crowd.logprobs("x") == pytest.approx(alone.logprobs("x"), abs=0.05)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_steady_step_takes_nothing_from_the_host(harness: Callable[..., Harness], sampled: bool) -> None:
+    one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16)
+    for index in range(12):
+        options = {"temperature": 0.8, "top_p": 0.9, "seed": index} if sampled else {}
+        one.ask(str(index), prompt_of(40 + index, index), 400, **options)
+    for _ in range(20):
+        one.engine.step()
+    uploads = one.runner.uploads.count
+    copies, launches = _copies(one.engine, 30)
+    assert one.runner.uploads.count == uploads
+    assert copies == 0
+    assert launches >= 30
+    one.run()
+
+
+def _copies(engine: EngineCore, num_steps: int) -> tuple[int, int]:
+    """Copies from the host to the device in some steps, on the device's own record, and graphs launched."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+    names = [event.name for event in record.events()]
+    return sum("Memcpy HtoD" in name for name in names), sum("cudaGraphLaunch" in name for name in names)
+
+
+def test_shared_prefixes_as_one_problem_give_the_same_tokens(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vmmkv.server.engine.sharers._LEAST_SAVED", 1)
+    one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16, share=True, budget_pages=512)
+    shared, other = prompt_of(900), prompt_of(600, 7)
+    prompts = {str(own): [*shared[: 900 - 37 * (own % 2)], *prompt_of(5 + own, own)] for own in range(8)}
+    prompts |= {f"other {own}": [*other, *prompt_of(3 + own, 90 + own)] for own in range(4)}
+    prompts["alone"] = prompt_of(333, 5)
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 60 if name != "0" else 20)
+    one.run()
+    assert one.runner.shares
+    for name, prompt in prompts.items():
+        assert one.tokens(name) == one.expected(prompt, 60 if name != "0" else 20), name

@@ -1,0 +1,212 @@
+"""Laws of the linear layer of few rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from vmmkv.kernels import linear as module
+from vmmkv.kernels.linear import MAX_ROWS, linear
+from vmmkv.kernels.linear_tiling import LinearTiling, linear_tiling
+
+NAN = float("nan")
+EPS = 1e-5
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+row_counts = pytest.mark.parametrize("num_rows", [1, 3, 16])
+# [outputs, inputs]: of SmolLM2, of Qwen3 cut down, and sizes that no tile divides.
+shapes = pytest.mark.parametrize(("num_outputs", "num_inputs"), [(24, 576), (16, 1024), (40, 8), (24, 1544)])
+REGISTERS = LinearTiling(dots=False, tile_n=4, tile_k=256, depth=2)
+DOTS = LinearTiling(dots=True, tile_n=16, tile_k=128, depth=2)
+tilings = pytest.mark.parametrize(
+    "cut",
+    [
+        REGISTERS,
+        LinearTiling(dots=False, tile_n=1, tile_k=2048, depth=9),
+        DOTS,
+        LinearTiling(dots=True, tile_n=32, tile_k=256, splits=4),
+    ],
+    ids=["registers", "one-row", "dots", "splits"],
+)
+
+
+@contextmanager
+def cut_as(cut: LinearTiling | None) -> Iterator[None]:
+    """Every launch is cut so; as its shape is where None."""
+    with pytest.MonkeyPatch.context() as patch:
+        if cut is not None:
+            patch.setattr(module, "linear_tiling", lambda *shape: cut)
+        yield
+
+
+def normed(x_MK: torch.Tensor, weight_K: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As transformers does it, rounded to `dtype` on the way."""
+    x_32 = x_MK.float()
+    return weight_K.to(dtype) * (x_32 * torch.rsqrt(x_32.square().mean(-1, keepdim=True) + EPS)).to(dtype)
+
+
+def expected(problem: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """In plain torch, in that type."""
+    x_MK = problem["x_MK"]
+    norm_K, bias_N, residual_MN = (problem.get(name) for name in ("norm_weight_K", "bias_N", "residual_MN"))
+    x_MK = x_MK.to(dtype) if norm_K is None else normed(x_MK, norm_K, dtype)
+    bias = None if bias_N is None else bias_N.to(dtype)
+    y_MN = torch.nn.functional.linear(x_MK, problem["weight_NK"].to(dtype), bias)
+    if problem.get("gated"):
+        gate_MN, up_MN = y_MN.chunk(2, dim=-1)
+        y_MN = torch.nn.functional.silu(gate_MN) * up_MN
+    return y_MN if residual_MN is None else residual_MN.to(dtype) + y_MN
+
+
+def make(
+    num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: torch.device, form: str, seed: int = 0
+) -> dict[str, Any]:
+    """The arguments of a call. x, and what is written, are columns of wider tensors of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def inside(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((tensor.shape[0], tensor.shape[1] + 16), NAN, dtype=dtype, device=device)
+        wide[:, 8:-8] = tensor
+        return wide[:, 8:-8]
+
+    num_weight_rows = 2 * num_outputs if "gated" in form else num_outputs
+    problem: dict[str, Any] = {
+        "x_MK": inside(normal(num_rows, num_inputs)),
+        "weight_NK": inside(normal(num_weight_rows, num_inputs) * num_inputs**-0.5),
+    }
+    if "norm" in form:
+        problem |= {"norm_weight_K": 1.0 + 0.5 * normal(num_inputs), "norm_eps": EPS}
+    if "bias" in form:
+        problem["bias_N"] = normal(num_weight_rows)
+    if "gated" in form:
+        problem["gated"] = True
+    if "residual" in form:
+        problem["residual_MN"] = inside(normal(num_rows, num_outputs))
+    else:
+        problem["out"] = inside(torch.full((num_rows, num_outputs), NAN, dtype=dtype, device=device))
+    return problem
+
+
+def check(problem: dict[str, Any]) -> torch.Tensor:
+    """Call, and hold the result to the rule: at most twice the error of torch in the same dtype, plus 1e-5."""
+    dtype = problem["x_MK"].dtype
+    truth_MN, torchs_MN = expected(problem, torch.float32), expected(problem, dtype)
+    target_MN = problem.get("residual_MN", problem.get("out"))
+    given_MN = linear(**problem)
+    assert given_MN is target_MN
+    wide_MN = target_MN._base
+    assert wide_MN[:, :8].isnan().all() and wide_MN[:, -8:].isnan().all()
+    most = 2 * (torchs_MN.float() - truth_MN).abs().max() + 1e-5
+    error = (given_MN.float() - truth_MN).abs().max()
+    assert error <= most, f"{error} from the truth; torch is {most / 2}"
+    return given_MN
+
+
+@dtypes
+@shapes
+@row_counts
+@pytest.mark.parametrize("form", ["plain", "norm bias residual", "gated norm bias"])
+def test_every_form_is_as_exact_as_torch(
+    form: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    check(make(num_rows, num_outputs, num_inputs, dtype, device, form))
+
+
+@dtypes
+@tilings
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize("form", ["norm bias residual", "gated norm"])
+def test_however_it_is_cut(form: str, num_rows: int, cut: LinearTiling, dtype: torch.dtype, device: torch.device) -> None:
+    with cut_as(cut):
+        check(make(num_rows, 40, 712, dtype, device, form))
+
+
+@dtypes
+@pytest.mark.parametrize("cut", [REGISTERS, DOTS], ids=["registers", "dots"])
+@pytest.mark.parametrize("form", ["norm bias residual", "gated norm"])
+def test_a_row_depends_on_no_other(form: str, cut: LinearTiling, dtype: torch.dtype, device: torch.device) -> None:
+    problem = make(5, 24, 712, dtype, device, form)
+    other = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in problem.items()}
+    # Neither on what the others are, nor on their number, nor on its place.
+    other["x_MK"] = torch.cat([problem["x_MK"][[3]], torch.full_like(problem["x_MK"][:6], 7.0)])
+    name = "residual_MN" if "residual" in form else "out"
+    other[name] = torch.cat([other[name][[3]], other[name], other[name]])[: len(other["x_MK"])].contiguous()
+    with cut_as(cut):
+        assert torch.equal(linear(**problem)[3], linear(**other)[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_large_row_is_normed_without_overflow(num_rows: int, device: torch.device) -> None:
+    problem = make(num_rows, 16, 512, torch.float16, device, "norm")
+    problem["x_MK"][:, 7] = 60_000.0
+    problem["norm_weight_K"][7] = 30.0
+    assert check(problem).isfinite().all()
+
+
+def test_rows_of_zeros_are_normed_to_zeros(device: torch.device) -> None:
+    problem = make(2, 16, 512, torch.float16, device, "norm")
+    problem["x_MK"].zero_()
+    assert (check(problem) == 0.0).all()
+
+
+def test_no_rows_and_no_outputs_launch_nothing(device: torch.device) -> None:
+    x_MK, weight_NK = torch.zeros(0, 64, device=device), torch.zeros(8, 64, device=device)
+    assert linear(x_MK, weight_NK).shape == (0, 8)
+    assert linear(torch.zeros(3, 64, device=device), weight_NK[:0]).shape == (3, 0)
+
+
+def refusals(device: torch.device) -> dict[str, tuple[dict[str, Any], str]]:
+    """By name: what is changed in a good call, and what is said of it."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return {
+        "too many rows": ({"x_MK": zeros(MAX_ROWS + 1, 64)}, rf"x_MK is of {MAX_ROWS + 1} rows; wanted at most {MAX_ROWS}"),
+        "one dimension": ({"x_MK": zeros(64)}, "x_MK is of shape .* 2 dimensions"),
+        "integers": ({"x_MK": zeros(2, 64, dtype=torch.int32)}, "x_MK is of torch.int32"),
+        "another dtype": ({"weight_NK": zeros(16, 64, dtype=torch.float16)}, "weight_NK is of torch.float16"),
+        "another width": ({"weight_NK": zeros(16, 32)}, r"weight_NK is of shape \(16, 32\); wanted \(16, 64\)"),
+        "transposed": ({"weight_NK": zeros(64, 16).T}, "weight_NK is strided by 16 in its last dimension"),
+        "odd strides": ({"weight_NK": zeros(16, 66)[:, :64]}, "weight_NK is of strides"),
+        "odd gates": ({"weight_NK": zeros(15, 64), "gated": True}, "weight_NK is of 15 rows; wanted an even number"),
+        "short bias": ({"bias_N": zeros(8), "gated": True}, r"bias_N is of shape \(8,\); wanted \(16,\)"),
+        "short norm": ({"norm_weight_K": zeros(16)}, r"norm_weight_K is of shape \(16,\); wanted \(64,\)"),
+        "negative eps": ({"norm_weight_K": zeros(64), "norm_eps": -1.0}, "norm_eps is -1.0"),
+        "short out": ({"out": zeros(2, 8)}, r"out is of shape \(2, 8\); wanted \(2, 16\)"),
+        "two outputs": ({"out": zeros(2, 16), "residual_MN": zeros(2, 16)}, "residual_MN is given with out"),
+        "gated residual": ({"residual_MN": zeros(2, 8), "gated": True}, "residual_MN is given with gated"),
+    }
+
+
+@pytest.mark.parametrize("name", refusals(torch.device("cpu")))
+def test_a_refusal_names_the_argument_and_what_would_work(name: str, device: torch.device) -> None:
+    changed, message = refusals(device)[name]
+    good = {"x_MK": torch.zeros(2, 64, device=device), "weight_NK": torch.zeros(16, 64, device=device)}
+    with pytest.raises(ValueError, match=message):
+        linear(**good | changed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(6144, 4096), (4096, 14336), (128_256, 4096), (1024, 2048), (151_936, 1024), (960, 576), (576, 1536), (8, 8)],
+)
+def test_every_shape_has_a_tiling_that_fits(
+    num_outputs: int, num_inputs: int, gated: bool, itemsize: int, num_rows: int
+) -> None:
+    cut = linear_tiling(num_rows, num_outputs, num_inputs, itemsize, gated)
+    assert cut.dots == (num_rows > 1 and itemsize == 2)
+    tile_bytes = cut.tile_n * cut.tile_k * itemsize * (2 if gated else 1)
+    x_bytes = max(8, num_rows) * cut.tile_k * itemsize
+    if cut.dots:
+        assert (cut.depth + 1) * (tile_bytes + x_bytes) <= 227 * 1024
+    else:
+        assert cut.depth * tile_bytes <= 128 * 4 * 128, "half of the registers of 128 threads"

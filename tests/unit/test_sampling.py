@@ -1,0 +1,85 @@
+"""What may be asked of a generation, and how a refusal reads."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from vmmkv.server.sampling import SamplingParams
+
+
+def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (16, 1.0, 1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.logit_bias, params.seed, params.n, params.stop, params.logprobs) == ({}, None, 1, (), None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 1e-9, "top_p": 1e-9, "min_p": 1.0},
+        {"top_k": 2**31 - 1, "max_tokens": 1},
+        {"presence_penalty": -2.0, "frequency_penalty": 2, "repetition_penalty": 0.01},
+        {"logit_bias": {0: -100.0, 50256: 100}},
+        {"seed": -(2**63)},
+        {"stop": ("\n", "###"), "stop_token_ids": (2, 0), "ignore_eos": True},
+        {"logprobs": 0},
+    ],
+)
+def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
+    params = SamplingParams(**options)
+    assert all(getattr(params, name) == value for name, value in options.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 1.0, "at least 1"),
+        ("max_tokens", True, "at least 1"),
+        ("temperature", -0.1, "0 for the likeliest token"),
+        ("temperature", math.nan, "0 for the likeliest token"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "1", "0 for the likeliest token"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.1, "above 0 and at most 1"),
+        ("top_k", -1, "0 to keep all tokens"),
+        ("top_k", 2.5, "0 to keep all tokens"),
+        ("min_p", -0.1, "to 1"),
+        ("min_p", 1.1, "to 1"),
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", math.nan, "from -2 to 2"),
+        ("repetition_penalty", 0.0, "from 0.01 to 100"),
+        ("logit_bias", [1], "a mapping from token ids"),
+        ("logit_bias", {-1: 1.0}, "a token id"),
+        ("logit_bias", {"1": 1.0}, "a token id"),
+        ("seed", 2**63, "64 bits"),
+        ("n", 0, "at least 1"),
+        ("stop", "###", "a tuple of texts"),
+        ("stop", ("",), "a tuple of texts"),
+        ("stop_token_ids", [2], "a tuple of token ids"),
+        ("stop_token_ids", (-2,), "token ids, 0 or more"),
+        ("ignore_eos", 1, "True or False"),
+        ("logprobs", -1, "0 or more"),
+    ],
+)
+def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        SamplingParams(**{name: value})
+    assert str(raised.value).startswith(f"{name} is ")
+    assert wanted in str(raised.value)
+
+
+def test_a_bias_out_of_range_is_named_by_its_token() -> None:
+    with pytest.raises(ValueError, match=r"^logit_bias\[7\] is 101.0; wanted from -100 to 100"):
+        SamplingParams(logit_bias={1: 1.0, 7: 101.0})
+
+
+def test_it_is_frozen_and_by_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 0.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(16)  # type: ignore[misc]
