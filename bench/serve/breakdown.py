@@ -1,8 +1,11 @@
-"""What a decode step is made of, from the profiler: steps in the middle of a long decode."""
+"""What a decode step is made of, from the profiler: steps in the middle of a long decode.
+
+The profiler is started and stopped while steps are under way, and never over nothing: on CUDA 13 a session without kernels
+was seen to leave all later ones without any. What it has hooked into the driver stays there, and slows what is timed later.
+"""
 
 from typing import Final
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.serve.clock import timed
@@ -23,7 +26,6 @@ def breakdown(context: Context) -> None:
     if not context.settings.on_gpu:
         context.report.say("absent: breakdown: there are no kernels to trace on a CPU")
         return
-    _trace_nothing()
     sizes = context.sizes
     for batch in sizes.batches:
         workload = context.name("breakdown", f"batch {batch}, context {sizes.context}")
@@ -36,21 +38,27 @@ def _trace(context: Context, batch: int) -> list[Kernel]:
     sizes, engine = context.sizes, context.engine
     prompts, out = context.requests.steady(batch, sizes.context, sizes.window, engine.step_tokens)
     profiler = profile(activities=[ProfilerActivity.CUDA])
-    num_seen = 0
+    num_seen, is_on = 0, False
 
     def on_step(plan: Plan) -> None:
-        nonlocal num_seen
+        nonlocal num_seen, is_on
         if plan.chunks or len(plan.decoding) != batch:
             return
         num_seen += 1
         if num_seen == _SETTLING:
             profiler.start()
+            is_on = True
         elif num_seen == _SETTLING + sizes.profiled:
             profiler.stop()
+            is_on = False
 
     engine.forget()
-    with timed(engine.core, on_step):
-        engine.ask(prompts, [out] * batch)
+    try:
+        with timed(engine.core, on_step):
+            engine.ask(prompts, [out] * batch)
+    finally:
+        if is_on:
+            profiler.stop()
     if num_seen < _SETTLING + sizes.profiled:
         raise WrongNumbers(f"only {num_seen} steps had all {batch} sequences: too few to be traced")
     return [
@@ -58,12 +66,6 @@ def _trace(context: Context, batch: int) -> list[Kernel]:
         for event in profiler.events()  # type: ignore[no-untyped-call]
         if event.device_type.name == "CUDA" and not event.is_user_annotation and not event.name.startswith(_COPIES)
     ]
-
-
-def _trace_nothing() -> None:
-    """The profiler takes seconds to start for the first time."""
-    with profile(activities=[ProfilerActivity.CUDA]):
-        torch.cuda.synchronize()
 
 
 def _add_rows(context: Context, workload: str, steps: list[StepTimes]) -> None:

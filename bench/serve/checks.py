@@ -21,6 +21,9 @@ TOLERANCE: Final = 0.5
 _LEAST_COMMON: Final = 0.5
 """Of the likeliest tokens, the share that both must have, for their log-probabilities to be compared."""
 
+_MOST_TOKENS: Final = 65_536
+"""That are computed alone, of all prompts of a workload: some seconds of a large model."""
+
 LogProbs = Mapping[int, float]
 
 
@@ -35,8 +38,12 @@ class Alone:
 
     @classmethod
     def of(cls, engine: ServedEngine, workload: Workload, requests: Requests, count: int) -> "Alone":
-        """Of the first `count` requests. Raises WrongNumbers if a wrong prompt could not be told from the right one."""
-        sampled = list(range(min(count, len(workload.prompts))))
+        """Of the first `count` requests, fewer if they are long.
+
+        Raises: WrongNumbers if a wrong prompt could not be told from the right one.
+        """
+        longest = max(map(len, workload.prompts))
+        sampled = list(range(min(count, len(workload.prompts), max(1, _MOST_TOKENS // longest))))
         prompts = [workload.prompts[index] for index in sampled]
         own = workload.own_tokens
         others = [requests.tokens(len(prompt) - own, 6, index) + prompt[-own:] for index, prompt in enumerate(prompts)]

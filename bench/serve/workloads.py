@@ -50,9 +50,12 @@ def _measure(context: Context, stages: list[Workload]) -> None:
                 # The sample's log-probabilities are asked for in the run that is not timed.
                 scored = reference.sampled if reference is not None and not number else ()
                 of_stage.append(engine.ask(stage.prompts, stage.outs, scored=scored))
-        for stage, name, reference, of_stage in zip(stages, names, alone, runs, strict=True):
-            off = None if reference is None else reference.check(of_stage[0])
-            same = share_of_same(of_stage, strict=not context.settings.on_gpu)
+        # All stages are checked before any has rows.
+        offs = [
+            None if reference is None else reference.check(of_stage[0]) for reference, of_stage in zip(alone, runs, strict=True)
+        ]
+        sames = [share_of_same(of_stage, strict=not context.settings.on_gpu) for of_stage in runs]
+        for stage, name, off, same, of_stage in zip(stages, names, offs, sames, runs, strict=True):
             _say(context, stage, off, same)
             _add_rows(context, stage, name, off, same, of_stage[1:])
 
@@ -80,5 +83,5 @@ def _add_rows(context: Context, stage: Workload, name: str, off: float | None, s
         attached = [100 * answers.cached_tokens / num_prompt for answers in timed]
         context.add(name, "prompt tokens attached", "%", attached)
         if off is not None:
-            context.add_figure(name, "first tokens off by", "% of another prompt's", 100 * off, context.sizes.sampled)
+            context.add_figure(name, "first tokens off by", "% of another prompt's", 100 * off)
     context.add_figure(name, "same answers in all runs", "%", 100 * same, count)

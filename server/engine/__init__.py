@@ -1,13 +1,21 @@
 """The engine process: the model, its KV cache, and the loop that steps them. It has one thread and no other busy one.
 
-__main__   the process: loads, connects, runs the loop, and ends it
-core       one step: admit, plan, forward, sample, answer
-requests   what is known of one request
-scheduler  who runs, how many tokens each gets, who gives way when pages run out
-loading    model, dtype, layout and budget from a configuration
-runner     an unmodified transformers model over the cache
-attention  what its attention layers call instead of their own
-sampler    logits to token ids
-beams      which beams of a search go on, and which have ended
-beam_group the sequences of a search: forks of the prompt, rows copied as beams are reordered
+__main__      the process: loads, connects, runs the loop, and ends it
+core          the loop's body: plan, launch, pump, read an earlier step back, answer
+loading       model, dtype, layout and budget from a configuration
+
+requests      what is known of one request             ledger      the numbers of those that run, as arrays over slots
+scheduler     who runs, how many tokens each gets, who gives way when pages run out
+beams         which beams of a search go on            beam_group  their sequences: forks of the prompt, rows copied
+sharers       who shares a prefix with whom in a batch
+
+runner        launches steps: decode, and decode mixed with chunks of prompts
+decode_steps  decode steps of every batch size as CUDA graphs    step_state  where each sequence stands, on the device
+uploads       what goes to the device                            readback    what comes back
+batch         a step as the model sees it              model       what the engine wants of a model
+decoder/      the dense decoders, from their configuration       decoder_model  one of them over the cache
+unmodified    any other model, by transformers' own code
+attention     what both call: append and attend in the slots
+
+sampler       logits to tokens, with sampling_state (parameters on the device) and adjust (penalties, biases)
 """

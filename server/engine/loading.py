@@ -124,7 +124,9 @@ class ModelSource:
             try:
                 ours = decoder.DecoderConfig.of(hf_config)
                 weights = (
-                    decoder.random(ours, device, dtype, seed=0) if is_random else decoder.load(directory, ours, device, dtype)
+                    decoder.random(ours, device, dtype, config.seed)
+                    if is_random
+                    else decoder.load(directory, ours, device, dtype)
                 )
             except decoder.Unsupported as error:
                 if config.model_impl == "vmmkv":
@@ -136,7 +138,7 @@ class ModelSource:
         transformers.utils.logging.disable_progress_bar()
         auto = transformers.AutoModelForCausalLM
         if is_random:
-            torch.manual_seed(0)
+            torch.manual_seed(config.seed)
             model = auto.from_config(hf_config, dtype=dtype)
         else:
             model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)

@@ -177,7 +177,8 @@ class Scheduler:
         return self._decoding
 
     def _admit(self) -> None:
-        while self.waiting and (num_slots := self._num_free_slots()):
+        """Let those in whose prompts the next step can begin with: to map memory for more of them would only delay it."""
+        while self.waiting and self._num_free_tokens() > 0 and (num_slots := self._num_free_slots()):
             if self.running and len(self.waiting) <= self._num_refused:
                 return
             request = self._next()
@@ -206,6 +207,13 @@ class Scheduler:
                 passed.num_overtaken += passed.ask.priority <= request.ask.priority
             self.waiting.remove(request)
             self.running.append(request)
+
+    def _num_free_tokens(self) -> int:
+        """Tokens of the next step that no running request will compute."""
+        waits = self.ledger.known - self._cache.lengths
+        return self._step_tokens - sum(
+            int(waits[request.memory.slot]) if not request.decodes else 1 for request in self.running
+        )
 
     def _num_free_slots(self) -> int:
         """Slots that no running request has or will have."""

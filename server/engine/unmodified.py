@@ -6,6 +6,7 @@ computes everything but attention on all of them at once; there each run meets i
 Legend: N tokens of the step, B rows of logits, V vocabulary, H query heads, K key-value heads, D head dimension.
 """
 
+import weakref
 from collections import Counter
 from typing import Any, Final
 
@@ -26,10 +27,7 @@ class UnsupportedModel(ValueError):
 
 
 class UnmodifiedModel:
-    """Runs one transformers model over one cache.
-
-    Its attention is registered under one name for the whole process, as transformers has it: the last one made is in use.
-    """
+    """Runs one transformers model over one cache. Several can live in one process, each with a model of its own."""
 
     implementation: Final = "transformers"
     capturable: Final = False
@@ -43,7 +41,8 @@ class UnmodifiedModel:
         self._attention = SlotAttention(cache)
         self._calls: Counter[int] = Counter()
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
-        AttentionInterface.register(NAME, self._attend)
+        _running.update((module, weakref.ref(self)) for module in model.modules())
+        AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _no_mask)
         model.set_attn_implementation(NAME)
 
@@ -68,7 +67,7 @@ class UnmodifiedModel:
                 f"in a forward pass, not once: this model cannot be served from a KV cache of rows"
             )
 
-    def _attend(
+    def attend(
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -91,6 +90,17 @@ class UnmodifiedModel:
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling, window=sliding_window)[None], None
+
+
+_running: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnmodifiedModel]]" = weakref.WeakKeyDictionary()
+"""Whose part a module is: transformers knows one attention function of a name in a process."""
+
+
+def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer."""
+    model = _running[module]()
+    assert model is not None, "a model outlives what runs it"
+    return model.attend(module, *args, **kwargs)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -16,10 +16,11 @@ from vmmkv.server.protocol import Abort, Beams, Failed, Outputs
 
 NUM_REQUESTS = 2000
 MAX_TOKENS = 2048
-BUDGET_PAGES = 10
+BUDGET_PAGES = 7
 PAGE_TOKENS = 128
-"""A row is 16 KiB: so a sequence crosses pages all the time, and one of 1,280 rows takes the whole budget."""
+"""A row is 16 KiB: so sequences cross pages all the time, and one of 896 rows takes the whole budget."""
 SLOTS, RUNNING = 20, 8
+EOS = frozenset({3, 33})
 WAITING = 24
 """Requests that are there at once, at most."""
 
@@ -48,7 +49,7 @@ class Asked(NamedTuple):
 
 def requests(chance: random.Random) -> list[Asked]:
     """What clients ask: prompts with beginnings in common, and one in twenty that cannot be served."""
-    stems = [prompt_of(length, length) for length in (40, 130, 300, 520)]
+    stems = [prompt_of(length, length) for length in (40, 130, 200, 330)]
     asked: list[Asked] = []
     while len(asked) < NUM_REQUESTS:
         stem = chance.choice(stems)
@@ -63,7 +64,7 @@ def requests(chance: random.Random) -> list[Asked]:
             "stop_token_ids": chance.sample(range(VOCABULARY), chance.choice([0, 0, 3, 40])),
             "want_logprobs": chance.random() < 0.1,
         }
-        max_new_tokens = chance.choice([1, 2, 5, chance.randrange(1, 20), chance.randrange(1, 90)])
+        max_new_tokens = chance.choice([1, 2, 5, chance.randrange(1, 20), chance.randrange(1, 60)])
         siblings = chance.choice([1, 1, 1, 2, 4])
         kind = chance.random()
         if kind < 0.02:
@@ -73,7 +74,7 @@ def requests(chance: random.Random) -> list[Asked]:
         elif kind < 0.04:
             max_new_tokens = chance.choice([0, -1, MAX_TOKENS])
         elif kind < 0.05:
-            max_new_tokens = chance.randrange(900, 1100)
+            max_new_tokens = chance.randrange(600, 900)
         elif kind < 0.09:
             options |= {"beam_width": chance.choice([1, 2, 3, 5, RUNNING + 1]), "length_penalty": chance.random()}
         for _ in range(min(siblings, NUM_REQUESTS - len(asked))):
@@ -96,7 +97,7 @@ def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
     chance = random.Random(seed)
     one = Harness(
         model(), ours=True, share=True, lookahead=2, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
-        step_tokens=200, eos_ids=frozenset({3, 33}),
+        step_tokens=200, eos_ids=EOS,
     )  # fmt: skip
     asked = requests(chance)
     sent_before_abort = drive(one, asked, chance)
@@ -140,7 +141,7 @@ def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
     assert stats.mapped_bytes == stats.retiring_bytes == stats.pool_used_bytes == 0
     assert stats.pool_held_bytes == 0, "the pool has everything back"
     for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], 40):
-        assert_as_alone(one, each)
+        assert one.tokens(each.name) == tokens_alone(each), each.name
     one.close()
 
 
@@ -164,7 +165,7 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, 
             one.engine.receive(Abort(request_id=name))
         one.engine.step()
         step += 1
-        if step % 25 == 0:
+        if step % 50 == 0:
             one.cache.check()
             one.check_ledger()
         assert step < 200_000, "nobody gets anywhere"
@@ -191,12 +192,10 @@ def endings(one: Harness) -> dict[str, Counter[str]]:
     return ends
 
 
-def assert_as_alone(one: Harness, each: Asked) -> None:
-    """What it was told is what it would have been told in an engine of its own."""
-    sent, one.sent = one.sent, []
-    one.engine._send = one.sent.append
-    wanted = [token for message in sent if isinstance(message, Outputs) for output in message.outputs
-              if output.request_id == each.name for token in output.token_ids]  # fmt: skip
-    one.ask(each.name, each.prompt, each.max_new_tokens, **(each.options | {"cache_salt": f"alone {each.name}"}))
-    one.run()
-    assert one.tokens(each.name) == wanted
+def tokens_alone(each: Asked) -> list[int]:
+    """What it is told in an engine of its own, which knows nothing and has enough."""
+    alone = Harness(model(), ours=True, lookahead=0, slots=1, budget_pages=20, eos_ids=EOS)
+    alone.ask(each.name, each.prompt, each.max_new_tokens, **each.options)
+    alone.run()
+    alone.close()
+    return alone.tokens(each.name)

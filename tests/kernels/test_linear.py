@@ -15,7 +15,7 @@ NAN = float("nan")
 EPS = 1e-5
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-row_counts = pytest.mark.parametrize("num_rows", [1, 3, 16])
+row_counts = pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
 # [outputs, inputs]: of SmolLM2, of Qwen3 cut down, and sizes that no tile divides.
 shapes = pytest.mark.parametrize(("num_outputs", "num_inputs"), [(24, 576), (16, 1024), (40, 8), (24, 1544)])
 REGISTERS = LinearTiling(dots=False, tile_n=4, tile_k=256, depth=2)
@@ -140,7 +140,7 @@ def test_a_row_depends_on_no_other(form: str, cut: LinearTiling, dtype: torch.dt
         assert torch.equal(linear(**problem)[3], linear(**other)[0])
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS])
 def test_a_large_row_is_normed_without_overflow(num_rows: int, device: torch.device) -> None:
     problem = make(num_rows, 16, 512, torch.float16, device, "norm")
     problem["x_MK"][:, 7] = 60_000.0
@@ -192,7 +192,7 @@ def test_a_refusal_names_the_argument_and_what_would_work(name: str, device: tor
         linear(**good | changed)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, MAX_ROWS])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(

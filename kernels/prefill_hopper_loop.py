@@ -1,0 +1,286 @@
+"""The three parts of a program of prefill on Hopper: one warp that loads, and two groups of four that multiply.
+
+After FlashAttention-3 (Shah et al., 2024). The loading warp walks the same tiles as the others and keeps rings of K and V
+full through the tensor memory accelerator. Each group has 64 queries of a tile of 128, and orders its products so that the
+tensor cores have work while it takes exponentials: the scores of the next tile of keys are asked for before this tile's
+weights are multiplied with V, and the groups take turns at asking.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim.
+Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+TOKENS: gl.constexpr = gl.constexpr(128)  # queries of a program's tile
+GROUP_TOKENS: gl.constexpr = gl.constexpr(64)  # of them one group's: what its four warps multiply together
+TILE: gl.constexpr = gl.constexpr(128)  # keys in one step
+HEAD_DIM: gl.constexpr = gl.constexpr(128)
+RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # of the descriptors that end where a sequence does: see prefill_hopper.py
+EMPTY: gl.constexpr = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def _uniform(x):
+    """The same number, by a reduction: the compiler then knows that it is the same in all threads of a warp."""
+    everywhere: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(x + gl.zeros([32], gl.int32, everywhere), 0)
+
+
+@gluon.jit
+def _piece_of(
+    i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
+    H: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
+):  # fmt: skip
+    """What piece `i_work` is: (query head, slot, first query's row in q, queries left, its position, keys' end, full tiles' end).
+
+    Queries left are 0 or less if the piece is nobody's, or a single query's, which is decode's. Late tiles see the most keys and
+    come first; neighbouring pieces are the heads of one tile, which share their keys in L2. See prefill.py, whose order this is.
+    """
+    i_tile = num_tiles - 1 - i_work // H
+    everywhere: gl.constexpr = gl.BlockedLayout([B_PAD // 32], [32], [gl.num_warps()], [0])
+    i_b = gl.arange(0, B_PAD, layout=everywhere)
+    starts = gl.load(p_starts + i_b, mask=i_b < num_sequences, other=0)
+    b = gl.sum(((starts // TOKENS + i_b <= i_tile) & (i_b < num_sequences)).to(gl.int32), 0) - 1
+    has_sequence = b >= 0
+    b = gl.maximum(b, 0)
+    start = gl.load(p_starts + b)
+    count = gl.load(p_starts + b + 1) - start
+    length = gl.load(p_lengths + b).to(gl.int64)
+    slot = gl.load(p_slots + b).to(gl.int64)
+    i_first = (i_tile - (start // TOKENS + b)) * TOKENS
+    length = gl.minimum(gl.maximum(length, 0), 2147483647).to(gl.int32)
+    m_slot = (slot >= 0) & (slot < num_slots)
+    end = gl.where(m_slot, gl.minimum(length, num_rows), 0)
+    if HAS_LIMIT:
+        end = gl.minimum(end, gl.load(p_limits + slot, mask=m_slot, other=0))
+    slot = gl.where(m_slot, slot, 0).to(gl.int32)
+    is_ours = has_sequence & (i_first < count) & (count != 1) & (start >= 0)
+    left = gl.where(is_ours, gl.minimum(count, num_queries - start) - i_first, 0)
+    position = length - count + i_first
+    stop = gl.maximum(position + gl.minimum(TOKENS, left), 0)
+    end = gl.maximum(gl.minimum(end, stop), 0)
+    full_end = gl.minimum(gl.maximum(position + 1, 0), end) // TILE * TILE
+    i_row = _uniform(start + i_first)
+    return i_work % H, _uniform(slot), i_row, _uniform(left), _uniform(position), _uniform(end), _uniform(full_end)
+
+
+@gluon.jit
+def _post(note, i_head, i_row, left, position, end, full_end):
+    """Write what the groups need to know of a piece."""
+    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    words = gl.where(i == 0, i_head, gl.where(i == 1, i_row, gl.where(i == 2, left, 0)))
+    words = gl.where(i == 3, position, gl.where(i == 4, end, gl.where(i == 5, full_end, words)))
+    note.store(words)
+
+
+@gluon.jit
+def _word(words, i: gl.constexpr):
+    i_word = gl.arange(0, 32, layout=words.type.layout)
+    return gl.sum(gl.where(i_word == i, words, 0), 0)
+
+
+@gluon.jit
+def _read(note):
+    """What `_post` wrote."""
+    words = note.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3), _word(words, 4), _word(words, 5)
+
+
+@gluon.jit
+def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
+    """Ask for the rows [row, row + TILE) of a head; those at and past `end` become zeros, and are not read."""
+    mbarrier.expect(bar, TILE * HEAD_DIM * 2)
+    is_whole = row + TILE <= end
+    tma.async_copy_global_to_shared(desc, [slot, row, column], bar, tile.reshape([1, TILE, HEAD_DIM]), pred=is_whole)
+    tma.async_copy_global_to_shared(
+        desc_end, [slot, RAGGED_ROWS, end, RAGGED_ROWS - (end - row), column], bar,
+        tile.reshape([1, 1, 1, TILE, HEAD_DIM]), pred=row + TILE > end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_part(
+    descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk, num_work,
+    H: gl.constexpr, G: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: finds pieces, tells the groups of each, and loads, keys from the last tile to the first, as far ahead as
+    the rings have room. In the end it tells of a piece without queries."""
+    desc_q, desc_k, desc_v, desc_k_end, desc_v_end = descs
+    p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows = batch
+    q_ready, q_free = q_bars
+    k_ready, k_free = k_bars
+    v_ready, v_free = v_bars
+    i_program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    i_work = i_program
+    step = 0
+    i_q = 0
+    i_kv = 0
+    while i_work < num_work:
+        i_head, slot, i_row, left, position, end, full_end = _piece_of(
+            i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
+            H, B_PAD, HAS_LIMIT,
+        )  # fmt: skip
+        if left > 0:
+            s = i_q % Q_STAGES
+            mbarrier.wait(q_free.index(s), (i_q // Q_STAGES & 1) ^ 1)
+            _post(notes.index(s), i_head, i_row, left, position, end, full_end)
+            mbarrier.expect(q_ready.index(s), TOKENS * HEAD_DIM * 2)
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    desc_q, [i_row + half * GROUP_TOKENS, i_head * stride_qh], q_ready.index(s), q_smem.index(s * 2 + half)
+                )
+            mbarrier.arrive(q_ready.index(s), count=1)
+            i_q += 1
+            column_k = i_head // G * stride_kk
+            column_v = i_head // G * stride_vk
+            # Queries that see nothing have a tile without rows, which reads nothing.
+            num_steps = gl.maximum(gl.cdiv(end, TILE), 1)
+            for i in range(num_steps):
+                row = (num_steps - 1 - i) * TILE
+                s = i_kv % STAGES
+                parity = (i_kv // STAGES & 1) ^ 1
+                mbarrier.wait(k_free.index(s), parity)
+                _load_tile(desc_k, desc_k_end, k_ready.index(s), k_smem.index(s), slot, row, end, column_k)
+                mbarrier.wait(v_free.index(s), parity)
+                _load_tile(desc_v, desc_v_end, v_ready.index(s), v_smem.index(s), slot, row, end, column_v)
+                i_kv += 1
+        step += 1
+        if ORDER == "taken":
+            i_work = num_programs + _uniform(gl.atomic_add(p_taken, 1))
+        elif ORDER == "snake":
+            i_work = step * num_programs + gl.where(step % 2 == 0, i_program, num_programs - 1 - i_program)
+        else:
+            i_work += num_programs
+    s = i_q % Q_STAGES
+    mbarrier.wait(q_free.index(s), (i_q // Q_STAGES & 1) ^ 1)
+    _post(notes.index(s), 0, 0, 0, 0, 0, 0)
+    mbarrier.arrive(q_ready.index(s), count=2)
+
+
+@gluon.jit
+def _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout: gl.constexpr, MASKED: gl.constexpr):
+    """One step of the online softmax (Milakov & Gimelshein, 2018): (weights, rescale of what was before, peak, totals)."""
+    if MASKED:
+        i_t = row + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+        scores = gl.where(i_t[None, :] <= newest_seen[:, None], scores, EMPTY)
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+    # Before the first row that it sees a query's peak is -inf, and -inf - -inf is NaN.
+    shift = gl.where(new_peak == EMPTY, 0.0, new_peak) if MASKED else new_peak
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    rescale = gl.exp2(peak - shift)
+    # Each total over every eighth key: what a thread holds of a row, so that no other is asked before the end.
+    parts = gl.sum(gl.reshape(weights, [GROUP_TOKENS, TILE // 8, 8]), 1)
+    totals = totals * gl.convert_layout(rescale, gl.SliceLayout(1, totals.type.layout))[:, None] + parts
+    return weights, rescale, new_peak, totals
+
+
+@gluon.jit
+def _step(
+    q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2, i_kv, turn, has_next,
+    layout: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The tile of keys at `row`: its scores and weights, while the weights of the tile before are multiplied with V."""
+    k_ready, k_free = k_bars
+    v_ready, v_free = v_bars
+    mine, other = turns
+    s = i_kv % STAGES
+    if TURNS:
+        mbarrier.wait(mine, (turn & 1) ^ (1 - GROUP))
+    zeros = gl.zeros([GROUP_TOKENS, TILE], gl.float32, layout)
+    scores = warpgroup_mma(q, k_smem.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_v = (i_kv - 1) % STAGES
+    mbarrier.wait(v_ready.index(s_v), (i_kv - 1) // STAGES & 1)
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    weights = gl.convert_layout(weights.to(gl.bfloat16), operand)
+    acc = warpgroup_mma(weights, v_smem.index(s_v), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(other, count=1)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_free.index(s), count=1)
+    new_weights, rescale, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, MASKED)
+    # The keys of the next step are waited for here already: a wait is a loop, over which the compiler moves nothing. Without
+    # one it waits for the product before it takes the exponentials that were to run beside it.
+    mbarrier.wait(k_ready.index((i_kv + 1) % STAGES), (i_kv + 1) // STAGES & 1, pred=has_next)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    mbarrier.arrive(v_free.index(s_v), count=1)
+    acc = acc * rescale[:, None]
+    return acc, new_weights, peak, totals
+
+
+@gluon.jit
+def multiply_part(
+    p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns, scale_log2, stride_on, stride_oh,
+    GROUP: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, WIDE_STORES: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: queries [64 * GROUP, 64 * GROUP + 64) of each piece of this program."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    q_ready, q_free = q_bars
+    k_ready, k_free = k_bars
+    v_ready, v_free = v_bars
+    i_q = 0
+    i_kv = 0
+    turn = 0
+    mbarrier.wait(q_ready.index(0), 0)
+    i_head, i_row, left, position, end, full_end = _read(notes.index(0))
+    while left > 0:
+        i_s = i_q % Q_STAGES
+        q = q_smem.index(i_s * 2 + GROUP)
+        i_token = GROUP * GROUP_TOKENS + gl.arange(0, GROUP_TOKENS, layout=rows)
+        newest_seen = gl.minimum(position + i_token, end - 1)
+        num_steps = gl.maximum(gl.cdiv(end, TILE), 1)
+        num_masked = gl.maximum(num_steps - full_end // TILE, 1)
+        acc = gl.zeros([GROUP_TOKENS, HEAD_DIM], gl.float32, layout)
+        peak = gl.full([GROUP_TOKENS], EMPTY, gl.float32, rows)
+        totals = gl.sum(gl.reshape(acc, [GROUP_TOKENS, TILE // 8, 8]), 1)
+        s = i_kv % STAGES
+        mbarrier.wait(k_ready.index(s), i_kv // STAGES & 1)
+        scores = warpgroup_mma(q, k_smem.index(s).permute((1, 0)), acc, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(s), count=1)
+        row = (num_steps - 1) * TILE
+        weights, rescale, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, True)
+        i_kv += 1
+        mbarrier.wait(k_ready.index(i_kv % STAGES), i_kv // STAGES & 1, pred=num_steps > 1)
+        for i in range(1, num_masked):
+            row -= TILE
+            acc, weights, peak, totals = _step(
+                q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
+                i_kv, turn, i + 1 < num_steps, layout, GROUP, True, STAGES, TURNS,
+            )  # fmt: skip
+            i_kv += 1
+            turn += 1
+        for i in range(num_masked, num_steps):
+            row -= TILE
+            acc, weights, peak, totals = _step(
+                q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
+                i_kv, turn, i + 1 < num_steps, layout, GROUP, False, STAGES, TURNS,
+            )  # fmt: skip
+            i_kv += 1
+            turn += 1
+        s_v = (i_kv - 1) % STAGES
+        mbarrier.wait(v_ready.index(s_v), (i_kv - 1) // STAGES & 1)
+        acc = warpgroup_mma(gl.convert_layout(weights.to(gl.bfloat16), operand), v_smem.index(s_v), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_free.index(s_v), count=1)
+        mbarrier.arrive(q_free.index(i_s), count=1)
+
+        total = gl.convert_layout(gl.sum(totals, 1), rows)
+        # A query that sees nothing gives zeros.
+        share = 1.0 / gl.where(total == 0.0, 1.0, total)
+        out = (acc * share[:, None]).to(p_out.dtype.element_ty)
+        if WIDE_STORES:
+            out = gl.convert_layout(out, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+        i_m = GROUP * GROUP_TOKENS + gl.arange(0, GROUP_TOKENS, layout=gl.SliceLayout(1, out.type.layout))
+        i_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, out.type.layout))
+        p_tile = p_out + i_row.to(gl.int64) * stride_on + i_head.to(gl.int64) * stride_oh
+        gl.store(p_tile + (i_m * stride_on)[:, None] + i_d[None, :], out, mask=(i_m < left)[:, None])
+
+        i_q += 1
+        mbarrier.wait(q_ready.index(i_q % Q_STAGES), i_q // Q_STAGES & 1)
+        i_head, i_row, left, position, end, full_end = _read(notes.index(i_q % Q_STAGES))

@@ -1,0 +1,170 @@
+"""In steady decode nothing is made from the host's data, and the host's own work does not grow with what is cached."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engine.conftest import Harness, prompt_of
+from vmmkv.server.engine import core
+from vmmkv.server.engine.uploads import Uploads
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.001},
+    "penalised": {"temperature": 0.9, "frequency_penalty": 0.3, "logit_bias": {5: 1.0}},
+}
+FROM_THE_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "Tensor", "scalar_tensor", "pin_memory"}
+"""Ways to make a tensor of numbers that the device does not have; `to` and `copy_` between devices are looked for apart."""
+
+
+class Made(TorchFunctionMode):
+    """Counts, by name, what makes tensors from data of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in FROM_THE_HOST:
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Lifted(TorchDispatchMode):
+    """Counts what torch itself makes of the host's data: numbers become tensors by `lift_fresh`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """What is made from the host's data meanwhile, by anybody."""
+    names: Counter[str] = Counter()
+
+    def counting(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            names[name] += 1
+            return real(*args, **options)
+
+        patch.setattr(module, name, count)
+
+    with monkeypatch.context() as patch, Made() as made, Lifted() as lifted:
+        counting(torch, "from_numpy")  # which no mode sees
+        counting(Uploads, "into")
+        counting(Uploads, "pack")
+        yield names
+        names.update(made.names)
+        if lifted.count:
+            names["lifted"] = lifted.count
+
+
+def steady(harness: Callable[..., Harness], sampling: str, **options: Any) -> Harness:
+    """A batch in which all decode, and nobody ends soon."""
+    one = harness(ours=True, slots=6, share=True, **options)
+    for index in range(5):
+        one.ask(str(index), prompt_of(20 + index, index), 300, seed=index, **SAMPLING[sampling])
+    for _ in range(10):
+        one.engine.step()
+    assert len(one.engine._scheduler.running) == 5
+    return one
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_steady_step_takes_nothing_from_the_host(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, sampling: str, lookahead: int
+) -> None:
+    one = steady(harness, sampling, lookahead=lookahead)
+    monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
+    uploads = one.runner.uploads.count, one.runner._sampler._uploads.count
+    with watched(monkeypatch) as names:
+        for _ in range(50):
+            one.engine.step()
+    assert names == {}
+    assert (one.runner.uploads.count, one.runner._sampler._uploads.count) == uploads
+    one.run()
+
+
+def test_who_watches_sees_what_there_is(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of other rows is one upload, a chunk of a prompt another; then there are none again."""
+    one = steady(harness, "sampled")
+    before = one.runner.uploads.count
+    with watched(monkeypatch) as names:
+        one.ask("new", prompt_of(9), 4)
+        one.engine.step()
+        assert (names["pack"], names["into"]) == (2, 0), "the sampler's parameters, and the step"
+        one.engine.step()
+        assert names["into"] == 1 and one.runner.uploads.count == before + 2
+        one.engine.step()
+        assert names["into"] == 1
+    assert names["from_numpy"] >= 3
+    with watched(monkeypatch) as names:
+        torch.tensor([1, 2])
+        torch.as_tensor(np.zeros(2))
+    assert names["tensor"] == names["as_tensor"] == 1 and names["lifted"] >= 1
+    one.run()
+
+
+def test_the_hosts_work_does_not_grow_with_the_context(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in calls, of Python and of C: between two page borders a step is the same at 100 rows and at 1,900."""
+    monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
+    calls: dict[int, list[int]] = {}
+    for length in (100, 1900):
+        one = harness(ours=True, slots=4, lookahead=2, step_tokens=8192)
+        for index in range(4):
+            one.ask(str(index), prompt_of(length + index, index), 100)
+        for _ in range(30):
+            one.engine.step()
+        monkeypatch.setattr(one.engine, "_pump", lambda: None)  # it does as much as time allows
+        calls[length] = [_calls_of(one.engine.step) for _ in range(20)]
+        one.run()
+    assert calls[100] == calls[1900]
+    assert len(set(calls[100])) == 1, "nor does it change from step to step"
+
+
+def _calls_of(step: Callable[[], None]) -> int:
+    count = 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_parts_are_packed_into_one_copy_each_aligned() -> None:
+    uploads = Uploads(torch.device("cpu"))
+    parts: list[Any] = [[1, 2, 3], np.array([4], np.int64), [], [5, 6, 7, 8, 9]]
+    packed = uploads.pack(parts)
+    assert [each.tolist() for each in packed] == [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]]
+    assert all(each.dtype == torch.int32 and each.data_ptr() % 16 == 0 for each in packed if len(each))
+    assert len({each.untyped_storage().data_ptr() for each in packed}) == 1
+    assert uploads.count == 1
+    target = torch.zeros(3, dtype=torch.int32)
+    uploads.into(target, np.array([7, 8, 9], np.int32))
+    assert target.tolist() == [7, 8, 9] and uploads.count == 2
