@@ -165,8 +165,8 @@ def load_part(
 def _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout: gl.constexpr, MASKED: gl.constexpr):
     """One step of the online softmax (Milakov & Gimelshein, 2018): (weights, rescale of what was before, peak, totals)."""
     if MASKED:
-        i_t = row + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-        scores = gl.where(i_t[None, :] <= newest_seen[:, None], scores, EMPTY)
+        i_t = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+        scores = gl.where(i_t[None, :] <= (newest_seen - row)[:, None], scores, EMPTY)
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
     # Before the first row that it sees a query's peak is -inf, and -inf - -inf is NaN.
     shift = gl.where(new_peak == EMPTY, 0.0, new_peak) if MASKED else new_peak

@@ -21,9 +21,10 @@ from vmmkv import DriverError, KVCache
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.readback import Logprobs, Readback
 from vmmkv.server.engine.requests import Request, Strand
-from vmmkv.server.engine.runner import Chunk, Runner
+from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.sharers import Prompt, groups_of
@@ -38,6 +39,9 @@ SNAPSHOT_S = 0.5
 _WINDOW_STEPS = 16
 """After so many steps rows that have left a window are given back: a fence each time, for a page every so many."""
 
+
+_SLOT_STEPS = 8
+"""After so many steps slots that were parked longest ago are given up, for those who want a bare one."""
 
 _NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
 
@@ -146,6 +150,11 @@ class EngineCore:
         if not 0 <= message.beam_width <= self._max_sequences:
             beams = f"a search of {message.beam_width} beams"
             self._refuse(message, f"{beams}; each takes a slot, and there are {self._max_sequences}: lower the number of beams")
+            return
+        size = self._runner.model.vocabulary_size
+        if not 0 <= min(message.prompt) <= max(message.prompt) < size:  # to look one up would fail the whole step
+            stranger = next(token for token in message.prompt if not 0 <= token < size)
+            self._refuse(message, f"the prompt has token {stranger}; wanted ids of the model's vocabulary, 0 to {size - 1}")
             return
         try:
             self._runner.check(message)
@@ -342,7 +351,8 @@ class EngineCore:
             self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
             if self._prefix is not None:
                 self._prefix.promote(self._step_us / 4)
-                self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
+                if self._num_steps % _SLOT_STEPS == 0:
+                    self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
 

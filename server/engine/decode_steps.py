@@ -41,8 +41,6 @@ def batch_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    pool: Any
-    """The memory of its graphs, which all of them share: one is replayed at a time."""
     logits_BV: torch.Tensor
     forward: Callable[[], None]
     samples: Mapping[bool, Callable[[], None]]
@@ -67,8 +65,8 @@ class DecodeSteps:
         self._now: Slots | None = None
         """The rows' slots, as the device has them; None if it has others."""
 
-    def capture(self) -> None:
-        """Make the graphs, the largest first, for the others use its memory. Compiles kernels the first time.
+    def capture(self, pool: Any) -> None:
+        """Make the graphs in a pool of memory, the largest first, for the others use what it leaves. Compiles kernels at first.
 
         Cost: some 100 ms a size. The slots are nobody's meanwhile, so that no sequence is touched.
         """
@@ -77,22 +75,21 @@ class DecodeSteps:
         self._sharers.clear()
         for size in reversed(self._sizes):
             for shares in (False, True) if size >= _LEAST_SHARERS else (False,):
-                self._graphs[size, shares] = self._captured(size, shares)
+                self._graphs[size, shares] = self._captured(size, shares, pool)
 
-    def _captured(self, size: int, shares: bool) -> _Captured:
-        pool = next(iter(self._graphs.values())).pool if self._graphs else torch.cuda.graph_pool_handle()
+    def _captured(self, size: int, shares: bool, pool: Any) -> _Captured:
         logits_BV = self._forward(size, None, shares)  # compiles what is not compiled yet
 
         def forward() -> None:
             nonlocal logits_BV
             logits_BV = self._forward(size, None, shares)
 
-        replay = _capture(forward, pool)
+        replay = capture(forward, pool)
         samples = {}
         for greedy in (True, False):
             self._sample(size, logits_BV, greedy=greedy)
-            samples[greedy] = _capture(functools.partial(self._sample, size, logits_BV, greedy=greedy), pool)
-        return _Captured(pool, logits_BV, replay, samples)
+            samples[greedy] = capture(functools.partial(self._sample, size, logits_BV, greedy=greedy), pool)
+        return _Captured(logits_BV, replay, samples)
 
     @property
     def shares(self) -> bool:
@@ -174,8 +171,8 @@ class DecodeSteps:
         self._state.end(slots_B, sampled_B, ends_B, self._out_B[:size])
 
 
-def _capture(step: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """What replays it."""
+def capture(step: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """A step as a graph: what replays it. `pool` is the memory of graphs of which one is replayed at a time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()

@@ -14,8 +14,9 @@ from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine import decoder
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
-from vmmkv.server.engine.runner import Chunk, Runner, padded_rows
+from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import FromEngine, Loading, Ready
 from vmmkv.server.settings import ServeConfig
@@ -73,9 +74,9 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     pool = Pool(device, config.kv_budget_bytes or first_bytes)
     cache = KVCache(layout, pool, slots=max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens=max_tokens)
     model = source.over(cache)
-    runner = Runner(model, cache, max_rows=max_sequences)
+    runner = Runner(model, cache, max_rows=max_sequences, max_tokens=step_tokens)
     at(2)
-    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)), max_sequences)
+    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
     runner.capture()
     if config.kv_budget_bytes is None:
         pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
@@ -189,10 +190,10 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
-def warm_up(runner: Runner, cache: KVCache, num_tokens: int, max_sequences: int) -> None:
-    """One prefill of the largest step and one decode step, and one of each number of sequences that kernels are compiled for.
+def warm_up(runner: Runner, cache: KVCache, num_tokens: int) -> None:
+    """One prefill of the largest step and one decode step: kernels compile, and torch's peak of memory is reached.
 
-    They compile, and torch's peak of memory is reached. Raises ValueError if the model cannot be served.
+    Raises ValueError if the model cannot be served.
     """
     nobody = np.zeros(0, np.int64)
     with cache.open() as sequence:
@@ -202,10 +203,6 @@ def warm_up(runner: Runner, cache: KVCache, num_tokens: int, max_sequences: int)
                 chunk = Chunk(sequence.slot, start, np.zeros(end - start, np.int32), is_last=True, num_candidates=0)
                 runner.mixed(nobody, nobody, [chunk]).wait()
                 runner.model.check()
-    if cache.device.type == "cuda":
-        for num_rows in padded_rows(max_sequences):
-            chunk = Chunk(0, 0, np.zeros(2, np.int32), is_last=True, num_candidates=0)  # the pad's rows: nothing is written
-            runner.mixed(nobody, nobody, [chunk] * min(num_rows, max_sequences)).wait()
 
 
 def pool_tokens(layout: KVLayout, pool: Pool) -> int:

@@ -1,23 +1,23 @@
 """Launches steps: what a model computes for some sequences, what is sampled behind it, and how that comes back.
 
     decode   rows whose last token is on the device            graphs, nothing from the host   (decode_steps.py)
-    mixed    the same rows, and chunks of prompts from the host   launched kernel by kernel
+    mixed    the same rows, and chunks of prompts from the host   one upload a step             (mixed_steps.py)
 
 Nothing here waits for the device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vmmkv import KVCache
-from vmmkv.server.engine.batch import Batch, Run
 from vmmkv.server.engine.decode_steps import DecodeSteps
 from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.sampler import Entry, Sampler, likeliest, logprobs
@@ -25,31 +25,6 @@ from vmmkv.server.engine.sharers import Group
 from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import Generate
-
-_LEAST_ROWS: Final = 16
-_ROWS_FACTOR: Final = 4
-"""Sequences of a mixed step are filled up to 16, 64, 256, ...: kernels are compiled for each number of them."""
-
-
-def padded_rows(most: int) -> list[int]:
-    """Sequences of mixed steps for which kernels are compiled, the last one at least `most`; others are filled up to these."""
-    sizes = [_LEAST_ROWS]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] * _ROWS_FACTOR)
-    return sizes
-
-
-class Chunk(NamedTuple):
-    """The next tokens of one sequence, known to the host."""
-
-    slot: int
-    start: int
-    """Rows that it has."""
-    tokens: TokenIds
-    is_last: bool
-    """Is a token wanted behind it: are these all of its tokens?"""
-    num_candidates: int
-    """How many of the likeliest are wanted there; 0 if one is sampled."""
 
 
 @dataclass(slots=True)
@@ -66,22 +41,25 @@ class _Options:
 class Runner:
     """A model over a cache, with a sampler and the device's own state of every sequence."""
 
-    def __init__(self, model: Model, cache: KVCache, *, max_rows: int) -> None:
+    def __init__(self, model: Model, cache: KVCache, *, max_rows: int, max_tokens: int) -> None:
+        """max_rows: sequences that run at once. max_tokens: of one step."""
         self.model: Final = model
         self.uploads: Final = Uploads(cache.device)
         self._device: Final = cache.device
-        self._on_gpu: Final = cache.device.type == "cuda"
         num_slots = 1 + cache.num_slots
         self._state = StepState(cache)
         self._sampler = Sampler(num_slots, model.vocabulary_size, cache.device)
         self._options = _Options(np.ones(num_slots, np.bool_), np.zeros(num_slots, np.bool_), np.full(num_slots, -1))
         self.steps: Final = DecodeSteps(model, self._sampler, self._state, self.uploads, max_rows=max_rows)
+        self.mixed_steps: Final = MixedSteps(model, self._state, self.uploads, max_rows=max_rows, max_tokens=max_tokens)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Make the graphs of all decode steps, on a GPU, if the model's steps can be captured."""
-        if self._on_gpu and self.model.capturable:
-            self.steps.capture()
+        """Make the graphs of all steps, on a GPU, if the model's can be captured."""
+        if self._device.type == "cuda" and self.model.capturable:
+            pool = torch.cuda.graph_pool_handle()
+            self.mixed_steps.capture(pool)
+            self.steps.capture(pool)
 
     def check(self, ask: Generate) -> None:
         """Raises: ValueError for options that this model cannot serve, in words for whoever asked."""
@@ -129,25 +107,13 @@ class Runner:
 
         It gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
         """
-        step = _Packed.of(slots, lengths, chunks, self._padded(len(slots) + len(chunks)))
-        (ids_N, slots_N, positions_N, slots_B, lengths_B, query_starts, last_R, slots_R, ends_R) = self.uploads.pack(step.parts)
-        if len(slots):
-            ids_N[: len(slots)] = self._state.tokens_S[slots_N[: len(slots)].long()]
-        batch = Batch(
-            slots_N=slots_N,
-            positions_N=positions_N,
-            slots_B=slots_B,
-            lengths_B=lengths_B,
-            query_starts=query_starts,
-            runs=None if self._on_gpu else step.runs,
-        )
-        logits_RV = self.model.forward(ids_N, batch, last_R.long())
-        if not len(step.speaking):
-            return self._read(slots_R[:0], logits_RV, step.speaking, [])
-        sampled_R = self._choose(logits_RV, slots_R, ends_R, step.speaking)
+        step = self.mixed_steps.forward(slots, lengths, chunks)
+        if not len(step.slots):
+            return self._read(step.slots_R[:0], step.logits_RV, step.slots, [])
+        sampled_R = self._choose(step.logits_RV, step.slots_R, step.ends_R, step.slots)
         out_R = torch.empty_like(sampled_R)
-        self._state.end(slots_R, sampled_R, ends_R, out_R)
-        return self._read(out_R, logits_RV, step.speaking, step.candidates)
+        self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
+        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates)
 
     def _choose(self, logits_BV: torch.Tensor, slots_B: torch.Tensor, ends_B: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Sample for rows whose first ones are these slots, after what changes the logits of some."""
@@ -177,63 +143,3 @@ class Runner:
             readback.add_candidates(candidates, *likeliest(logits_BV[rows_R], max(count for _, count in candidates)))
         readback.close()
         return readback
-
-    def _padded(self, num_runs: int) -> int:
-        return padded_rows(num_runs)[-1] if self._on_gpu else num_runs
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A mixed step as arrays for the device. Legend: N tokens, B runs, filled up, R rows that give a token."""
-
-    runs: tuple[Run, ...]
-    speaking: Slots
-    """Slots that are given a token."""
-    candidates: list[tuple[int, int]]
-    """Of those rows, the ones that search, and how many candidates each wants."""
-    parts: tuple[npt.NDArray[np.int32 | np.int64], ...]
-    """Ids, slots, positions of N; slots and lengths of B, and where their queries start; of R the column, slot and length."""
-
-    @classmethod
-    def of(cls, slots: Slots, lengths: Slots, chunks: Sequence[Chunk], size: int) -> "_Packed":
-        """The slots' tokens come first; their ids are the device's to fill in. As many runs as `size`, the last ones empty."""
-        num_decoding, num_runs = len(slots), len(slots) + len(chunks)
-        counts = np.ones(num_runs, np.int64)
-        counts[num_decoding:] = [len(chunk.tokens) for chunk in chunks]
-        starts = np.concatenate([lengths, np.array([chunk.start for chunk in chunks], np.int64)])
-        slots_B = np.concatenate([slots, np.array([chunk.slot for chunk in chunks], np.int64)])
-        columns = np.cumsum(counts) - counts
-        num_tokens = int(counts.sum())
-        which_N = np.repeat(np.arange(num_runs), counts)
-        positions_N = starts[which_N] + np.arange(num_tokens) - columns[which_N]
-        ids_N = np.concatenate([np.zeros(num_decoding, np.int32), *(chunk.tokens for chunk in chunks)])
-        filling = np.zeros(size - num_runs, np.int64)
-        query_starts = np.concatenate([columns, np.full(len(filling) + 1, num_tokens)])
-        speaks = [*range(num_decoding), *(num_decoding + index for index, chunk in enumerate(chunks) if chunk.is_last)]
-        rows_R = np.array(speaks, np.int64)
-        read_R = rows_R if len(rows_R) else np.zeros(1, np.int64)  # a forward pass has at least one output
-        return cls(
-            runs=tuple(
-                Run(slot=slot, start=start, count=count, column=column)
-                for slot, start, count, column in zip(
-                    *(each.tolist() for each in (slots_B, starts, counts, columns)), strict=True
-                )
-            ),
-            speaking=slots_B[rows_R],
-            candidates=[
-                (row, chunks[index - num_decoding].num_candidates)
-                for row, index in enumerate(speaks)
-                if index >= num_decoding and chunks[index - num_decoding].num_candidates
-            ],
-            parts=(
-                ids_N,
-                slots_B[which_N],
-                positions_N,
-                np.concatenate([slots_B, filling]),
-                np.concatenate([starts + counts, filling]),
-                query_starts,
-                (columns + counts - 1)[read_R],
-                slots_B[read_R],
-                (starts + counts)[read_R],
-            ),
-        )

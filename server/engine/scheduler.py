@@ -1,6 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,16 +9,11 @@ import numpy as np
 from vmmkv import DriverError, KVCache, OutOfPages
 from vmmkv.prefix import PrefixCache
 from vmmkv.sequence import Sequence
+from vmmkv.server.engine.admission import Admission
 from vmmkv.server.engine.beam_group import BeamGroup
 from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
 from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.protocol import Generate
-
-_LOOKED_AT = 32
-"""How many of the waiting are looked at for the longest known prefix."""
-
-_MOST_OVERTAKEN = 16
-"""By how many a waiting request may be overtaken, for a longer prefix, before it goes first."""
 
 
 class CannotRun(Exception):
@@ -55,8 +50,8 @@ class Plan:
 
 
 class Scheduler:
-    """The most pressing priority first, then the longest known prefix (SGLang), then who came first; in steps of at most
-    `step_tokens` tokens, those of the running ones first and as much of the prompts as there is room for (Sarathi-Serve).
+    """Steps of at most `step_tokens` tokens: those that decode first, then as much of the prompts as there is room for
+    (Sarathi-Serve), the oldest first. Who is let in is a matter of `Admission`.
 
     A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page, and no
     step is under way that may free some, the least pressing and newest gives its memory back and waits, with what it has
@@ -178,10 +173,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let those in whose prompts the next step can begin with: to map memory for more of them would only delay it."""
-        while self.waiting and self._num_free_tokens() > 0 and (num_slots := self._num_free_slots()):
-            if self.running and len(self.waiting) <= self._num_refused:
-                return
-            request = self._next()
+        if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
+            return
+        num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
+        if num_tokens <= 0 or num_slots <= 0:
+            return
+        admission = Admission(self.waiting, self.running, self._prefix)
+        while num_tokens > 0 and num_slots > 0:
+            request = admission.next()
             if request is None or request.num_slots > num_slots:
                 return
             if request.max_others is not None and len(self.running) > request.max_others:
@@ -203,10 +202,11 @@ class Scheduler:
                 request.beams = BeamGroup(request, self._cache)
             else:
                 self._assigner.assign(sequence.slot, request.ask, request.prompt, request.tokens[num_prompt:])
-            for passed in self.waiting[: self.waiting.index(request)]:
-                passed.num_overtaken += passed.ask.priority <= request.ask.priority
             self.waiting.remove(request)
             self.running.append(request)
+            admission.admitted(request)
+            num_tokens -= request.num_left
+            num_slots -= request.num_slots
 
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
@@ -238,37 +238,6 @@ class Scheduler:
             sequence.close()
             raise
         return sequence, num_known
-
-    def _next(self) -> Request | None:
-        """Whom to admit: the longest known prefix of those looked at. None if all of them had better wait.
-
-        Whoever would compute what a running request computes already waits for that, and is passed over.
-        """
-        most = min(request.ask.priority for request in self.waiting)
-        pressing = [request for request in self.waiting if request.ask.priority == most]
-        oldest = pressing[0]
-        if self._prefix is None:
-            return oldest
-        if oldest.num_overtaken >= _MOST_OVERTAKEN:
-            return oldest
-        best: Request | None = None
-        longest = -1
-        for request in pressing[:_LOOKED_AT]:
-            num_known = self._prefix.match(request.tokens, namespace=request.namespace)
-            if num_known > longest and not self._is_on_its_way(request, num_known):
-                best, longest = request, num_known
-        return best
-
-    def _is_on_its_way(self, request: Request, num_known: int) -> bool:
-        """Does a running request compute more of its prompt than is known by now?"""
-        for other in self._prefilling():
-            is_alike = other.namespace == request.namespace and other.prompt[0] == request.prompt[0]
-            if is_alike and _num_common(other.prompt, request.prompt) > num_known + 1:
-                return True
-        return False
-
-    def _prefilling(self) -> Iterator[Request]:
-        return (request for request in self.running if request.is_prefilling)
 
     def _grow(self, strand: Strand, num_tokens: int) -> bool:
         """Map memory for a strand; False if its request gave way."""
@@ -320,11 +289,3 @@ class Scheduler:
         request.leave()
         self.waiting.insert(0, request)
         self.num_preempted += 1
-
-
-def _num_common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many of the first tokens are the same."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length

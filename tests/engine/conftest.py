@@ -87,7 +87,7 @@ class Harness:
         self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
         self.sent: list[Message] = []
         runnable = DecoderModel(decoder_of(model), self.cache) if ours else UnmodifiedModel(model, self.cache)
-        self.runner = Runner(runnable, self.cache, max_rows=slots)
+        self.runner = Runner(runnable, self.cache, max_rows=slots, max_tokens=step_tokens)
         if capture:
             self.runner.capture()
         self.prefix = PrefixCache(self.cache) if share else None

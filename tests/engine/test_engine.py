@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, prompt_of
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of
 from vmmkv import DriverError
 from vmmkv.server.engine.core import EngineDied
 from vmmkv.server.protocol import Abort, Snapshot
@@ -74,6 +74,19 @@ def test_a_malformed_request_is_answered(harness: Callable[..., Harness], prompt
     one = harness()
     one.ask("bad", prompt, new_tokens)
     assert not one.engine.has_work and "bad" in one.failures()
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**40])
+def test_tokens_that_the_model_does_not_have_are_refused_alone(harness: Callable[..., Harness], token: int) -> None:
+    one = harness(ours=True)
+    one.ask("good", prompt_of(9))
+    one.ask("prompt", [1, 2, token, 3])
+    one.ask("bias", prompt_of(9), logit_bias={3: 1.0, token: 1.0})
+    one.ask("never sampled", prompt_of(9), stop_token_ids=[token])
+    one.run()
+    assert one.failures().keys() == {"prompt", "bias"}
+    assert all(f"token {token}; wanted" in reason and "0 to 198" in reason for reason in one.failures().values())
+    assert one.tokens("good") == one.tokens("never sampled") == one.expected(prompt_of(9))
 
 
 def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:

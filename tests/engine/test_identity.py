@@ -134,13 +134,26 @@ def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness
     assert isinstance(model, UnmodifiedModel)
     tensor = torch.zeros(1, 4, 1, 32)
     with pytest.raises(ValueError, match="softcap"):
-        model._attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
+        model.attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)
     one.ask("a", prompt_of(5), 1)
     one.run()
     model.check()
     model._calls[0] += 1  # as if a layer had attended twice
     with pytest.raises(ValueError, match=r"layers \[0\] .* \[2\] times"):
         model.check()
+
+
+def test_models_of_one_process_run_side_by_side(harness: Callable[..., Harness]) -> None:
+    """transformers has one attention function of a name in a process."""
+    several = [harness(tiny_model(seed), ours=seed == 2) for seed in range(3)]
+    for one in several:
+        one.ask("a", prompt_of(20), 10)
+    while any(one.engine.has_work for one in several):
+        for one in several:
+            one.step()
+    answers = [one.tokens("a") for one in several]
+    assert answers == [one.expected(prompt_of(20), 10) for one in several]
+    assert answers[0] != answers[1]
 
 
 def test_models_with_an_attention_of_their_own_are_refused(harness: Callable[..., Harness]) -> None:
