@@ -76,12 +76,12 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (multiply_part, (
-                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_0, turn_1), scale_log2, stride_on, stride_oh,
-                0, Q_STAGES, STAGES, TURNS, WIDE_STORES,
+                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_0, turn_1), scale_log2,
+                stride_on, stride_oh, 0, Q_STAGES, STAGES, TURNS, WIDE_STORES,
             )),
             (multiply_part, (
-                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_1, turn_0), scale_log2, stride_on, stride_oh,
-                1, Q_STAGES, STAGES, TURNS, WIDE_STORES,
+                p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, (turn_1, turn_0), scale_log2,
+                stride_on, stride_oh, 1, Q_STAGES, STAGES, TURNS, WIDE_STORES,
             )),
             (load_part, (
                 descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk,

@@ -20,6 +20,9 @@ HEAD_DIM: gl.constexpr = gl.constexpr(128)
 RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # of the descriptors that end where a sequence does: see prefill_hopper.py
 EMPTY: gl.constexpr = gl.constexpr(float("-inf"))
 
+# Triton 3.6 has it under another name than 3.9.
+_ask = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 
 @gluon.jit
 def _uniform(x):
@@ -33,10 +36,10 @@ def _piece_of(
     i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
     H: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """What piece `i_work` is: (query head, slot, first query's row in q, queries left, its position, keys' end, full tiles' end).
+    """A piece: (query head, slot, first query's row in q, queries left, its position, end of keys, end of those all see).
 
-    Queries left are 0 or less if the piece is nobody's, or a single query's, which is decode's. Late tiles see the most keys and
-    come first; neighbouring pieces are the heads of one tile, which share their keys in L2. See prefill.py, whose order this is.
+    Queries left are 0 or less if the piece is nobody's, or a single query's, which is decode's. Late tiles see the most keys
+    and come first; neighbouring pieces are the heads of one tile, which share their keys in L2: prefill.py's order.
     """
     i_tile = num_tiles - 1 - i_work // H
     everywhere: gl.constexpr = gl.BlockedLayout([B_PAD // 32], [32], [gl.num_warps()], [0])
@@ -93,8 +96,8 @@ def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
     """Ask for the rows [row, row + TILE) of a head; those at and past `end` become zeros, and are not read."""
     mbarrier.expect(bar, TILE * HEAD_DIM * 2)
     is_whole = row + TILE <= end
-    tma.async_copy_global_to_shared(desc, [slot, row, column], bar, tile.reshape([1, TILE, HEAD_DIM]), pred=is_whole)
-    tma.async_copy_global_to_shared(
+    _ask(desc, [slot, row, column], bar, tile.reshape([1, TILE, HEAD_DIM]), pred=is_whole)
+    _ask(
         desc_end, [slot, RAGGED_ROWS, end, RAGGED_ROWS - (end - row), column], bar,
         tile.reshape([1, 1, 1, TILE, HEAD_DIM]), pred=row + TILE > end,
     )  # fmt: skip
@@ -106,8 +109,10 @@ def load_part(
     H: gl.constexpr, G: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: finds pieces, tells the groups of each, and loads, keys from the last tile to the first, as far ahead as
-    the rings have room. In the end it tells of a piece without queries."""
+    """The loading warp: finds pieces, tells the groups of each, and loads its keys from the last tile to the first.
+
+    It is as far ahead as the rings have room. In the end it tells of a piece without queries.
+    """
     desc_q, desc_k, desc_v, desc_k_end, desc_v_end = descs
     p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows = batch
     q_ready, q_free = q_bars
@@ -130,9 +135,7 @@ def load_part(
             _post(notes.index(s), i_head, i_row, left, position, end, full_end)
             mbarrier.expect(q_ready.index(s), TOKENS * HEAD_DIM * 2)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    desc_q, [i_row + half * GROUP_TOKENS, i_head * stride_qh], q_ready.index(s), q_smem.index(s * 2 + half)
-                )
+                _ask(desc_q, [i_row + half * GROUP_TOKENS, i_head * stride_qh], q_ready.index(s), q_smem.index(s * 2 + half))
             mbarrier.arrive(q_ready.index(s), count=1)
             i_q += 1
             column_k = i_head // G * stride_kk
@@ -244,7 +247,7 @@ def multiply_part(
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(s), count=1)
         row = (num_steps - 1) * TILE
-        weights, rescale, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, True)
+        weights, _, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, True)
         i_kv += 1
         mbarrier.wait(k_ready.index(i_kv % STAGES), i_kv // STAGES & 1, pred=num_steps > 1)
         for i in range(1, num_masked):

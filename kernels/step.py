@@ -68,10 +68,9 @@ def begin_step(
     All int32, on one device. A row of slot 0 has token 0, position 0 and end 0. Cost: one launch; safe under capture.
     Raises: ValueError naming the argument.
     """
-    num_rows, num_slots = _check(slots_B, tokens_S, lengths_S)
+    num_rows, _ = _check(slots_B, tokens_S, lengths_S)
     for name, tensor in (("ids_B", ids_B), ("positions_B", positions_B), ("ends_B", ends_B)):
         _int32(name, tensor, num_rows, slots_B.device)
-    _int32("tokens_S", tokens_S, num_slots, slots_B.device)
     pdl = checks.launches_dependents(slots_B.device)
     with checks.on_device(slots_B.device):
         _begin[(triton.cdiv(num_rows, _ROWS),)](
@@ -111,6 +110,7 @@ def _check(slots_B: torch.Tensor, tokens_S: torch.Tensor, lengths_S: torch.Tenso
     checks.runnable("slots_B", slots_B.device)
     num_rows, num_slots = slots_B.shape[0], tokens_S.shape[0]
     _int32("slots_B", slots_B, num_rows, slots_B.device)
+    _int32("tokens_S", tokens_S, num_slots, slots_B.device)
     _int32("lengths_S", lengths_S, num_slots, slots_B.device)
     return num_rows, num_slots
 

@@ -72,15 +72,34 @@ def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
 
 
 def _best(members: list[int], commons: list[int]) -> list[Group]:
-    """A run of neighbours as one group, or cut where they have least in common if that saves more."""
-    if not commons:
-        return []
-    whole = Group(members, min(commons))
-    cut = commons.index(whole.num_common)
-    if whole.num_common == max(commons):
-        return [whole]
-    parts = _best(members[: cut + 1], commons[:cut]) + _best(members[cut + 1 :], commons[cut + 1 :])
-    return parts if sum(part.saved for part in parts) > whole.saved else [whole]
+    """A run of neighbours, cut so that the groups save most: best[j] of all cuts of the members before bounds[j].
+
+    Cost: numpy calls by the places where what neighbours have in common changes; no recursion, which could go as deep.
+    """
+    common = np.array(commons, np.int64)
+    may_cut = np.ones(len(common), np.bool_)  # within a run of equals a cut saves less than at its ends
+    may_cut[1:-1] = (common[1:-1] != common[:-2]) | (common[1:-1] != common[2:])
+    bounds = np.concatenate([[0], 1 + np.flatnonzero(may_cut), [len(members)]])
+    best, begins = np.zeros(len(bounds), np.int64), np.zeros(len(bounds), np.int64)
+    least = np.full(len(bounds), np.iinfo(np.int32).max, np.int64)
+    """By where a group begins: what its members have in common."""
+    for end in range(1, len(bounds)):
+        first, last = bounds[end - 1], bounds[end]
+        if first:
+            least[: end - 1] = np.minimum(least[: end - 1], common[first - 1])
+        if last - first > 1:
+            least[:end] = np.minimum(least[:end], common[first : last - 1].min())
+        saved = best[:end] + (last - bounds[:end] - 1) * least[:end]
+        begins[end] = saved.argmax()
+        best[end] = saved[begins[end]]
+    groups: list[Group] = []
+    end = len(bounds) - 1
+    while end:
+        first, last = bounds[begins[end]], bounds[end]
+        if last - first > 1:
+            groups.append(Group(members[first:last], int(common[first : last - 1].min())))
+        end = int(begins[end])
+    return groups
 
 
 def _num_common(one: Prompt, other: Prompt) -> int:
