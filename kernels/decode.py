@@ -187,6 +187,14 @@ def _descriptor(plane: torch.Tensor, tile_rows: int) -> TensorDescriptor:
     return TensorDescriptor(plane, list(plane.shape), strides, box)
 
 
+def _query_descriptor(q_NHD: torch.Tensor, group: int) -> TensorDescriptor:
+    """Queries for the tensor memory accelerator, in boxes of one kv head's, padded by the next one's."""
+    strides = [stride if size > 1 else checks.ALIGNMENT_BYTES for size, stride in zip(q_NHD.shape, q_NHD.stride(), strict=True)]
+    strides[2] = 1
+    box = [1, max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(q_NHD.shape[2]))]
+    return TensorDescriptor(q_NHD, list(q_NHD.shape), strides, box)
+
+
 def attend_singles(
     q_NHD: torch.Tensor,
     memory: KVMemory,
@@ -235,10 +243,12 @@ def attend_singles(
     if cut.max_registers is not None and not checks.INTERPRETED:
         resources["maxnreg"] = cut.max_registers
     k, v, by_tma = memory.k, memory.v, _can_describe(memory, cut, options.rows_seen)
+    query_with_tiles = by_tma and cut.query_with_tiles and memory.kind is None
     rows_of_partials = min(16, triton.next_power_of_2(space.max_chunks))
     with checks.on_device(device):
         attend_tiles[(num_lanes * num_kv_heads,)](
-            q_NHD, _descriptor(k, cut.tile_rows) if by_tma else k, _descriptor(v, cut.tile_rows) if by_tma else v,
+            _query_descriptor(q_NHD, group) if query_with_tiles else q_NHD,
+            _descriptor(k, cut.tile_rows) if by_tma else k, _descriptor(v, cut.tile_rows) if by_tma else v,
             memory.k_scale, memory.v_scale, memory.tables_SC,
             lengths_B, slots_B, limit_S, query_starts, firsts_B, out_NHD, lse_BH, workspace,
             options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q_NHD.shape[0],
@@ -249,9 +259,10 @@ def attend_singles(
             W=width, W_PAD=max(16, triton.next_power_of_2(width)), BLOCK=memory.block, TMA=by_tma,
             PACKED=memory.kind is not None and not checks.INTERPRETED and q_NHD.dtype != torch.float32,
             PAIRED=memory.has_paired_scales, KIND=memory.kind or "", HAS_SOFTCAP=options.softcap_log2 > 0.0,
-            **resources, **common,
+            QUERY_WITH_TILES=query_with_tiles, **resources, **common,
         )  # fmt: skip
-        merge_partials[(num_sequences, num_heads)](
+        # A border between lanes lies in at most one sequence.
+        merge_partials[(min(num_sequences, num_lanes), num_heads)](
             out_NHD, lse_BH, lengths_B, slots_B, limit_S, query_starts, firsts_B, memory.v_scale, workspace,
             options.rows_seen, num_sequences, q_NHD.shape[0], memory.num_slots, memory.num_rows, num_lanes,
             space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1),

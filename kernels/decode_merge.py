@@ -83,8 +83,11 @@ def merge_partials(
     STEP: tl.constexpr, UNROLL: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h): the partials of one query head, those of a chunk in the order of its tiles, then the chunks."""
-    b = tl.program_id(0)
+    """Program (j, h): one query head of the sequences j, j + num_programs, ... of those that are to be merged.
+
+    Those of a chunk in the order of its tiles, then the chunks. Where sequences are short nearly none is to be merged, and
+    programs that only find that out would take as long as some hundred rows.
+    """
     h = tl.program_id(1)
     i_b = tl.arange(0, B_PAD)
     _, starts, ends = span(
@@ -92,51 +95,56 @@ def merge_partials(
         window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
     )  # fmt: skip
     nums_tiles = tl.cdiv(ends - starts, TILE)
+    tile_ends = tl.cumsum(nums_tiles, 0)
     lane_size = lane_tiles_of(tl.sum(nums_tiles, 0), num_lanes)
-    sequence_start = tl.sum(tl.where(i_b < b, nums_tiles, 0), 0)
-    num_tiles = tl.sum(tl.where(i_b == b, nums_tiles, 0), 0)
-    chunk_size = chunk_tiles_of(num_tiles, max_chunks, CHUNK_TILES)
+    # The first launch wrote the output of who has one chunk, whose first leaf and last tile one lane has.
+    last_tiles = tile_ends - nums_tiles + tl.minimum(1 << leaf_bits_of(nums_tiles, SHORT_TILES), nums_tiles) - 1
+    is_one_chunk = (nums_tiles > 0) & (nums_tiles <= chunk_tiles_of(nums_tiles, max_chunks, CHUNK_TILES))
+    is_written = is_one_chunk & (last_tiles // lane_size == (tile_ends - 1) // lane_size)
+    m_merged = (i_b < num_sequences) & (is_written == 0)
+    if HAS_STARTS:
+        queries = tl.load(p_query_starts + i_b, mask=m_merged, other=0)
+        next_queries = tl.load(p_query_starts + i_b + 1, mask=m_merged, other=0)
+        m_merged = m_merged & is_single(queries, next_queries, num_queries)
+    ranks = tl.cumsum(m_merged.to(tl.int32), 0)
+    num_merged = tl.sum(m_merged.to(tl.int32), 0)
     if PDL:
         # Before any return: what comes next may wait for this launch alone.
         gdc_wait()
         gdc_launch_dependents()
-    if (num_tiles > 0) & (num_tiles <= chunk_size):
-        bits = leaf_bits_of(num_tiles, SHORT_TILES)
-        first_leaf = sequence_start + tl.minimum(1 << bits, num_tiles)
-        if (first_leaf - 1) // lane_size == (sequence_start + num_tiles - 1) // lane_size:
-            return
     num_entries = tl.cast(num_sequences, tl.int64) * max_chunks + num_lanes * max_apart
     p_peaks = p_workspace + num_entries * (H * D)
     p_totals = p_peaks + num_entries * H
-
     i_d = tl.arange(0, D_PAD)
-    chunks_before = tl.cast(b, tl.int64) * max_chunks
     tiles_before = tl.cast(num_sequences, tl.int64) * max_chunks
 
-    num_chunks = tl.cdiv(num_tiles, chunk_size)
-    bits = leaf_bits_of(num_tiles, SHORT_TILES)
-    out = tl.zeros([D_PAD], tl.float32)
-    out_peak = EMPTY_PEAK
-    out_total = 0.0
-    for first in range(0, num_chunks, STEP):
-        i_chunk = first + tl.arange(0, STEP)
-        m_chunk = i_chunk < num_chunks
-        acc, peak, total = _load_chunk(
-            p_workspace, p_peaks, p_totals, i_chunk, m_chunk, chunks_before, tiles_before, max_apart,
-            sequence_start, num_tiles, chunk_size, lane_size, bits, h, i_d, H, D, UNROLL,
-        )  # fmt: skip
-        new_peak = tl.maximum(out_peak, tl.max(peak, 0))
-        weights = tl.exp2(peak - new_peak)
-        rescale = tl.exp2(out_peak - new_peak)
-        out = out * rescale + tl.sum(acc * weights[:, None], 0)
-        out_total = out_total * rescale + tl.sum(total * weights, 0)
-        out_peak = new_peak
-    p_row = output_row(p_out, b, p_query_starts, stride_ob, HAS_STARTS) + tl.cast(h, tl.int64) * stride_oh + i_d
-    width = D
-    if HAS_STARTS:
-        width = tl.where(is_single(b, True, p_query_starts, num_queries), D, 0)
-    out /= tl.where(num_tiles > 0, divisor_of(out_total, h // G, p_v_scale, QMAX, SCALE), 1.0)
-    tl.store(p_row, out.to(p_out.dtype.element_ty), mask=i_d < width)
-    if HAS_LSE:
-        lse = out_peak + tl.log2(tl.where(num_tiles > 0, out_total, 1.0))
-        tl.store(p_lse + tl.cast(b, tl.int64) * H + h, tl.where(num_tiles > 0, lse, float("-inf")))
+    for i_merged in range(tl.program_id(0), num_merged, tl.num_programs(0)):
+        b = tl.sum((ranks <= i_merged).to(tl.int32), 0)
+        sequence_start = tl.sum(tl.where(i_b < b, nums_tiles, 0), 0)
+        num_tiles = tl.sum(tl.where(i_b == b, nums_tiles, 0), 0)
+        chunk_size = chunk_tiles_of(num_tiles, max_chunks, CHUNK_TILES)
+        chunks_before = tl.cast(b, tl.int64) * max_chunks
+        num_chunks = tl.cdiv(num_tiles, chunk_size)
+        bits = leaf_bits_of(num_tiles, SHORT_TILES)
+        out = tl.zeros([D_PAD], tl.float32)
+        out_peak = EMPTY_PEAK
+        out_total = 0.0
+        for first in range(0, num_chunks, STEP):
+            i_chunk = first + tl.arange(0, STEP)
+            m_chunk = i_chunk < num_chunks
+            acc, peak, total = _load_chunk(
+                p_workspace, p_peaks, p_totals, i_chunk, m_chunk, chunks_before, tiles_before, max_apart,
+                sequence_start, num_tiles, chunk_size, lane_size, bits, h, i_d, H, D, UNROLL,
+            )  # fmt: skip
+            new_peak = tl.maximum(out_peak, tl.max(peak, 0))
+            weights = tl.exp2(peak - new_peak)
+            rescale = tl.exp2(out_peak - new_peak)
+            out = out * rescale + tl.sum(acc * weights[:, None], 0)
+            out_total = out_total * rescale + tl.sum(total * weights, 0)
+            out_peak = new_peak
+        p_row = output_row(p_out, b, p_query_starts, stride_ob, HAS_STARTS) + tl.cast(h, tl.int64) * stride_oh + i_d
+        out /= tl.where(num_tiles > 0, divisor_of(out_total, h // G, p_v_scale, QMAX, SCALE), 1.0)
+        tl.store(p_row, out.to(p_out.dtype.element_ty), mask=i_d < D)
+        if HAS_LSE:
+            lse = out_peak + tl.log2(tl.where(num_tiles > 0, out_total, 1.0))
+            tl.store(p_lse + tl.cast(b, tl.int64) * H + h, tl.where(num_tiles > 0, lse, float("-inf")))

@@ -12,28 +12,25 @@ from vmmkv.kernels.lanes import (
     EMPTY_PEAK,
     chunk_tiles_of,
     divisor_of,
-    lane_begin,
+    lane_begins,
     lane_tiles_of,
     leaf_bits_of,
     merge,
     output_row,
     sequence_at,
+    sequence_of,
     span,
+    span_inputs,
+    span_of,
     weights_of,
 )
 from vmmkv.kernels.tiles import blocks_of, dequantise, dequantise_nibbles, load_tile, row_pointers, unpack, unpack_nibbles
 
 
 @triton.jit
-def _load_query(
-    p_q, b, p_query_starts, stride_qb, stride_qh, i_h, i_w, m_gw,
-    W: tl.constexpr, HALVES: tl.constexpr, HAS_STARTS: tl.constexpr,
-):  # fmt: skip
+def _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W: tl.constexpr, HALVES: tl.constexpr):
     """[G_PAD, W_PAD] twice: the queries of one kv head; in int4 the two halves of the head, else the same."""
-    i_q = tl.cast(b, tl.int64)
-    if HAS_STARTS:
-        i_q = tl.load(p_query_starts + b).to(tl.int64)
-    p_query = p_q + i_q * stride_qb + (i_h * stride_qh)[:, None] + i_w[None, :]
+    p_query = p_q + tl.cast(i_q, tl.int64) * stride_qb + (i_h * stride_qh)[:, None] + i_w[None, :]
     q = tl.load(p_query, mask=m_gw, other=0.0)
     if HALVES == 2:
         return q, tl.load(p_query + W, mask=m_gw, other=0.0)
@@ -83,25 +80,27 @@ def attend_tiles(
     K: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, B_PAD: tl.constexpr,
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     QMAX: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr,
+    QUERY_WITH_TILES: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (lane, kv head): the tiles of that lane, its partials into the workspace.
 
     Neighbouring programs take the kv heads of the same rows, which are neighbours in memory. One loop goes over all tiles
-    of the lane, whosever they are, so that the loads of the next ones are always under way.
+    of the lane, whosever they are, so that the loads of the next ones are always under way, those of the next sequence's
+    bounds and query with them.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     HALVES: tl.constexpr = 2 if KIND == "int4" else 1
     H: tl.constexpr = K * G
-    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    DTYPE: tl.constexpr = p_out.dtype.element_ty
     i_kv = tl.program_id(0) % K
     lane = tl.program_id(0) // K
     num_lanes = tl.num_programs(0) // K
     i_b = tl.arange(0, B_PAD)
-    _, starts, ends = span(
+    slots, starts, ends = span(
         i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
         window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
     )  # fmt: skip
@@ -109,8 +108,9 @@ def attend_tiles(
     tile_ends = tl.cumsum(nums_tiles, 0)
     num_tiles = tl.sum(nums_tiles, 0)
     lane_size = lane_tiles_of(num_tiles, num_lanes)
-    lane_start = lane_begin(tl.minimum(lane * lane_size, num_tiles), tile_ends, SHORT_TILES)
-    lane_end = lane_begin(tl.minimum((lane + 1) * lane_size, num_tiles), tile_ends, SHORT_TILES)
+    lane_start, lane_end = lane_begins(
+        tl.minimum(lane * lane_size, num_tiles), tl.minimum((lane + 1) * lane_size, num_tiles), tile_ends, SHORT_TILES
+    )
 
     i_g = tl.arange(0, G_PAD)
     i_w = tl.arange(0, W_PAD)
@@ -122,10 +122,9 @@ def attend_tiles(
     p_peaks = p_workspace + num_partials * (H * W * HALVES)
     p_totals = p_peaks + num_partials * H
     # Of the sequence that the loop is at.
-    b, sequence_start, sequence_end, slot, start, end = sequence_at(
-        lane_start, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
-        TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-    )  # fmt: skip
+    b, sequence_start, sequence_end, slot, start, end = sequence_of(
+        lane_start, tile_ends, nums_tiles, slots, starts, ends, TILE
+    )
     bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
     if SCALE == "token":
@@ -134,10 +133,18 @@ def attend_tiles(
     if SCALE == "head":
         scale_log2 *= tl.load(p_k_scale + i_kv)
 
-    # A lane without tiles has no sequence either.
-    b = tl.minimum(b, num_sequences)
-    m_query = (i_g < tl.where(lane_start < lane_end, G, 0))[:, None] & (i_w < W)[None, :]
-    q, q_high = _load_query(p_q, b, p_query_starts, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES, HAS_STARTS)
+    i_q = tl.load(p_query_starts + b) if HAS_STARTS else b
+    if not QUERY_WITH_TILES:
+        # A lane without tiles has no sequence either.
+        m_query = (i_g < tl.where(lane_start < lane_end, G, 0))[:, None] & (i_w < W)[None, :]
+        q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES)
+    # Of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
+    next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
+    later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
+    length, limit, first, query, next_query = span_inputs(
+        b + 1, b + 1 < num_sequences, next_slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots,
+        HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+    )  # fmt: skip
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_high = acc
     peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
@@ -145,21 +152,45 @@ def attend_tiles(
     leaf, leaf_high, leaf_peak, leaf_total = acc, acc, peak, total
     for i_tile in range(lane_start, lane_end):
         if i_tile >= sequence_end:
-            b, sequence_start, sequence_end, slot, start, end = sequence_at(
-                i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
-                window, TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+            b += 1
+            i_q = query if HAS_STARTS else b
+            sequence_start = sequence_end
+            slot = next_slot.to(tl.int64)
+            next_slot = later_slot
+            start, end = span_of(
+                slot, length, limit, first, query, next_query, num_queries, num_slots, num_rows, window,
+                HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
             )  # fmt: skip
+            if end <= start:
+                # It has no rows: on to the next that has some.
+                b, sequence_start, sequence_end, slot, start, end = sequence_at(
+                    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots,
+                    num_rows, window, TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+                )  # fmt: skip
+                next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
+                i_q = tl.load(p_query_starts + b) if HAS_STARTS else b
+            sequence_end = sequence_start + tl.cdiv(end - start, TILE)
             bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
             chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
+        # With every tile: the sequence may have no other, and a load under a condition would be waited for at its end.
+        length, limit, first, query, next_query = span_inputs(
+            b + 1, b + 1 < num_sequences, next_slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots,
+            HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+        )  # fmt: skip
+        later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
         # The last tile is moved back to end with the sequence: what it shares with the one before is masked.
         row = start + (i_tile - sequence_start) * TILE
         skip = tl.maximum(row + TILE - end, 0)
         row -= skip
         m_t = i_t >= skip
 
-        if i_tile == sequence_start:
+        if QUERY_WITH_TILES:
+            # Under way with the tile. The rows from G on are of the next kv head, or zeros, and of no consequence.
+            q = p_q.load([tl.cast(i_q, tl.int32), i_kv * G, 0]).reshape(G_PAD, W_PAD)
+            q_high = q
+        elif i_tile == sequence_start:
             # Apart from the look-up above, which is needed for the loads to come and so is done long before.
-            q, q_high = _load_query(p_q, b, p_query_starts, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES, HAS_STARTS)
+            q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W, HALVES)
         i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK)
         if TMA:
             k = p_k.load([slot.to(tl.int32), row, i_kv, 0]).reshape(TILE, W_PAD)

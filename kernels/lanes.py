@@ -24,34 +24,66 @@ EMPTY_PEAK = tl.constexpr(-1e30)
 
 
 @triton.jit
-def span(
-    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+def span_inputs(
+    i_b, m_b, slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots,
     HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """Slot, first row and end row that sequence `i_b` attends to; an empty span where nothing may be read."""
-    slot = tl.load(p_slots + i_b, mask=m_b, other=-1).to(tl.int64)
-    length = tl.maximum(tl.load(p_lengths + i_b, mask=m_b, other=0), 0)
+    """What `span_of` needs of sequence `i_b` in this slot: loads alone, which nobody waits for until it is called."""
+    length = tl.load(p_lengths + i_b, mask=m_b, other=0)
+    limit, first, query, next_query = 0, 0, 0, 0
+    if HAS_LIMIT:
+        limit = tl.load(p_limits + slot, mask=m_b & (slot >= 0) & (slot < num_slots), other=0)
+    if HAS_FIRSTS:
+        first = tl.load(p_firsts + i_b, mask=m_b, other=0)
+    if HAS_STARTS:
+        query = tl.load(p_query_starts + i_b, mask=m_b, other=0)
+        next_query = tl.load(p_query_starts + i_b + 1, mask=m_b, other=0)
+    return length, limit, first, query, next_query
+
+
+@triton.jit
+def span_of(
+    slot, length, limit, first, query, next_query, num_queries, num_slots, num_rows, window,
+    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
+):  # fmt: skip
+    """First row and end row that a sequence attends to; an empty span where nothing may be read."""
+    length = tl.maximum(length, 0)
     m_slot = (slot >= 0) & (slot < num_slots)
     if HAS_STARTS:
-        m_slot = m_slot & is_single(i_b, m_b, p_query_starts, num_queries)
+        m_slot = m_slot & is_single(query, next_query, num_queries)
     end = tl.where(m_slot, tl.minimum(length, num_rows), 0)
     if HAS_LIMIT:
-        end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
+        end = tl.minimum(end, limit)
     start = tl.maximum(length - window, 0)
     # Rows before a window may not be mapped, and the last tile is moved back: a shortened window has none.
     end = tl.where((start > 0) & (end < length), 0, end)
     if HAS_FIRSTS:
         # Rows before this one are the sequence's own, and may be touched like those of the tile before.
-        start = tl.maximum(start, tl.minimum(tl.load(p_firsts + i_b, mask=m_b, other=0), length))
-    return slot, start.to(tl.int32), tl.maximum(end, start).to(tl.int32)
+        start = tl.maximum(start, tl.minimum(first, length))
+    return start.to(tl.int32), tl.maximum(end, start).to(tl.int32)
 
 
 @triton.jit
-def is_single(i_b, m_b, p_query_starts, num_queries):
-    """Has the sequence exactly one query in this call, one that there is?"""
-    first = tl.load(p_query_starts + i_b, mask=m_b, other=0)
-    count = tl.load(p_query_starts + i_b + 1, mask=m_b, other=0) - first
-    return (count == 1) & (first >= 0) & (first < num_queries)
+def span(
+    i_b, m_b, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
+    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
+):  # fmt: skip
+    """Slot, first row and end row of sequence `i_b`."""
+    slot = tl.load(p_slots + i_b, mask=m_b, other=-1).to(tl.int64)
+    length, limit, first, query, next_query = span_inputs(
+        i_b, m_b, slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS
+    )
+    start, end = span_of(
+        slot, length, limit, first, query, next_query, num_queries, num_slots, num_rows, window,
+        HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
+    )  # fmt: skip
+    return slot, start, end
+
+
+@triton.jit
+def is_single(query, next_query, num_queries):
+    """Has the sequence whose queries these bound exactly one in this call, one that there is?"""
+    return (next_query - query == 1) & (query >= 0) & (query < num_queries)
 
 
 @triton.jit
@@ -67,13 +99,22 @@ def leaf_bits_of(num_tiles, SHORT_TILES: tl.constexpr):
 
 
 @triton.jit
-def lane_begin(i_tile, tile_ends, SHORT_TILES: tl.constexpr):
-    """The tile at which the lane begins whose share begins at `i_tile`: a leaf is whose who has its last tile."""
-    before = tile_ends <= i_tile
-    sequence_start = tl.max(tl.where(before, tile_ends, 0), 0)
-    sequence_end = tl.min(tl.where(before, 2147483647, tile_ends), 0)
-    bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
-    return sequence_start + (((i_tile - sequence_start) >> bits) << bits)
+def _bounds(a, b, c, d, a_more, b_more, c_more, d_more):
+    return tl.maximum(a, a_more), tl.minimum(b, b_more), tl.maximum(c, c_more), tl.minimum(d, d_more)
+
+
+@triton.jit
+def lane_begins(i_tile, i_next, tile_ends, SHORT_TILES: tl.constexpr):
+    """The tiles at which two lanes begin whose shares begin at `i_tile` and `i_next`: a leaf is whose who has its last tile."""
+    before, before_next = tile_ends <= i_tile, tile_ends <= i_next
+    start, end, start_next, end_next = tl.reduce(
+        (
+            tl.where(before, tile_ends, 0), tl.where(before, 2147483647, tile_ends),
+            tl.where(before_next, tile_ends, 0), tl.where(before_next, 2147483647, tile_ends),
+        ), 0, _bounds,
+    )  # fmt: skip
+    bits, bits_next = leaf_bits_of(end - start, SHORT_TILES), leaf_bits_of(end_next - start_next, SHORT_TILES)
+    return start + (((i_tile - start) >> bits) << bits), start_next + (((i_next - start_next) >> bits_next) << bits_next)
 
 
 @triton.jit
@@ -96,14 +137,34 @@ def merge(x, weight, x_next, weight_next):
 
 
 @triton.jit
+def _sums(a, b, c, d, e, a_more, b_more, c_more, d_more, e_more):
+    return a + a_more, b + b_more, c + c_more, d + d_more, e + e_more
+
+
+@triton.jit
+def sequence_of(i_tile, tile_ends, nums_tiles, slots, starts, ends, TILE: tl.constexpr):
+    """Of the sequence that has this tile: its index, where its tiles start and end, its slot and its rows.
+
+    Past the last tile it is sequence 0, of no rows. One reduction for all, and no load: it is before the first rows.
+    """
+    tile_starts = tile_ends - nums_tiles
+    m_one = (tile_starts <= i_tile) & (i_tile < tile_ends)
+    i_b = tl.arange(0, tile_ends.shape[0])
+    b, sequence_start, slot, start, end = tl.reduce(
+        (
+            tl.where(m_one, i_b, 0), tl.where(m_one, tile_starts, 0), tl.where(m_one, slots, 0),
+            tl.where(m_one, starts, 0), tl.where(m_one, ends, 0),
+        ), 0, _sums,
+    )  # fmt: skip
+    return b, sequence_start, sequence_start + tl.cdiv(end - start, TILE), slot, start, end
+
+
+@triton.jit
 def sequence_at(
     i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window,
     TILE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the sequence that has this tile: its index, where its tiles start and end, and its span of rows.
-
-    Past the last tile it is a sequence of no rows.
-    """
+    """`sequence_of` by loads, which holds no span of every sequence in registers."""
     before = tile_ends <= i_tile
     b = tl.sum(before.to(tl.int32), 0)
     sequence_start = tl.max(tl.where(before, tile_ends, 0), 0)

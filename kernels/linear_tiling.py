@@ -80,6 +80,9 @@ def _in_registers(num_rows: int, num_outputs: int, num_columns: int, itemsize: i
             return LinearTiling(dots=False, tile_n=4, tile_k=tile_k, depth=3)
         if weight_bytes >= 4 * _LARGE_BYTES:
             return LinearTiling(dots=False, tile_n=2, tile_k=tile_k, depth=4)
+        if weight_bytes < 3 * _SMALL_BYTES:
+            return LinearTiling(dots=False, tile_n=4, tile_k=tile_k, max_registers=96)
+        return LinearTiling(dots=False, tile_n=4, tile_k=tile_k, depth=3, max_registers=128)
     tile_n = max(1, 8192 // (tile_k * itemsize * (2 if gated else 1) * padded_rows(num_rows, False)))
     while tile_n > 1 and ceil_div(num_outputs, tile_n) < 512:
         tile_n //= 2

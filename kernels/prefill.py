@@ -3,10 +3,14 @@
 FlashAttention-2's loop (Dao, 2023): a program owns a tile of queries of one sequence and walks the keys that they see with
 an online softmax. Queries start anywhere in their sequence (a chunk) and the sequences of a launch have any counts and
 lengths: the device reads them all, so one captured graph serves all. A sequence with one query goes through decode's launches.
+On Hopper plain bf16 slots with heads of 128 have a kernel of their own: see prefill_hopper.py.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, U rows of a
 block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
 """
+
+import functools
+from types import ModuleType
 
 import torch
 import triton
@@ -216,7 +220,8 @@ def prefill(
     softcap * tanh(score / softcap). workspace: of `decode`, float32, at least its `workspace_elements(...)` for B queries, not
     shared by launches that may overlap; if None it comes from torch's allocator.
 
-    Cost: three launches, no synchronisation; safe while a graph is captured, and the graph serves all counts and lengths.
+    Cost: three launches (four with the kernel of prefill_hopper.py), no synchronisation; safe while a graph is captured, and the
+    graph serves all counts and lengths.
     Sequences of one query, which the device finds, are attended to by decode's two: spread over the whole device, and bit for
     bit what `decode` gives.
     Raises: ValueError naming the argument.
@@ -225,6 +230,16 @@ def prefill(
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, None, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace)
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """prefill_hopper.py where the device is a Hopper. It is imported there alone: Gluon is no part of the interpreter."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from vmmkv.kernels import prefill_hopper
+
+    return prefill_hopper
 
 
 def launch_prefill(
@@ -240,7 +255,7 @@ def launch_prefill(
     *,
     cut: PrefillTiling | None = None,
 ) -> torch.Tensor:
-    """`prefill` over any memory."""
+    """`prefill` over any memory. cut: of the kernel in this file, which then attends also where that for Hopper would."""
     device = q_NHD.device
     if q_NHD.dim() != 3:
         checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [queries, query heads, head dim]")
@@ -266,6 +281,7 @@ def launch_prefill(
     if num_queries == 0 or num_sequences == 0:
         return out
 
+    hopper = _hopper(device) if cut is None else None
     cut = cut or prefill_tiling(head_dim, q_NHD.element_size(), memory.kind or "")
     suffix = "PUKW" if memory.block else "STKW"
     checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
@@ -274,6 +290,9 @@ def launch_prefill(
     width = memory.k.shape[3]
     width_padded = max(16 if memory.kind != "int4" else 8, triton.next_power_of_2(width))
     attend_singles(q_NHD, memory, lengths_B, slots_B, query_starts, limit_S, options, out, workspace)
+    if hopper is not None and hopper.applies(q_NHD, memory, options):
+        hopper.launch_prefill_hopper(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out)
+        return out
     # Under a table the pipeline has two loads, one after the other, where it has one in slots.
     num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
     with checks.on_device(device):

@@ -5,6 +5,18 @@ full through the tensor memory accelerator. Each group has 64 queries of a tile 
 tensor cores have work while it takes exponentials: the scores of the next tile of keys are asked for before this tile's
 weights are multiplied with V, and the groups take turns at asking.
 
+The parts talk through barriers in shared memory, each a pair of `ready` and `free` for every place of a ring:
+
+- q: two places, of a piece's 128 queries and its note (which piece it is), so that the next piece is loaded while this one is
+  worked at. Ready by two arrivals: that which expects the bytes, and one when the note is written.
+- k, v: two places each, of a tile of keys or values. Ready when the bytes have come.
+- free: two arrivals, of either group when it has done with the place. K is free before V: as soon as there are scores.
+- turn: one for each group, which the other arrives at when it has asked for its products.
+
+The n-th use of a place waits for the phase n of its `ready`, of parity n & 1, and to fill it for the phase n - 1 of its `free`,
+of parity (n & 1) ^ 1: a new barrier counts as if that before its first phase had passed. Every part walks the same pieces and
+tiles, so each counts them for itself.
+
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim.
 Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
 """
@@ -17,6 +29,9 @@ TOKENS: gl.constexpr = gl.constexpr(128)  # queries of a program's tile
 GROUP_TOKENS: gl.constexpr = gl.constexpr(64)  # of them one group's: what its four warps multiply together
 TILE: gl.constexpr = gl.constexpr(128)  # keys in one step
 HEAD_DIM: gl.constexpr = gl.constexpr(128)
+Q_STAGES: gl.constexpr = gl.constexpr(2)  # pieces whose queries are in shared memory
+STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K, and as many of V
+SEQUENCES: gl.constexpr = gl.constexpr(128)  # whose starts the loading warp looks at together
 RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # of the descriptors that end where a sequence does: see prefill_hopper.py
 EMPTY: gl.constexpr = gl.constexpr(float("-inf"))
 
@@ -34,7 +49,7 @@ def _uniform(x):
 @gluon.jit
 def _piece_of(
     i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
-    H: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
+    H: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A piece: (query head, slot, first query's row in q, queries left, its position, end of keys, end of those all see).
 
@@ -42,10 +57,14 @@ def _piece_of(
     and come first; neighbouring pieces are the heads of one tile, which share their keys in L2: prefill.py's order.
     """
     i_tile = num_tiles - 1 - i_work // H
-    everywhere: gl.constexpr = gl.BlockedLayout([B_PAD // 32], [32], [gl.num_warps()], [0])
-    i_b = gl.arange(0, B_PAD, layout=everywhere)
-    starts = gl.load(p_starts + i_b, mask=i_b < num_sequences, other=0)
-    b = gl.sum(((starts // TOKENS + i_b <= i_tile) & (i_b < num_sequences)).to(gl.int32), 0) - 1
+    everywhere: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
+    i_b = gl.arange(0, SEQUENCES, layout=everywhere)
+    begun = gl.zeros([SEQUENCES], gl.int32, everywhere)
+    for _ in range(0, num_sequences, SEQUENCES):
+        starts = gl.load(p_starts + i_b, mask=i_b < num_sequences, other=0)
+        begun += ((starts // TOKENS + i_b <= i_tile) & (i_b < num_sequences)).to(gl.int32)
+        i_b += SEQUENCES
+    b = gl.sum(begun, 0) - 1
     has_sequence = b >= 0
     b = gl.maximum(b, 0)
     start = gl.load(p_starts + b)
@@ -53,14 +72,15 @@ def _piece_of(
     length = gl.load(p_lengths + b).to(gl.int64)
     slot = gl.load(p_slots + b).to(gl.int64)
     i_first = (i_tile - (start // TOKENS + b)) * TOKENS
-    length = gl.minimum(gl.maximum(length, 0), 2147483647).to(gl.int32)
+    is_ours = has_sequence & (i_first < count) & (count != 1) & (start >= 0)
+    count = gl.minimum(count, num_queries - start)
+    left = gl.where(is_ours, count - i_first, 0)
     m_slot = (slot >= 0) & (slot < num_slots)
+    length = gl.minimum(gl.maximum(length, 0), 2147483647).to(gl.int32)
     end = gl.where(m_slot, gl.minimum(length, num_rows), 0)
     if HAS_LIMIT:
         end = gl.minimum(end, gl.load(p_limits + slot, mask=m_slot, other=0))
     slot = gl.where(m_slot, slot, 0).to(gl.int32)
-    is_ours = has_sequence & (i_first < count) & (count != 1) & (start >= 0)
-    left = gl.where(is_ours, gl.minimum(count, num_queries - start) - i_first, 0)
     position = length - count + i_first
     stop = gl.maximum(position + gl.minimum(TOKENS, left), 0)
     end = gl.maximum(gl.minimum(end, stop), 0)
@@ -106,28 +126,25 @@ def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
 @gluon.jit
 def load_part(
     descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk, num_work,
-    H: gl.constexpr, G: gl.constexpr, B_PAD: gl.constexpr, HAS_LIMIT: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDER: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: finds pieces, tells the groups of each, and loads its keys from the last tile to the first.
+    """The loading warp: takes pieces, tells the groups of each, and loads its keys from the last tile to the first.
 
-    It is as far ahead as the rings have room. In the end it tells of a piece without queries.
+    A program's first piece is its own; then it takes whichever is next, so that long and short ones even out. The warp is as
+    far ahead as the rings have room. In the end it tells of a piece without queries.
     """
     desc_q, desc_k, desc_v, desc_k_end, desc_v_end = descs
     p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows = batch
     q_ready, q_free = q_bars
     k_ready, k_free = k_bars
     v_ready, v_free = v_bars
-    i_program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    i_work = i_program
-    step = 0
+    i_work = gl.program_id(0)
     i_q = 0
     i_kv = 0
     while i_work < num_work:
         i_head, slot, i_row, left, position, end, full_end = _piece_of(
             i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
-            H, B_PAD, HAS_LIMIT,
+            H, HAS_LIMIT,
         )  # fmt: skip
         if left > 0:
             s = i_q % Q_STAGES
@@ -136,6 +153,7 @@ def load_part(
             mbarrier.expect(q_ready.index(s), TOKENS * HEAD_DIM * 2)
             for half in gl.static_range(2):
                 _ask(desc_q, [i_row + half * GROUP_TOKENS, i_head * stride_qh], q_ready.index(s), q_smem.index(s * 2 + half))
+            # Not before: until the note is written the bytes alone must not make the place ready.
             mbarrier.arrive(q_ready.index(s), count=1)
             i_q += 1
             column_k = i_head // G * stride_kk
@@ -151,13 +169,7 @@ def load_part(
                 mbarrier.wait(v_free.index(s), parity)
                 _load_tile(desc_v, desc_v_end, v_ready.index(s), v_smem.index(s), slot, row, end, column_v)
                 i_kv += 1
-        step += 1
-        if ORDER == "taken":
-            i_work = num_programs + _uniform(gl.atomic_add(p_taken, 1))
-        elif ORDER == "snake":
-            i_work = step * num_programs + gl.where(step % 2 == 0, i_program, num_programs - 1 - i_program)
-        else:
-            i_work += num_programs
+        i_work = gl.num_programs(0) + _uniform(gl.atomic_add(p_taken, 1))
     s = i_q % Q_STAGES
     mbarrier.wait(q_free.index(s), (i_q // Q_STAGES & 1) ^ 1)
     _post(notes.index(s), 0, 0, 0, 0, 0, 0)
@@ -184,15 +196,16 @@ def _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout: gl.cons
 @gluon.jit
 def _step(
     q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2, i_kv, turn, has_next,
-    layout: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    layout: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tile of keys at `row`: its scores and weights, while the weights of the tile before are multiplied with V."""
     k_ready, k_free = k_bars
     v_ready, v_free = v_bars
     mine, other = turns
     s = i_kv % STAGES
-    if TURNS:
-        mbarrier.wait(mine, (turn & 1) ^ (1 - GROUP))
+    # Group 0 goes first: its turn 0 waits for nothing, and group 1's for the products of group 0's. The tensor cores then have
+    # the products of one group while the other takes exponentials, rather than both at once and then neither.
+    mbarrier.wait(mine, (turn & 1) ^ (1 - GROUP))
     zeros = gl.zeros([GROUP_TOKENS, TILE], gl.float32, layout)
     scores = warpgroup_mma(q, k_smem.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s_v = (i_kv - 1) % STAGES
@@ -200,8 +213,8 @@ def _step(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     weights = gl.convert_layout(weights.to(gl.bfloat16), operand)
     acc = warpgroup_mma(weights, v_smem.index(s_v), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(other, count=1)
+    mbarrier.arrive(other, count=1)
+    # The older of the two products, the scores; that with V goes on beside the softmax.
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(s), count=1)
     new_weights, rescale, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, MASKED)
@@ -217,7 +230,7 @@ def _step(
 @gluon.jit
 def multiply_part(
     p_out, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns, scale_log2, stride_on, stride_oh,
-    GROUP: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, WIDE_STORES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: queries [64 * GROUP, 64 * GROUP + 64) of each piece of this program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -241,6 +254,7 @@ def multiply_part(
         acc = gl.zeros([GROUP_TOKENS, HEAD_DIM], gl.float32, layout)
         peak = gl.full([GROUP_TOKENS], EMPTY, gl.float32, rows)
         totals = gl.sum(gl.reshape(acc, [GROUP_TOKENS, TILE // 8, 8]), 1)
+        # The last tile, which alone has no other's weights to multiply beside it.
         s = i_kv % STAGES
         mbarrier.wait(k_ready.index(s), i_kv // STAGES & 1)
         scores = warpgroup_mma(q, k_smem.index(s).permute((1, 0)), acc, use_acc=False, is_async=True)
@@ -249,12 +263,13 @@ def multiply_part(
         row = (num_steps - 1) * TILE
         weights, _, peak, totals = _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout, True)
         i_kv += 1
+        # `_step` finds its keys waited for.
         mbarrier.wait(k_ready.index(i_kv % STAGES), i_kv // STAGES & 1, pred=num_steps > 1)
         for i in range(1, num_masked):
             row -= TILE
             acc, weights, peak, totals = _step(
                 q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
-                i_kv, turn, i + 1 < num_steps, layout, GROUP, True, STAGES, TURNS,
+                i_kv, turn, i + 1 < num_steps, layout, GROUP, True,
             )  # fmt: skip
             i_kv += 1
             turn += 1
@@ -262,7 +277,7 @@ def multiply_part(
             row -= TILE
             acc, weights, peak, totals = _step(
                 q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
-                i_kv, turn, i + 1 < num_steps, layout, GROUP, False, STAGES, TURNS,
+                i_kv, turn, i + 1 < num_steps, layout, GROUP, False,
             )  # fmt: skip
             i_kv += 1
             turn += 1
@@ -271,18 +286,16 @@ def multiply_part(
         acc = warpgroup_mma(gl.convert_layout(weights.to(gl.bfloat16), operand), v_smem.index(s_v), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(s_v), count=1)
+        # Its note was read at the top, and its queries by products that have ended.
         mbarrier.arrive(q_free.index(i_s), count=1)
 
         total = gl.convert_layout(gl.sum(totals, 1), rows)
         # A query that sees nothing gives zeros.
         share = 1.0 / gl.where(total == 0.0, 1.0, total)
         out = (acc * share[:, None]).to(p_out.dtype.element_ty)
-        if WIDE_STORES:
-            out = gl.convert_layout(out, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-        i_m = GROUP * GROUP_TOKENS + gl.arange(0, GROUP_TOKENS, layout=gl.SliceLayout(1, out.type.layout))
-        i_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, out.type.layout))
+        i_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
         p_tile = p_out + i_row.to(gl.int64) * stride_on + i_head.to(gl.int64) * stride_oh
-        gl.store(p_tile + (i_m * stride_on)[:, None] + i_d[None, :], out, mask=(i_m < left)[:, None])
+        gl.store(p_tile + (i_token * stride_on)[:, None] + i_d[None, :], out, mask=(i_token < left)[:, None])
 
         i_q += 1
         mbarrier.wait(q_ready.index(i_q % Q_STAGES), i_q // Q_STAGES & 1)

@@ -26,6 +26,8 @@ class Tiling:
     """Of a thread; None leaves it to the compiler."""
     programs_per_sm: int = 1
     """As many as are resident together: a program that starts late ends late."""
+    query_with_tiles: bool = False
+    """Load the query as early as each tile, and not when a sequence's first tile is there; never beside quantised tiles."""
 
     def __post_init__(self) -> None:
         assert self.chunk_tiles % (1 << MAX_LEAF_BITS) == 0, "a leaf would lie in two chunks"
@@ -39,6 +41,7 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     Quantised K and V are bound by what dequantising costs, and want more programs instead. In float32, whose dots run
     without tensor cores: 16 rows and 8 warps, since more spills registers.
     chunk_tiles: 8192 rows. short_tiles: as many leaves as occupy the SMs with one sequence, and no more to merge than that.
+    query_with_tiles: where it is small beside a tile; what is bound by registers or instructions would gain nothing.
     """
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     exact = itemsize == 4
@@ -54,4 +57,5 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
         num_stages=2 if is_quantised or (is_wide and not exact) else 3,
         max_registers=168 if is_quantised and not is_wide else None,
         programs_per_sm=3 if is_quantised and not is_wide else 1,
+        query_with_tiles=group_elements <= 4096 and not exact,
     )

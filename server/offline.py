@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -267,7 +268,7 @@ class Engine:
 
     def _prompt(self, prompt: AnyPrompt, params: SamplingParams, priority: int) -> Prompt:
         if not isinstance(prompt, str):
-            token_ids = [int(token_id) for token_id in prompt]
+            token_ids = np.asarray(prompt, np.int64).tolist()  # a list of numbers is as fast through numpy as it gets
         elif self._tokenizer is None:
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
         else:
@@ -275,7 +276,7 @@ class Engine:
         if params.stop and self._tokenizer is None:
             raise ValueError(f"{self._model} has no tokenizer, and so no stop strings: use stop_token_ids")
         for name, ids in (("a token id", token_ids), ("a token id of logit_bias", params.logit_bias)):
-            unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocab_size), None)
+            unknown = next((end for end in (min(ids, default=0), max(ids, default=0)) if not 0 <= end < self._vocab_size), None)
             if unknown is not None:
                 raise PromptError(f"{unknown} is not {name}: this model's go from 0 to {self._vocab_size - 1}")
         ready = self.ready
