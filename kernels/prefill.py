@@ -220,8 +220,8 @@ def prefill(
     softcap * tanh(score / softcap). workspace: of `decode`, float32, at least its `workspace_elements(...)` for B queries, not
     shared by launches that may overlap; if None it comes from torch's allocator.
 
-    Cost: three launches (four with the kernel of prefill_hopper.py), no synchronisation; safe while a graph is captured, and the
-    graph serves all counts and lengths.
+    Cost: three launches, or four by the kernel for Hopper; no synchronisation; safe while a graph is captured, and the graph
+    serves all counts and lengths.
     Sequences of one query, which the device finds, are attended to by decode's two: spread over the whole device, and bit for
     bit what `decode` gives.
     Raises: ValueError naming the argument.

@@ -86,7 +86,7 @@ def prefill_kernel(
 
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def applies(q_NHD: torch.Tensor, memory: KVMemory, options: checks.AttentionOptions) -> bool:

@@ -14,8 +14,7 @@ The parts talk through barriers in shared memory, each a pair of `ready` and `fr
 - turn: one for each group, which the other arrives at when it has asked for its products.
 
 The n-th use of a place waits for the phase n of its `ready`, of parity n & 1, and to fill it for the phase n - 1 of its `free`,
-of parity (n & 1) ^ 1: a new barrier counts as if that before its first phase had passed. Every part walks the same pieces and
-tiles, so each counts them for itself.
+of parity (n & 1) ^ 1: in a new barrier that counts as passed. Each part counts for itself, since all walk the same tiles.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim.
 Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
@@ -34,9 +33,7 @@ STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K, and as many of V
 SEQUENCES: gl.constexpr = gl.constexpr(128)  # whose starts the loading warp looks at together
 RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # of the descriptors that end where a sequence does: see prefill_hopper.py
 EMPTY: gl.constexpr = gl.constexpr(float("-inf"))
-
-# Triton 3.6 has it under another name than 3.9.
-_ask = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_ask = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # in Triton 3.6
 
 
 @gluon.jit

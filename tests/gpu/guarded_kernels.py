@@ -81,6 +81,11 @@ def stay_within(memory: DeviceMemory) -> None:
         write_at_the_limit(memory, 2 * PAGE_ROWS, None, paged=paged)
         for count, length, window in ((300, PAGE_ROWS, None), (40, 8 * PAGE_ROWS + 50, 11), (1, PAGE_ROWS, None)):
             Span(length=length, count=count, window=window).compare(memory, paged=paged)
+        # A last tile of one row, of all but one, of a sequence shorter than it; and the ends that a limit makes.
+        for count, length in ((300, 3 * PAGE_ROWS + 1), (2, PAGE_ROWS - 1), (3, 70), (5, 0)):
+            Span(length=length, count=count).compare(memory, paged=paged)
+        for limit in (3 * PAGE_ROWS, PAGE_ROWS, 0):
+            Span(length=5 * PAGE_ROWS, count=300, limit=limit).compare(memory, paged=paged)
     Span(length=PAGE_ROWS, count=70).compare(memory, "int4")
     slot = Slot(memory, 0, 2 * PAGE_ROWS)
     slot.rows_STE[0, :100] = 1

@@ -49,9 +49,9 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
     elements = workspace_elements(case.q_BHD, memory.k)
     workspace = torch.empty(elements, device=DEVICE) if own_workspace else None
     out = case.poisoned_out()
-    prompt_NHD = torch.randn(100, 32, 128, device=DEVICE).bfloat16()
+    prompt_NHD = torch.randn(700, 32, 128, device=DEVICE).bfloat16()
     prompt_out = torch.full_like(prompt_NHD, NAN)
-    starts = torch.tensor([0, 30, 31, 100], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 30, 31, 700], dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
         append(k_NKD, v_NKD, memory.k, memory.v, case.slots_B, case.lengths_B - 1, limit_S)
@@ -65,10 +65,11 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
     with torch.cuda.graph(graph):
         step()
     for lengths, counts in (
-        ([60, 0, 2000], [33, 0, 64]),
+        ([60, 0, 2000], [33, 0, 640]),
         ([3000, 17, 63], [1, 17, 60]),
         ([0, 0, 0], [0, 0, 0]),
         ([129, 2500, 1], [0, 100, 0]),
+        ([400, 300, 2], [400, 298, 2]),
     ):
         case.lengths_B.copy_(torch.tensor(lengths))
         starts[1:] = torch.tensor(counts).cumsum(0).to(DEVICE)
@@ -125,11 +126,12 @@ def test_what_comes_next_sees_the_whole_output(lengths: list[int]) -> None:
         assert all(torch.equal(copy, expected) for copy in seen)
 
 
-def test_the_host_waits_for_nothing() -> None:
-    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_host_waits_for_nothing(head_dim: int) -> None:
+    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=head_dim, dtype=BF16, device=DEVICE)
     memory = case.memory
     limit_S = torch.full((case.num_slots,), 200, dtype=torch.int32, device=DEVICE)
-    k_NKD = torch.randn(2, 2, 64, device=DEVICE).bfloat16()
+    k_NKD = torch.randn(2, 2, head_dim, device=DEVICE).bfloat16()
     positions_N, starts = case.lengths_B - 1, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     blocks, tables_SC = memory.in_blocks(16)
     torch.cuda.set_sync_debug_mode("error")

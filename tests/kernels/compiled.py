@@ -7,6 +7,7 @@ are, on tensors without memory of the sizes that models have; instead of being l
 """
 
 import functools
+import importlib.util
 import inspect
 from typing import Any
 
@@ -22,6 +23,8 @@ from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
 
 H200 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
+HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
+"""Else prefill for Hopper is left out here; test_prefill.py says so."""
 META = torch.device("meta")
 TYPES = {
     torch.float16: "fp16",
@@ -36,6 +39,8 @@ SLOTS, ROWS, BLOCKS = 64, 32_768, 4096
 
 def type_of(argument: Any) -> str:
     """As Triton's launcher has it."""
+    if type(argument).__name__ == "TensorDescriptor" and hasattr(argument, "layout"):  # Gluon's, not imported for this
+        return f"tensordesc<{TYPES[argument.base.dtype]}{list(argument.block_shape)},{argument.layout!r}>"
     if isinstance(argument, TensorDescriptor):
         return f"tensordesc<{TYPES[argument.base.dtype]}{list(argument.block_shape)}>".replace(" ", "")
     if isinstance(argument, torch.Tensor):
@@ -60,7 +65,10 @@ def build(kernel: JITFunction[Any], *positional: Any, **named: Any) -> None:
         signature[parameter.name] = type_of(argument)
         if isinstance(argument, torch.Tensor) or (is_special and argument % 16 == 0):
             attributes[i,] = [["tt.divisibility", 16]]
-    binary = triton.compile(ASTSource(kernel, signature, constants, attributes), target=H200, options=options)
+    source = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    binary = triton.compile(source(kernel, signature, constants, attributes), target=H200, options=options)
     assert binary.metadata.shared <= SHARED_BYTES, f"{binary.metadata.shared} bytes of shared memory"
 
 
@@ -73,6 +81,11 @@ def pretend_to_have_a_gpu() -> None:
     append._casts_to_fp8 = lambda device: True  # type: ignore[assignment]
     decode._num_lanes = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
     copy._num_programs = lambda device: 528  # type: ignore[assignment]
+    if HAS_GLUON:
+        from vmmkv.kernels import prefill_hopper
+
+        prefill_hopper._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+        prefill._hopper = lambda device: prefill_hopper  # type: ignore[assignment]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -128,6 +141,7 @@ def main() -> None:
     llama = (32, 8, 128, bf16)
     Model(*llama).decode()
     Model(*llama).prefill()
+    Model(32, 8, 128, fp16).prefill()
     Model(*llama).append(rope=True)
     Model(*llama, block=16).decode(torch.int64, window=4096)
     Model(*llama, "fp8").decode()

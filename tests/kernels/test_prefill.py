@@ -1,8 +1,10 @@
 """Laws of the prefill kernel, over slots and over blocks."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 from tests.kernels.cases import LENGTHS, NAN
+from tests.kernels.compiling import assert_compiles
 from vmmkv.kernels import reference
 from vmmkv.kernels.decode import decode, workspace_elements
 from vmmkv.kernels.paged import paged_prefill
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.prefill import _hopper, prefill
 from vmmkv.kernels.prefill_tiling import PrefillTiling
 from vmmkv.kernels.quantise import KINDS, Kind, dequantise, quantise
 
@@ -339,6 +342,37 @@ def test_no_queries_launch_nothing(device: torch.device) -> None:
     assert prefill(prompts.q_NHD[:0], prompts.k, prompts.v, prompts.starts[:1], none, none).shape == (0, 4, 64)
     out = prefill(prompts.q_NHD, prompts.k, prompts.v, prompts.starts[:1], none, none, out=prompts.poisoned_out())
     assert out.isnan().all()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton.experimental.gluon") is None, reason="this Triton has no Gluon")
+def test_prefill_for_hopper_compiles_without_one(tmp_path: Path) -> None:
+    statements = """
+from vmmkv.kernels import prefill, prefill_hopper
+launch, launched = prefill_hopper.launch_prefill_hopper, []
+def counted(*arguments):
+    launched.append(launch(*arguments))
+prefill_hopper.launch_prefill_hopper = counted
+prefill.attend_singles = lambda *arguments: None  # decode is compiled elsewhere
+for heads, kv_heads in ((32, 8), (7, 1)):
+    for limit in (False, True):
+        Model(heads, kv_heads, 128, torch.bfloat16).prefill(torch.int64 if limit else torch.int32, limit=limit)
+assert len(launched) == 4
+for shape in ((8, 8, 128, torch.float16), (8, 8, 64, torch.bfloat16)):
+    Model(*shape).prefill()
+model = Model(8, 8, 128, torch.bfloat16)
+model.prefill(window=9)
+model.prefill(softcap=9.0)
+Model(8, 8, 128, torch.bfloat16, block=16).prefill()
+Model(8, 8, 128, torch.bfloat16, "fp8").prefill()
+assert len(launched) == 4
+"""
+    assert_compiles(statements, tmp_path)
+
+
+def test_the_interpreter_never_imports_gluon(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("on a GPU it may be imported")
+    assert _hopper(device) is None
 
 
 @pytest.mark.parametrize(
