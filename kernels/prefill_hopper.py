@@ -86,7 +86,7 @@ def prefill_kernel(
 
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def applies(q_NHD: torch.Tensor, memory: KVMemory, options: checks.AttentionOptions) -> bool:
@@ -112,7 +112,7 @@ def _head_stride(x: torch.Tensor) -> int:
 
 def _width(x: torch.Tensor) -> int:
     """Columns of a row with all its heads."""
-    return (x.shape[-2] - 1) * _head_stride(x) + HEAD_DIM.value
+    return (x.shape[-2] - 1) * _head_stride(x) + int(HEAD_DIM.value)
 
 
 def _descriptor(base: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
