@@ -86,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_names(settings: Settings, suites: Sequence[str]) -> None:
-    """Refuse parts and cases that there are not before anything is measured."""
+    """Refuse parts and cases that there are not, and options of suites that are not wanted, before anything is measured."""
+    for option, given in (("--cases", settings.cases), ("--fa3", settings.fa3)):
+        if given and "kernels" not in suites:
+            raise ValueError(f"{option} is of kernels, which is not wanted here: name that suite, or leave {option} out")
     checks = {"kernels": kernels.check, "prefix": prefix.check, "serve": serve.check}
     with_parts = [suite for suite in checks if suite in suites]
     if len(with_parts) > 1 and settings.parts:
@@ -119,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, or cuda:0; default: the GPU if torch sees one")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where SUITE.jsonl is appended to")
     parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="everything random follows from it; default: 0")
     parser.add_argument("--model-shape", choices=SHAPES, help=_SHAPE_HELP)
     group = parser.add_argument_group("append")
     group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
@@ -134,8 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of kernels: decode, prefill, quantised, append, copy; of prefix: requests, attention, chat, attach, tree; "
         "of serve: mixed, single, first, long, shared, step, breakdown",
     )
-    group.add_argument("--cases", nargs="+", default=(), metavar="CASE", help="by the names that rows have, such as 64x8K")
-    group.add_argument("--fa3", type=Path, metavar="LIBRARY", help="FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so")
+    group.add_argument(
+        "--cases", nargs="+", default=(), metavar="CASE", help="of kernels alone, by the names that rows have, such as 64x8K"
+    )
+    group.add_argument(
+        "--fa3", type=Path, metavar="LIBRARY", help="of kernels alone, FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so"
+    )
     group = parser.add_argument_group("serve")
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
@@ -146,6 +153,10 @@ def _settings(options: argparse.Namespace) -> Settings:
     device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.index >= count:
+            seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
+            raise ValueError(f"--device {options.device}: {seen}; use {f'cuda:{count - 1} or ' if count else ''}cpu")
         torch.cuda.set_device(device)
     return Settings(
         device=device,

@@ -94,7 +94,9 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`prefill` over blocks, bit for bit but where slots have the kernel for Hopper. T is C * U; tables_SC: int32 on the device, rows contiguous.
+    """`prefill` over blocks, bit for bit but where slots have the kernel for Hopper.
+
+    T is C * U; tables_SC: int32 on the device, rows contiguous.
 
     Cost and Raises: as for `prefill`.
     """

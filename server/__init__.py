@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vmmkv.server.completion import Completion, CompletionOutput
+    from vmmkv.server.models import ModelUnavailable
     from vmmkv.server.offline import Engine
     from vmmkv.server.sampling import SamplingParams
 
-__all__ = ["Completion", "CompletionOutput", "Engine", "SamplingParams"]
+__all__ = ["Completion", "CompletionOutput", "Engine", "ModelUnavailable", "SamplingParams"]
 
-_MODULE_OF = {"Completion": "completion", "CompletionOutput": "completion", "Engine": "offline", "SamplingParams": "sampling"}
+_MODULE_OF = {
+    "Completion": "completion",
+    "CompletionOutput": "completion",
+    "Engine": "offline",
+    "ModelUnavailable": "models",
+    "SamplingParams": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
 from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.generation import Generation, check_logit_bias, engine_requests, fit_beams, fit_new_tokens
+from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_new_tokens
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -168,7 +168,7 @@ async def _respond(
     service = _service(request)
     ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
     fit_beams(body, ready)
-    check_logit_bias(body, tokenizer.vocab_size)
+    check_token_ids(body, tokenizer.vocab_size)
     requests = engine_requests(body, answer.id, prompts, new_tokens)
     candidates = [
         Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)

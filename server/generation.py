@@ -36,12 +36,13 @@ def fit_new_tokens(
         raise bad_request(str(error), param=param, code=code) from error
 
 
-def check_logit_bias(request: GenerationRequest, vocab_size: int) -> None:
-    """Raises: ApiError (400) if a bias is for what is no token of this model."""
-    unknown = next((token_id for token_id in request.logit_bias or () if token_id >= vocab_size), None)
-    if unknown is not None:
-        message = f"Invalid logit_bias: {unknown} is not a token id of this model: they go from 0 to {vocab_size - 1}."
-        raise bad_request(message, param="logit_bias", code="invalid_value")
+def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises: ApiError (400) if a bias, or a stop, is of what is no token of this model."""
+    for param, token_ids in (("logit_bias", request.logit_bias or ()), ("stop_token_ids", request.stop_token_ids)):
+        unknown = next((token_id for token_id in token_ids if token_id >= vocab_size), None)
+        if unknown is not None:
+            message = f"Invalid {param}: {unknown} is not a token id of this model: they go from 0 to {vocab_size - 1}."
+            raise bad_request(message, param=param, code="invalid_value")
 
 
 def fit_beams(request: GenerationRequest, ready: Ready) -> None:

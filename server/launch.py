@@ -114,7 +114,9 @@ class _Launch:
             self._stopping = True
             for task in tasks:
                 task.cancel()
-            self._progress.close()
+            self._progress.close(done=False)
+            # Frozen objects outlive the interpreter's last collection, and libraries with C++ in them list each as a leak.
+            gc.unfreeze()
             await engine.stop(self._client.shutdown if self._client.was_ready else None)
             await self._client.close()
         return self._exit_code
@@ -158,7 +160,7 @@ class _Launch:
             self._server.should_exit = True
             return
         ready = await self._client.settled()
-        self._progress.close()
+        self._progress.close(done=isinstance(ready, Ready))
         # What was imported stays: the garbage collector need not look at a million objects again and again.
         gc.collect()
         gc.freeze()

@@ -18,13 +18,12 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from numbers import Integral
+from collections.abc import Collection, Iterable
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -35,6 +34,7 @@ from vmmkv.server.interrupt import DeferredInterrupt
 from vmmkv.server.limits import Limits
 from vmmkv.server.models import has_tokenizer, resolve
 from vmmkv.server.offline_job import Job, Prompt
+from vmmkv.server.offline_prompts import AnyPrompt, each_params, each_priority, each_prompt, token_ids_of
 from vmmkv.server.progress import GenerationProgress, LoadingProgress
 from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Outputs, Ready, Snapshot
 from vmmkv.server.sampling import SamplingParams
@@ -42,9 +42,6 @@ from vmmkv.server.settings import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.tokenizer import PromptError, Tokenizer
 
 log = logging.getLogger(__name__)
-
-AnyPrompt: TypeAlias = str | Sequence[int]
-"""A text, or token ids."""
 
 
 class Engine:
@@ -62,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | PathLike[str] = DEFAULT_MODEL,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -77,7 +74,7 @@ class Engine:
     ) -> None:
         self._loaded: Loaded | None = None
         config = ServeConfig(
-            model=str(model),
+            model=str(model) if isinstance(model, PathLike) else model,
             device=device,
             dtype=dtype,
             max_num_seqs=max_num_seqs,
@@ -92,7 +89,7 @@ class Engine:
         self.snapshot: Snapshot | None = None
         """The engine's last account of its requests and its memory, at the latest of the end of the last `generate`."""
         self._model = config.model
-        self._random = random.Random(seed)
+        self._random = random.Random(config.seed)
         self._numbers = itertools.count()
         self._working = threading.Lock()
         self._broken: str | None = None
@@ -113,7 +110,7 @@ class Engine:
         try:
             self._loaded = load(dataclasses.replace(config, model=str(directory)), hear)
         finally:
-            progress.close()
+            progress.close(done=self._loaded is not None)
         self._settle()
         log.info("%s: %s on %s, %s implementation", model, self.ready.dtype, self.ready.device, self.ready.implementation)
 
@@ -136,17 +133,17 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[AnyPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: AnyPrompt | Iterable[AnyPrompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        priorities: Sequence[int] | None = None,
+        priorities: Iterable[int] | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
         """Continue each prompt; the completions come in the order of the prompts, one even of a single prompt.
 
-        `prompts` are texts or lists of token ids, several or one. `params` are for all, or one for each; `SamplingParams()` by
-        default. Of `priorities`, one for each prompt, lower ones go first. `progress` shows a bar on stderr; None does so on
-        a terminal.
+        `prompts` are texts or token ids (a list, or an array or tensor of one dimension), several or one. `params` are for
+        all, or one for each; `SamplingParams()` by default. Of `priorities`, one for each prompt, lower ones go first.
+        `progress` shows a bar on stderr; None does so on a terminal.
 
         A request that fails on its way leaves the others alone, and says so in its completion's `error`. Ctrl-C ends all of
         them after the step that runs; the engine can be used again.
@@ -173,11 +170,11 @@ class Engine:
             return
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this Engine is generating in another thread: close it when that has ended")
-        self._loaded = None
         try:
             pool = loaded.engine.cache.pool
             loaded.engine.cache.close()
             pool.close()
+            self._loaded = None  # not before: a close that failed can be called again
         finally:
             self._working.release()
             del loaded
@@ -234,9 +231,11 @@ class Engine:
             while core.has_work:
                 core.step()
             self._settle()
-        except Exception as failure:
-            log.exception("the engine could not be brought to rest")
+        except BaseException as failure:
             self._broken = f"{type(error).__name__}: {error}; then {type(failure).__name__}: {failure}"
+            if not isinstance(failure, Exception):
+                raise
+            log.exception("the engine could not be brought to rest")
 
     def _settle(self) -> None:
         """Nothing is left to do: what retires goes, and the last account is read; nobody waits for anything else."""
@@ -247,19 +246,15 @@ class Engine:
 
     def _prompts(
         self,
-        prompts: str | Sequence[int] | Sequence[AnyPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priorities: Sequence[int] | None,
+        prompts: AnyPrompt | Iterable[AnyPrompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        priorities: Iterable[int] | None,
     ) -> list[Prompt]:
         """What was asked for, checked. Raises: ValueError."""
-        each_prompt = list(_each(prompts))
-        each_params = [params or SamplingParams()] * len(each_prompt) if isinstance(params, SamplingParams | None) else params
-        each_priority = [0] * len(each_prompt) if priorities is None else priorities
-        for name, given in (("params", each_params), ("priorities", each_priority)):
-            if len(given) != len(each_prompt):
-                raise ValueError(f"{len(given)} {name} for {len(each_prompt)} prompts: give one for each")
+        listed = each_prompt(prompts)
+        of_each = zip(listed, each_params(params, len(listed)), each_priority(priorities, len(listed)), strict=True)
         made = []
-        for index, (prompt, own, priority) in enumerate(zip(each_prompt, each_params, each_priority, strict=True)):
+        for index, (prompt, own, priority) in enumerate(of_each):
             try:
                 made.append(self._prompt(prompt, own, priority))
             except ValueError as error:
@@ -268,17 +263,16 @@ class Engine:
 
     def _prompt(self, prompt: AnyPrompt, params: SamplingParams, priority: int) -> Prompt:
         if not isinstance(prompt, str):
-            token_ids = np.asarray(prompt, np.int64).tolist()  # a list of numbers is as fast through numpy as it gets
+            token_ids = token_ids_of(prompt)
         elif self._tokenizer is None:
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
         else:
             token_ids = self._tokenizer.encode_one(prompt)
         if params.stop and self._tokenizer is None:
             raise ValueError(f"{self._model} has no tokenizer, and so no stop strings: use stop_token_ids")
-        for name, ids in (("a token id", token_ids), ("a token id of logit_bias", params.logit_bias)):
-            unknown = next((end for end in (min(ids, default=0), max(ids, default=0)) if not 0 <= end < self._vocab_size), None)
-            if unknown is not None:
-                raise PromptError(f"{unknown} is not {name}: this model's go from 0 to {self._vocab_size - 1}")
+        self._check_ids("a token id", token_ids)
+        self._check_ids("a token id of logit_bias", params.logit_bias)
+        self._check_ids("a token id of stop_token_ids", params.stop_token_ids)
         ready = self.ready
         limits = Limits(
             model=self._model, of_model=ready.max_tokens, of_pool=ready.pool_tokens, budget_bytes=ready.budget_bytes
@@ -291,15 +285,10 @@ class Engine:
             max_new_tokens=limits.fit(len(token_ids), params.max_tokens),
         )
 
-
-def _each(prompts: str | Sequence[int] | Sequence[AnyPrompt]) -> Iterator[AnyPrompt]:
-    """One after the other; a list of numbers is one prompt."""
-    if isinstance(prompts, str):
-        yield prompts
-    elif len(prompts) and isinstance(prompts[0], Integral):
-        yield prompts  # type: ignore[misc]
-    else:
-        yield from prompts  # type: ignore[misc]
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        unknown = next((end for end in (min(ids, default=0), max(ids, default=0)) if not 0 <= end < self._vocab_size), None)
+        if unknown is not None:
+            raise PromptError(f"{unknown} is not {name}: this model's go from 0 to {self._vocab_size - 1}")
 
 
 def _vocab_size(directory: Path) -> int:

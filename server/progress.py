@@ -14,30 +14,45 @@ _SHOWN_S: Final = 0.2
 
 
 class LoadingProgress:
-    """The engine's start as progress bars, one for each stage; on what is no terminal, as they stand at the end."""
+    """The engine's start: on a terminal a bar for each stage, elsewhere a line for each that has ended, such as in a log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed} of {task.total}"),
-            TimeElapsedColumn(),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console)
-        self._tasks: dict[str, TaskID] = {}
+        self._task: TaskID | None = None
+        self._stage: str | None = None
+        self._began_s = 0.0
 
     def show(self, loading: Loading) -> None:
-        """Bring the stage's bar to where the engine is."""
-        if not self._tasks:
+        """The engine is at this stage now; those before are over."""
+        if loading.stage == self._stage:
+            return
+        self._end_stage()
+        self._stage, self._began_s = loading.stage, time.perf_counter()
+        if self.console.is_terminal:
             self._progress.start()
-        if loading.stage not in self._tasks:
-            self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
-        self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+            # How long a stage takes is not known, so that its bar moves to and fro until it is over.
+            self._task = self._progress.add_task(loading.stage, total=None)
 
-    def close(self) -> None:
-        """Leave the bars as they stand. Idempotent."""
-        self._progress.stop()
+    def close(self, *, done: bool) -> None:
+        """`done` if the engine is ready: else the stage it was at is left as one that has not ended. Idempotent."""
+        if done:
+            self._end_stage()
+        self._stage = None
+        if self._task is not None:
+            self._progress.stop()
+            self._task = None
+
+    def _end_stage(self) -> None:
+        if self._stage is None:
+            return
+        if self._task is not None:
+            self._progress.update(self._task, total=1, completed=1)
+            self._progress.stop_task(self._task)
+        else:
+            took_s = time.perf_counter() - self._began_s
+            self.console.print(f"{self._stage}: {took_s:.1f} s", highlight=False, markup=False)
 
 
 class GenerationProgress:
@@ -58,11 +73,13 @@ class GenerationProgress:
         self._began_s = self._shown_s = time.perf_counter()
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._shown:
+            self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
+        if self._shown:  # else rich may print an empty line
+            self._progress.stop()
 
     def update(self, num_done: int, num_prompt_tokens: int, num_new_tokens: int, *, at_end: bool = False) -> None:
         """How far it is. Costs next to nothing unless some time has passed since the last one."""

@@ -7,15 +7,12 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from vmmkv.server.sampling import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from vmmkv.server.schema_base import WireRequest
 
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 """Of the likeliest tokens at each place."""
-MAX_PENALTY: Final = 2.0
-"""Presence and frequency penalties, either way; OpenAI's limit."""
-MAX_REPETITION_PENALTY: Final = 100.0
-"""And its inverse: logits times more leave what floats hold."""
 
 
 def _as_token_ids(value: Any) -> Any:
@@ -29,13 +26,13 @@ def _as_token_ids(value: Any) -> Any:
     strange = next((key for key in value if not re.fullmatch(r"[0-9]{1,10}", str(key))), None)
     if strange is not None:
         raise PydanticCustomError(
-            "logit_bias", 'its keys must be token ids, as in {{"50256": -100}}, and {key} is none', {"key": repr(strange)}
+            "logit_bias", 'its keys must be token ids, as in {"50256": -100}, and {key} is none', {"key": repr(strange)}
         )
     return {int(key): bias for key, bias in value.items()}
 
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
 
 
 class SamplingFields(WireRequest):

@@ -1,7 +1,7 @@
 """What is asked over the wire, as pydantic models: OpenAI's completions and chat completions, as far as they are served.
 
 A parameter of OpenAI's that is not served is refused, unless it has the value that asks for nothing (`echo=false`,
-`tools=[]`): a client that sets it would else get something other than it asked for and never know.
+`tools=[]`): a client that sets it would else get something other than it asked for and never know. `user` asks for nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from vmmkv.server.sampling import MAX_CHOICES
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 
 Prompt = str | list[int]
-MAX_CHOICES = 128
-"""Of one request, over all its prompts, those that `best_of` drops among them; each is a sequence of the engine."""
 MAX_LENGTH_PENALTY = 10.0
 """Either way; a length to the power of more leaves what floats hold."""
 MAX_STOP_STRINGS = 4
@@ -51,6 +50,8 @@ def _as_list(value: Any) -> Any:
     """`stop` may be one string or none."""
     if value is None:
         return []
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("stop", "it must be a string, or a list of {limit} at most", {"limit": MAX_STOP_STRINGS})
     return [value] if isinstance(value, str) else value
 
 
@@ -65,7 +66,7 @@ def _as_text(value: Any) -> Any:
             or part["type"] != "text"
             or not isinstance(part["text"], str)
         ):
-            raise PydanticCustomError("content", 'only parts of the form {{"type": "text", "text": "..."}} are served')
+            raise PydanticCustomError("content", 'only parts of the form {"type": "text", "text": "..."} are served')
     return "".join(part["text"] for part in value)
 
 
@@ -96,6 +97,8 @@ class GenerationRequest(SamplingFields):
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     """Not OpenAI's: requests of a lower one go first, whenever they came."""
+    user: str | None = None
+    """Whom the client asks for, which changes nothing here: there is nobody to tell apart but by `cache_salt`."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Not OpenAI's: only requests of one salt, or those without, share what the prefix cache holds."""
     use_beam_search: bool = False
@@ -184,13 +187,10 @@ class GenerationRequest(SamplingFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-_UNSERVED_BY_BOTH: dict[str, tuple[Any, ...]] = {"user": ()}
-
-
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = _UNSERVED_BY_BOTH | {"echo": (False,), "suffix": ("",)}
+    unserved: ClassVar[Unserved] = {"echo": (False,), "suffix": ("",)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
@@ -253,7 +253,7 @@ class ChatMessage(WireRequest):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    unserved: ClassVar[Unserved] = _UNSERVED_BY_BOTH | {
+    unserved: ClassVar[Unserved] = {
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),

@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from numbers import Integral
+from typing import Any, Final
 
 from vmmkv.config import LOG_LEVELS
 from vmmkv.units import MIB, PAGE_BYTES, format_bytes
@@ -12,10 +13,23 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS: Final = ("auto", "vmmkv", "transformers")
 LOAD_FORMATS: Final = ("auto", "dummy")
 
+_TEXTS: Final = ("model", "host", "device", "dtype", "model_impl", "load_format", "log_level")
+_NUMBERS: Final = {
+    "port": "a port's number",
+    "kv_budget_bytes": "a number of bytes, such as 4 * vmmkv.GIB, or None",
+    "max_tokens": "a number of tokens, or None",
+    "max_num_seqs": "a number of sequences",
+    "max_num_batched_tokens": "a number of tokens, or None",
+    "seed": "an integer",
+}
+_MAY_BE_NONE: Final = ("kv_budget_bytes", "max_tokens", "max_num_batched_tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The settings of one engine, and of the server before it. Picklable, so that it can be handed to the engine process.
+
+    An option that is wrong is named as `vmmkv serve` has it, one of a wrong type as its field: only a caller in Python can.
 
     Raises: ValueError naming the option, what it was and what it may be.
     """
@@ -49,6 +63,7 @@ class ServeConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not self.model:
             raise ValueError(f"--model is empty; name a model such as {DEFAULT_MODEL}, or a directory")
         if not self.host:
@@ -84,3 +99,17 @@ class ServeConfig:
             raise ValueError(f"--seed {self.seed} is out of range; use 0 to 2**63 - 1")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
+
+    def _check_types(self) -> None:
+        for name in _TEXTS:
+            if not isinstance(text := getattr(self, name), str):
+                raise ValueError(f"{name} is {text!r}; wanted a text")
+        for name, wanted in _NUMBERS.items():
+            value: Any = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ValueError(f"{name} is {value!r}; wanted {wanted}")
+            object.__setattr__(self, name, int(value))  # numpy's numbers do not go into JSON
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache is {self.prefix_cache!r}; wanted True or False")

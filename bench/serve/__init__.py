@@ -1,4 +1,6 @@
-"""The engine under load, through `vmmkv.server.Engine`: what design.md's workloads take, and where a decode step's time goes.
+"""The engine under load, through `vmmkv.server.Engine`: what its workloads take, and where a decode step's time goes.
+
+bench/README.md defines the workloads, and says how vLLM was run on them.
 
 models     the models, by configuration      roofline    the least time that an H200 needs
 sizes      how large everything is           requests    prompts, and what is asked
@@ -11,6 +13,8 @@ from importlib import import_module
 from typing import Final
 
 from bench.report import Report
+from bench.serve.models import model_of
+from bench.serve.sizes import Sizes
 from bench.settings import Settings, Shape
 from bench.timing import now_us
 
@@ -37,9 +41,18 @@ _LONG: Final = ("llama-3.1-8b", "wide")
 
 
 def check(settings: Settings) -> None:
-    """Raises: ValueError for a part that there is not, naming those that there are."""
+    """Raises: ValueError for a part that there is not, naming those that there are; or for steps of too few tokens."""
     if unknown := [part for part in settings.parts if part not in PARTS]:
         raise ValueError(f"no part {', '.join(unknown)}; serve has {', '.join(PARTS)}")
+    small = settings.quick or not settings.on_gpu
+    for shape in _shapes(settings):
+        num_sequences = Sizes.of(model_of(shape.name, tiny=small), small=small).max_num_seqs
+        step_tokens = settings.max_num_batched_tokens
+        if step_tokens is not None and step_tokens < num_sequences:
+            raise ValueError(
+                f"--max-num-batched-tokens {step_tokens} is less than the {num_sequences} sequences that run at once, each of "
+                f"which needs one token a step; raise it to {num_sequences} at least"
+            )
 
 
 def run(settings: Settings, report: Report) -> None:

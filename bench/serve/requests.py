@@ -11,7 +11,7 @@ from bench.serve.sizes import Sizes
 from vmmkv.units import ceil_div
 
 _IDS: Final = 10_001
-"""Token ids of prompts are below it, whatever the model: those of the workload that design.md's figures are of."""
+"""Token ids of prompts are below it, whatever the model: those of the workload that vLLM's figures are of."""
 
 TokenIds = list[int]
 

@@ -36,7 +36,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ServedModel, *, small: bool) -> "Sizes":
-        """Those of design.md, cut to the model's reach; or `small` ones, which say only that everything works."""
+        """Those of bench/README.md, cut to the model's reach; or `small` ones, which say only that everything works."""
         if small:
             return cls(
                 mixed=10,

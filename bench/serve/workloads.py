@@ -1,4 +1,4 @@
-"""The workloads of design.md: all requests at once, from the call until the last answer."""
+"""The workloads of bench/README.md: all requests at once, from the call until the last answer."""
 
 from bench.serve.checks import Alone, share_of_same
 from bench.serve.context import Context

@@ -6,11 +6,13 @@ loading       model, dtype, layout and budget from a configuration
 
 requests      what is known of one request             ledger      the numbers of those that run, as arrays over slots
 scheduler     who runs, how many tokens each gets, who gives way when pages run out
+admission     which waiting request begins next
 beams         which beams of a search go on            beam_group  their sequences: forks of the prompt, rows copied
 sharers       who shares a prefix with whom in a batch
 
 runner        launches steps: decode, and decode mixed with chunks of prompts
-decode_steps  decode steps of every batch size as CUDA graphs    step_state  where each sequence stands, on the device
+decode_steps  decode steps of every batch size as CUDA graphs    mixed_steps  steps with chunks of prompts beside them
+step_state    where each sequence stands, on the device
 uploads       what goes to the device                            readback    what comes back
 batch         a step as the model sees it              model       what the engine wants of a model
 decoder/      the dense decoders, from their configuration       decoder_model  one of them over the cache

@@ -13,6 +13,11 @@ _MOST_OVERTAKEN = 16
 """By how many a waiting request may be overtaken, for a longer prefix, before it goes first."""
 
 
+_LEAST_AWAITED = 256
+"""Tokens that a running request must be about to make known, for another to wait for them: a template or two is computed again
+sooner than waited for."""
+
+
 class Admission:
     """The choice among those that wait when a step is planned. What is known of a prompt is looked up once in a plan.
 
@@ -62,7 +67,7 @@ class Admission:
         return any(
             other.prompt[0] == first
             and other.namespace == request.namespace
-            and _num_common(other.prompt, request.prompt) > num_known + 1
+            and _num_common(other.prompt, request.prompt) >= num_known + _LEAST_AWAITED
             for other in self._prefilling
         )
 

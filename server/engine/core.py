@@ -45,6 +45,8 @@ _SLOT_STEPS = 8
 
 _NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
 
+_NO_ROOM = "the device had no room for a row that the host had: this is a bug"
+
 
 class EngineDied(Exception):
     """The device's context is lost: the process must end."""
@@ -176,6 +178,9 @@ class EngineCore:
             self._check_device()
             self._fail([error.request], str(error))
             return
+        except Exception:
+            self._check_device()
+            raise
         if plan:
             self._launch(plan)
             self._pump()
@@ -187,35 +192,33 @@ class EngineCore:
 
     def _launch(self, plan: Plan) -> None:
         lengths = self.cache.lengths
-        slots = self._arranged(plan.decoding)
-        chunks = [
-            Chunk(
-                slot=strand.memory.slot,
-                start=strand.memory.length,
-                tokens=strand.next_tokens(count),
-                is_last=count == strand.num_left,
-                num_candidates=strand.num_candidates if count == strand.num_left else 0,
-            )
-            for strand, count in plan.chunks
-        ]
-        launched = [
-            _Chunk(strand, strand.request.num_admitted, chunk.start + len(chunk.tokens), chunk.is_last)
-            for (strand, _), chunk in zip(plan.chunks, chunks, strict=True)
-        ]
+        slots, chunks = plan.decoding, list[_Chunk]()
         try:
+            slots = self._arranged(slots)
+            asked = []
+            for strand, count in plan.chunks:
+                is_last = count == strand.num_left
+                start, tokens = strand.memory.length, strand.next_tokens(count)
+                asked.append(Chunk(strand.memory.slot, start, tokens, is_last, strand.num_candidates if is_last else 0))
+                chunks.append(_Chunk(strand, strand.request.num_admitted, start + count, is_last))
             if chunks:
-                readback = self._runner.mixed(slots, lengths[slots], chunks)
+                readback = self._runner.mixed(slots, lengths[slots], asked)
             else:
                 readback = self._runner.decode(slots, lengths[slots])
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
             requests = [self._ledger.requests[slot] for slot in slots]
-            everybody = [*(request for request in requests if request is not None), *(each.strand.request for each in launched)]
+            everybody = [
+                *(request for request in requests if request is not None),
+                *(strand.request for strand, _ in plan.chunks),
+            ]
             self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
             return
+        if not self._under_way:
+            self._read_s = time.perf_counter()  # the device was idle until now, and that is no step's time
         self._scheduler.launched(plan)
-        self._under_way.append(_Launched(readback, slots, self._ledger.epochs[slots], lengths[slots], launched))
+        self._under_way.append(_Launched(readback, slots, self._ledger.epochs[slots], lengths[slots], chunks))
 
     def _arranged(self, slots: Slots) -> Slots:
         """The slots with sharers of a prefix side by side, where that is faster."""
@@ -228,8 +231,9 @@ class EngineCore:
             others = np.ones(len(slots), np.bool_)
             others[members] = False
             ordered = np.concatenate([slots[members], slots[others]])
-            self._rows = slots, epochs, ordered
+            self._rows = None
             self._runner.share(ordered, groups)
+            self._rows = slots, epochs, ordered
         return self._rows[2]
 
     def _prompt_in(self, slot: int) -> Prompt:
@@ -279,7 +283,7 @@ class EngineCore:
         if outputs:
             self._send(Outputs(outputs=outputs))
         if self._windowed and self._num_steps % _WINDOW_STEPS == 0:
-            self._slide()
+            self._scheduler.slide()
 
     def _confirm(
         self,
@@ -314,7 +318,7 @@ class EngineCore:
     ) -> None:
         """The requests in these slots have their next tokens. A few numpy calls, and an answer each."""
         ledger = self._ledger
-        is_bad = tokens == NOT_A_NUMBER
+        is_bad = tokens < 0
         stops = np.isin(tokens, self._eos) & ~ledger.ignores_eos[slots]
         for index in np.flatnonzero(ledger.has_stops[slots]).tolist():
             request = ledger.requests[slots[index]]
@@ -327,8 +331,8 @@ class EngineCore:
         for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
             request = ledger.requests[slot]
             assert request is not None, "nobody runs there"
-            if token == NOT_A_NUMBER:
-                self._fail([request], _NO_NUMBERS)
+            if token < 0:
+                self._fail([request], _NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM)
                 continue
             reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
             outputs.append(_output(request, token, reason, logprobs[index] if logprobs else None))
@@ -337,13 +341,6 @@ class EngineCore:
                 ended.append(request)
         for request in ended:
             self._scheduler.end(request)
-
-    def _slide(self) -> None:
-        """Give back the rows that have left the windows."""
-        for request in self._scheduler.running:
-            for strand in request.strands:
-                for group in self._windowed:
-                    strand.memory.advance_start(group)
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""

@@ -1,5 +1,6 @@
 """From a configuration to a model on a device, the layout of its cache, and how much memory that may take."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
+from vmmkv.driver.host_memory import HostMemory
+from vmmkv.errors import BudgetError, DriverError, DriverUnavailable, VmmkvError
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine import decoder
 from vmmkv.server.engine.core import EngineCore
@@ -18,8 +21,9 @@ from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
-from vmmkv.server.protocol import FromEngine, Loading, Ready
+from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
+from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Loaded:
 def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     """Load everything that `config` names; `config.model` is a directory. Sends Loading messages on the way.
 
-    Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; OutOfPages.
+    Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages.
     """
     stages = ("loading weights", "preparing the cache", "warming up")
 
@@ -62,6 +66,8 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
 
     at(0)
     device = choose_device(config.device)
+    if config.kv_budget_bytes is not None:
+        check_budget(config.kv_budget_bytes, device)
     dtype = choose_dtype(config.dtype, device)
     source = ModelSource(config, device, dtype)
     at(1)
@@ -72,25 +78,29 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
     most_bytes = layout.peak_pages(max_tokens, sliding=False) * max_sequences * PAGE_BYTES
     first_bytes = layout.peak_pages(min(step_tokens, max_tokens), sliding=False) * PAGE_BYTES
     pool = Pool(device, config.kv_budget_bytes or first_bytes)
-    cache = KVCache(layout, pool, slots=max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens=max_tokens)
-    model = source.over(cache)
-    runner = Runner(model, cache, max_rows=max_sequences, max_tokens=step_tokens)
-    at(2)
-    warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
-    runner.capture()
-    if config.kv_budget_bytes is None:
-        pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
-    prefix = PrefixCache(cache) if config.prefix_cache else None
-    engine = EngineCore(
-        cache,
-        runner,
-        prefix=prefix,
-        max_sequences=max_sequences,
-        eos_ids=source.end_tokens,
-        step_tokens=step_tokens,
-        lookahead=LOOKAHEAD[device.type],
-        send=send,
-    )
+    cache = open_cache(layout, pool, max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens)
+    try:
+        at(2)
+        runner = Runner(source.over(cache), cache, max_rows=max_sequences, max_tokens=step_tokens)
+        warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
+        runner.capture()
+        if config.kv_budget_bytes is None:
+            pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
+        engine = EngineCore(
+            cache,
+            runner,
+            prefix=PrefixCache(cache) if config.prefix_cache else None,
+            max_sequences=max_sequences,
+            eos_ids=source.end_tokens,
+            step_tokens=step_tokens,
+            lookahead=LOOKAHEAD[device.type],
+            send=send,
+        )
+    except BaseException:
+        with contextlib.suppress(VmmkvError):  # what was raised first is what matters
+            cache.close()
+            pool.close()
+        raise
     ready = Ready(
         model=config.model,
         device=str(device),
@@ -99,7 +109,7 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         pool_tokens=pool_tokens(layout, pool),
         budget_bytes=pool.budget_bytes,
         max_sequences=max_sequences,
-        implementation=model.implementation,
+        implementation=runner.model.implementation,
     )
     return Loaded(engine, ready)
 
@@ -164,11 +174,44 @@ def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device that was named, or for `auto` the first GPU if torch sees one, else the CPU."""
+    """The device that was named, or for `auto` the first GPU if torch sees one, else the CPU.
+
+    Raises: DriverUnavailable if there is no such GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        device = "cuda:0" if count else "cpu"
     chosen = torch.device(device)
-    return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
+    if chosen.type != "cuda":
+        return chosen
+    index = chosen.index or 0
+    if index >= count:
+        seen = "torch sees no GPU here" if not count else f"torch sees {count} here, numbered from 0"
+        last = f"cuda:{count - 1}, " if count else ""
+        raise DriverUnavailable(f"--device {device}: {seen}; use --device {last}cpu or auto")
+    return torch.device("cuda", index)
+
+
+def check_budget(budget_bytes: int, device: torch.device) -> None:
+    """Raises: BudgetError for more than the device, or this process on a host, has in all."""
+    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else HostMemory().read().total_bytes
+    if budget_bytes > total_bytes:
+        raise BudgetError(
+            f"--kv-budget {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
+            "lower it, or leave it out for what is free"
+        )
+
+
+def open_cache(layout: KVLayout, pool: Pool, slots: int, max_tokens: int) -> KVCache:
+    """The cache. Raises: DriverError if there are not so many addresses; the pool is closed then."""
+    try:
+        return KVCache(layout, pool, slots=slots, max_tokens=max_tokens)
+    except DriverError as error:
+        pool.close()
+        if error.call != "reserve":
+            raise
+        message = f"{error}; lower --max-num-seqs or --max-tokens"
+        raise type(error)(message, call=error.call, code=error.code) from error
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -191,18 +234,26 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
 
 
 def warm_up(runner: Runner, cache: KVCache, num_tokens: int) -> None:
-    """One prefill of the largest step and one decode step: kernels compile, and torch's peak of memory is reached.
+    """One prefill of the largest step and one decode step, with all that can be asked of sampling.
+
+    Kernels compile, and torch's peak of memory is reached.
 
     Raises ValueError if the model cannot be served.
     """
-    nobody = np.zeros(0, np.int64)
+    nobody, nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    everything = Generate(
+        request_id="warm-up", prompt=[0], max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
+        want_logprobs=True, num_logprobs=1,
+    )  # fmt: skip
     with cache.open() as sequence:
         sequence.grow(num_tokens)
+        runner.assign(sequence.slot, everything, np.zeros(1, np.int32), nothing)
         for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
             if start < end:
                 chunk = Chunk(sequence.slot, start, np.zeros(end - start, np.int32), is_last=True, num_candidates=0)
                 runner.mixed(nobody, nobody, [chunk]).wait()
                 runner.model.check()
+        runner.release(sequence.slot)
 
 
 def pool_tokens(layout: KVLayout, pool: Pool) -> int:

@@ -20,7 +20,7 @@ from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.readback import Readback
-from vmmkv.server.engine.sampler import Entry, Sampler, likeliest, logprobs
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
 from vmmkv.server.engine.sharers import Group
 from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import Uploads
@@ -110,13 +110,26 @@ class Runner:
         step = self.mixed_steps.forward(slots, lengths, chunks)
         if not len(step.slots):
             return self._read(step.slots_R[:0], step.logits_RV, step.slots, [])
-        sampled_R = self._choose(step.logits_RV, step.slots_R, step.ends_R, step.slots)
+        sampled_R = self._choose(
+            step.logits_RV, step.slots_R, step.ends_R, step.slots, searching=[row for row, _ in step.candidates]
+        )
         out_R = torch.empty_like(sampled_R)
         self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
         return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates)
 
-    def _choose(self, logits_BV: torch.Tensor, slots_B: torch.Tensor, ends_B: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Sample for rows whose first ones are these slots, after what changes the logits of some."""
+    def _choose(
+        self,
+        logits_BV: torch.Tensor,
+        slots_B: torch.Tensor,
+        ends_B: torch.Tensor,
+        slots: Slots,
+        *,
+        searching: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Sample for rows whose first ones are these slots, after what changes the logits of some.
+
+        What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
+        """
         adjusts = bool(self._options.adjusts[slots].any())
         adjusted_BV = logits_BV
         if adjusts:
@@ -125,7 +138,10 @@ class Runner:
         greedy = bool(self._options.is_greedy[slots].all())
         sampled_B = self._sampler.sample(adjusted_BV, slots_B, ends_B, greedy=greedy)
         if adjusts:
-            self._sampler.count(slots_B, sampled_B)
+            counted_B = sampled_B.clone()
+            for row in searching:
+                counted_B[row] = NOT_A_NUMBER
+            self._sampler.count(slots_B, counted_B)
         return sampled_B
 
     def _read(
@@ -136,10 +152,11 @@ class Runner:
         wanted = self._options.num_logprobs[slots]
         if len(rows := np.flatnonzero(wanted >= 0)):
             top = int(wanted.max())
-            found = logprobs(logits_BV, tokens_B, torch.from_numpy(rows).to(self._device), top)
+            (rows_R,) = self.uploads.pack([rows])
+            found = logprobs(logits_BV, tokens_B, rows_R.long(), top)
             readback.add_logprobs(list(zip(rows.tolist(), wanted[rows].tolist(), strict=True)), *found)
         if candidates:
-            rows_R = torch.tensor([row for row, _ in candidates], device=self._device)
-            readback.add_candidates(candidates, *likeliest(logits_BV[rows_R], max(count for _, count in candidates)))
+            (rows_R,) = self.uploads.pack([[row for row, _ in candidates]])
+            readback.add_candidates(candidates, *likeliest(logits_BV[rows_R.long()], max(count for _, count in candidates)))
         readback.close()
         return readback

@@ -85,6 +85,7 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self._drain = drain
+        self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._decoding: Slots | None = None
         """Slots of those whose last token is on the device, the oldest first; None if that has to be looked up."""
         self._num_refused = 0
@@ -162,6 +163,21 @@ class Scheduler:
             self._prefix.park(request.memory, request.confirmed_tokens)
         request.leave()
 
+    def slide(self) -> bool:
+        """Give back the rows that have left the windows of those that run; were there any?"""
+        starts = [self._starts(request) for request in self.running]
+        for request in self.running:
+            for strand in request.strands:
+                for group in self._windowed:
+                    strand.memory.advance_start(group)
+        has_come = starts != [self._starts(request) for request in self.running]
+        if has_come:
+            self._num_refused = 0
+        return has_come
+
+    def _starts(self, request: Request) -> list[int]:
+        return [strand.memory.start(group) for strand in request.strands for group in self._windowed]
+
     def _slots_decoding(self) -> Slots:
         """Of those whose last token is on the device, and that want another."""
         if self._decoding is None:
@@ -194,16 +210,21 @@ class Scheduler:
                 raise CannotRun(request, f"this request can never fit: {error}") from error
             except DriverError as error:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
+            except Exception as error:
+                raise CannotRun(request, f"this request could not begin: {error}") from error
             if request.num_admitted == 0:
                 request.num_cached = num_known
-            num_prompt = len(request.prompt)
-            request.enter(self.ledger, sequence, num_known)
-            if request.ask.beam_width:
-                request.beams = BeamGroup(request, self._cache)
-            else:
-                self._assigner.assign(sequence.slot, request.ask, request.prompt, request.tokens[num_prompt:])
             self.waiting.remove(request)
             self.running.append(request)
+            request.enter(self.ledger, sequence, num_known)
+            try:
+                if request.ask.beam_width:
+                    request.beams = BeamGroup(request, self._cache)
+                else:
+                    generated = request.tokens[len(request.prompt) :]
+                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated)
+            except Exception as error:
+                raise CannotRun(request, f"this request could not begin: {error}") from error
             admission.admitted(request)
             num_tokens -= request.num_left
             num_slots -= request.num_slots
@@ -212,7 +233,7 @@ class Scheduler:
         """Tokens of the next step that no running request will compute."""
         waits = self.ledger.known - self._cache.lengths
         return self._step_tokens - sum(
-            int(waits[request.memory.slot]) if not request.decodes else 1 for request in self.running
+            max(0, int(waits[request.memory.slot])) if not request.decodes else 1 for request in self.running
         )
 
     def _num_free_slots(self) -> int:
@@ -254,7 +275,7 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages as error:
-                if self._drain():
+                if self._drain() or self.slide():
                     if request.sequence is None:
                         return False
                     continue
@@ -266,6 +287,8 @@ class Scheduler:
                     return False
             except DriverError as error:
                 raise CannotRun(request, f"no memory could be mapped: {error}") from error
+            except Exception as error:
+                raise CannotRun(request, f"this request cannot go on: {error}") from error
 
     def _stop(self, request: Request) -> None:
         """It runs no longer. Of its memory nothing is left but its own sequence."""

@@ -84,6 +84,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         finally:
             one.process.kill()
     assert code == 0, one.log.read_text()
+    assert not re.search("Traceback|nanobind|leaked|[0-9] of [0-9]", one.log.read_text()), one.log.read_text()
+    for stage in ("loading weights", "preparing the cache", "warming up"):
+        assert re.search(rf"^{stage}: [0-9.]+ s$", one.log.read_text(), re.MULTILINE), one.log.read_text()
 
 
 def test_it_answers_in_sensible_english(served: Served) -> None:

@@ -1,5 +1,6 @@
 """Laws of the engine within one's own process: prompts in, completions out, in order, whatever happens to some of them."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv import MIB
-from vmmkv.errors import Closed
-from vmmkv.server import Completion, Engine, SamplingParams
-from vmmkv.server.models import ModelUnavailable
+from vmmkv import MIB, KVLayout, Pool
+from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable
+from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams
+from vmmkv.server.engine.loading import open_cache
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258
@@ -98,6 +100,31 @@ def test_more_prompts_than_slots_are_all_answered(engine: Engine) -> None:
     assert [together[number].outputs for number in (0, 17, 39)] == [each.outputs for each in alone]
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        (5, 6, 7),
+        np.array([5, 6, 7], np.int32),
+        torch.tensor([5, 6, 7]),
+        [np.array([5, 6, 7])],
+        torch.tensor([[5, 6, 7]]),
+        [[np.int64(5), 6, np.uint8(7)]],
+        range(5, 8),
+        (each for each in ([5, 6, 7],)),
+    ],
+    ids=lambda prompts: type(prompts).__name__,
+)
+def test_whatever_holds_integers_is_a_prompt(engine: Engine, prompts: Any) -> None:
+    (completion,) = engine.generate(prompts, GREEDY)
+    assert repr(completion.prompt_token_ids) == "[5, 6, 7]"
+    assert completion.outputs == engine.generate([5, 6, 7], GREEDY)[0].outputs
+
+
+def test_texts_may_come_one_by_one(engine: Engine) -> None:
+    completions = engine.generate((text for text in ("ab", "c")), (GREEDY for _ in range(2)))
+    assert [completion.prompt_token_ids for completion in completions] == [token_ids("ab"), token_ids("c")]
+
+
 def test_an_empty_list_has_no_completions(engine: Engine) -> None:
     assert engine.generate([]) == []
 
@@ -165,12 +192,38 @@ def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
         ([[1] * 8000], SamplingParams(max_tokens=500), "lower max_tokens to 192"),
         (["a", "b"], [SamplingParams()], "1 params for 2 prompts"),
         (["a"], SamplingParams(logit_bias={999: 1.0}), "999 is not a token id of logit_bias"),
+        (["a"], SamplingParams(stop_token_ids=[1, 999]), "999 is not a token id of stop_token_ids"),
         (["\ud800"], None, "half of a surrogate pair"),
+        ([50.9], None, "prompt 0: 50.9 is not a token id: these are integers"),
+        ([1.0, 2.0], None, "prompt 0: 1.0 is not a token id"),
+        ([[1, 2], [3, 50.9]], None, "prompt 1: 50.9 is not a token id"),
+        ([[5, True]], None, "prompt 0: True is not a token id"),
+        ([True], None, "prompt 0: True is not a token id"),
+        ([["50"]], None, "prompt 0: '50' is not a token id"),
+        ([[None]], None, "prompt 0: None is not a token id"),
+        ([[[50]]], None, "prompt 0: [50] is not a token id"),
+        ([[2**70]], None, f"prompt 0: {2**70} is not a token id: this model's"),
+        (["a", 5], None, "prompt 1: 5 is neither a text nor a list of token ids"),
+        ([5, "a"], None, "prompt 0: 'a' is not a token id"),
+        ([None], None, "prompt 0: None is neither a text"),
+        ([b"abc"], None, "prompt 0: b'abc' is neither a text"),
+        ([{"prompt": "a"}], None, "prompt 0: {'prompt': 'a'} is neither a text"),
+        ([torch.ones(1, 2, dtype=torch.int64)], None, "prompt 0: its shape is (1, 2); wanted one dimension"),
+        (5, None, "prompts=5: wanted a text, token ids, or a list of those"),
+        (None, None, "prompts=None: wanted"),
+        (b"abc", None, "prompts=b'abc': wanted"),
+        ({"a", "b"}, None, "wanted a text, token ids"),
+        ({"prompt": "a"}, None, "wanted a text, token ids"),
+        (torch.tensor(5), None, "prompts=5: wanted"),
+        (torch.tensor([1.5, 2.5]), None, "prompt 0: 1.5 is not a token id"),
+        (["a", "b"], [SamplingParams(), None], "prompt 1: its params are None; wanted SamplingParams"),
+        (["a"], {"max_tokens": 5}, "params={'max_tokens': 5}: wanted SamplingParams, or a list"),
+        (["a"], 5, "params=5: wanted SamplingParams"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(engine: Engine, prompts: Any, params: Any, said: str) -> None:
     before = engine.snapshot
-    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(said)):
         engine.generate(prompts, params)
     assert engine.snapshot is before
 
@@ -178,7 +231,13 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(engine: Engine, p
 def test_one_priority_for_each_prompt(engine: Engine) -> None:
     with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
         engine.generate(["a", "b"], priorities=[1])
+    for wrong in ("1", 0.5, True, None, 1 << 31):
+        with pytest.raises(ValueError, match=r"prompt 1: its priority is .*; wanted an integer"):
+            engine.generate(["a", "b"], priorities=[0, wrong])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="priorities=3: wanted a list"):
+        engine.generate(["a", "b"], priorities=3)  # type: ignore[arg-type]
     assert len(engine.generate(["a", "b"], GREEDY, priorities=[1, 0])) == 2
+    assert len(engine.generate(["a", "b"], GREEDY, priorities=np.array([1, 0]))) == 2
 
 
 def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
@@ -349,6 +408,38 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
         Engine(directory, load_format="gguf")
     with pytest.raises(ModelUnavailable, match=r"config\.json"):
         Engine(tmp_path)
+    with pytest.raises(ValueError, match="kv_budget_bytes is '4GiB'; wanted a number of bytes"):
+        Engine(directory, kv_budget_bytes="4GiB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model is None; wanted a text"):
+        Engine(None)  # type: ignore[arg-type]
+    with pytest.raises(BudgetError, match=r"--kv-budget 1048576\.0 TiB is more than cpu has: .* in all"):
+        Engine(directory, device="cpu", kv_budget_bytes=2**60)
+
+
+def test_too_many_addresses_are_said_with_the_options_that_ask_for_them() -> None:
+    layout = KVLayout.uniform(layers=32, kv_heads=32, head_dim=256, dtype=torch.float32)
+    pool = Pool("cpu", 64 * MIB)
+    with pytest.raises(DriverError, match=r"reserve: .*; lower --max-num-seqs or --max-tokens") as raised:
+        open_cache(layout, pool, 100_000, 131_072)
+    assert raised.value.call == "reserve"
+    with pytest.raises(Closed):
+        pool.resize(128 * MIB)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:64"])
+def test_a_gpu_that_there_is_not_is_said_before_anything_is_loaded(directory: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(DriverUnavailable, match=f"--device {device}: torch sees .* here.*; use --device .*cpu or auto"):
+        Engine(directory, device=device)
+
+
+def test_an_engine_that_starts_and_ends_prints_nothing_where_there_is_no_terminal(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(directory, **OPTIONS) as one:
+        one.generate("abc", GREEDY)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_small_model_answers_in_sensible_english(smollm2: Path) -> None:

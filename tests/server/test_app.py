@@ -116,6 +116,10 @@ class TestChat:
         error = refused(server, "/v1/chat/completions", {"messages": HELLO})
         assert "/v1/completions" in error["message"]
 
+    def test_the_user_may_be_named(self, server: Running) -> None:
+        reply = server.openai.chat.completions.create(model="tiny", messages=HELLO, user="somebody")
+        assert reply.choices[0].message.content
+
 
 class TestCompletions:
     @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ class TestRefusals:
             ("min_p", -0.1),
             ("priority", 0.5),
             ("priority", 1 << 31),
-            ("user", "me"),
+            ("user", 7),
             ("made_up", 1),
             ("temperature", -0.1),
             ("temperature", 2.1),
@@ -309,6 +313,7 @@ class TestRefusals:
             ("stop", "\ud800"),
             ("stop_token_ids", [10**30]),
             ("stop_token_ids", [-1]),
+            ("stop_token_ids", [258]),
             ("stop_token_ids", [1] * 65),
         ],
     )
@@ -317,6 +322,27 @@ class TestRefusals:
         assert error["param"] is not None
         assert error["param"].split(".")[0] == param
         assert param in error["message"]
+
+    @pytest.mark.parametrize(
+        ("path", "body", "said"),
+        [
+            (
+                "completions",
+                {"logit_bias": {"five": 1}},
+                """its keys must be token ids, as in {"50256": -100}, and 'five' is none.""",
+            ),
+            ("completions", {"stop": 5}, "Invalid stop: it must be a string, or a list of 4 at most."),
+            ("completions", {"stop_token_ids": [1, 300]}, "300 is not a token id of this model: they go from 0 to 257."),
+            (
+                "chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+                'only parts of the form {"type": "text", "text": "..."} are served.',
+            ),
+        ],
+    )
+    def test_it_says_what_would_work(self, server: Running, path: str, body: dict[str, Any], said: str) -> None:
+        given = body if "messages" in body else {"prompt": "a", **body}
+        assert refused(server, f"/v1/{path}", given)["message"].endswith(said)
 
     @pytest.mark.parametrize(
         ("param", "value"),

@@ -57,6 +57,10 @@ class Served:
         assert match is not None, self.log()
         return match[2]
 
+    def is_quiet(self) -> bool:
+        """Whether nothing was printed but what somebody meant to say."""
+        return not re.search("Traceback|nanobind|leaked", self.log())
+
     def ends(self, within_s: float = 20) -> int:
         return self.process.wait(within_s)
 
@@ -109,7 +113,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(model_dir: Path, num
         served.process.send_signal(number)
         assert served.ends() == 0
         assert not alive(engine)
-        assert "Traceback" not in served.log()
+        assert served.is_quiet(), served.log()
 
 
 def test_requests_in_flight_at_a_signal_get_an_answer(model_dir: Path) -> None:
@@ -146,6 +150,7 @@ def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path) 
     with serving(model_dir, "--exit-at-start", "7") as served:
         assert served.ends(60) == 1
         assert "exit code 7" in served.log()
+        assert served.is_quiet(), served.log()
 
 
 def test_a_signal_while_the_engine_loads_ends_both(model_dir: Path) -> None:
@@ -155,6 +160,15 @@ def test_a_signal_while_the_engine_loads_ends_both(model_dir: Path) -> None:
         served.process.send_signal(signal.SIGINT)
         assert served.ends() == 0
         assert not alive(engine)
+        assert served.is_quiet(), served.log()
+
+
+def test_where_there_is_no_terminal_each_stage_that_has_ended_is_a_line(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        served.url()
+        stages, announcement = served.log().splitlines()[:-2], served.log().splitlines()[-2:]
+        assert [re.sub(r"[\d.]+ s$", "0 s", line) for line in stages] == ["weights: 0 s"]
+        assert announcement[0].startswith("vmmkv serves") and announcement[1].startswith("KV budget")
 
 
 def test_the_engine_does_not_outlive_a_server_that_was_killed(model_dir: Path) -> None:

@@ -200,11 +200,15 @@ def test_an_engine_that_breaks_is_opened_anew(tmp_path: Path, monkeypatch: pytes
     }
 
 
-def test_parts_that_there_are_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_refused_before_anything_is(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, complaint in (
         (["serve", "--parts", "mixt"], f"no part mixt; serve has {', '.join(PARTS)}"),
         (["serve", "prefix", "--parts", "mixed"], "prefix and serve have different ones; name one suite"),
         (["serve", "--repeat", "0"], "repeat=0: at least 1"),
+        (["serve", "--cases", "64x8K"], "--cases is of kernels, which is not wanted here"),
+        (["serve", "append", "--fa3", __file__], "--fa3 is of kernels, which is not wanted here"),
+        (["serve", "--quick", "--max-num-batched-tokens", "15"], "15 is less than the 16 sequences"),
+        (["append", "--device", "cuda:64"], "--device cuda:64: torch sees"),
     ):
         with pytest.raises(SystemExit, match="2"):
             run.main(arguments)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vmmkv.server.sampling import SamplingParams
@@ -26,7 +27,7 @@ def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
         {"logit_bias": {0: -100.0, 50256: 100}},
         {"seed": -(2**63)},
         {"stop": ("\n", "###"), "stop_token_ids": (2, 0), "ignore_eos": True},
-        {"logprobs": 0},
+        {"logprobs": 0, "n": 128},
     ],
 )
 def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
@@ -46,7 +47,7 @@ def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
         ("temperature", "1", "0 for the likeliest token"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
-        ("top_k", -1, "0 to keep all tokens"),
+        ("top_k", -2, "0 to keep all tokens"),
         ("top_k", 2.5, "0 to keep all tokens"),
         ("min_p", -0.1, "to 1"),
         ("min_p", 1.1, "to 1"),
@@ -58,10 +59,18 @@ def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
         ("logit_bias", {"1": 1.0}, "a token id"),
         ("seed", 2**63, "64 bits"),
         ("n", 0, "at least 1"),
-        ("stop", "###", "a tuple of texts"),
-        ("stop", ("",), "a tuple of texts"),
-        ("stop_token_ids", [2], "a tuple of token ids"),
+        ("n", 129, "at most 128"),
+        ("stop", "", "texts that are not empty"),
+        ("stop", ("",), "texts that are not empty"),
+        ("stop", [5], "texts that are not empty"),
+        ("stop", 5, "a list of texts"),
+        ("stop", b"x", "a list of texts"),
+        ("stop", None, "a list of texts"),
+        ("stop_token_ids", 2, "a list of token ids"),
+        ("stop_token_ids", "2", "a list of token ids"),
         ("stop_token_ids", (-2,), "token ids, 0 or more"),
+        ("stop_token_ids", [2.0], "token ids, 0 or more"),
+        ("seed", np.float64(1), "64 bits"),
         ("ignore_eos", 1, "True or False"),
         ("logprobs", -1, "0 or more"),
     ],
@@ -71,6 +80,34 @@ def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wa
         SamplingParams(**{name: value})
     assert str(raised.value).startswith(f"{name} is ")
     assert wanted in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("stop", "###", ("###",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop_token_ids", [2, 0], (2, 0)),
+        ("stop_token_ids", np.array([2, 0]), (2, 0)),
+        ("top_k", -1, 0),
+        ("max_tokens", np.int64(3), 3),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", 0, 0.0),
+        ("seed", np.uint8(7), 7),
+        ("logit_bias", {np.int32(5): np.float64(1)}, {5: 1.0}),
+    ],
+)
+def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: Any) -> None:
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert repr(found) == repr(kept)
+
+
+def test_what_is_changed_afterwards_is_not_changed_in_it() -> None:
+    bias, stop = {5: 1.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[6] = 2.0
+    stop.append("b")
+    assert (params.logit_bias, params.stop) == ({5: 1.0}, ("a",))
 
 
 def test_a_bias_out_of_range_is_named_by_its_token() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vmmkv.cli.main import main
@@ -92,6 +93,32 @@ def test_a_wrong_option_is_one_line_that_says_what_is_right(
     assert message in error
     assert error.count("\n") == 1
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("kv_budget_bytes", "4GiB", "wanted a number of bytes, such as 4 * vmmkv.GIB, or None"),
+        ("kv_budget_bytes", 4e9, "wanted a number of bytes"),
+        ("max_num_seqs", "4", "wanted a number of sequences"),
+        ("max_num_seqs", None, "wanted a number of sequences"),
+        ("max_tokens", True, "wanted a number of tokens, or None"),
+        ("seed", "x", "wanted an integer"),
+        ("port", 80.0, "wanted a port's number"),
+        ("prefix_cache", "no", "wanted True or False"),
+        ("model", None, "wanted a text"),
+        ("device", 0, "wanted a text"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_named_with_what_is_wanted(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        ServeConfig(**{name: value})
+    assert str(raised.value).startswith(f"{name} is {value!r}; {said}")
+
+
+def test_numbers_may_be_numpys() -> None:
+    config = ServeConfig(max_num_seqs=np.int64(4), kv_budget_bytes=np.int64(64 * MIB))
+    assert (type(config.max_num_seqs), type(config.kv_budget_bytes)) == (int, int)
 
 
 def test_a_misspelt_variable_stops_the_server(
