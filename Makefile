@@ -22,7 +22,7 @@ help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
 	@echo "make test  [ARGS=...]              lint, types, then all tests; ARGS go to pytest"
 	@echo "make check                         lint, format and types alone"
-	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, new ones each time; some ten minutes"
+	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes"
 	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
@@ -39,7 +39,7 @@ check: $(VENV)/.dev-installed
 	$(BIN)/mypy
 
 nightly: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py tests/engine/test_soak.py $(ARGS)
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)
