@@ -3,6 +3,7 @@
 __main__      the process: loads, connects, runs the loop, and ends it
 core          the loop's body: plan, launch, pump, read an earlier step back, answer
 loading       model, dtype, layout and budget from a configuration
+snapshot      what is told of it from time to time
 
 requests      what is known of one request             ledger      the numbers of those that run, as arrays over slots
 scheduler     who runs, how many tokens each gets, who gives way when pages run out

@@ -27,9 +27,9 @@ from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
-from vmmkv.server.engine.sharers import Prompt, groups_of
-from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot
-from vmmkv.units import PAGE_BYTES
+from vmmkv.server.engine.sharers import Arrangement
+from vmmkv.server.engine.snapshot import snapshot
+from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +121,7 @@ class EngineCore:
         self._eos = np.array(sorted(eos_ids), np.int32)
         self._send = send
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
-        self._rows: tuple[Slots, Slots, Slots] | None = None
-        """Slots as they were scheduled, their epochs, and in the order in which they are launched."""
-        self._prompts: dict[int, tuple[int, Prompt]] = {}
-        """By slot: the epoch, and what is compared to find sharers."""
+        self._arrangement = Arrangement(self._ledger)
         self._num_steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -224,26 +221,7 @@ class EngineCore:
         """The slots with sharers of a prefix side by side, where that is faster."""
         if not self._runner.shares or not len(slots):
             return slots
-        epochs = self._ledger.epochs[slots]
-        if self._rows is None or not (np.array_equal(self._rows[0], slots) and np.array_equal(self._rows[1], epochs)):
-            groups = groups_of([self._prompt_in(slot) for slot in slots.tolist()])
-            members = [member for group in groups for member in group.members]
-            others = np.ones(len(slots), np.bool_)
-            others[members] = False
-            ordered = np.concatenate([slots[members], slots[others]])
-            self._rows = None
-            self._runner.share(ordered, groups)
-            self._rows = slots, epochs, ordered
-        return self._rows[2]
-
-    def _prompt_in(self, slot: int) -> Prompt:
-        epoch = int(self._ledger.epochs[slot])
-        known = self._prompts.get(slot)
-        if known is None or known[0] != epoch:
-            request = self._ledger.requests[slot]
-            assert request is not None, "nobody runs there"
-            known = self._prompts[slot] = epoch, Prompt.of(request.namespace, request.prompt)
-        return known[1]
+        return self._arrangement.of(slots, self._runner.share)
 
     def _drain(self) -> bool:
         """Read back all steps under way; were there any?"""
@@ -364,27 +342,16 @@ class EngineCore:
         if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
             return
         self._reported_s = now_s
-        stats = self.cache.stats()
-        prefix = None if self._prefix is None else self._prefix.stats()
+        scheduler = self._scheduler
         self._send(
-            Snapshot(
-                running=len(self._scheduler.running),
-                waiting=len(self._scheduler.waiting),
-                preemptions=self._scheduler.num_preempted,
+            snapshot(
+                self.cache,
+                self._prefix,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                preemptions=scheduler.num_preempted,
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
-                kv_tokens=stats.num_tokens,
-                kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
-                kv_free_bytes=stats.pool_free_bytes,
-                kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.retiring_bytes),
-                kv_retiring_bytes=stats.retiring_bytes,
-                kv_created_bytes=stats.pool_created_bytes,
-                kv_budget_bytes=stats.pool_budget_bytes,
-                stalls=stats.stalls,
-                stall_us=stats.stall_us,
-                driver_calls=stats.driver_calls,
-                prefix_hit_tokens=0 if prefix is None else prefix.hit_tokens,
-                prefix_pages=0 if prefix is None else prefix.held_bytes // PAGE_BYTES,
             )
         )
 

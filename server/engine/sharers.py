@@ -10,7 +10,7 @@ stand side by side. Legend: B rows of the batch, G groups.
 """
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vmmkv.server.engine.batch import SharedPrefixes
-from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
 from vmmkv.server.engine.uploads import Uploads
 
 MAX_GROUPS: Final = 8
@@ -110,6 +110,40 @@ def _num_common(one: Prompt, other: Prompt) -> int:
     differs = one.tokens[:length] != other.tokens[:length]
     first = int(differs.argmax())
     return first if differs[first] else length
+
+
+class Arrangement:
+    """The order in which a batch is launched: sharers side by side. It is the same until other requests are in it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._known: tuple[Slots, Slots, Slots] | None = None
+        """Slots as they were scheduled, their epochs, and in order."""
+        self._prompts: dict[int, tuple[int, Prompt]] = {}
+        """By slot: the epoch, and what is compared."""
+
+    def of(self, slots: Slots, share: Callable[[Slots, Sequence[Group]], None]) -> Slots:
+        """The slots in order; `share` is told of another order, and of its groups, before it is kept."""
+        epochs = self._ledger.epochs[slots]
+        if self._known is None or not (np.array_equal(self._known[0], slots) and np.array_equal(self._known[1], epochs)):
+            groups = groups_of([self._prompt_in(slot) for slot in slots.tolist()])
+            members = [member for group in groups for member in group.members]
+            others = np.ones(len(slots), np.bool_)
+            others[members] = False
+            ordered = np.concatenate([slots[members], slots[others]])
+            self._known = None
+            share(ordered, groups)
+            self._known = slots, epochs, ordered
+        return self._known[2]
+
+    def _prompt_in(self, slot: int) -> Prompt:
+        epoch = int(self._ledger.epochs[slot])
+        known = self._prompts.get(slot)
+        if known is None or known[0] != epoch:
+            request = self._ledger.requests[slot]
+            assert request is not None, "nobody runs there"
+            known = self._prompts[slot] = epoch, Prompt.of(request.namespace, request.prompt)
+        return known[1]
 
 
 class Sharers:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of
-from vmmkv.server.engine import core, sharers
+from vmmkv.server.engine import sharers
 from vmmkv.server.engine.ledger import Slots
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sharers import MAX_GROUPS, Group, Prompt, Sharers, groups_of
@@ -169,7 +169,7 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
             row += len(group.members)
         placed.append((slots, groups))
 
-    monkeypatch.setattr(core, "groups_of", searching)
+    monkeypatch.setattr(sharers, "groups_of", searching)
     monkeypatch.setattr(Runner, "shares", True)
     monkeypatch.setattr(Runner, "share", share)
     one = harness(ours=True, share=True, lookahead=lookahead, slots=7)
