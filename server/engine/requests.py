@@ -68,6 +68,8 @@ class Request:
     """How often it has begun: more than once if it gave way."""
     num_overtaken: int = 0
     """By others that waited less, and whose prefix was known."""
+    num_tokens_stuck: int | None = None
+    """The tokens that it had when it last gave way though it ran alone; with no more of them it can never fit."""
     decodes: bool = False
     """Has a step been launched that samples for it? Then its last token is on the device."""
     max_others: int | None = None

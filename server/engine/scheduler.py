@@ -280,7 +280,12 @@ class Scheduler:
                         return False
                     continue
                 if len(self.running) == 1:
-                    raise CannotRun(request, f"this request can never fit: {error}") from error
+                    num_tokens = len(request.tokens)
+                    if self._prefix is None or request.beams is not None or request.num_tokens_stuck == num_tokens:
+                        raise CannotRun(request, f"this request can never fit: {error}") from error
+                    # The tree may keep, for this very request, what another has computed of the same tokens. Begun again it
+                    # shares that, and needs no pages of its own for it.
+                    request.num_tokens_stuck = num_tokens
                 last = max(reversed(self.running), key=lambda running: running.ask.priority)
                 self._preempt(last)
                 if last is request:
