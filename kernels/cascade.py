@@ -13,7 +13,7 @@ import torch
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.cascade_prefix import ALIGNMENT_ELEMENTS, Parts, Prefixes
-from vmmkv.kernels.decode import decode
+from vmmkv.kernels.decode import launch_decode
 from vmmkv.kernels.decode import workspace_elements as decode_elements
 from vmmkv.units import round_up
 
@@ -55,16 +55,31 @@ def cascade(
     serves all lengths and groups.
     Raises: ValueError naming the argument.
     """
-    options = checks.attention_options(scale, None, softcap, q_BHD.shape[-1])
-    prefixes = Prefixes.of(q_BHD, k_STKD, v_STKD, group_starts_G1, leaders_G, prefix_rows_G, limit_S)
+    prefixes = Prefixes.of(q_BHD, k_STKD, v_STKD, None, group_starts_G1, leaders_G, prefix_rows_G, limit_S)
+    options = checks.attention_options(scale, None, softcap, prefixes.memory.head_dim)
+    return launch_cascade(q_BHD, prefixes, lengths_B, slots_B, firsts_B, options, out, workspace)
+
+
+def launch_cascade(
+    q_BHD: torch.Tensor,
+    prefixes: Prefixes,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    firsts_B: torch.Tensor | None,
+    options: checks.AttentionOptions,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> torch.Tensor:
+    """`cascade` over the memory that the prefixes are in."""
+    memory = prefixes.memory
     num_sequences, num_heads, _ = q_BHD.shape
-    elements = workspace_elements(q_BHD, k_STKD)
+    elements = workspace_elements(q_BHD, memory.k, tables_SC=memory.tables_SC)
     if workspace is None:
         workspace = torch.empty(elements, dtype=torch.float32, device=q_BHD.device)
     else:
         checks.workspace("workspace", workspace, elements, q_BHD.device)
     if firsts_B is None:
-        firsts_B = firsts_of(group_starts_G1, prefix_rows_G, num_sequences)
+        firsts_B = firsts_of(prefixes.starts_G1, prefixes.rows_G, num_sequences)
     workspace = workspace.view(-1)
     num_lse = num_sequences * num_heads
     parts, rest = workspace[: prefixes.parts.elements], workspace[prefixes.parts.elements :]
@@ -72,19 +87,19 @@ def cascade(
 
     if num_sequences > 0:
         prefixes.attend(q_BHD, options, parts)
-    out = decode(
-        q_BHD, k_STKD, v_STKD, lengths_B, slots_B, limit_S=limit_S, scale=scale, softcap=softcap, firsts_B=firsts_B,
-        lse_BH=lse_BH, out=out, workspace=rest,
-    )  # fmt: skip
+    out = launch_decode(q_BHD, memory, lengths_B, slots_B, prefixes.limit_S, options, out, rest, firsts_B, lse_BH)
     if num_sequences > 0:
         prefixes.merge(out, lse_BH, lengths_B, slots_B, parts)
     return out
 
 
-def workspace_elements(q_BHD: torch.Tensor, k_STKD: torch.Tensor) -> int:
-    """float32 elements that `cascade` needs as its workspace for tensors like these, whatever the lengths and groups."""
+def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch.Tensor | None = None) -> int:
+    """float32 elements that `cascade` needs as its workspace for tensors like these, whatever the lengths and groups.
+
+    k: the views of all slots, or of all blocks with `tables_SC`.
+    """
     num_lse = round_up(q_BHD.shape[0] * q_BHD.shape[1], ALIGNMENT_ELEMENTS)
-    return Parts.of(q_BHD, k_STKD).elements + num_lse + decode_elements(q_BHD, k_STKD)
+    return Parts.of(q_BHD, k.shape[2]).elements + num_lse + decode_elements(q_BHD, k, tables_SC=tables_SC)
 
 
 def firsts_of(group_starts_G1: torch.Tensor, prefix_rows_G: torch.Tensor, num_sequences: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The prefixes of a batch: attention to each of them once, in parts, and the parts merged with a suffix. See cascade.py.
 
-Legend: B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim, G groups (and G1 = G + 1).
+Legend: B sequences, S slots, T rows of a slot, C columns of a block table, H query heads, K kv heads, D head dim,
+G groups (and G1 = G + 1).
 """
 
 import functools
@@ -53,13 +54,13 @@ class Parts:
     count: int
 
     @classmethod
-    def of(cls, q_BHD: torch.Tensor, k_STKD: torch.Tensor) -> "Parts":
-        """Of tensors like these."""
+    def of(cls, q_BHD: torch.Tensor, num_kv_heads: int) -> "Parts":
+        """Of queries like these."""
         num_sequences, num_heads, head_dim = q_BHD.shape
-        group = num_heads // k_STKD.shape[2]
+        group = num_heads // num_kv_heads
         cut = cascade_tiling(group, head_dim, q_BHD.element_size())
         sharers = cut.queries // group
-        num_lanes = _num_lanes(q_BHD.device, k_STKD.shape[2], cut.programs_per_sm)
+        num_lanes = _num_lanes(q_BHD.device, num_kv_heads, cut.programs_per_sm)
         return cls(cut, sharers, num_lanes, num_heads, head_dim, (num_sequences + num_lanes * sharers) * num_heads)
 
     @property
@@ -88,20 +89,22 @@ class Prefixes:
     def of(
         cls,
         q_BHD: torch.Tensor,
-        k_STKD: torch.Tensor,
-        v_STKD: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables_SC: torch.Tensor | None,
         group_starts_G1: torch.Tensor,
         leaders_G: torch.Tensor,
         prefix_rows_G: torch.Tensor,
         limit_S: torch.Tensor | None,
     ) -> "Prefixes":
-        """Check the arguments of `cascade`. Raises ValueError naming the argument."""
+        """Check the arguments of `cascade` or `paged_cascade`. Raises ValueError naming the argument."""
         device = q_BHD.device
+        suffix = "STKD" if tables_SC is None else "PUKD"
         checks.runnable("q_BHD", device)
-        if k_STKD.dtype not in checks.FLOAT_DTYPES:
+        if k.dtype not in checks.FLOAT_DTYPES:
             wanted = "float16, bfloat16 or float32: of quantised K and V prefixes are not shared yet, which `decode` reads"
-            checks.refuse("k_STKD", f"of {k_STKD.dtype}", wanted)
-        memory = kv_memory(k_STKD, v_STKD, None, None, None, q_BHD.dtype, device)
+            checks.refuse(f"k_{suffix}", f"of {k.dtype}", wanted)
+        memory = kv_memory(k, v, None, None, tables_SC, q_BHD.dtype, device)
         if q_BHD.dim() != 3:
             checks.refuse("q_BHD", f"of shape {tuple(q_BHD.shape)}", "3 dimensions: [sequences, query heads, head dim]")
         num_sequences, num_heads, head_dim = q_BHD.shape
@@ -118,9 +121,9 @@ class Prefixes:
         _check_groups("group_starts_G1", group_starts_G1, num_groups + 1, device)
         if limit_S is not None:
             checks.limits("limit_S", limit_S, memory.num_slots, device)
-        parts = Parts.of(q_BHD, k_STKD)
-        checks.tile_offsets("k_STKD", memory.k, parts.cut.tile_rows)
-        checks.tile_offsets("v_STKD", memory.v, parts.cut.tile_rows)
+        parts = Parts.of(q_BHD, memory.num_kv_heads)
+        checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or parts.cut.tile_rows)
+        checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or parts.cut.tile_rows)
         return cls(
             memory=memory,
             starts_G1=group_starts_G1,
@@ -135,17 +138,20 @@ class Prefixes:
         """Write the parts into so many `elements`. One launch."""
         memory, parts, cut = self.memory, self.parts, self.parts.cut
         by_tma = _can_describe(memory)
+        # A table's entries are loaded a stage before the rows that they name, as in `decode`.
+        num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
         p_parts, p_lse = parts.split(elements)
         with checks.on_device(q_BHD.device):
             attend_groups[(parts.num_lanes * memory.num_kv_heads,)](
                 q_BHD, _descriptor(memory.k, cut.tile_rows) if by_tma else memory.k,
-                _descriptor(memory.v, cut.tile_rows) if by_tma else memory.v,
+                _descriptor(memory.v, cut.tile_rows) if by_tma else memory.v, memory.tables_SC,
                 self.starts_G1, self.leaders_G, self.rows_G, self.limit_S, p_parts, p_lse,
                 options.scale_log2, options.softcap_log2, self.rows_G.shape[0], self.num_sequences,
-                memory.num_slots, memory.num_rows, q_BHD.stride(0), q_BHD.stride(1), *memory.strides[:6],
-                K=memory.num_kv_heads, G=parts.num_heads // memory.num_kv_heads, QUERIES=cut.queries, STAGES=cut.num_stages,
-                TMA=by_tma, HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=cut.num_stages,
-                **self._common(q_BHD.device),
+                memory.num_slots, memory.num_rows, q_BHD.stride(0), q_BHD.stride(1),
+                memory.stride_table if memory.block else None, *memory.strides[:6],
+                K=memory.num_kv_heads, G=parts.num_heads // memory.num_kv_heads, QUERIES=cut.queries, STAGES=num_stages,
+                BLOCK=memory.block, TMA=by_tma, HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps,
+                num_stages=num_stages, **self._common(q_BHD.device),
             )  # fmt: skip
 
     def merge(
@@ -198,6 +204,9 @@ def _descriptor(plane: torch.Tensor, tile_rows: int) -> TensorDescriptor:
 
 
 def _can_describe(memory: KVMemory) -> bool:
-    """Can the tensor memory accelerator load the tiles? A prefix's last one is moved back, to end with it, see `decode`."""
+    """Can the tensor memory accelerator load the tiles? A prefix's last one is moved back, to end with it, see `decode`.
+
+    Blocks are read by pointers.
+    """
     widest_bytes = max(*memory.k.stride(), *memory.v.stride()) * memory.k.element_size()
-    return widest_bytes < MAX_DESCRIPTOR_STRIDE_BYTES and checks.has_tma(memory.k.device)
+    return not memory.block and widest_bytes < MAX_DESCRIPTOR_STRIDE_BYTES and checks.has_tma(memory.k.device)

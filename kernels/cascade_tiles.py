@@ -10,29 +10,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels.cascade_groups import first_part, later_part, only, problems, share_of
 from vmmkv.kernels.lanes import EMPTY_PEAK
-from vmmkv.kernels.tiles import load_tile, row_pointers
+from vmmkv.kernels.tiles import blocks_of, load_tile, row_pointers
 
 
 @triton.jit
 def _load(
-    p, slot, row, i_kv, skip, stride_s, stride_t, TILE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr
-):
-    """[TILE, D_PAD]: the rows from `row` on of one kv head of a slot, of which the first `skip` are to be masked."""
+    p, i_s, row, i_kv, skip, stride_s, stride_t,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[TILE, D_PAD]: the rows from `row` on of one kv head of a slot, of which the first `skip` are to be masked.
+
+    i_s: the slot; over blocks the block of each row.
+    """
     if TMA:
-        return p.load([slot.to(tl.int32), i_kv, row, 0]).reshape(TILE, D_PAD)
+        return p.load([i_s.to(tl.int32), i_kv, row, 0]).reshape(TILE, D_PAD)
     else:
-        p_rows = row_pointers(p, slot, row, stride_s, stride_t, TILE, 0)
+        p_rows = row_pointers(p, i_s, row, stride_s, stride_t, TILE, BLOCK)
         return load_tile(p_rows, tl.arange(0, TILE) >= skip, D, D_PAD)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_sequences", "num_slots", "num_rows"])
 def attend_groups(
-    p_q, p_k, p_v, p_group_starts, p_leaders, p_prefix_rows, p_limits, p_parts, p_part_lse,
+    p_q, p_k, p_v, p_tables, p_group_starts, p_leaders, p_prefix_rows, p_limits, p_parts, p_part_lse,
     scale_log2, softcap, num_groups, num_sequences, num_slots, num_rows,
-    stride_qb, stride_qh, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
+    stride_qb, stride_qh, stride_table, stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUPS_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SHARERS: tl.constexpr, TILE: tl.constexpr, LEAST_TILES: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, TMA: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (lane, kv head): the tiles of that lane, a part of every problem that it comes by.
 
@@ -93,7 +97,8 @@ def attend_groups(
                 # The last tile is moved back to end with the prefix: what it shares with the one before is masked.
                 row = step * TILE if part == 0 else num_prefix - TILE
                 skip = 0 if part == 0 else (step + 1) * TILE - num_prefix
-                k = _load(p_k, slot, row, i_kv, skip, stride_ks, stride_kt, TILE, D, D_PAD, TMA)
+                i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, i_t >= skip, TILE, BLOCK)
+                k = _load(p_k, i_s, row, i_kv, skip, stride_ks, stride_kt, TILE, BLOCK, D, D_PAD, TMA)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if HAS_SOFTCAP:
                     # The launcher folded 2 / softcap into scale_log2, log2(e) into softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1).
@@ -105,7 +110,7 @@ def attend_groups(
                 rescale = tl.exp2(peak - new_peak)
                 peak = new_peak
                 totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [QUERIES, TILE // 8, 8]), 1)
-                v = _load(p_v, slot, row, i_kv, skip, stride_vs, stride_vt, TILE, D, D_PAD, TMA)
+                v = _load(p_v, i_s, row, i_kv, skip, stride_vs, stride_vt, TILE, BLOCK, D, D_PAD, TMA)
                 acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
 
         total = tl.sum(totals, 1)

@@ -1,16 +1,18 @@
-"""The block-table twins of append, decode and prefill: the same kernels at other addresses, for comparison.
+"""The block-table twins of append, decode, cascade and prefill: the same kernels at other addresses, for comparison.
 
 Row t of slot s is at [tables_SC[s, t // U], t % U] of the views, for any U. Entries of a table past the rows that are
 read or written are never loaded.
 
 Legend: B sequences, N tokens, S slots, P physical blocks, U rows of a block (the block size), C columns of the table,
-H query heads, K kv heads, D head dim, W payload width in elements, R = D / 2 angles.
+H query heads, K kv heads, D head dim, W payload width in elements, R = D / 2 angles, G groups (and G1 = G + 1).
 """
 
 import torch
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.append import launch_append
+from vmmkv.kernels.cascade import launch_cascade
+from vmmkv.kernels.cascade_prefix import Prefixes
 from vmmkv.kernels.decode import launch_decode
 from vmmkv.kernels.memory import kv_memory
 from vmmkv.kernels.prefill import launch_prefill
@@ -31,6 +33,9 @@ def paged_append(
     sin_TR: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> None:
     """`append` into blocks: bit for bit what it writes, where the tables say.
 
@@ -43,6 +48,7 @@ def paged_append(
     launch_append(
         k_NKD, v_NKD, k_PUKW, v_PUKW, slots_N, positions_N, limit_S, tables_SC=tables_SC,
         q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, k_scale=k_scale, v_scale=v_scale,
+        q_norm_D=q_norm_D, k_norm_D=k_norm_D, norm_eps=norm_eps,
     )  # fmt: skip
 
 
@@ -74,6 +80,37 @@ def paged_decode(
     memory = kv_memory(k_PUKW, v_PUKW, k_scale, v_scale, tables_SC, q_BHD.dtype, q_BHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     return launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, workspace)
+
+
+def paged_cascade(
+    q_BHD: torch.Tensor,
+    k_PUKD: torch.Tensor,
+    v_PUKD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    tables_SC: torch.Tensor,
+    group_starts_G1: torch.Tensor,
+    leaders_G: torch.Tensor,
+    prefix_rows_G: torch.Tensor,
+    *,
+    firsts_B: torch.Tensor | None = None,
+    limit_S: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`cascade` over blocks, bit for bit: a prefix is read through its leader's table. T is C * U.
+
+    Of a prefix only the leader's rows are touched, and only its entries for them. tables_SC: int32 on the device, rows
+    contiguous. workspace: at least `workspace_elements(q_BHD, k_PUKD, tables_SC=tables_SC)` of cascade.py.
+
+    Cost and Raises: as for `cascade`.
+    """
+    _check_given(tables_SC)
+    prefixes = Prefixes.of(q_BHD, k_PUKD, v_PUKD, tables_SC, group_starts_G1, leaders_G, prefix_rows_G, limit_S)
+    options = checks.attention_options(scale, None, softcap, prefixes.memory.head_dim)
+    return launch_cascade(q_BHD, prefixes, lengths_B, slots_B, firsts_B, options, out, workspace)
 
 
 def paged_prefill(

@@ -171,15 +171,14 @@ class Engine:
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this Engine is generating in another thread: close it when that has ended")
         try:
-            pool = loaded.engine.cache.pool
-            loaded.engine.cache.close()
-            pool.close()
+            device = loaded.engine.cache.device
+            loaded.close()
             self._loaded = None  # not before: a close that failed can be called again
         finally:
             self._working.release()
             del loaded
             gc.collect()
-            if pool.device.type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.empty_cache()  # the weights are back with torch, and not yet with the device
 
     def _open(self) -> Loaded:

@@ -12,6 +12,8 @@ MAX_REPETITION_PENALTY: Final = 100.0
 """And its inverse: logits times more leave what floats hold."""
 MAX_BIAS: Final = 100.0
 """Either way; OpenAI's limit. It as good as forces or forbids a token."""
+MAX_LENGTH_PENALTY: Final = 10.0
+"""Either way, of a beam search; a length to the power of more leaves what floats hold."""
 MAX_CHOICES: Final = 128
 """Sequences of the engine that one request, or one prompt in this process, may be continued by."""
 MAX_INDEX: Final = 2**31

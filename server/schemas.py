@@ -9,13 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from vmmkv.server.sampling import MAX_CHOICES
+from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 
 Prompt = str | list[int]
-MAX_LENGTH_PENALTY = 10.0
-"""Either way; a length to the power of more leaves what floats hold."""
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 64
 

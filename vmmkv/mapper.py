@@ -36,8 +36,8 @@ class Target(NamedTuple):
     tenant_of: Callable[[int], Tenant]
     given: ReadOnlyDict[int, Extent] = MappingProxyType({})
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
-    large: bool = False
-    """May the others be large, where that fits? They cost a sixteenth, and are shared whole or not at all."""
+    large_end_page: int = 0
+    """Up to where the others may be large, where that fits. They cost a sixteenth, and are shared whole or not at all."""
 
 
 class _PassedFence:
@@ -101,7 +101,7 @@ class Growth:
                 if page in target.given:
                     num_pages = target.given[page].num_pages
                     self._alias(target, page)
-                elif target.large and _fits_large(target, page):
+                elif _fits_large(target, page):
                     num_pages = LARGE_PAGES
                     missing.append((target, page, num_pages))
                 elif not self._revive(target, page, wait=wait):
@@ -170,7 +170,7 @@ class Growth:
 
 def _fits_large(target: Target, page: int) -> bool:
     end = page + LARGE_PAGES
-    if page % LARGE_PAGES or end > target.end_page:
+    if page % LARGE_PAGES or end > min(target.end_page, target.large_end_page):
         return False
     return not any(each in target.span.mappings or each in target.given for each in range(page, end))
 

@@ -202,7 +202,13 @@ class SlotMemory:
 
     def _stage(self, slot: int, end_pages: list[int], *, wait: bool, large: bool) -> Growth:
         targets = [
-            Target(arena, arena.spans[slot], end, self.tenant_in(slot, index), large=large and arena.group.window is None)
+            Target(
+                arena,
+                arena.spans[slot],
+                end,
+                self.tenant_in(slot, index),
+                large_end_page=end if large and arena.group.window is None else 0,
+            )
             for index, (arena, end) in enumerate(zip(self.arenas, end_pages, strict=True))
             if end > arena.spans[slot].end_page
         ]

@@ -3,6 +3,7 @@
     running   a sequence that was attached: its confirmed tokens end at a node, which is locked
     kept      a parked slot: its rows end at a node, and it goes leaf by leaf with the tree
     resident  of a node: a slot, running or kept, that has all rows of the path up to the node's end
+    passed    extents of windowed groups that everybody who runs on their path has left behind: the node stays, they may go
 
 This is the occupancy's `Keeper`: what the pool is to be given under pressure is found here. Every call comes with the pool's
 lock held.
@@ -56,6 +57,7 @@ class PrefixNodes:
         """The parked slot that is being copied from: it is not evicted."""
         self.counts = Counts()
         self._layout = layout
+        self._windowed = {index for index, group in enumerate(layout.groups) if group.window is not None}
         self._occupancy = occupancy
         self._memory = occupancy.memory
         self._pool = occupancy.pool
@@ -151,16 +153,36 @@ class PrefixNodes:
         return num_pages
 
     def oldest(self) -> Evictable | None:
-        """The leaf that was used least recently, if any may go; else a parked slot that ends further up."""
+        """The leaf that was used least recently, if any may go; else what windows have passed on the way to those that may not;
+        else a parked slot that ends further up."""
         node = self.tree.oldest_evictable()
         if node is not None:
             return Evictable(node.stamp, self._is_idle(node))
+        node = self._oldest_passed()
+        if node is not None:
+            return Evictable(node.stamp, True)
         parked = self._oldest_kept()
         return None if parked is None else Evictable(parked.stamp, parked.fence.done())
 
     def _oldest_kept(self) -> Parked | None:
         """A parked slot whose node is locked or pinned, or has others below: it can have pages that are its alone."""
         return next((each for slot, each in self._occupancy.parked.items() if slot in self.kept and slot != self.source), None)
+
+    def _oldest_passed(self) -> Node[Placed] | None:
+        """The node used least recently that has passed extents and is not pinned, nor on the way to one that is.
+
+        Asked when no leaf may go: all nodes that there are then lead to running sequences, or are pinned.
+        """
+        if not self._windowed or not self._pool.kept_pages:
+            return None
+        now = time.monotonic()
+        pinned = {each for node in self.tree.nodes() if (node.pinned_until or 0.0) > now for each in node.path()}
+        nodes = (node for node in self.tree.nodes() if node not in pinned and self._passed(node))
+        return min(nodes, key=lambda node: node.stamp, default=None)
+
+    def _passed(self, node: Node[Placed]) -> list[Piece[Placed]]:
+        """Its pieces of windowed groups that nobody has mapped. What still retires is one of them when it is unmapped."""
+        return [piece for piece in node.pieces if piece.group in self._windowed and piece.value.extent.holders == 1]
 
     def _is_idle(self, node: Node[Placed]) -> bool:
         if not node.has_residents:
@@ -171,9 +193,7 @@ class PrefixNodes:
         """Drop that leaf, or that slot; parked slots that end there are cut, or given up with their last node."""
         leaf = self.tree.oldest_evictable()
         if leaf is None:
-            parked = self._oldest_kept()
-            assert parked is not None, "nothing is evictable"
-            self._occupancy.evict(parked)
+            self._evict_locked()
             return
         parent = leaf.parent
         residents = [slot for slot in leaf.residents if isinstance(slot, int)] if leaf.has_residents else []
@@ -189,6 +209,18 @@ class PrefixNodes:
                 self._occupancy.evict(self._occupancy.parked[slot])
         if start and parent is not None:
             self._tidy(parent)
+
+    def _evict_locked(self) -> None:
+        node = self._oldest_passed()
+        if node is not None:
+            passed = self._passed(node)
+            extents = {piece.value.extent for piece in passed}
+            self.tree.replace(node, [piece for piece in node.pieces if piece.value.extent not in extents])
+            self._drop(passed)
+            return
+        parked = self._oldest_kept()
+        assert parked is not None, "nothing is evictable"
+        self._occupancy.evict(parked)
 
     def clear(self) -> None:
         """Evict everything, pinned or not; no sequence runs any more."""

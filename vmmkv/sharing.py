@@ -71,8 +71,9 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
     for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
         span = arena.spans[slot]
         span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
-        large = arena.group.window is None  # what a window leaves behind goes page by page
-        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large))
+        # What a window leaves behind goes page by page, and who comes next shares what holds these rows and no others.
+        large_end = num_tokens * arena.group.row_bytes // PAGE_BYTES if arena.group.window is None else 0
+        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large_end))
     try:
         memory.publish([memory.mapper.stage(targets)], settle=False)
     except BaseException:

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
+from bench.baselines.common_prefill import prefill_as_over_blocks
 from vmmkv.kernels import reference
 from vmmkv.units import ceil_div
 
@@ -85,13 +86,14 @@ class Slots:
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""
         from vmmkv.kernels.decode import decode
-        from vmmkv.kernels.prefill import prefill
 
         k, v = self._planes[layer]
         workspace = self._workspace.of(q_NHD, k, None)
         if rows.starts is None:
             return decode(q_NHD, k, v, rows.lengths_B, rows.slots_B, limit_S=self._limit_S, workspace=workspace)
-        return prefill(q_NHD, k, v, rows.starts, rows.lengths_B, rows.slots_B, limit_S=self._limit_S, workspace=workspace)
+        return prefill_as_over_blocks(
+            q_NHD, k, v, rows.starts, rows.lengths_B, rows.slots_B, limit_S=self._limit_S, workspace=workspace
+        )
 
 
 class Blocks:
@@ -115,8 +117,8 @@ class Blocks:
         from vmmkv.kernels.paged import paged_append
 
         k, v = self._planes[layer]
-        given = {"q_NHD": q_NHD, "cos_TR": cos_TR, "sin_TR": sin_TR}
-        paged_append(k_NKD, v_NKD, k, v, rows.slots_N, rows.positions_N, self._tables_SC, self._limit_S, **given)
+        where = (rows.slots_N, rows.positions_N, self._tables_SC, self._limit_S)
+        paged_append(k_NKD, v_NKD, k, v, *where, q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR)
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""

@@ -11,10 +11,11 @@ from typing import Final
 import numpy as np
 import torch
 
+from bench.baselines.blocks import BLOCK_ROWS
 from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.model import Model
 from bench.prefix.paged import Paged
-from bench.prefix.sizes import BLOCK_ROWS, Sizes, decoder_of
+from bench.prefix.sizes import Sizes, decoder_of
 from bench.prefix.systems import TokenIds
 from bench.report import Report
 from bench.rows import Row

@@ -6,62 +6,21 @@ one tensor, made at once, so no driver is called; tables go to the device when t
 Legend: S slots, P blocks, U rows of a block, C columns of the tables, L layers, K kv heads, D head dim.
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import torch
 
+from bench.baselines.blocks import BLOCK_ROWS, BlockPool
 from bench.prefix.addressing import Addressing, Blocks, HostBlocks
-from bench.prefix.sizes import BLOCK_ROWS
 from bench.prefix.systems import Attachment, Indices, TokenIds
 from bench.settings import Shape
-from vmmkv.errors import OutOfPages
-from vmmkv.radix import Node, Piece, RadixTree
+from vmmkv.radix import Node, Piece
 from vmmkv.units import ceil_div
 
 _NO_BLOCK: Final = -1
 """An entry of a table that stands for nothing: kernels write nowhere."""
-
-
-class BlockPool:
-    """Which block is whose: free, or held by tables and the tree. `num_refs[b]` is how many hold it."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_refs = np.zeros(num_blocks, np.int32)
-        self.tree: RadixTree[int] = RadixTree(itertools.count().__next__)
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that somebody holds."""
-        return len(self.num_refs) - len(self._free)
-
-    def acquire(self, count: int) -> list[int]:
-        """Blocks with one reference each. What was used least recently leaves the tree if too few are free.
-
-        Raises: OutOfPages.
-        """
-        while len(self._free) < count:
-            leaf = self.tree.oldest_evictable()
-            if leaf is None:
-                raise OutOfPages(f"{count} blocks are needed and {len(self._free)} are free: all others are in use")
-            self.release([piece.value for piece in self.tree.remove(leaf)])
-        blocks = [self._free.pop() for _ in range(count)]
-        self.num_refs[blocks] = 1
-        return blocks
-
-    def hold(self, blocks: list[int]) -> None:
-        """One more reference to each."""
-        self.num_refs[blocks] += 1
-
-    def release(self, blocks: list[int]) -> None:
-        """One fewer; those that have none left are free."""
-        for block in blocks:
-            self.num_refs[block] -= 1
-            if not self.num_refs[block]:
-                self._free.append(block)
 
 
 class Paged:

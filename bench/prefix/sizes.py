@@ -5,9 +5,6 @@ from typing import Final
 
 from bench.settings import Settings, Shape
 
-BLOCK_ROWS: Final = 16
-"""Rows of a block of the paged system: what vLLM takes by default."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:

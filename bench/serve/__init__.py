@@ -7,6 +7,12 @@ sizes      how large everything is           requests    prompts, and what is as
 engine     the engine, timed from outside    clock       its steps, timed from inside
 checks     before anything is timed          context     what parts share
 workloads, steps, breakdown (kernel_times): the parts    bars    what was promised, and vLLM's figures
+
+Parts that compare systems, all over the same weights and with the same limits:
+
+compared   closed, rates, bursts: who serves how fast        compared_sizes   what is asked, of which limits
+system     the engine over one kind of memory        outside          what serves without it
+drive      requests put to it when they arrive
 """
 
 from importlib import import_module
@@ -20,12 +26,18 @@ from bench.timing import now_us
 
 SUITE: Final = "serve"
 
+SYSTEM: Final = "vmmkv"
+"""Of all rows but those of what it is compared with."""
+
 PARTS: Final = {
     "mixed": "workloads",
     "single": "workloads",
     "first": "workloads",
     "long": "workloads",
     "shared": "workloads",
+    "closed": "compared",
+    "rates": "compared",
+    "bursts": "compared",
     "step": "steps",
     "breakdown": "breakdown",
 }

@@ -9,7 +9,7 @@ from rich.table import Table
 from bench.kernels.bars import Bar
 from bench.report import Report
 from bench.rows import Row
-from bench.serve import SUITE
+from bench.serve import SUITE, SYSTEM
 from bench.table import figure
 from bench.timing import Summary
 
@@ -48,6 +48,10 @@ _MOST_GAP: Final = 2.0
 _MOST_GROWTH: Final = 1.1
 """The host's time at the long context over that at the short one: not more than two runs differ by."""
 
+_PAGED: Final = "paged 16"
+_LEAST_OF_PAGED: Final = 0.99
+"""Of its throughput, whatever the workload and the rate."""
+
 Figures = Mapping[tuple[str, str], Row]
 """Rows by shape and part, and by metric."""
 
@@ -84,6 +88,12 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             figures=_growth(found, shape),
             at_least=False,
         )
+        for part in ("closed", "rates"):
+            yield Bar(
+                text=f"{shape}, {part}: throughput over that of {_PAGED}",
+                bound=_LEAST_OF_PAGED,
+                figures=_over_paged(rows, f"{shape} {part}: "),
+            )
 
 
 def print_tables(report: Report) -> None:
@@ -122,6 +132,24 @@ def _against_vllm(rows: Sequence[Row]) -> Table | None:
             metric = f"{promise.metric}, {row.unit}"
             table.add_row(f"{shape} {promise.part}", metric, figure(ours), bound, share, figure(promise.vllm), f"{faster:.2f}")
     return table if table.row_count else None
+
+
+def _over_paged(rows: Sequence[Row], prefix: str) -> dict[str, float]:
+    """vmmkv's throughput over that of blocks, by the workload without its sizes: `chat`, or `8 requests/s, Poisson`."""
+    medians = {
+        (row.workload, row.system): middle(row.summary)
+        for row in rows
+        if row.workload.startswith(prefix) and row.metric == _RATE
+    }
+    return {
+        _short(workload.removeprefix(prefix)): ours / medians[workload, _PAGED]
+        for (workload, system), ours in medians.items()
+        if system == SYSTEM and (workload, _PAGED) in medians
+    }
+
+
+def _short(workload: str) -> str:
+    return workload.partition(": ")[0] if ": " in workload else workload.partition(", ")[2]
 
 
 def _growth(found: Figures, shape: str) -> dict[str, float]:

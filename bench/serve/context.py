@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.report import Report
 from bench.rows import Row
-from bench.serve import SUITE
+from bench.serve import SUITE, SYSTEM
 from bench.serve.engine import ServedEngine
 from bench.serve.models import model_of
 from bench.serve.requests import Requests
 from bench.serve.sizes import Sizes
 from bench.settings import Settings, Shape
 from bench.timing import WrongNumbers, exact, now_us, summarize
-
-SYSTEM: Final = "vmmkv"
 
 
 class Context:
@@ -75,13 +75,29 @@ class Context:
             if not isinstance(error, WrongNumbers):
                 self._discard()
 
-    def add(self, workload: str, metric: str, unit: str, samples: Sequence[float], bound: float | None = None) -> None:
-        """A row of samples."""
+    def random_tokens(self, count: int, *seed: int) -> npt.NDArray[np.int32]:
+        """Token ids for a prompt that nobody asked for."""
+        rng = np.random.default_rng((self.settings.seed, *seed))
+        return rng.integers(0, self.model.vocabulary, count, dtype=np.int32)
+
+    def add(
+        self,
+        workload: str,
+        metric: str,
+        unit: str,
+        samples: Sequence[float],
+        bound: float | None = None,
+        *,
+        system: str = SYSTEM,
+    ) -> None:
+        """A row of samples; none if there are none."""
+        if not len(samples):
+            return
         self.report.add(
             Row(
                 suite=SUITE,
                 workload=workload,
-                system=SYSTEM,
+                system=system,
                 metric=metric,
                 unit=unit,
                 summary=summarize(samples),
@@ -89,10 +105,10 @@ class Context:
             )
         )
 
-    def add_figure(self, workload: str, metric: str, unit: str, figure: float, count: int = 1) -> None:
+    def add_figure(self, workload: str, metric: str, unit: str, figure: float, count: int = 1, *, system: str = SYSTEM) -> None:
         """A row of one figure over `count` things."""
         self.report.add(
-            Row(suite=SUITE, workload=workload, system=SYSTEM, metric=metric, unit=unit, summary=exact(figure, count))
+            Row(suite=SUITE, workload=workload, system=system, metric=metric, unit=unit, summary=exact(figure, count))
         )
 
     def _discard(self) -> None:

@@ -68,10 +68,7 @@ class ServedEngine:
 
     def forget(self) -> None:
         """Empty the prefix cache. Memory stays with the engine, as with one that has run for a while."""
-        prefix = self.core._prefix
-        assert prefix is not None, "the engine shares prefixes unless it is told otherwise"
-        prefix.evict()
-        self.core.settle()
+        self.core.forget()
 
     def ask(self, prompts: Sequence[TokenIds], outs: Sequence[int], *, scored: Sequence[int] = (), top: int = 20) -> Answers:
         """Greedy tokens, as many as `outs` says for each prompt. Of prompts in `scored`, the `top` likeliest first tokens too.

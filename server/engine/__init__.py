@@ -2,12 +2,14 @@
 
 __main__      the process: loads, connects, runs the loop, and ends it
 core          the loop's body: plan, launch, pump, read an earlier step back, answer
-loading       model, dtype, layout and budget from a configuration
+loading       model, dtype and layout from a configuration, and an engine of them
+memory        the KV memory of an engine, from its opening to its close: slots in a pool, or another kind
+kv            what the engine wants of it              rows        how attention writes and reads its rows
 snapshot      what is told of it from time to time
 
 requests      what is known of one request             ledger      the numbers of those that run, as arrays over slots
 scheduler     who runs, how many tokens each gets, who gives way when pages run out
-admission     which waiting request begins next
+admission     which waiting request begins next      capacity    which can never fit
 beams         which beams of a search go on            beam_group  their sequences: forks of the prompt, rows copied
 sharers       who shares a prefix with whom in a batch
 
@@ -18,7 +20,7 @@ uploads       what goes to the device                            readback    wha
 batch         a step as the model sees it              model       what the engine wants of a model
 decoder/      the dense decoders, from their configuration       decoder_model  one of them over the cache
 unmodified    any other model, by transformers' own code
-attention     what both call: append and attend in the slots
+attention     what both call: append and attend
 
 sampler       logits to tokens, with sampling_state (parameters on the device) and adjust (penalties, biases)
 """

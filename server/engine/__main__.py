@@ -63,8 +63,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         engine.step()
         if not engine.has_work:
             engine.settle()
-    engine.cache.close()
-    engine.cache.pool.close()
+    loaded.close()
     return 0
 
 

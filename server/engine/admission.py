@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vmmkv.prefix import PrefixCache
+from vmmkv.server.engine.kv import Prefixes
 from vmmkv.server.engine.ledger import TokenIds
 from vmmkv.server.engine.requests import Request
 
@@ -24,7 +24,7 @@ class Admission:
     waiting: first come first; those that are let in leave it.
     """
 
-    def __init__(self, waiting: list[Request], running: list[Request], prefix: PrefixCache | None) -> None:
+    def __init__(self, waiting: list[Request], running: list[Request], prefix: Prefixes | None) -> None:
         most = min((request.ask.priority for request in waiting), default=0)
         self._pressing = [request for request in waiting if request.ask.priority == most]
         self._prefilling = [request for request in running if request.is_prefilling]

@@ -1,45 +1,35 @@
-"""Attention over the cache's slots: append a step's keys and values in place, and attend to whole slots.
+"""Attention over the rows of a cache: append a step's keys and values in place, and attend to whole sequences.
 
 On a GPU it is our kernels, which read lengths from the device, so that a captured step serves every length; on a CPU torch's
-own attention, run by run, on the contiguous view of each slot.
+own attention, run by run, on the rows of each sequence.
 
-Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, S slots, R angles.
+Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, R angles.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from vmmkv import MIB, KVCache
+from vmmkv import MIB
 from vmmkv.server.engine.batch import Batch
+from vmmkv.server.engine.rows import Rope, Rows, Turning
 
 _SCORES_BYTES: Final = 64 * MIB
 """Of the float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """float32 cosines and sines by position, for elements j and j + D / 2: [T, R]."""
-
-    cos_TR: torch.Tensor
-    sin_TR: torch.Tensor
-
-
-class SlotAttention:
+class CachedAttention:
     """What a model calls in each of its layers, between `begin` of a step and the next.
 
     `rope` rotates queries and keys; None for a model that has done so by itself. `windows` has the layers that attend to their
     last so many rows only.
     """
 
-    def __init__(self, cache: KVCache, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
-        self.on_gpu: Final = cache.device.type == "cuda"
-        self._limit = cache.limit
-        self._views = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
+    def __init__(self, rows: Rows, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
+        self._rows = rows
         self._rope = rope
         self._windows = dict(windows or {})
         self._batch: Batch | None = None
@@ -61,75 +51,49 @@ class SlotAttention:
         scale: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Norm each head where weights [D] are given, rotate, append to the step's slots, attend there. Returns [N, H, D].
+        """Norm each head where weights [D] are given, rotate, append to the step's sequences, attend there. Returns [N, H, D].
 
         q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. `window` is the layer's own, if none was given
         at the start. Queues launches, and waits for nothing.
         """
-        assert self._batch is not None, "no step has begun"
-        batch, (k_STKD, v_STKD) = self._batch, self._views[layer]
+        batch = self._batch
+        assert batch is not None, "no step has begun"
         window = self._windows.get(layer, window)
-        if self.on_gpu:
-            return self._on_gpu(batch, q_NHD, k_NKD, v_NKD, k_STKD, v_STKD, q_norm, k_norm, norm_eps, scale, window)
-        if q_norm is not None and k_norm is not None:
-            q_NHD, k_NKD = rms_norm(q_NHD, q_norm, norm_eps), rms_norm(k_NKD, k_norm, norm_eps)
+        turning = None
         if self._rope is not None:
-            cos_N1R, sin_N1R = (
-                table[batch.positions_N, None].to(q_NHD.dtype) for table in (self._rope.cos_TR, self._rope.sin_TR)
-            )
-            q_NHD, k_NKD = rotate(q_NHD, cos_N1R, sin_N1R), rotate(k_NKD, cos_N1R, sin_N1R)
-        may_write_N = batch.positions_N < self._limit[batch.slots_N]
-        slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
-        k_STKD[slots_N, positions_N] = k_NKD[may_write_N]
-        v_STKD[slots_N, positions_N] = v_NKD[may_write_N]
+            turning = Turning(q_NHD=q_NHD, rope=self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
+        if self._rows.on_gpu:
+            self._rows.append(layer, k_NKD, v_NKD, batch.slots_N, batch.positions_N, turning)
+            return self._on_gpu(batch, layer, q_NHD, scale, window)
+        if turning is not None:
+            q_NHD, k_NKD = turned(turning, k_NKD, batch.positions_N)
+        self._rows.write(layer, k_NKD, v_NKD, batch.slots_N, batch.positions_N)
         assert batch.runs is not None, "attention on a CPU goes run by run"
-        out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_STKD.shape[-1])
+        out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
         for run in batch.runs:
             columns = slice(run.column, run.column + run.count)
             first = 0 if window is None else max(0, run.start + 1 - window)
-            out_NHD[columns] = attend_run(
-                q_NHD[columns], k_STKD[run.slot, first : run.end], v_STKD[run.slot, first : run.end], scale, window
-            )
+            k_TKD, v_TKD = self._rows.read(layer, run.slot, first, run.end)
+            out_NHD[columns] = attend_run(q_NHD[columns], k_TKD, v_TKD, scale, window)
         return out_NHD
 
-    def _on_gpu(
-        self,
-        batch: Batch,
-        q_NHD: torch.Tensor,
-        k_NKD: torch.Tensor,
-        v_NKD: torch.Tensor,
-        k_STKD: torch.Tensor,
-        v_STKD: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        norm_eps: float,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        from vmmkv.kernels.append import append
-        from vmmkv.kernels.cascade import cascade
-        from vmmkv.kernels.decode import decode
-        from vmmkv.kernels.prefill import prefill
-
-        if self._rope is None:
-            append(k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit)
-        else:
-            append(
-                k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit,
-                q_NHD=q_NHD, cos_TR=self._rope.cos_TR, sin_TR=self._rope.sin_TR,
-                q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps,
-            )  # fmt: skip
+    def _on_gpu(self, batch: Batch, layer: int, q_NHD: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
+        rows, slots_B, lengths_B = self._rows, batch.slots_B, batch.lengths_B
         if batch.query_starts is not None:
-            return prefill(
-                q_NHD, k_STKD, v_STKD, batch.query_starts, batch.lengths_B, batch.slots_B, scale=scale, window=window
-            )
+            return rows.prefill(layer, q_NHD, batch.query_starts, lengths_B, slots_B, scale=scale, window=window)
         if batch.shared is not None and window is None:
-            shared = batch.shared
-            return cascade(
-                q_NHD, k_STKD, v_STKD, batch.lengths_B, batch.slots_B, group_starts_G1=shared.starts_G1,
-                leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
-            )  # fmt: skip
-        return decode(q_NHD, k_STKD, v_STKD, batch.lengths_B, batch.slots_B, scale=scale, window=window)
+            return rows.cascade(layer, q_NHD, lengths_B, slots_B, batch.shared, scale=scale)
+        return rows.decode(layer, q_NHD, lengths_B, slots_B, scale=scale, window=window)
+
+
+def turned(turning: Turning, k_NKD: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, normed and rotated."""
+    q_NHD = turning.q_NHD
+    if turning.q_norm_D is not None and turning.k_norm_D is not None:
+        q_NHD = rms_norm(q_NHD, turning.q_norm_D, turning.norm_eps)
+        k_NKD = rms_norm(k_NKD, turning.k_norm_D, turning.norm_eps)
+    cos_N1R, sin_N1R = (table[positions_N, None].to(q_NHD.dtype) for table in (turning.rope.cos_TR, turning.rope.sin_TR))
+    return rotate(q_NHD, cos_N1R, sin_N1R), rotate(k_NKD, cos_N1R, sin_N1R)
 
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

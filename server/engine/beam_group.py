@@ -9,13 +9,13 @@ into which they copy the rows in which the two differ. There are as many sequenc
 later but what every beam grows by.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vmmkv import KVCache, Sequence
 from vmmkv.server.engine.beams import BeamSearch, Candidate, Continuation, LiveBeam
+from vmmkv.server.engine.kv import KV, KVSequence
 from vmmkv.server.engine.ledger import TokenIds
 from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.protocol import Beam
@@ -26,7 +26,7 @@ class BeamStrand:
     """A live beam: its sequence has all its rows, but for its last token's until that is computed."""
 
     request: Request
-    memory: Sequence
+    memory: KVSequence
     beam: LiveBeam
 
     @property
@@ -52,7 +52,7 @@ class BeamGroup:
     gives the same answer again from the prompt.
     """
 
-    def __init__(self, request: Request, cache: KVCache) -> None:
+    def __init__(self, request: Request, cache: KV) -> None:
         ask = request.ask
         self.search = BeamSearch(
             width=ask.beam_width,
@@ -60,7 +60,7 @@ class BeamGroup:
             stop_ids=request.stop_ids,
             length_penalty=ask.length_penalty,
         )
-        self.strands: Seq[Strand] = [request]
+        self.strands: Sequence[Strand] = [request]
         """Of the live beams, in the search's order; at first the request's own, which is the prompt."""
         self._request = request
         self._cache = cache
@@ -68,7 +68,7 @@ class BeamGroup:
         """Of the strands that have been computed in this round."""
         self._continuations: list[Continuation] = []
         """Beams of the next round that have no sequence yet."""
-        self._rows_of: dict[Sequence, LiveBeam] = {request.memory: self.search.live[0]}
+        self._rows_of: dict[KVSequence, LiveBeam] = {request.memory: self.search.live[0]}
         """All sequences, and the last beam of which each had all rows."""
 
     def take(self, strand: Strand, candidates: list[Candidate]) -> list[Beam] | None:
@@ -113,11 +113,11 @@ class BeamGroup:
             if sequence is not self._request.memory:
                 sequence.close()
 
-    def _share_out(self, parents: Seq[Sequence]) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
+    def _share_out(self, parents: Sequence[KVSequence]) -> tuple[list[KVSequence], list[tuple[KVSequence, KVSequence]]]:
         """A sequence for each child, given its parent's; and from which to which rows must be copied for that."""
         orphans = [sequence for sequence in self._rows_of if sequence not in parents]
-        sequences: list[Sequence] = []
-        pairs: list[tuple[Sequence, Sequence]] = []
+        sequences: list[KVSequence] = []
+        pairs: list[tuple[KVSequence, KVSequence]] = []
         for parent in parents:
             if parent not in sequences:
                 sequences.append(parent)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vmmkv.server.protocol import Beam, FinishReason
+from vmmkv.server.sampling import MAX_LENGTH_PENALTY
 
 
 class Candidate(NamedTuple):
@@ -83,9 +84,15 @@ class BeamSearch:
     def __init__(
         self, *, width: int, max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), length_penalty: float = 1.0
     ) -> None:
-        """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are."""
+        """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are.
+
+        Raises: ValueError, naming what may be.
+        """
         if width < 1 or max_new_tokens < 1:
             raise ValueError(f"width is {width} and max_new_tokens {max_new_tokens}; both must be at least 1")
+        if not -MAX_LENGTH_PENALTY <= length_penalty <= MAX_LENGTH_PENALTY:  # nor is it a number that is none
+            limit = f"{MAX_LENGTH_PENALTY:g}"
+            raise ValueError(f"length_penalty is {length_penalty}; wanted from -{limit} to {limit}")
         self.live: list[LiveBeam] = [LiveBeam(None, None, 0.0)]
         self.num_candidates = width + len(stop_ids)
         """How many of its likeliest tokens each live beam needs; fewer only if the vocabulary has fewer.

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vmmkv import DriverError, KVCache
-from vmmkv.prefix import PrefixCache
+from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
+from vmmkv.server.engine.capacity import why_never_fits
+from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.readback import Logprobs, Readback
@@ -97,10 +98,10 @@ class EngineCore:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: KV,
         runner: Runner,
         *,
-        prefix: PrefixCache | None = None,
+        prefix: Prefixes | None = None,
         max_sequences: int | None = None,
         eos_ids: frozenset[int],
         step_tokens: int,
@@ -115,6 +116,8 @@ class EngineCore:
             cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._max_sequences, drain=self._drain
         )
         self._ledger = self._scheduler.ledger
+        self._budget_bytes = cache.stats().pool_budget_bytes
+        """As it was when it was last looked up: to count all that `stats` does takes a while."""
         self._lookahead = lookahead
         self._under_way: deque[_Launched] = deque()
         self._eos_ids = eos_ids
@@ -133,6 +136,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step under way?"""
         return self._scheduler.has_work or bool(self._under_way)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have memory."""
+        return len(self._scheduler.running)
 
     def receive(self, message: Generate | Abort) -> None:
         """A request comes, or its client goes."""
@@ -161,7 +169,26 @@ class EngineCore:
             self._refuse(message, str(error))
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
+        if reason := self._why_never_fits(message, may_stop=bool(stop_ids)):
+            self._refuse(message, reason)
+            return
         self._scheduler.waiting.append(Request(message, stop_ids))
+
+    def _why_never_fits(self, message: Generate, *, may_stop: bool) -> str | None:
+        def why() -> str | None:
+            return why_never_fits(
+                self.cache.layout,
+                self._budget_bytes,
+                message,
+                may_stop=may_stop,
+                attaches=self._prefix is not None,
+                vocabulary_size=self._runner.model.vocabulary_size,
+            )
+
+        if why() is None:
+            return None
+        self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
+        return why()
 
     def step(self) -> None:
         """Launch a step for whoever is to run, and answer what an earlier one gave. One failing request stops no others.
@@ -335,6 +362,12 @@ class EngineCore:
         """Nothing is left to do: unmap what retires, and report the end state."""
         self.cache.drain()
         self.report()
+
+    def forget(self) -> None:
+        """Forget every prefix that no running request uses. Memory stays with the pool, as it does where much is cached."""
+        if self._prefix is not None:
+            self._prefix.evict()
+        self.settle()
 
     def report(self, *, only_if_due: bool = False) -> None:
         """Send a snapshot, at most every SNAPSHOT_S while there is work."""

@@ -1,13 +1,14 @@
-"""The config-driven decoder over the cache's slots."""
+"""The config-driven decoder over the rows of a cache."""
 
 from typing import Final
 
 import torch
 
-from vmmkv import KVCache
-from vmmkv.server.engine.attention import Rope, SlotAttention
+from vmmkv.server.engine.attention import CachedAttention
 from vmmkv.server.engine.batch import Batch
 from vmmkv.server.engine.decoder import Decoder
+from vmmkv.server.engine.kv import KV
+from vmmkv.server.engine.rows import Rope, Rows
 
 
 class DecoderModel:
@@ -16,12 +17,12 @@ class DecoderModel:
     implementation: Final = "vmmkv"
     capturable: Final = True
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: KV, rows: Rows) -> None:
         config = decoder.config
         cos_TR, sin_TR = config.rope.tables(cache.max_tokens, cache.device)
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
         self._decoder = decoder
-        self._attention = SlotAttention(cache, rope=Rope(cos_TR, sin_TR), windows=windows)
+        self._attention = CachedAttention(rows, rope=Rope(cos_TR, sin_TR), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
     def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:

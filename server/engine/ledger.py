@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vmmkv.units import format_bytes
+
 if TYPE_CHECKING:
     from vmmkv.server.engine.requests import Request
 
@@ -22,11 +24,14 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class Ledger:
-    """Who runs in which slot, with which tokens. Slot 0 is nobody's."""
+    """Who runs in which slot, with which tokens. Slot 0 is nobody's.
+
+    Raises: ValueError if the host has no addresses for so many tokens, naming the options that ask for less.
+    """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.tokens_ST: TokenIds = _room_for(1 + num_slots, max_tokens)
         self.requests: list[Request | None] = [None] * (1 + num_slots)
-        self.tokens_ST: TokenIds = np.zeros((1 + num_slots, max_tokens), np.int32)  # pages of it come as they are written
         self.known = np.zeros(1 + num_slots, np.int64)
         """Tokens that the host has."""
         self.coming = np.zeros(1 + num_slots, np.int64)
@@ -69,3 +74,15 @@ class Ledger:
         """A further token of each."""
         self.tokens_ST[slots, self.known[slots]] = tokens
         self.known[slots] += 1
+
+
+def _room_for(num_slots: int, max_tokens: int) -> TokenIds:
+    """Pages of it come as they are written."""
+    try:
+        return np.zeros((num_slots, max_tokens), np.int32)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+        size_bytes = num_slots * max_tokens * np.dtype(np.int32).itemsize
+        raise ValueError(
+            f"the token ids of {num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the host's "
+            "memory, and there is not so much; lower --max-num-seqs or --max-tokens"
+        ) from error

@@ -1,4 +1,4 @@
-"""From a configuration to a model on a device, the layout of its cache, and how much memory that may take."""
+"""From a configuration to a model on a device, over memory of its own, and to an engine that is ready to work."""
 
 import contextlib
 import logging
@@ -10,48 +10,43 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
-from vmmkv.driver.host_memory import HostMemory
-from vmmkv.errors import BudgetError, DriverError, DriverUnavailable, VmmkvError
-from vmmkv.prefix import PrefixCache
+from vmmkv import KVLayout
+from vmmkv.errors import DriverUnavailable, VmmkvError
 from vmmkv.server.engine import decoder
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine.kv import KV
+from vmmkv.server.engine.memory import EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
 from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
-from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
 """Tokens that one step computes at most, if nobody says. On a CPU a longer one would keep the others waiting for seconds."""
 
+_STAGES: Final = ("loading weights", "preparing the cache", "warming up")
+
 LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
 """Steps under way while the next is planned. On a CPU a step is over when it is launched."""
-
-PARKED_SLOTS: Final = 3
-"""For sequences that have ended, for each that may run: a conversation goes on where its own was parked. Addresses are free."""
-
-GPU_MARGIN_BYTES: Final = 1 * GIB
-"""Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
-
-HOST_SHARE: Final = 0.25
-"""Of the memory that is available on a host, what a cache takes at most unless it is told."""
-
-MAX_HOST_BYTES: Final = 4 * GIB
-"""And however much there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine that is ready to work, and what the HTTP process must know of it."""
+    """An engine that is ready to work, its memory, and what the HTTP process must know of it."""
 
     engine: EngineCore
     ready: Ready
+    memory: EngineMemory
+
+    def close(self) -> None:
+        """Give all memory back. It can be called again if it fails."""
+        self.memory.close()
 
 
 def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
@@ -59,38 +54,48 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
 
     Raises: ValueError or OSError if the model is not one that can be served; DriverUnavailable; DriverError; OutOfPages.
     """
-    stages = ("loading weights", "preparing the cache", "warming up")
-
-    def at(stage: int) -> None:
-        send(Loading(stage=stages[stage], done=stage, total=len(stages)))
-
-    at(0)
     device = choose_device(config.device)
     if config.kv_budget_bytes is not None:
         check_budget(config.kv_budget_bytes, device)
-    dtype = choose_dtype(config.dtype, device)
-    source = ModelSource(config, device, dtype)
-    at(1)
-    layout = KVLayout.from_config(source.text_config, dtype)
-    max_tokens = choose_max_tokens(config.max_tokens, source.text_config)
+    send(Loading(stage=_STAGES[0], done=0, total=len(_STAGES)))
+    return assemble(config, ModelSource(config, device, choose_dtype(config.dtype, device)), send)
+
+
+def assemble(
+    config: ServeConfig,
+    source: "ModelSource",
+    send: Callable[[FromEngine], None],
+    *,
+    open_memory: OpenMemory = SlotsInPool.open,
+) -> Loaded:
+    """An engine from a model that is loaded, over memory of its own. Sends Loading messages on the way. Raises: as `load`."""
+    send(Loading(stage=_STAGES[1], done=1, total=len(_STAGES)))
+    device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
-    max_sequences = config.max_num_seqs
-    most_bytes = layout.peak_pages(max_tokens, sliding=False) * max_sequences * PAGE_BYTES
-    first_bytes = layout.peak_pages(min(step_tokens, max_tokens), sliding=False) * PAGE_BYTES
-    pool = Pool(device, config.kv_budget_bytes or first_bytes)
-    cache = open_cache(layout, pool, max_sequences * (1 + PARKED_SLOTS * config.prefix_cache), max_tokens)
+    memory = open_memory(
+        Wanted(
+            layout=KVLayout.from_config(source.text_config, source.dtype),
+            device=device,
+            max_sequences=config.max_num_seqs,
+            max_tokens=max_tokens,
+            step_tokens=step_tokens,
+            shares_prefixes=config.prefix_cache,
+            budget_bytes=config.kv_budget_bytes,
+        )
+    )
     try:
-        at(2)
-        runner = Runner(source.over(cache), cache, max_rows=max_sequences, max_tokens=step_tokens)
-        warm_up(runner, cache, min(step_tokens, max_tokens - 1, pool_tokens(layout, pool)))
+        send(Loading(stage=_STAGES[2], done=2, total=len(_STAGES)))
+        cache = memory.cache
+        model = source.over(cache, memory.rows)
+        runner = Runner(model, cache, max_rows=config.max_num_seqs, max_tokens=step_tokens)
+        warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
-        if config.kv_budget_bytes is None:
-            pool.resize(max(first_bytes, min(default_budget_bytes(pool), most_bytes)))
+        memory.take_free()
         engine = EngineCore(
             cache,
             runner,
-            prefix=PrefixCache(cache) if config.prefix_cache else None,
-            max_sequences=max_sequences,
+            prefix=memory.share(),
+            max_sequences=config.max_num_seqs,
             eos_ids=source.end_tokens,
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
@@ -98,20 +103,19 @@ def load(config: ServeConfig, send: Callable[[FromEngine], None]) -> Loaded:
         )
     except BaseException:
         with contextlib.suppress(VmmkvError):  # what was raised first is what matters
-            cache.close()
-            pool.close()
+            memory.close()
         raise
     ready = Ready(
         model=config.model,
         device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(source.dtype).removeprefix("torch."),
         max_tokens=max_tokens,
-        pool_tokens=pool_tokens(layout, pool),
-        budget_bytes=pool.budget_bytes,
-        max_sequences=max_sequences,
-        implementation=runner.model.implementation,
+        pool_tokens=memory.num_tokens,
+        budget_bytes=memory.budget_bytes,
+        max_sequences=config.max_num_seqs,
+        implementation=model.implementation,
     )
-    return Loaded(engine, ready)
+    return Loaded(engine, ready, memory)
 
 
 class ModelSource:
@@ -124,6 +128,8 @@ class ModelSource:
     def __init__(self, config: ServeConfig, device: torch.device, dtype: torch.dtype) -> None:
         import transformers
 
+        self.device: Final = device
+        self.dtype: Final = dtype
         directory = Path(config.model)
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
@@ -155,11 +161,11 @@ class ModelSource:
             model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
         self._transformers = model.eval().to(device)
 
-    def over(self, cache: KVCache) -> Model:
-        """The model, with its keys and values in a cache."""
+    def over(self, cache: KV, rows: Rows) -> Model:
+        """The model, with its keys and values in a cache, whose rows these are."""
         if self._decoder is not None:
-            return DecoderModel(self._decoder, cache)
-        return UnmodifiedModel(self._transformers, cache)
+            return DecoderModel(self._decoder, cache, rows)
+        return UnmodifiedModel(self._transformers, cache, rows)
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
@@ -192,28 +198,6 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def check_budget(budget_bytes: int, device: torch.device) -> None:
-    """Raises: BudgetError for more than the device, or this process on a host, has in all."""
-    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else HostMemory().read().total_bytes
-    if budget_bytes > total_bytes:
-        raise BudgetError(
-            f"--kv-budget {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
-            "lower it, or leave it out for what is free"
-        )
-
-
-def open_cache(layout: KVLayout, pool: Pool, slots: int, max_tokens: int) -> KVCache:
-    """The cache. Raises: DriverError if there are not so many addresses; the pool is closed then."""
-    try:
-        return KVCache(layout, pool, slots=slots, max_tokens=max_tokens)
-    except DriverError as error:
-        pool.close()
-        if error.call != "reserve":
-            raise
-        message = f"{error}; lower --max-num-seqs or --max-tokens"
-        raise type(error)(message, call=error.call, code=error.code) from error
-
-
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The type that was named, or for `auto` bfloat16 on a GPU and float32 on a CPU."""
     name = {"cuda": "bfloat16", "cpu": "float32"}[device.type] if dtype == "auto" else dtype
@@ -233,7 +217,7 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
-def warm_up(runner: Runner, cache: KVCache, num_tokens: int) -> None:
+def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
     """One prefill of the largest step and one decode step, with all that can be asked of sampling.
 
     Kernels compile, and torch's peak of memory is reached.
@@ -245,7 +229,7 @@ def warm_up(runner: Runner, cache: KVCache, num_tokens: int) -> None:
         request_id="warm-up", prompt=[0], max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
         want_logprobs=True, num_logprobs=1,
     )  # fmt: skip
-    with cache.open() as sequence:
+    with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         runner.assign(sequence.slot, everything, np.zeros(1, np.int32), nothing)
         for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
@@ -254,16 +238,3 @@ def warm_up(runner: Runner, cache: KVCache, num_tokens: int) -> None:
                 runner.mixed(nobody, nobody, [chunk]).wait()
                 runner.model.check()
         runner.release(sequence.slot)
-
-
-def pool_tokens(layout: KVLayout, pool: Pool) -> int:
-    """The longest request that the whole pool can hold; a prompt has all its rows in every group while it is computed."""
-    return layout.tokens_in(pool.budget_bytes // PAGE_BYTES, sliding=False)
-
-
-def default_budget_bytes(pool: Pool) -> int:
-    """What the cache may take when nobody says: on a GPU what is free beyond a margin, on a host a share of what is."""
-    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
-    if pool.device.type == "cuda":
-        return (free_bytes - GPU_MARGIN_BYTES) // PAGE_BYTES * PAGE_BYTES
-    return min(int(free_bytes * HOST_SHARE), MAX_HOST_BYTES) // PAGE_BYTES * PAGE_BYTES

@@ -1,13 +1,12 @@
 """What the engine knows of one request."""
 
-from collections.abc import Hashable
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from vmmkv import Sequence
+from vmmkv.server.engine.kv import KVSequence
 from vmmkv.server.engine.ledger import Ledger, TokenIds
 from vmmkv.server.protocol import Generate
 
@@ -24,7 +23,7 @@ class Strand(Protocol):
         ...
 
     @property
-    def memory(self) -> Sequence:
+    def memory(self) -> KVSequence:
         """The sequence."""
         ...
 
@@ -56,7 +55,7 @@ class Request:
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
     """All its tokens, up to when it ran last."""
-    sequence: Sequence | None = None
+    sequence: KVSequence | None = None
     """Its memory, while it runs."""
     ledger: Ledger | None = None
     """Where it runs."""
@@ -74,7 +73,7 @@ class Request:
     """Has a step been launched that samples for it? Then its last token is on the device."""
     max_others: int | None = None
     """How many others may run when it begins again. None: any number, unless it gave way as a search, which does not know how
-    much memory it will take: then one that ran beside it must have ended."""
+    much memory it will take: then one that ran beside it, or displaced it, must have ended."""
     beams: "BeamGroup | None" = None
     """Its search, while it runs; None if it samples."""
 
@@ -97,7 +96,7 @@ class Request:
         return max(1, self.ask.beam_width)
 
     @property
-    def memory(self) -> Sequence:
+    def memory(self) -> KVSequence:
         """Its sequence; only of a running request."""
         assert self.sequence is not None, "a waiting request has no memory"
         return self.sequence
@@ -126,11 +125,11 @@ class Request:
         return int(self.ledger.confirmed[self.memory.slot]) < len(self.prompt)
 
     @property
-    def strands(self) -> Seq[Strand]:
+    def strands(self) -> Sequence[Strand]:
         """What can be computed of it: its own tokens, or when the prompt is, those of its live beams."""
         return [self] if self.beams is None else self.beams.strands
 
-    def enter(self, ledger: Ledger, sequence: Sequence, num_rows: int) -> None:
+    def enter(self, ledger: Ledger, sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.ledger, self.decodes = sequence, ledger, False
         self.num_admitted += 1

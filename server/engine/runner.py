@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv import KVCache
 from vmmkv.server.engine.decode_steps import DecodeSteps
+from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
@@ -41,7 +41,7 @@ class _Options:
 class Runner:
     """A model over a cache, with a sampler and the device's own state of every sequence."""
 
-    def __init__(self, model: Model, cache: KVCache, *, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, model: Model, cache: KV, *, max_rows: int, max_tokens: int) -> None:
         """max_rows: sequences that run at once. max_tokens: of one step."""
         self.model: Final = model
         self.uploads: Final = Uploads(cache.device)

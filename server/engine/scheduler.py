@@ -6,11 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from vmmkv import DriverError, KVCache, OutOfPages
-from vmmkv.prefix import PrefixCache
-from vmmkv.sequence import Sequence
+from vmmkv import DriverError, OutOfPages
 from vmmkv.server.engine.admission import Admission
 from vmmkv.server.engine.beam_group import BeamGroup
+from vmmkv.server.engine.kv import KV, KVSequence, Prefixes
 from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
 from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.protocol import Generate
@@ -58,14 +57,17 @@ class Scheduler:
     generated, to be computed again (vLLM's recompute): what it shares, and its full pages for as long as nobody needs them,
     the prefix cache keeps. Without one, nothing is shared.
 
+    So does the newest of those least pressing when a waiting request that is more pressing finds no memory or no slot: never
+    among equals, so that nobody is displaced by whom it displaced.
+
     A beam search takes as many slots as it has beams, from the start, and gives way with all of them: it begins anew from its
-    prompt, when one that ran beside it has ended.
+    prompt, when one that ran beside it, or displaced it, has ended.
     """
 
     def __init__(
         self,
-        cache: KVCache,
-        prefix: PrefixCache | None,
+        cache: KV,
+        prefix: Prefixes | None,
         assigner: Assigner,
         *,
         step_tokens: int,
@@ -192,18 +194,30 @@ class Scheduler:
         if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
-        if num_tokens <= 0 or num_slots <= 0:
+        if num_tokens <= 0:
+            return
+        if num_slots <= 0 and self._num_slots_for(min(request.ask.priority for request in self.waiting)) <= 0:
+            self._num_refused = len(self.waiting)
             return
         admission = Admission(self.waiting, self.running, self._prefix)
-        while num_tokens > 0 and num_slots > 0:
+        while num_tokens > 0:
             request = admission.next()
-            if request is None or request.num_slots > num_slots:
+            if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
                 return
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
+            if request.num_slots > num_slots:
+                self._displace(request)
+                num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
+                admission = Admission(self.waiting, self.running, self._prefix)
+                continue
             try:
                 sequence, num_known = self._open(request)
             except OutOfPages as error:
+                if self._displace(request):
+                    num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
+                    admission = Admission(self.waiting, self.running, self._prefix)
+                    continue
                 if self.running:
                     self._num_refused = len(self.waiting)
                     return
@@ -240,7 +254,11 @@ class Scheduler:
         """Slots that no running request has or will have."""
         return self._max_sequences - sum(request.num_slots for request in self.running)
 
-    def _open(self, request: Request) -> tuple[Sequence, int]:
+    def _num_slots_for(self, priority: int) -> int:
+        """Slots that nobody has who is as pressing as that."""
+        return self._max_sequences - sum(request.num_slots for request in self.running if request.ask.priority <= priority)
+
+    def _open(self, request: Request) -> tuple[KVSequence, int]:
         """Memory for all tokens of a request, and how many of them need not be computed."""
         num_known = 0
         if self._prefix is None:
@@ -287,7 +305,7 @@ class Scheduler:
                     # shares that, and needs no pages of its own for it.
                     request.num_tokens_stuck = num_tokens
                 last = max(reversed(self.running), key=lambda running: running.ask.priority)
-                self._preempt(last)
+                self._preempt(last, max_others=len(self.running) - 2)  # without itself, one fewer
                 if last is request:
                     return False
             except DriverError as error:
@@ -306,9 +324,21 @@ class Scheduler:
         else:
             self._assigner.release(request.memory.slot)
 
-    def _preempt(self, request: Request) -> None:
+    def _displace(self, request: Request) -> bool:
+        """Let one who is less pressing than a waiting request give way to it; False if all are as pressing.
+
+        The steps under way are waited for first, and windows slide: that may make room already.
+        """
+        last = max(reversed(self.running), key=lambda running: running.ask.priority, default=request)
+        if last.ask.priority <= request.ask.priority:
+            return False
+        if not self._drain() and not self.slide():
+            self._preempt(last, max_others=len(self.running) - 1)  # without itself, as many: the other is in by then
+        return True
+
+    def _preempt(self, request: Request, *, max_others: int) -> None:
         if request.beams is not None:
-            request.max_others = len(self.running) - 2  # without itself, one fewer
+            request.max_others = max_others
         self._stop(request)
         if self._prefix is None:
             request.memory.close()

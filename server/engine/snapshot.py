@@ -1,14 +1,13 @@
 """What the HTTP process is told of the engine from time to time."""
 
-from vmmkv import KVCache
-from vmmkv.prefix import PrefixCache
+from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.protocol import Snapshot
 from vmmkv.units import PAGE_BYTES
 
 
 def snapshot(
-    cache: KVCache,
-    prefix: PrefixCache | None,
+    cache: KV,
+    prefix: Prefixes | None,
     *,
     running: int,
     waiting: int,

@@ -2,7 +2,7 @@
 
 import torch
 
-from vmmkv import KVCache
+from vmmkv.server.engine.kv import KV
 
 IDLE = -2
 """In place of a token, for a row that had no room for one, or was nobody's: as in `vmmkv.kernels.step`."""
@@ -11,7 +11,7 @@ IDLE = -2
 class StepState:
     """Of every slot its last token, which has no row yet, and the rows that it has; slot 0 is nobody's, and pads."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KV) -> None:
         self._limit = cache.limit
         self.tokens_S = torch.zeros_like(cache.limit)
         self.lengths_S = torch.zeros_like(cache.limit)

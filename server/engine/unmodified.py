@@ -14,9 +14,10 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from vmmkv import KVCache
-from vmmkv.server.engine.attention import SlotAttention
+from vmmkv.server.engine.attention import CachedAttention
 from vmmkv.server.engine.batch import Batch
+from vmmkv.server.engine.kv import KV
+from vmmkv.server.engine.rows import Rows
 
 NAME: Final = "vmmkv"
 """Of the attention implementation, as `attn_implementation=NAME`."""
@@ -33,12 +34,12 @@ class UnmodifiedModel:
     capturable: Final = False
     """What an unknown model does between its layers need not be capturable, nor independent of the host."""
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    def __init__(self, model: Any, cache: KV, rows: Rows) -> None:
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
         self._model = model
         self._layers = list(cache.layout.group_of)
-        self._attention = SlotAttention(cache)
+        self._attention = CachedAttention(rows)
         self._calls: Counter[int] = Counter()
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
         _running.update((module, weakref.ref(self)) for module in model.modules())

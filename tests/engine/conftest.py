@@ -14,6 +14,8 @@ from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder import Decoder, DecoderConfig
 from vmmkv.server.engine.decoder.parameters import empty
 from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine.memory import OpenMemory, Wanted
+from vmmkv.server.engine.rows import Rows, RowsInSlots
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.models import resolve
@@ -79,18 +81,38 @@ class Harness:
         max_tokens: int | None = None,
         max_sequences: int | None = None,
         capture: bool = False,
+        open_memory: OpenMemory | None = None,
     ) -> None:
         self.model = model.to(device)
         layout = KVLayout.from_config(model.config, model.dtype)
-        self.pool = Pool(device, budget_pages * 2**21)
         max_tokens = max_tokens or model.config.max_position_embeddings
-        self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
         self.sent: list[Message] = []
-        runnable = DecoderModel(decoder_of(model), self.cache) if ours else UnmodifiedModel(model, self.cache)
+        self.cache: Any
+        self.prefix: Any
+        if open_memory is None:
+            self.pool = Pool(device, budget_pages * 2**21)
+            self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
+            rows: Rows = RowsInSlots(self.cache)
+        else:
+            wanted = Wanted(
+                layout=layout,
+                device=torch.device(device),
+                max_sequences=slots,
+                max_tokens=max_tokens,
+                step_tokens=step_tokens,
+                shares_prefixes=share,
+                budget_bytes=budget_pages * 2**21,
+            )
+            self.memory = open_memory(wanted)
+            self.cache, rows = self.memory.cache, self.memory.rows
+        runnable = DecoderModel(decoder_of(model), self.cache, rows) if ours else UnmodifiedModel(model, self.cache, rows)
         self.runner = Runner(runnable, self.cache, max_rows=slots, max_tokens=step_tokens)
         if capture:
             self.runner.capture()
-        self.prefix = PrefixCache(self.cache) if share else None
+        if open_memory is None:
+            self.prefix = PrefixCache(self.cache) if share else None
+        else:
+            self.prefix = self.memory.share()
         self.engine = EngineCore(
             self.cache,
             self.runner,

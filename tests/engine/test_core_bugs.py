@@ -12,7 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from vmmkv import DriverError
 from vmmkv.server import Engine
-from vmmkv.server.engine import loading
+from vmmkv.server.engine import loading, memory
+from vmmkv.server.engine.ledger import Ledger
 
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
@@ -66,14 +67,15 @@ def test_memory_trouble_at_admission_fails_one_request(
     assert len(one.tokens("good")) == 10
 
 
-def test_what_a_window_gives_back_lets_others_in(harness: Callable[..., Harness]) -> None:
-    one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300)
+@pytest.mark.parametrize("share", [False, True])
+def test_what_a_window_gives_back_lets_others_in(harness: Callable[..., Harness], share: bool) -> None:
+    one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300, share=share)
     one.ask("long", prompt_of(250), 150)
     one.step()
     one.ask("short", prompt_of(100, 1), 10)
     for _ in range(60):
         one.step()
-    assert one.outputs("short")
+    assert one.outputs("short") and one.engine._scheduler.num_preempted == 0
 
 
 def test_windows_slide_before_anybody_gives_way(harness: Callable[..., Harness]) -> None:
@@ -114,7 +116,7 @@ def test_a_few_common_tokens_keep_nobody_waiting(harness: Callable[..., Harness]
 def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model().save_pretrained(tmp_path)
     pools = []
-    make = loading.Pool
+    make = memory.Pool
 
     def made(*args: Any) -> Any:
         pools.append(make(*args))
@@ -123,7 +125,7 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
     def refuse(*args: Any) -> None:
         raise ValueError("it cannot be served")
 
-    monkeypatch.setattr(loading, "Pool", made)
+    monkeypatch.setattr(memory, "Pool", made)
     monkeypatch.setattr(loading, "warm_up", refuse)
     with pytest.raises(ValueError, match="cannot be served"):
         Engine(str(tmp_path), device="cpu")
@@ -145,3 +147,21 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
             engine.close()
     engine.close()
     assert pool.closed
+
+
+@pytest.mark.parametrize("length_penalty", [1e308, -1e308, 10.1, float("inf"), float("nan")])
+def test_a_length_penalty_beyond_floats_fails_one_request(harness: Callable[..., Harness], length_penalty: float) -> None:
+    one = harness(slots=6, ours=True)
+    one.ask("good", prompt_of(12, 1), 10)
+    one.ask("bad", prompt_of(10, 2), 6, beam_width=3, length_penalty=length_penalty)
+    one.ask("last", prompt_of(12, 3), 10)
+    one.run()
+    assert one.failures().keys() == {"bad"}
+    assert "wanted from -10 to 10" in one.failures()["bad"]
+    assert len(one.tokens("good")) == len(one.tokens("last")) == 10
+
+
+@pytest.mark.parametrize(("num_slots", "max_tokens"), [(2**24, 2**31), (2**40, 2**31)])
+def test_more_token_ids_than_the_host_has_room_for_name_the_options(num_slots: int, max_tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"[0-9.]+ \w+ of the host's memory.* lower --max-num-seqs or --max-tokens"):
+        Ledger(num_slots, max_tokens)

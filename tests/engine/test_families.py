@@ -24,6 +24,7 @@ from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.server.engine import admission
 from vmmkv.server.engine.decoder_model import DecoderModel
 from vmmkv.server.engine.loading import ModelSource, load
+from vmmkv.server.engine.rows import RowsInSlots
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import Failed, Generate, Message, Outputs
 from vmmkv.server.settings import ServeConfig
@@ -93,7 +94,7 @@ def implementation(source: ModelSource) -> str:
     pool = Pool("cpu", 8 * 2**21)
     cache = KVCache(KVLayout.from_config(source.text_config, torch.float32), pool, slots=2, max_tokens=64)
     try:
-        return source.over(cache).implementation
+        return source.over(cache, RowsInSlots(cache)).implementation
     finally:
         cache.close()
         pool.close()

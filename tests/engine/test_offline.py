@@ -18,7 +18,7 @@ from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, KVLayout, Pool
 from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable
 from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams
-from vmmkv.server.engine.loading import open_cache
+from vmmkv.server.engine.memory import open_cache
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258

@@ -1,6 +1,7 @@
-"""Laws of decode on a real GPU: every dtype and format, blocks, long sequences, large strides."""
+"""Laws of decode and cascade on a real GPU: every dtype and format, blocks, long sequences, large strides."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ if not torch.cuda.is_available():
 
 from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
 from tests.kernels.memories import FORMATS, Memory
+from tests.kernels.test_cascade import Group, share
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.append import append
-from vmmkv.kernels.paged import paged_decode
+from vmmkv.kernels.cascade import workspace_elements
+from vmmkv.kernels.paged import paged_cascade, paged_decode
 from vmmkv.kernels.prefill import prefill
 from vmmkv.kernels.quantise import Kind
 
@@ -88,6 +91,63 @@ def test_quantised_blocks_give_the_bits_of_slots(kind: Kind, scale: str) -> None
     lengths = [0, 17, 1000, 3000]
     case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
     assert torch.equal(case.paged_decode(16, out=case.poisoned_out()), case.decode())
+
+
+SHARERS = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
+"""Lengths of the three groups, of more than one problem, one, and less than a tile; and of who is in none."""
+GROUPS = [Group(40, 1000), Group(3, 131, leader=None), Group(2, 7)]
+
+
+@pytest.mark.parametrize("block", [1, 5, 16, 64])
+def test_a_prefix_in_blocks_gives_the_bits_of_slots(block: int) -> None:
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
+    shared = share(SHARERS, GROUPS, DEVICE, shape=shape)
+    out = paged_cascade(*shared.in_blocks(block), out=shared.case.poisoned_out())
+    shared.assert_right(out)
+    assert torch.equal(out, shared.cascade())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "options"),
+    [
+        (14, 2, 64, BF16, {}),
+        (9, 3, 64, FP16, {"softcap": 30.0}),
+        (8, 2, 256, BF16, {"scale": 0.1}),
+        (3, 1, 80, FP32, {}),
+    ],
+    ids=lambda value: dtype_name(value) if isinstance(value, torch.dtype) else None,
+)
+def test_a_prefix_in_blocks_gives_the_bits_of_slots_at_other_shapes(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    shared = share(SHARERS, GROUPS, DEVICE, shape=shape, **options)
+    out = paged_cascade(*shared.in_blocks(16), **options, out=shared.case.poisoned_out())
+    shared.assert_right(out)
+    assert torch.equal(out, shared.cascade(**options))
+
+
+def test_one_captured_graph_serves_every_table_and_grouping() -> None:
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
+    lengths = [600, 500, 400, 300]
+    first, *others = (
+        share(lengths, groups, DEVICE, shape=shape, spare_groups=3 - len(groups))
+        for groups in ([Group(4, 300)], [Group(2, 130), Group(2, 64)], [Group(1, 0), Group(2, 77), Group(1, 300)], [])
+    )
+    arguments = [tensor.clone() for tensor in first.in_blocks(16)]
+    workspace = torch.empty(workspace_elements(first.case.q_BHD, arguments[1], tables_SC=arguments[5]), device=DEVICE)
+    out = paged_cascade(*arguments, workspace=workspace, out=first.case.poisoned_out())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_cascade(*arguments, workspace=workspace, out=out)
+    for shared in (*others, first):
+        for captured, given in zip(arguments, shared.in_blocks(16), strict=True):
+            captured.copy_(given)
+        out.fill_(NAN)
+        graph.replay()
+        shared.assert_right(out)
+        assert torch.equal(out, shared.cascade())
 
 
 @pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[4]])

@@ -10,13 +10,11 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from bench.baselines.common_prefill import prefill_as_over_blocks
 from tests.kernels.cases import NAN, make_case
 from tests.kernels.memories import FORMATS
 from tests.kernels.test_prefill import make_prompts
-from vmmkv.kernels import checks
-from vmmkv.kernels.memory import kv_memory
-from vmmkv.kernels.prefill import _hopper, launch_prefill, prefill
-from vmmkv.kernels.prefill_tiling import prefill_tiling
+from vmmkv.kernels.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
@@ -144,10 +142,7 @@ def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.Monk
 
 def test_the_kernel_of_all_devices_is_right_where_hopper_has_its_own() -> None:
     prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
-    memory = kv_memory(prompts.k, prompts.v, None, None, None, BF16, DEVICE)
-    options, out = checks.attention_options(None, None, None, 128), prompts.poisoned_out()
-    rest = (prompts.starts, prompts.lengths_B, prompts.slots_B, None, options, out, None)
-    prompts.assert_right(launch_prefill(prompts.q_NHD, memory, *rest, cut=prefill_tiling(128, 2, "")))
+    prompts.assert_right(prefill_as_over_blocks(*prompts.arguments, out=prompts.poisoned_out()))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (100, None), (500, 30.0), (None, 5.0)])
@@ -187,6 +182,7 @@ def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(b
     prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
     paged = prompts.attend_paged(block, out=prompts.poisoned_out())
     prompts.assert_right(paged)
+    assert torch.equal(paged[:USED], prefill_as_over_blocks(*prompts.arguments)[:USED]), "by the same kernel the same bits"
     if _hopper(DEVICE) is None:
         assert torch.equal(paged[:USED], prefill(*prompts.arguments)[:USED])
     # With a window both are the same kernel; a query that is alone in its launch is decode's.

@@ -1,6 +1,7 @@
 """Laws of cascade attention: what decode gives, whoever shares what with whom."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -41,6 +42,20 @@ class Shared:
     def cascade(self, **options: Any) -> torch.Tensor:
         """By the kernels."""
         return cascade(*self.case.arguments, *self.groups, **options)
+
+    def in_blocks(self, block: int) -> tuple[torch.Tensor, ...]:
+        """Arguments of `paged_cascade`: the same rows in shuffled blocks; entries that nobody is to read name no block."""
+        case, (starts_G1, leaders_G, rows_G) = self.case, self.groups
+        blocks, tables_SC = case.memory.in_blocks(block)
+        is_read_ST = torch.zeros(case.num_slots, tables_SC.shape[1] * block, dtype=torch.bool)
+        firsts_B = firsts_of(starts_G1, rows_G, case.lengths_B.shape[0])
+        for slot, first, length in torch.stack([case.slots_B, firsts_B, case.lengths_B], 1).tolist():
+            is_read_ST[slot, first:length] = True
+        for start, end, leader, rows in torch.stack([starts_G1[:-1], starts_G1[1:], leaders_G, rows_G], 1).tolist():
+            if start < end:
+                is_read_ST[leader, :rows] = True
+        tables_SC[~is_read_ST.unflatten(1, (-1, block)).any(2).to(tables_SC.device)] = 2**31 - 1
+        return case.q_BHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, tables_SC, *self.groups
 
     def assert_right(self, out_BHD: torch.Tensor) -> None:
         """The rule of FlashAttention's tests, as for decode."""
@@ -85,16 +100,17 @@ def share(
     )
 
 
+def cut_small(monkeypatch: pytest.MonkeyPatch, num_lanes: int, **changes: int) -> None:
+    """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many lanes."""
+    small = dataclasses.replace(CascadeTiling(queries=16, tile_rows=16, merged_parts=2), **changes)
+    monkeypatch.setattr("vmmkv.kernels.cascade_prefix.cascade_tiling", lambda *shape: small)
+    monkeypatch.setattr("vmmkv.kernels.cascade_prefix._num_lanes", lambda *_: num_lanes)
+
+
 @pytest.fixture
 def cut_like(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many lanes."""
-
-    def cut(num_lanes: int, **changes: int) -> None:
-        small = dataclasses.replace(CascadeTiling(queries=16, tile_rows=16, merged_parts=2), **changes)
-        monkeypatch.setattr("vmmkv.kernels.cascade_prefix.cascade_tiling", lambda *shape: small)
-        monkeypatch.setattr("vmmkv.kernels.cascade_prefix._num_lanes", lambda *_: num_lanes)
-
-    return cut
+    """`cut_small` until the test ends."""
+    return functools.partial(cut_small, monkeypatch)
 
 
 @pytest.fixture
@@ -322,14 +338,17 @@ def test_cascade_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     statements = """
 from vmmkv.kernels import cascade, cascade_prefix
 from vmmkv.kernels.cascade import cascade
+from vmmkv.kernels.paged import paged_cascade
 cascade_prefix._num_lanes = lambda device, num_kv_heads, programs_per_sm: 16
 
-def run(*shape, **options):
-    model = Model(*shape)
+def run(*shape, block=0, **options):
+    model = Model(*shape, block=block)
     rows, groups = (empty(64) for _ in range(2)), (empty(9), empty(8), empty(8))
-    cascade(model.q_NHD, *model.kv, *rows, *groups, firsts_B=empty(64), **options)
+    launch = paged_cascade if block else cascade
+    launch(model.q_NHD, *model.kv, *rows, *model.tables, *groups, firsts_B=empty(64), **options)
 
 run(32, 8, 128, torch.bfloat16, limit_S=empty(64))
+run(32, 8, 128, torch.bfloat16, limit_S=empty(64), block=16)
 run(9, 3, 64, torch.float16, softcap=30.0)
 run(4, 1, 80, torch.float32)
 """

@@ -1,4 +1,4 @@
-"""Laws of decoding through a block table: the bits of the contiguous kernel."""
+"""Laws of decoding and appending through a block table: the bits of the contiguous kernels."""
 
 from typing import Any
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.kernels.cases import NAN, assert_right, make_case
-from tests.kernels.memories import FORMATS, Memory
+from tests.kernels.memories import FORMATS, Memory, make_memory
+from tests.kernels.test_append import ROWS, SLOTS, make_angles, make_norms, make_tokens
+from vmmkv.kernels.append import append
 from vmmkv.kernels.decode import workspace_elements
-from vmmkv.kernels.paged import paged_decode
+from vmmkv.kernels.paged import paged_append, paged_decode
 from vmmkv.kernels.quantise import Kind
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
@@ -77,6 +79,21 @@ def test_the_workspace_is_as_large_as_said(device: torch.device) -> None:
     out = paged_decode(case.q_BHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, tables_SC, workspace=memory[:needed])
     assert torch.equal(out, case.decode())
     assert memory[needed:].isnan().all()
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+def test_normed_tokens_are_the_same_bits_in_blocks_as_in_slots(rope: bool, device: torch.device) -> None:
+    k_NKD, v_NKD, q_NHD, *where, limit_S = make_tokens(2, 64, torch.float16, device)
+    options = make_norms(64, torch.float16, device) | (make_angles(64, device) if rope else {})
+    slots = make_memory((SLOTS, ROWS), 2, 64, torch.float16, None, "", device)
+    blocks, tables_SC = slots.in_blocks(5)
+    queries = q_NHD.clone(), q_NHD.clone()
+    append(k_NKD, v_NKD, slots.k, slots.v, *where, limit_S, q_NHD=queries[0], **options)
+    paged_append(k_NKD, v_NKD, blocks.k, blocks.v, *where, tables_SC, limit_S, q_NHD=queries[1], **options)
+    written, _ = slots.in_blocks(5)
+    assert torch.equal(blocks.bytes_STE, written.bytes_STE)
+    assert not torch.equal(queries[0], q_NHD)
+    assert torch.equal(queries[0], queries[1])
 
 
 @pytest.mark.parametrize("rows_per_page", [1, 16])

@@ -53,6 +53,11 @@ class TestParameters:
             assert post(server, path, body_for(path, top_k=top_k)).status_code == 200
         assert [request.top_k for request in all_sent(server)] == [0, 0]
 
+    @pytest.mark.parametrize("length_penalty", [1e308, -1e308])
+    def test_a_length_penalty_beyond_floats_reaches_no_engine(self, server: Running, path: str, length_penalty: float) -> None:
+        error = refused(server, path, body_for(path, use_beam_search=True, length_penalty=length_penalty))
+        assert error["param"] == "length_penalty" and "10" in error["message"]
+
     def test_a_beam_search_takes_what_says_nothing(self, server: Running, path: str) -> None:
         neutral = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {}}
         body = body_for(path, use_beam_search=True, n=2, priority=5, **neutral)

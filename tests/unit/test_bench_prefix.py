@@ -13,6 +13,7 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from bench import run
+from bench.baselines.blocks import BLOCK_ROWS
 from bench.prefix import PARTS, attention, chat, requests
 from bench.prefix.addressing import NOBODY, Addressing, Blocks, HostBlocks, HostSlots, NewRows, Slots
 from bench.prefix.bars import bars
@@ -22,7 +23,7 @@ from bench.prefix.filling import check_rows, fill
 from bench.prefix.loop import Loop, Outcome, Request, batch_sizes
 from bench.prefix.model import Model
 from bench.prefix.paged import BlockPool, Paged
-from bench.prefix.sizes import BLOCK_ROWS, Decoder, decoder_of
+from bench.prefix.sizes import Decoder, decoder_of
 from bench.prefix.systems import System, TokenIds
 from bench.report import Report
 from bench.rows import RowFile
@@ -282,7 +283,9 @@ def test_wrong_outputs_are_not_reported(tmp_path: Path, monkeypatch: pytest.Monk
     arguments = ("prefix", "--quick", "--device", "cpu", "--out", str(tmp_path), "--parts", "requests")
     assert run.main(arguments) == 1
     rows = [json.loads(line) for line in (tmp_path / "prefix.jsonl").read_text().splitlines()]
-    assert {row["system"] for row in rows} == {"none", "paged 16", "vmmkv recompute"}
+    failed = [row["workload"] for row in rows if row["metric"] == "failed"]
+    assert {row["system"] for row in rows if row["metric"] != "failed"} == {"none", "paged 16", "vmmkv recompute"}
+    assert {name.rpartition(": ")[2] for name in failed} == {f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy")}
 
 
 def test_at_full_size_batches_have_slots_and_memory_fits_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:

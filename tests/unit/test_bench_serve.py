@@ -1,5 +1,6 @@
 """The serve suite: models and bounds, rows of a quick run, refusals of what is wrong, times from inside, and the bars."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from vmmkv.prefix import Attached, PrefixCache
 from vmmkv.server import Completion, Engine
 
 ROOT = Path(__file__).parents[2]
+COMPARED = ("closed", "rates", "bursts")
+"""Parts with a test file of their own."""
+
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen3-0.6b"]
 
 
@@ -120,7 +124,7 @@ def test_steady_steps_have_their_context_before_the_first_has_ended(step_tokens:
 
 
 def test_a_quick_run_has_every_part_and_checks_its_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quick(tmp_path) == 0
+    assert quick(tmp_path, "--parts", *(part for part in PARTS if part not in COMPARED)) == 0
     rows = rows_of(tmp_path)
     names = [(row["workload"], row["system"], row["metric"]) for row in rows]
     assert len(set(names)) == len(names), "two rows have one name"
@@ -203,7 +207,7 @@ def test_an_engine_that_breaks_is_opened_anew(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_measured_is_refused_before_anything_is(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, complaint in (
         (["serve", "--parts", "mixt"], f"no part mixt; serve has {', '.join(PARTS)}"),
-        (["serve", "prefix", "--parts", "mixed"], "prefix and serve have different ones; name one suite"),
+        (["serve", "prefix", "--parts", "mixed"], "serve and prefix have different ones; name one suite"),
         (["serve", "--repeat", "0"], "repeat=0: at least 1"),
         (["serve", "--cases", "64x8K"], "--cases is of kernels, which is not wanted here"),
         (["serve", "append", "--fa3", __file__], "--fa3 is of kernels, which is not wanted here"),
@@ -319,6 +323,11 @@ def row(workload: str, metric: str, unit: str, *samples: float, bound: float | N
     return Row(suite="serve", workload=workload, system="vmmkv", metric=metric, unit=unit, summary=summary, bound=bound)
 
 
+def pair(workload: str, ours: float, paged: float) -> list[Row]:
+    one = row(workload, "throughput", "tok/s", ours)
+    return [one, dataclasses.replace(one, system="paged 16", summary=summarize([paged]))]
+
+
 def test_bars_follow_from_rows() -> None:
     shape = "llama-3.1-8b"
     rows = [
@@ -329,6 +338,10 @@ def test_bars_follow_from_rows() -> None:
         row(f"{shape} breakdown: batch 64, context 1024", "gap between steps", "% of the step", 2.1),
         row(f"{shape} host 256: batch 16, context 256", "host", "us", 100),
         row(f"{shape} host 8192: batch 16, context 8192", "host", "us", 105),
+        *pair(f"{shape} rates: chat, 2 requests/s, Poisson", 100, 100),
+        *pair(f"{shape} rates: chat, 4 requests/s, Poisson", 98, 100),
+        *pair(f"{shape} closed: chat: 192 requests", 110, 100),
+        row(f"{shape} closed: uniform: 256 requests", "throughput", "tok/s", 110),
     ]
     held = {bar.text.partition(", ")[2]: (bar.holds, dict(bar.figures)) for bar in bars(rows)}
     assert held["mixed, tok/s"] == (True, {"median": 10_450})
@@ -337,6 +350,11 @@ def test_bars_follow_from_rows() -> None:
     assert held["shared cold, s"] == (False, {})
     assert held["gap between decode steps, %"] == (False, {"batch 1": 1.9, "batch 64": 2.1})
     assert held["host time a step at a long context against a short one"] == (True, {"8192 over 256": 1.05})
+    assert held["rates: throughput over that of paged 16"] == (
+        False,
+        {"2 requests/s, Poisson": 1.0, "4 requests/s, Poisson": 0.98},
+    )
+    assert held["closed: throughput over that of paged 16"] == (True, {"chat": 1.1})
     assert not list(bars([row("tiny llama-3.1-8b mixed: 10 requests", "throughput", "tok/s", 1.0)]))
 
 

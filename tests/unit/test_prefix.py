@@ -1,5 +1,6 @@
 """Shared prefixes: what each way in and out does and costs, and what is said of bad input."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
+from vmmkv.extents import LARGE_PAGES
 from vmmkv.layout import Group, Plane
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix_costs import Costs, Rung
@@ -218,6 +220,28 @@ def test_a_large_extent_is_one_handle(pool, driver):
         attached = prefix.attach([*prompt, 0], rung=Rung.ALIAS)
         assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
         assert_reads(attached.sequence, 256)
+
+
+def test_where_prompts_part_inside_a_large_extent_the_first_copies_and_the_others_share(pool):
+    """250 of 256 tokens: a large extent would end past what they have in common, and nobody could share it."""
+    pool.resize(96 * PAGE_BYTES)
+    with KVCache(LAYOUT, pool, slots=6, max_tokens=512) as cache:
+        prefix = PrefixCache(cache, ALIAS_FIRST)
+        shared = [7 * token % 251 for token in range(250)]
+        first = prefix.attach([*shared, *range(300, 330)], max_tokens=300).sequence
+        first.grow(280)
+        assert any(extent.num_pages == LARGE_PAGES for extent in pages(first)), "a prompt is laid in large extents"
+        write(first, 280)
+        prefix.insert(first, [*shared, *range(300, 330)])
+        used = [pool.used_bytes]
+        for other in (400, 500, 600):
+            attached = prefix.attach([*shared, other, other + 1])
+            assert attached.num_tokens == 250
+            assert_reads(attached.sequence, 250)
+            used.append(pool.used_bytes)
+        pages_taken = [(after - before) // PAGE_BYTES for before, after in itertools.pairwise(used)]
+        assert pages_taken == [16, 1, 1], "all of it once, then the page that is not full"
+        cache.check()
 
 
 def test_a_copy_shares_nothing_with_its_source(prefix):

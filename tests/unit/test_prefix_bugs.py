@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
-from vmmkv import KVCache, KVLayout, Pool, Sequence
+from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import PrefixCache
@@ -15,6 +15,7 @@ from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[20] * 4)
 ALIAS_FIRST = Costs(alias_us=1, map_us=1e6)
 PROMPT = list(range(129))  # 8 pages and a token
 
@@ -27,8 +28,8 @@ def pool(driver: FakeDriver) -> Iterator[Pool]:
     assert (driver.live_handles, driver.live_mappings) == (0, 0)
 
 
-def prefix_over(pool: Pool) -> PrefixCache:
-    return PrefixCache(KVCache(LAYOUT, pool, slots=6, max_tokens=1024), ALIAS_FIRST)
+def prefix_over(pool: Pool, layout: KVLayout = LAYOUT) -> PrefixCache:
+    return PrefixCache(KVCache(layout, pool, slots=6, max_tokens=1024), ALIAS_FIRST)
 
 
 def compute(prefix: PrefixCache, tokens: list[int], rung: Rung | None = None, *, in_pages: bool = False) -> Sequence:
@@ -155,3 +156,62 @@ def test_who_finds_no_room_does_not_try_again_in_every_step() -> None:
     assert not one.failures()
     assert sum(one.prefix.stats().attached.values()) <= 4  # each once, and once or twice in vain
     one.close()
+
+
+def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(driver: FakeDriver) -> None:
+    pool = Pool("cpu", 10 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool, WINDOWED)
+    sequence = compute(prefix, PROMPT)
+    prefix.insert(sequence, PROMPT)
+    sequence.advance_start(0)  # of 9 pages it needs 3
+    assert (pool.spare_pages, pool.kept_pages) == (1, 6)
+    prefix.cache.open().grow(16 * 7)
+    prefix.cache.check()
+    assert (pool.spare_pages, pool.kept_pages) == (0, 0)
+    assert prefix.match([*PROMPT, 7]) == 129, "whoever goes on from its end needs its last window only"
+    assert prefix.match([*PROMPT[:64], 7]) == 0
+    prefix.release(sequence, PROMPT)
+    assert prefix.match([*PROMPT, 7]) == 128
+    prefix.cache.check()
+    pool.close()
+
+
+def test_what_a_window_has_passed_stays_while_another_reads_it_or_wants_it_kept(driver: FakeDriver) -> None:
+    pool = Pool("cpu", 12 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool, WINDOWED)
+    sequence = compute(prefix, PROMPT)
+    prefix.insert(sequence, PROMPT)
+    behind = prefix.attach([*PROMPT[:64], 7], rung=Rung.ALIAS).sequence  # pages 2 and 3
+    sequence.advance_start(0)
+    prefix.pin(PROMPT[:32])  # pages 0 and 1
+    assert pool.spare_pages == 3
+    other = prefix.cache.open()
+    with pytest.raises(OutOfPages):
+        other.grow(16 * 6)
+    other.grow(16 * 5)
+    prefix.cache.check()
+    assert (prefix.match([*PROMPT[:32], 7]), prefix.match([*PROMPT[:64], 7])) == (32, 64)
+    prefix.unpin(PROMPT[:32])
+    behind.close()
+    other.grow(16 * 9)
+    prefix.cache.check()
+    pool.close()
+
+
+def test_of_what_windows_have_passed_the_least_recently_used_goes_first(driver: FakeDriver) -> None:
+    pool = Pool("cpu", 30 * PAGE_BYTES, driver=driver)
+    prefix = prefix_over(pool, WINDOWED)
+    template = PROMPT[:64]
+    prompts = [[*template, *range(first, first + 65)] for first in (300, 900)]
+    for prompt in prompts:  # the second is the template's last use
+        sequence = compute(prefix, prompt)
+        prefix.insert(sequence, prompt)
+        sequence.advance_start(0)
+    assert pool.kept_pages == 4 + 2 * 2  # the template's, and two of each one's own
+    other = prefix.cache.open()
+    other.grow((pool.spare_pages + 1) * 16)
+    assert prefix.match([*prompts[0][:96], 7]) < 96, "the first prompt's own"
+    assert prefix.match([*template, 7]) == 64
+    other.grow((pool.spare_pages + pool.kept_pages) * 16)
+    prefix.cache.check()
+    pool.close()

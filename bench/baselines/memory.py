@@ -1,0 +1,127 @@
+"""Each system as the engine's memory: what `loading.assemble` takes as `open_memory`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Self
+
+import torch
+
+from bench.baselines.block_rows import RowsInBlocks
+from bench.baselines.blocks import BLOCK_ROWS
+from bench.baselines.common_prefill import SlotsWithCommonPrefill
+from bench.baselines.paged import PagedCache
+from bench.baselines.paged_prefixes import PagedPrefixes
+from bench.baselines.static import StaticCache
+from vmmkv.errors import BudgetError
+from vmmkv.server.engine.memory import OpenMemory, SlotsInPool, Wanted
+from vmmkv.server.engine.rows import RowsInSlots
+from vmmkv.units import format_bytes
+
+COMMON_PREFILL: Final = "vmmkv, prefill of blocks"
+
+
+class PagedMemory:
+    """See engine.memory.EngineMemory: as many blocks as the budget holds."""
+
+    def __init__(self, cache: PagedCache, *, shares_prefixes: bool) -> None:
+        self.cache: Final = cache
+        self.rows: Final = RowsInBlocks(cache)
+        self._shares_prefixes = shares_prefixes
+
+    @classmethod
+    def open(cls, wanted: Wanted) -> Self:
+        """Raises: BudgetError if no budget was given, or it holds no block; ValueError for a layout that it does not keep."""
+        block_bytes = BLOCK_ROWS * wanted.layout.row_bytes
+        num_blocks = _budget_bytes(wanted, block_bytes) // block_bytes
+        cache = PagedCache(
+            wanted.layout, wanted.device, num_blocks=num_blocks, slots=wanted.max_sequences, max_tokens=wanted.max_tokens
+        )
+        return cls(cache, shares_prefixes=wanted.shares_prefixes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of all blocks."""
+        return self.cache.blocks.num_blocks * self.cache.block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of all blocks."""
+        return self.cache.blocks.num_blocks * BLOCK_ROWS
+
+    def take_free(self) -> None:
+        """The blocks are there from the start."""
+
+    def share(self) -> PagedPrefixes | None:
+        """Over whole blocks."""
+        return PagedPrefixes(self.cache) if self._shares_prefixes else None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.cache.close()
+        _release(self.cache.device)
+
+
+class StaticMemory:
+    """See engine.memory.EngineMemory: as many slots as the budget holds, each of the longest sequence's rows."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        self.cache: Final = cache
+        self.rows: Final = RowsInSlots(cache)
+
+    @classmethod
+    def open(cls, wanted: Wanted) -> Self:
+        """Raises: BudgetError if no budget was given, or it holds no slot; ValueError for a layout that it does not keep."""
+        slot_bytes = wanted.max_tokens * wanted.layout.row_bytes
+        slots = min(wanted.max_sequences, _budget_bytes(wanted, slot_bytes) // slot_bytes)
+        return cls(StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens))
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of all slots."""
+        return self.cache.num_slots * self.cache.max_tokens * self.cache.layout.row_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of one slot: more no request can have."""
+        return self.cache.max_tokens
+
+    def take_free(self) -> None:
+        """The slots are there from the start."""
+
+    def share(self) -> None:
+        """A row lies in one slot: nothing can be shared."""
+        return None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.cache.close()
+        _release(self.cache.device)
+
+
+_SYSTEMS: Final[Mapping[str, OpenMemory]] = MappingProxyType(
+    {"vmmkv": SlotsInPool.open, f"paged {BLOCK_ROWS}": PagedMemory.open, "static": StaticMemory.open}
+)
+
+
+def systems_on(device: torch.device) -> Mapping[str, OpenMemory]:
+    """By the name that rows have; static ones add how many tokens were taken for each slot.
+
+    On Hopper, where slots have a prefill kernel of their own, also vmmkv without that.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return {**_SYSTEMS, COMMON_PREFILL: SlotsWithCommonPrefill.open}
+    return _SYSTEMS
+
+
+def _budget_bytes(wanted: Wanted, least_bytes: int) -> int:
+    if wanted.budget_bytes is None or wanted.budget_bytes < least_bytes:
+        given = "none" if wanted.budget_bytes is None else format_bytes(wanted.budget_bytes)
+        least = f"a baseline takes its memory at once: give a budget of at least {format_bytes(least_bytes)}"
+        raise BudgetError(f"{least}, not {given}")
+    return wanted.budget_bytes
+
+
+def _release(device: torch.device) -> None:
+    """What torch's allocator keeps is not free for the driver's own calls."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

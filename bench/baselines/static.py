@@ -1,0 +1,158 @@
+"""The static cache: the longest sequence's rows are taken for every slot at once, as one plain tensor. It shares nothing.
+
+It gives the engine what `KVCache` gives it. How many sequences run is how many slots the budget holds.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.baselines.numbers import Planes, SlotNumbers, planes_of
+from vmmkv import KVLayout
+from vmmkv.stats import CacheStats
+
+
+class StaticSequence:
+    """See engine.kv.KVSequence."""
+
+    def __init__(self, cache: "StaticCache", slot: int) -> None:
+        self._cache = cache
+        self.slot = slot
+        self.closed = False
+
+    @property
+    def length(self) -> int:
+        """Rows launched."""
+        return int(self._cache.lengths[self.slot])
+
+    def grow(self, num_tokens: int) -> None:
+        """It has all that it may need."""
+        assert num_tokens <= self._cache.max_tokens, f"a slot of {self._cache.max_tokens} rows is asked for {num_tokens}"
+
+    def advance(self, num_tokens: int = 1) -> None:
+        """So many more rows are launched."""
+        self._cache.advance(self.slot, num_tokens)
+
+    def start(self, group: int = 0) -> int:
+        """All rows are kept."""
+        return 0
+
+    def advance_start(self, group: int) -> None:
+        """No group has a window."""
+        raise AssertionError("a static cache has no windows")
+
+    def close(self) -> None:
+        """The slot is the next one's. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._cache.numbers.give_back(self.slot)
+
+
+class StaticCache:
+    """See engine.kv.KV. Raises: ValueError for a layout with windows, several groups or quantised rows."""
+
+    def __init__(self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int) -> None:
+        self.layout: Final = layout
+        self.max_tokens: Final = max_tokens
+        self.numbers: Final = SlotNumbers(slots, device)
+        self.planes: Final[Planes] = planes_of(layout, (1 + slots, max_tokens), device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are."""
+        return self.numbers.device
+
+    @property
+    def num_slots(self) -> int:
+        """Numbered from 1."""
+        return self.numbers.num_slots
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """See KV.limit."""
+        return self.numbers.limit
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """See KV.lengths."""
+        return self.numbers.lengths
+
+    @property
+    def limits(self) -> npt.NDArray[np.int32]:
+        """See KV.limits."""
+        return self.numbers.limits
+
+    def k(self, layer: int) -> torch.Tensor:
+        """[1 + slots, max_tokens, kv_heads, head_dim]"""
+        return self.planes[layer][0]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """[1 + slots, max_tokens, kv_heads, head_dim]"""
+        return self.planes[layer][1]
+
+    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> StaticSequence:
+        """A new sequence. Cost: an upload. Raises: OutOfPages if all slots run one."""
+        slot = self.numbers.take()
+        self.numbers.allow([slot], [max_tokens or self.max_tokens])
+        return StaticSequence(self, slot)
+
+    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
+        """See KV.advance."""
+        self.numbers.advance(slots, num_tokens)
+
+    def fork(self, sequence: Any, count: int = 1, *, max_tokens: int | None = None) -> NoReturn:
+        """Raises: ValueError."""
+        raise ValueError("a static cache forks no sequences: beam searches are not for this baseline")
+
+    def copy_rows(self, pairs: Iterable[tuple[Any, Any]], first: int, end: int) -> NoReturn:
+        """Raises: ValueError."""
+        raise ValueError("a static cache copies no rows: beam searches are not for this baseline")
+
+    def lead_tokens(self, step_us: float) -> int:
+        """All memory is there."""
+        return 0
+
+    def pump(self, budget_us: float, *, lead_tokens: int) -> int:
+        """All memory is there."""
+        return 0
+
+    def drain(self) -> None:
+        """Nothing waits to be given back."""
+
+    def stats(self) -> CacheStats:
+        """In the words of a cache of pages."""
+        live = np.flatnonzero(self.limits)
+        slot_bytes = self.max_tokens * self.layout.row_bytes
+        budget_bytes, used_bytes = self.num_slots * slot_bytes, len(live) * slot_bytes
+        token_bytes = int(self.lengths[live].sum()) * self.layout.row_bytes
+        return CacheStats(
+            reserved_bytes=budget_bytes,
+            mapped_bytes=used_bytes,
+            retiring_bytes=0,
+            parked_bytes=0,
+            token_bytes=token_bytes,
+            guard_bytes=0,
+            waste_bytes=used_bytes - token_bytes,
+            pool_created_bytes=budget_bytes,
+            pool_held_bytes=budget_bytes,
+            pool_used_bytes=used_bytes,
+            pool_free_bytes=budget_bytes - used_bytes,
+            pool_budget_bytes=budget_bytes,
+            num_tokens=int(self.lengths[live].sum()),
+            num_sequences=len(live),
+            num_parked=0,
+            num_slots=self.num_slots,
+            stalls=0,
+            stall_us=0.0,
+            mapped_pages=0,
+            pumped_pages=0,
+            adopted_slots=0,
+            driver_calls={},
+        )
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self.planes.clear()

@@ -1,0 +1,195 @@
+"""Systems side by side: the same requests, model, memory and limits. In a closed loop, and at rates at which requests arrive.
+
+Each run forgets all prefixes first. The systems take turns, once forward and once backward for each repetition, so that a drift
+of the machine is no system's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from bench.baselines.memory import systems_on
+from bench.serve import roofline
+from bench.serve.checks import TOLERANCE, distance
+from bench.serve.compared_sizes import ComparedSizes, Target
+from bench.serve.context import Context
+from bench.serve.drive import Outcome
+from bench.serve.outside import absent, outside_systems
+from bench.serve.system import EngineSystem, Models, System
+from bench.timing import WrongNumbers
+from bench.workloads import Workload
+from vmmkv.units import format_bytes
+
+_BURSTINESS: Final = 4.0
+"""The squared coefficient of variation of the gaps between arrivals; 1 is a Poisson process."""
+
+_COMPARED_IN_TIME: Final = ("vmmkv", "paged 16", "static")
+"""Kinds of memory; what else serves has no arrivals."""
+
+
+def closed(context: Context) -> None:
+    """All requests there at once, as fast as each system is."""
+    sizes = _sizes(context)
+    budget = format_bytes(sizes.limits.budget_bytes)
+    with _opened(context, sizes, systems_on(context.settings.device), outside=True) as systems:
+        for workload in sizes.closed:
+            name = context.name("closed", f"{workload.name}: {workload.text}, {budget} of rows")
+            with context.guarded(name):
+                offs = _checked(context, systems, workload, sizes.sampled)
+                runs = _runs(context, systems, workload)
+                for system, outcomes in runs.items():
+                    rows = _Rows(context, name, system, outcomes)
+                    rows.add_closed(workload)
+                    rows.add_latencies()
+                    if system in offs:
+                        rows.add_agreement(offs[system], systems[0].name, runs[systems[0].name][0])
+
+
+def rates(context: Context) -> None:
+    """Requests arrive at random: how long each waits, and how many are served as one would like, the more of them there are."""
+    _open_loop(context, _sizes(context).rates, 1.0, "Poisson")
+
+
+def bursts(context: Context) -> None:
+    """The same, where they come in bursts: of gaps whose coefficient of variation is 2."""
+    _open_loop(context, _sizes(context).bursts, _BURSTINESS, f"burstiness {_BURSTINESS:g}")
+
+
+def _open_loop(context: Context, at_rates: Sequence[float], burstiness: float, kind: str) -> None:
+    sizes = _sizes(context)
+    with _opened(context, sizes, _COMPARED_IN_TIME) as systems:
+        for rate in at_rates:
+            workload = sizes.arriving(rate, burstiness, context.settings.seed)
+            name = context.name("rates", f"{workload.name}, {rate:g} requests/s, {kind}")
+            with context.guarded(name):
+                for system, outcomes in _runs(context, systems, workload).items():
+                    rows = _Rows(context, name, system, outcomes)
+                    rows.add_open(rate, sizes.target)
+                    rows.add_latencies()
+
+
+def _sizes(context: Context) -> ComparedSizes:
+    settings = context.settings
+    return ComparedSizes.of(
+        context.model,
+        settings.seed,
+        small=settings.quick or not settings.on_gpu,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+
+
+@contextmanager
+def _opened(
+    context: Context, sizes: ComparedSizes, memories: Iterable[str], *, outside: bool = False
+) -> Iterator[list[System]]:
+    """All systems, beside each other, over the same weights. The suite's own engine takes all memory, and is closed."""
+    context.close()
+    models = Models(context.model, context.settings.device, context.settings.seed)
+    systems: list[System] = []
+    try:
+        with torch.inference_mode():
+            for memory in memories:
+                context.progress(f"{memory} starts")
+                systems.append(EngineSystem(memory, models, sizes.limits))
+            if outside:
+                systems += outside_systems(models, sizes.limits)
+                for name, why in absent().items():
+                    context.report.say(f"absent: {name}: {why}")
+            yield systems
+    finally:
+        for system in systems:
+            system.close()
+        models.close()
+
+
+def _checked(context: Context, systems: Sequence[System], workload: Workload, count: int) -> dict[str, float]:
+    """By how much the first tokens' log-probabilities are off from the first system's, as a share of what others would be.
+
+    Raises: WrongNumbers.
+    """
+    prompts = [ask.prompt for ask in workload.asks[:count]]
+    others = [context.random_tokens(len(prompt), 7, index) for index, prompt in enumerate(prompts)]
+    wanted, wrong = systems[0].likeliest(prompts), systems[0].likeliest(others)
+    shift = min(1.0, distance(wanted, wrong))  # of flat distributions that have nothing in common log-probabilities differ by 1
+    offs: dict[str, float] = {}
+    for system in systems[1:]:
+        off = distance(wanted, system.likeliest(prompts)) / shift
+        if not off <= TOLERANCE:
+            raise WrongNumbers(f"first tokens of {system.name} are off by {off:.2f} of what other prompts would change")
+        offs[system.name] = off
+    return offs
+
+
+def _runs(context: Context, systems: Sequence[System], workload: Workload) -> dict[str, list[Outcome]]:
+    """Of each system, by its name, the timed runs."""
+    runs: dict[str, list[Outcome]] = {system.name: [] for system in systems}
+    for number in range(context.settings.repeat):
+        for system in systems if number % 2 == 0 else reversed(systems):
+            context.progress(f"{workload.name}, {system.name}, run {number + 1} of {context.settings.repeat}")
+            runs[system.name].append(system.run(workload))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What one system did with one workload, as rows."""
+
+    context: Context
+    workload: str
+    system: str
+    outcomes: Sequence[Outcome]
+    """Of each run."""
+
+    def add(self, metric: str, unit: str, samples: Sequence[float], bound: float | None = None) -> None:
+        """A row of samples."""
+        self.context.add(self.workload, metric, unit, samples, bound, system=self.system)
+
+    def add_closed(self, workload: Workload) -> None:
+        """How long all took. What several requests share is computed once, which the bound does not know: it has none then."""
+        lengths, outs = [len(ask.prompt) for ask in workload.asks], [ask.num_out for ask in workload.asks]
+        shares = workload.name in ("shared prefix", "multi turn")
+        bound_s = None if shares else roofline.requests_s(self.context.model, lengths, outs)
+        seconds, num_out = [outcome.seconds for outcome in self.outcomes], sum(outs)
+        self.add("throughput", "tok/s", [num_out / each for each in seconds], bound_s and num_out / bound_s)
+        self.add("total", "s", seconds, bound_s)
+        self.add("running at once", "requests", [count for outcome in self.outcomes for count in outcome.running])
+
+    def add_open(self, rate: float, target: Target) -> None:
+        """How much was served, and how much of it as one would like."""
+        self.context.add_figure(self.workload, "rate", "requests/s", rate, system=self.system)
+        num_out = [sum(len(each.tokens) for each in outcome.served) for outcome in self.outcomes]
+        seconds = [outcome.seconds for outcome in self.outcomes]
+        self.add("throughput", "tok/s", [count / each for count, each in zip(num_out, seconds, strict=True)])
+        good = [_num_good(outcome, target) / outcome.seconds for outcome in self.outcomes]
+        self.add("goodput", "requests/s", good)
+
+    def add_latencies(self) -> None:
+        """Of each request, and of each token behind a first one."""
+        served = [each for outcome in self.outcomes for each in outcome.served]
+        samples = {
+            "first token": [each.first_s for each in served],
+            "time per output token": [each.per_token_s for each in served if each.per_token_s is not None],
+            "inter-token latency": [gap for each in served for gap in np.diff(each.token_s).tolist()],
+        }
+        for metric, seconds in samples.items():
+            self.add(metric, "ms", [1e3 * each for each in seconds])
+
+    def add_agreement(self, off: float, first: str, outcome: Outcome) -> None:
+        """With the first system: of first tokens' log-probabilities, and of whole answers."""
+        pairs = list(zip(outcome.served, self.outcomes[0].served, strict=True))
+        same = sum(one.tokens == other.tokens for one, other in pairs) / len(pairs)
+        figures = (
+            (f"first tokens off those of {first} by", "% of other prompts'", off),
+            (f"same answers as {first}", "%", same),
+        )
+        for metric, unit, share in figures:
+            self.context.add_figure(self.workload, metric, unit, 100 * share, len(pairs), system=self.system)
+
+
+def _num_good(outcome: Outcome, target: Target) -> int:
+    """Requests that kept to the target."""
+    return sum(each.first_s <= target.first_s and (each.per_token_s or 0.0) <= target.per_token_s for each in outcome.served)

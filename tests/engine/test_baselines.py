@@ -1,0 +1,204 @@
+"""Block tables and static slots under the very same engine: the same tokens, nothing leaked, nothing shared that is not."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.baselines.blocks import BLOCK_ROWS
+from bench.baselines.common_prefill import SlotsWithCommonPrefill
+from bench.baselines.memory import PagedMemory, StaticMemory, systems_on
+from bench.baselines.paged import PagedCache
+from tests.engine.conftest import Harness, prompt_of, tiny_model
+from vmmkv import KVLayout
+from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
+from vmmkv.server.engine.memory import Wanted
+
+PAGED, STATIC = PagedMemory.open, StaticMemory.open
+BASELINES = {"paged": PAGED, "static": STATIC}
+
+
+@pytest.fixture
+def over() -> Callable[..., Harness]:
+    """A harness over a baseline."""
+
+    def make(**options: object) -> Harness:
+        return Harness(tiny_model(), **({"ours": True, "max_tokens": 512} | options))
+
+    return make
+
+
+def finish(one: Harness) -> None:
+    """Run until all is done, recounting, and see that everything is free."""
+    while one.engine.has_work:
+        one.engine.step()
+        one.check_ledger()
+        if isinstance(one.cache, PagedCache):
+            one.cache.check()
+    one.engine.settle()
+    assert one.cache.numbers.num_live == 0
+    if isinstance(one.cache, PagedCache):
+        if one.prefix is not None:
+            one.prefix.evict()
+        one.cache.check()
+        assert one.cache.blocks.num_held == 0
+    one.memory.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("system", BASELINES)
+def test_tokens_are_those_of_transformers(over: Callable[..., Harness], system: str, lookahead: int) -> None:
+    one = over(open_memory=BASELINES[system], share=True, lookahead=lookahead, step_tokens=64)
+    prompts = {str(length): prompt_of(length, length) for length in (1, 15, 16, 17, 100, 33)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 20)
+    one.ask("sampled", prompt_of(40), 20, temperature=0.9, seed=7)
+    finish(one)
+    for name, prompt in prompts.items():
+        assert one.tokens(name) == one.expected(prompt, 20), name
+    assert len(one.tokens("sampled")) == 20
+
+
+def test_sampled_tokens_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
+    said = []
+    for one in (over(open_memory=PAGED), over(open_memory=STATIC), harness(ours=True, max_tokens=512)):
+        for index in range(5):
+            one.ask(str(index), prompt_of(30 + index, index), 30, temperature=0.9, top_p=0.9, seed=index)
+        while one.engine.has_work:
+            one.engine.step()
+        said.append([one.tokens(str(index)) for index in range(5)])
+    assert said[0] == said[1] == said[2]
+
+
+def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=PAGED, share=True)
+    shared = prompt_of(70)
+    one.ask("first", shared + prompt_of(9, 1), 6)
+    while one.engine.has_work:
+        one.engine.step()
+    for name in ("second", "third"):
+        one.ask(name, shared + prompt_of(9, len(name)), 6)
+    used = one.prefix.stats().hit_tokens
+    finish(one)
+    assert one.prefix.stats().hit_tokens - used == 2 * (70 // BLOCK_ROWS * BLOCK_ROWS)
+    assert one.tokens("second") == one.expected(shared + prompt_of(9, 6), 6)
+    assert one.tokens("third") == one.expected(shared + prompt_of(9, 5), 6)
+
+
+def test_namespaces_share_nothing(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=PAGED, share=True)
+    for salt in ("a", "b"):
+        one.ask(salt, prompt_of(64), 3, cache_salt=salt)
+        while one.engine.has_work:
+            one.engine.step()
+    assert one.prefix.stats().hit_tokens == 0
+    finish(one)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_who_finds_no_block_gives_way_and_says_the_same(over: Callable[..., Harness], share: bool) -> None:
+    one = over(open_memory=PAGED, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
+    prompts = [prompt_of(600, index) for index in range(3)]
+    for index, prompt in enumerate(prompts):
+        one.ask(str(index), prompt, 120)
+    finish(one)
+    assert one.engine._scheduler.num_preempted > 0
+    for index, prompt in enumerate(prompts):
+        assert one.tokens(str(index)) == one.expected(prompt, 120)
+
+
+def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=STATIC, budget_pages=1, max_tokens=512)  # 2,048 rows: four slots
+    for index in range(7):
+        one.ask(str(index), prompt_of(20, index), 10)
+    most = 0
+    while one.engine.has_work:
+        one.engine.step()
+        most = max(most, len(one.engine._scheduler.running))
+    assert most == 4 == one.cache.num_slots
+    finish(one)
+    assert all(len(one.tokens(str(index))) == 10 for index in range(7))
+
+
+def test_beams_over_blocks_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
+    said = []
+    for one in (over(open_memory=PAGED, share=True), harness(ours=True, share=True, max_tokens=512)):
+        one.ask("beams", prompt_of(37), 12, beam_width=3)
+        while one.engine.has_work:
+            one.engine.step()
+            one.cache.check()
+        said.append([message for message in one.sent if hasattr(message, "beams")])
+    assert said[0] == said[1] and said[0]
+
+
+def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=PAGED)
+    for index in range(4):
+        one.ask(str(index), prompt_of(20, index), 100)
+    for _ in range(8):
+        one.engine.step()
+    uploads, lengths = one.cache.numbers.uploads.count, int(one.cache.lengths.max())
+    num_steps = 3 * BLOCK_ROWS
+    for _ in range(num_steps):
+        one.engine.step()
+    assert int(one.cache.lengths.max()) == lengths + num_steps
+    assert one.cache.numbers.uploads.count == uploads + 3, "once for all four, each time"
+    assert one.cache.stats().stalls == 0
+    finish(one)
+
+
+def test_what_is_held_is_what_tables_and_tree_hold(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=PAGED)
+    one.ask("x", prompt_of(33), 10)
+    one.engine.step()
+    stats = one.cache.stats()
+    assert stats.mapped_bytes == stats.pool_held_bytes == 3 * one.cache.block_bytes
+    assert stats.token_bytes + stats.waste_bytes == stats.mapped_bytes and stats.num_sequences == 1
+    finish(one)
+
+
+def test_a_failed_growth_changes_nothing() -> None:
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
+    cache = PagedCache(layout, torch.device("cpu"), num_blocks=3, slots=2, max_tokens=512)
+    one, other = cache.open(), cache.open()
+    one.grow(2 * BLOCK_ROWS)
+    with pytest.raises(OutOfPages, match="2 blocks are needed and 1 are free"):
+        other.grow(2 * BLOCK_ROWS)
+    cache.check()
+    with pytest.raises(RowsUnmapped):
+        other.advance(1)
+    with pytest.raises(OutOfPages, match="all 2 slots"):
+        cache.open()
+    other.close()
+    one.close()
+    assert cache.blocks.num_held == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("system", BASELINES)
+def test_who_gives_no_budget_or_a_window_is_told(system: str) -> None:
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
+    wanted = {
+        "layout": layout, "device": torch.device("cpu"), "max_sequences": 2, "max_tokens": 64, "step_tokens": 8,
+        "shares_prefixes": False,
+    }  # fmt: skip
+    with pytest.raises(BudgetError, match="give a budget of at least"):
+        BASELINES[system](Wanted(**wanted, budget_bytes=None))
+    windowed = KVLayout(groups=tuple(dataclasses.replace(group, window=8) for group in layout.groups))
+    with pytest.raises(ValueError, match="without windows"):
+        BASELINES[system](Wanted(**(wanted | {"layout": windowed}), budget_bytes=2**21))
+
+
+def test_the_systems_have_the_names_of_rows() -> None:
+    assert list(systems_on(torch.device("cpu"))) == ["vmmkv", "paged 16", "static"]
+
+
+def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]) -> None:
+    one = over(open_memory=SlotsWithCommonPrefill.open, share=True)
+    one.ask("x", prompt_of(50), 10)
+    while one.engine.has_work:
+        one.engine.step()
+        one.cache.check()
+    assert one.tokens("x") == one.expected(prompt_of(50), 10)
+    one.memory.close()

@@ -1,0 +1,75 @@
+"""Who could not run with the whole memory for itself is refused when it comes; who could run never is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import Harness, prompt_of
+from tests.engine.test_core_bugs import windowed
+from tests.engine.test_lookahead import wide_rows
+from vmmkv import PAGE_BYTES, KVLayout
+from vmmkv.server.engine.capacity import least_bytes
+
+WINDOWS = pytest.mark.parametrize("model", [wide_rows, windowed])
+"""64 rows a page, of which the second attends to the last 30."""
+
+
+@WINDOWS
+@pytest.mark.parametrize("share", [False, True])
+def test_who_can_never_fit_is_refused_while_others_run(harness: Callable[..., Harness], model: Any, share: bool) -> None:
+    one = harness(model(), ours=True, budget_pages=5, step_tokens=512, share=share)
+    one.ask("runs", prompt_of(20), 30)
+    one.step()
+    one.ask("prompt", prompt_of(5 * 64 + 1), 1)
+    one.ask("answer", prompt_of(20), 5 * 64)
+    one.ask("beams", prompt_of(20), 90, beam_width=4)
+    refused = {"prompt", "answer", "beams"} if model is wide_rows else set() if share else {"prompt"}
+    assert one.failures().keys() == refused, "a window of 30 rows and what is known of a prompt need a page or two"
+    one.run()
+    assert len(one.tokens("runs")) == 30 and "runs" not in one.failures()
+
+
+def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness: Callable[..., Harness]) -> None:
+    one = harness(wide_rows(), budget_pages=5)
+    one.ask("prompt", prompt_of(400), 40)
+    one.ask("beams", prompt_of(64), 129, beam_width=3)
+    prompt, beams = one.failures()["prompt"], one.failures()["beams"]
+    assert "a prompt of 400 tokens and 40 new ones take at least 13.7 MiB" in prompt  # 439 rows of 32 KiB
+    assert "whole KV budget is 10.0 MiB, 320 tokens of one sequence: ask for fewer tokens, or raise --kv-budget" in prompt
+    assert "129 new ones in each of 3 beams take at least 14.0 MiB" in beams and "fewer tokens or beams" in beams
+    one.ask("fits", prompt_of(300), 20)
+    one.pool.resize(7 * PAGE_BYTES)
+    one.ask("fits since", prompt_of(400), 40)
+    one.run()
+    assert one.failures().keys() == {"prompt", "beams"}
+
+
+@WINDOWS
+@pytest.mark.parametrize(("num_prompt", "num_new", "width"), [(320, 1, 0), (257, 64, 0), (64, 65, 4), (1, 128, 2)])
+def test_what_fits_to_the_last_row_is_not_refused(
+    harness: Callable[..., Harness], model: Any, num_prompt: int, num_new: int, width: int
+) -> None:
+    one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
+    one.ask("full", prompt_of(num_prompt), num_new, beam_width=width)
+    one.run()
+    assert not one.failures()
+
+
+def test_who_may_stop_early_is_not_refused_for_what_it_may_not_say(harness: Callable[..., Harness]) -> None:
+    one = harness(wide_rows(), budget_pages=5, step_tokens=512)
+    first = one.expected(prompt_of(300), 1)
+    one.ask("stops", prompt_of(300), 400, stop_token_ids=first)
+    one.run()
+    assert one.finish_reasons("stops") == ["stop"]
+
+
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_the_least_is_no_more_than_what_a_layout_says(window: int | None) -> None:
+    layout = KVLayout.uniform(layers=2, kv_heads=16, head_dim=128, dtype=torch.float32, windows=[None, window])
+    for num_prompt, num_rows in ((1, 0), (29, 2), (200, 100)):
+        rows = least_bytes(layout, num_prompt, num_rows, num_beams=1, attaches=True)
+        assert rows == layout.token_bytes(num_prompt + num_rows)
+        computed = least_bytes(layout, num_prompt, num_rows, num_beams=1, attaches=False)
+        assert rows <= computed <= layout.peak_pages(num_prompt + num_rows, sliding=False) * PAGE_BYTES

@@ -1,0 +1,181 @@
+"""Systems side by side: driven by arrivals, checked against each other, and what is wrong has no row but that it failed."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import workloads
+from bench.serve import compared
+from bench.serve.compared_sizes import ComparedSizes, Target
+from bench.serve.drive import Drive, Outcome, Served
+from bench.serve.models import model_of
+from bench.serve.system import EngineSystem
+from bench.timing import WrongNumbers
+from bench.workloads import Ask
+from tests.unit.test_bench_serve import quick, rows_of
+from vmmkv.server.protocol import Failed, Generate, Output, Outputs
+
+
+class FakeCore:
+    """Answers a token a step to each of at most two requests, the sum of its prompt and so on."""
+
+    def __init__(self, said: deque[Any]) -> None:
+        self._said = said
+        self.waiting: list[Generate] = []
+        self.asked: list[Generate] = []
+        self._left: dict[str, int] = {}
+        self.most_tokens = 10**9
+        self.refuses = ""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left or self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._left)
+
+    def receive(self, message: Generate) -> None:
+        self.asked.append(message)
+        if message.request_id == self.refuses:
+            self._said.append(Failed(request_id=message.request_id, message="no room"))
+        self.waiting.append(message)
+
+    def step(self) -> None:
+        while self.waiting and len(self._left) < 2:
+            request = self.waiting.pop(0)
+            self._left[request.request_id] = min(request.max_new_tokens, self.most_tokens)
+        outputs = []
+        for name in list(self._left):
+            self._left[name] -= 1
+            reason = None if self._left[name] else "length"
+            outputs.append(Output(request_id=name, token_ids=(7,), finish_reason=reason))
+            if reason:
+                del self._left[name]
+        self._said.append(Outputs(outputs=outputs))
+
+    def settle(self) -> None:
+        pass
+
+
+def ask(num_in: int, num_out: int, **options: Any) -> Ask:
+    return Ask(prompt=np.arange(num_in, dtype=np.int32), num_out=num_out, **options)
+
+
+def drive(*asks: Ask, **changes: Any) -> tuple[Outcome, FakeCore]:
+    said: deque[Any] = deque()
+    core = FakeCore(said)
+    for name, value in changes.items():
+        setattr(core, name, value)
+    return Drive(core, said, asks).run(), core  # type: ignore[arg-type]
+
+
+def test_every_request_has_its_tokens_at_ascending_times() -> None:
+    outcome, _ = drive(ask(3, 4), ask(5, 1), ask(2, 6))
+    assert [len(served.tokens) for served in outcome.served] == [4, 1, 6]
+    assert all(served.token_s == sorted(served.token_s) and served.first_s > 0 for served in outcome.served)
+    assert outcome.seconds == max(served.token_s[-1] for served in outcome.served)
+    assert outcome.served[1].per_token_s is None and outcome.served[2].per_token_s is not None
+    assert max(outcome.running) <= 2
+
+
+def test_nobody_is_asked_before_it_arrives() -> None:
+    outcome, core = drive(ask(3, 1, arrival_s=0.05), ask(4, 1), ask(5, 1, arrival_s=0.02))
+    assert [len(message.prompt) for message in core.asked] == [4, 5, 3]
+    assert [served.arrival_s for served in outcome.served] == [0.05, 0.0, 0.02]
+    assert all(served.token_s[0] >= served.arrival_s for served in outcome.served)
+
+
+def test_a_turn_waits_for_the_one_before_and_holds_what_was_said() -> None:
+    second = Ask(prompt=np.array([0, 1, 2, 90, 91, 5, 6], np.int32), num_out=1, after=0, think_s=0.01)
+    outcome, core = drive(ask(3, 2), second)
+    assert core.asked[1].prompt == [0, 1, 2, 7, 7, 5, 6], "the answer, where the workload had tokens at random"
+    assert outcome.served[1].arrival_s == pytest.approx(outcome.served[0].token_s[-1] + 0.01)
+
+
+def test_a_short_answer_or_a_failure_is_no_outcome() -> None:
+    with pytest.raises(WrongNumbers, match="request 1 has 3 tokens of 4"):
+        drive(ask(3, 2), ask(3, 4), most_tokens=3)
+    with pytest.raises(WrongNumbers, match="request 1 failed: no room"):
+        drive(ask(3, 2), ask(3, 4), refuses="1")
+
+
+def test_who_waits_too_long_or_gets_slow_tokens_is_not_good() -> None:
+    target = Target(first_s=1.0, per_token_s=0.1)
+    served = [
+        Served(0.0, [1, 1], [0.5, 0.6]),
+        Served(0.0, [1, 1], [1.5, 1.6]),  # its first token is late
+        Served(0.0, [1, 1, 1], [0.5, 0.7, 0.9]),  # the others are slow
+        Served(2.0, [1], [2.9]),
+    ]
+    assert compared._num_good(Outcome(served, 3.0, []), target) == 2
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("compared")
+    assert quick(folder, "--parts", "closed", "rates", "bursts", "--repeat", "1") == 0
+    return rows_of(folder)
+
+
+def test_a_quick_run_compares_every_system_on_every_workload(rows: list[dict[str, Any]]) -> None:
+    sizes = ComparedSizes.of(model_of("wide", tiny=True), 0, small=True, max_num_batched_tokens=None)
+    engines = {"vmmkv", "paged 16", "static 512"}
+    names = [(row["workload"], row["system"], row["metric"]) for row in rows]
+    assert len(set(names)) == len(names), "two rows have one name"
+    for workload in sizes.closed:
+        prefix = f"tiny llama-3.1-8b closed: {workload.name}: "
+        mine = [row for row in rows if row["workload"].startswith(prefix)]
+        assert engines <= {row["system"] for row in mine}
+        same = {row["system"]: row["p50"] for row in mine if row["metric"] == "same answers as vmmkv"}
+        assert same.keys() >= engines - {"vmmkv"} and all(share == 100 for share in same.values())
+        first = {row["system"]: row["n"] for row in mine if row["metric"] == "first token"}
+        assert all(first[system] == len(workload.asks) for system in engines)
+    rates = {row["workload"] for row in rows if " rates: " in row["workload"]}
+    assert len(rates) == len(sizes.rates) + len(sizes.bursts)
+    goodputs = [row for row in rows if row["metric"] == "goodput"]
+    assert len(goodputs) == len(rates) * len(engines) and all(row["p50"] > 0 for row in goodputs)
+
+
+def test_a_system_that_says_something_else_has_a_row_that_says_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = EngineSystem.likeliest
+
+    def wrong(self: EngineSystem, prompts: Any) -> list[dict[int, float]]:
+        said = [dict(each) for each in real(self, prompts)]
+        if self.name != "paged 16":
+            return said
+        return [{token: value - 1 for token, value in each.items()} for each in said]
+
+    monkeypatch.setattr(EngineSystem, "likeliest", wrong)
+    monkeypatch.setattr(compared, "outside_systems", lambda *_: [])
+    assert quick(tmp_path, "--parts", "closed", "--repeat", "1") == 1
+    found = rows_of(tmp_path)
+    assert found and {row["metric"] for row in found} == {"failed"}
+    assert "first tokens of paged 16 are off by" in capsys.readouterr().out
+
+
+def test_sizes_fit_their_limits() -> None:
+    for small in (True, False):
+        sizes = ComparedSizes.of(model_of("llama-3.1-8b", tiny=small), 0, small=small, max_num_batched_tokens=None)
+        for workload in (*sizes.closed, sizes.open):
+            assert all(len(each.prompt) + each.num_out <= sizes.limits.max_tokens for each in workload.asks)
+        for rate in sizes.rates:
+            arriving = sizes.arriving(rate, 1.0, 0)
+            assert len(arriving.asks) >= sizes.least
+            assert arriving.asks[-1].arrival_s == max(each.arrival_s for each in arriving.asks) > 0
+
+
+def test_turns_of_a_conversation_follow_each_other() -> None:
+    made = workloads.multi_turn(seed=0, vocabulary=50, count=2, max_tokens=200, turns=2, new=(5, 9), out=(3, 5), think_s=0.0)
+    outcome, core = drive(*made.asks)
+    assert len(outcome.served) == 4
+    for index, each in enumerate(made.asks):
+        if each.after is not None:
+            message = next(asked for asked in core.asked if asked.request_id == str(index))
+            assert len(message.prompt) == len(each.prompt)
+            assert outcome.served[index].arrival_s >= outcome.served[each.after].token_s[-1]
