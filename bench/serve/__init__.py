@@ -10,9 +10,9 @@ workloads, steps, breakdown (kernel_times): the parts    bars    what was promis
 
 Parts that compare systems, all over the same weights and with the same limits:
 
-compared   closed, rates, bursts: who serves how fast        compared_sizes   what is asked, of which limits
-system     the engine over one kind of memory        outside          what serves without it
-drive      requests put to it when they arrive
+compared   closed, rates, bursts, outside: who serves how fast        compared_sizes   what is asked, of which limits
+system     the engine over one kind of memory        outside/         what serves without it
+drive      requests put to it when they arrive       turns            who may be served when
 """
 
 from importlib import import_module
@@ -38,6 +38,7 @@ PARTS: Final = {
     "closed": "compared",
     "rates": "compared",
     "bursts": "compared",
+    "outside": "compared",
     "step": "steps",
     "breakdown": "breakdown",
 }
@@ -107,4 +108,6 @@ def _shapes(settings: Settings) -> list[Shape]:
 def _parts(settings: Settings, shape: Shape) -> list[str]:
     if settings.parts:
         return [name for name in PARTS if name in settings.parts]
-    return [name for name in PARTS if name != "long" or shape.name in _LONG]
+    small = settings.quick or not settings.on_gpu
+    left_out = ([] if shape.name in _LONG else ["long"]) + ([] if small else ["outside"])
+    return [name for name in PARTS if name not in left_out]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.baselines.memory import systems_on
-from bench.serve import roofline
+from bench.serve import SYSTEM, roofline
 from bench.serve.checks import TOLERANCE, distance
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.context import Context
@@ -34,19 +34,34 @@ _COMPARED_IN_TIME: Final = ("vmmkv", "paged 16", "static")
 def closed(context: Context) -> None:
     """All requests there at once, as fast as each system is."""
     sizes = _sizes(context)
+    with _opened(context, sizes, systems_on(context.settings.device)) as systems:
+        _closed_loop(context, "closed", sizes, systems, sizes.closed)
+
+
+def outside(context: Context) -> None:
+    """The same beside what serves without the engine, some of which takes minutes for it: fewer requests on a GPU."""
+    sizes = _sizes(context)
+    for name, why in absent(context.settings.device).items():
+        context.report.say(f"absent: {name}: {why}")
+    with _opened(context, sizes, [SYSTEM], outside=True) as systems:
+        _closed_loop(context, "outside", sizes, systems, sizes.outside)
+
+
+def _closed_loop(
+    context: Context, part: str, sizes: ComparedSizes, systems: Sequence[System], workloads: Sequence[Workload]
+) -> None:
     budget = format_bytes(sizes.limits.budget_bytes)
-    with _opened(context, sizes, systems_on(context.settings.device), outside=True) as systems:
-        for workload in sizes.closed:
-            name = context.name("closed", f"{workload.name}: {workload.text}, {budget} of rows")
-            with context.guarded(name):
-                offs = _checked(context, systems, workload, sizes.sampled)
-                runs = _runs(context, systems, workload)
-                for system, outcomes in runs.items():
-                    rows = _Rows(context, name, system, outcomes)
-                    rows.add_closed(workload)
-                    rows.add_latencies()
-                    if system in offs:
-                        rows.add_agreement(offs[system], systems[0].name, runs[systems[0].name][0])
+    for workload in workloads:
+        name = context.name(part, f"{workload.name}: {workload.text}, {budget} of rows")
+        with context.guarded(name):
+            offs = _checked(context, systems, workload, sizes.sampled)
+            runs = _runs(context, systems, workload)
+            for system, outcomes in runs.items():
+                rows = _Rows(context, name, system, outcomes)
+                rows.add_closed(workload)
+                rows.add_latencies()
+                if system in offs:
+                    rows.add_agreement(offs[system], systems[0].name, runs[systems[0].name][0])
 
 
 def rates(context: Context) -> None:
@@ -97,8 +112,6 @@ def _opened(
                 systems.append(EngineSystem(memory, models, sizes.limits))
             if outside:
                 systems += outside_systems(models, sizes.limits)
-                for name, why in absent().items():
-                    context.report.say(f"absent: {name}: {why}")
             yield systems
     finally:
         for system in systems:

@@ -41,6 +41,8 @@ class ComparedSizes:
     limits: Limits
     closed: tuple[Workload, ...]
     """All requests there at once, or when the turn before has ended."""
+    outside: tuple[Workload, ...]
+    """What is served without the engine too."""
     open: Workload
     """Its requests arrive one after the other."""
     rates: tuple[float, ...]
@@ -78,7 +80,7 @@ class ComparedSizes:
             ]
         else:
             limits = Limits(
-                budget_bytes=32 * GIB, max_tokens=longest, max_num_seqs=256, max_num_batched_tokens=max_num_batched_tokens
+                budget_bytes=24 * GIB, max_tokens=longest, max_num_seqs=256, max_num_batched_tokens=max_num_batched_tokens
             )
             closed = [
                 workloads.uniform(**common, count=128),
@@ -92,6 +94,7 @@ class ComparedSizes:
         return cls(
             limits=limits,
             closed=tuple(closed),
+            outside=tuple(closed if small else (workloads.uniform(**common, count=32), workloads.chat(**common, count=32))),
             open=workloads.chat(**common, count=8 if small else 256, scale=_SMALL if small else 1.0),
             rates=(4.0, 8.0) if small else (1.0, 2.0, 4.0, 8.0, 16.0),
             bursts=(8.0,) if small else (2.0, 8.0),

@@ -79,7 +79,8 @@ class ServedEngine:
             SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True, logprobs=top if index in scored else None)
             for index, out in enumerate(outs)
         ]
-        gc.collect()
+        if not scored:  # else it is not timed
+            gc.collect()
         self._synchronize()
         began_us = now_us()
         completions = self._engine.generate(list(prompts), params, progress=False)

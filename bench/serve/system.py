@@ -17,7 +17,8 @@ from vmmkv.server.engine.loading import ModelSource, assemble, choose_dtype
 from vmmkv.server.protocol import FromEngine, Generate, Outputs
 from vmmkv.server.settings import ServeConfig
 
-_LIKELIEST: Final = 20
+LIKELIEST: Final = 20
+"""Tokens whose log-probabilities are held against each other."""
 
 
 class System(Protocol):
@@ -108,7 +109,7 @@ class EngineSystem:
                     temperature=0.0,
                     ignore_eos=True,
                     want_logprobs=True,
-                    num_logprobs=_LIKELIEST,
+                    num_logprobs=LIKELIEST,
                 )
             )
         while core.has_work:

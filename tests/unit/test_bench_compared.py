@@ -152,7 +152,6 @@ def test_a_system_that_says_something_else_has_a_row_that_says_failed(
         return [{token: value - 1 for token, value in each.items()} for each in said]
 
     monkeypatch.setattr(EngineSystem, "likeliest", wrong)
-    monkeypatch.setattr(compared, "outside_systems", lambda *_: [])
     assert quick(tmp_path, "--parts", "closed", "--repeat", "1") == 1
     found = rows_of(tmp_path)
     assert found and {row["metric"] for row in found} == {"failed"}

@@ -27,7 +27,7 @@ from vmmkv.prefix import Attached, PrefixCache
 from vmmkv.server import Completion, Engine
 
 ROOT = Path(__file__).parents[2]
-COMPARED = ("closed", "rates", "bursts")
+COMPARED = ("closed", "rates", "bursts", "outside")
 """Parts with a test file of their own."""
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen3-0.6b"]
