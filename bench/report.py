@@ -1,6 +1,7 @@
 """Where rows go: to a file as they come, to a table at the end; and progress meanwhile."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -14,6 +15,9 @@ from bench.rows import Row, RowFile
 
 _LOG_COLUMNS: Final = 128
 
+_LOG_EVERY_S: Final = 10.0
+"""How often progress is a line in a log, where there is no terminal for a bar."""
+
 
 class Report:
     """Takes the rows of one run."""
@@ -23,6 +27,8 @@ class Report:
         self.rows: list[Row] = []
         # Eighty columns, what rich takes where there is no terminal, would break the tables of a log.
         self.console = console or Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+        self._progress_console = Console(stderr=True)
+        self._bar: Progress | None = None
 
     def add(self, *rows: Row) -> None:
         """Keep rows, and write them through."""
@@ -32,24 +38,65 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for the reader."""
+        self._show_bar(False)
         self.console.print(text, highlight=False, markup=False)
+        self._show_bar(True)
+
+    def remark(self, text: str) -> None:
+        """A line of progress, on stderr."""
+        self._progress_console.print(text, highlight=False, markup=False)
 
     @contextmanager
     def progress(self, suite: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A bar of `total` steps; call what it gives with the name of each step as it begins."""
+        """A bar of `total` steps on stderr, or a line now and then; call what it gives with each step's name as it begins."""
+        if not self._progress_console.is_terminal:
+            yield self._logged(suite, total)
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # A thread that repaints would take Python's lock in the middle of what is measured: repaint between steps only.
-        with Progress(*columns, console=self.console, auto_refresh=False, transient=True) as bar:
+        # Redirected, stdout would end on stderr, and not in the file that it may have been sent to.
+        bar = Progress(
+            *columns,
+            console=self._progress_console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bar:
             task = bar.add_task(suite, total=total)
             begun = 0
 
-            def begin(name: str) -> None:
+            def begin_in_bar(name: str) -> None:
                 nonlocal begun
                 bar.update(task, description=f"{suite}: {name}", completed=begun)
                 bar.refresh()
                 begun += 1
 
-            yield begin
+            self._bar = bar
+            try:
+                yield begin_in_bar
+            finally:
+                self._bar = None
+
+    def _logged(self, suite: str, total: int) -> Callable[[str], None]:
+        begun, last_s = 0, time.monotonic()
+
+        def begin(name: str) -> None:
+            nonlocal begun, last_s
+            begun += 1
+            if time.monotonic() - last_s >= _LOG_EVERY_S:
+                last_s = time.monotonic()
+                self.remark(f"{suite}: {begun}/{total} {name}")
+
+        return begin
+
+    def _show_bar(self, visible: bool) -> None:
+        """Out of the way of what is printed: the bar is on stderr, and knows nothing of stdout."""
+        if self._bar is not None:
+            for task in self._bar.task_ids:
+                self._bar.update(task, visible=visible)
+            self._bar.refresh()
 
     def print_tables(self, suite: str) -> None:
         """All rows of a suite, a table for each workload."""

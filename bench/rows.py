@@ -1,6 +1,7 @@
 """A row: one metric of one system under one workload, with all that is needed to measure it again. JSON Lines."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -14,10 +15,13 @@ from typing import Final
 import torch
 
 import vmmkv
-from bench.timing import Summary
+from bench.timing import Summary, exact
 
 PACKAGES: Final = {"torch": "torch", "triton": "triton", "cuda_bindings": "cuda-bindings"}
 """By the name in a row, the distribution whose version it is."""
+
+FAILED: Final = "failed"
+"""The metric of a row of what has failed and so has no other: of 1 run, in the unit `runs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,11 @@ class Row:
     summary: Summary
     bound: float | None = None
 
+    @classmethod
+    def failed(cls, suite: str, workload: str, system: str) -> "Row":
+        """What says that there is no other."""
+        return cls(suite=suite, workload=workload, system=system, metric=FAILED, unit="runs", summary=exact(1, 1))
+
     def as_dict(self, provenance: Provenance) -> dict[str, object]:
         """Flat, in the order in which one reads it."""
         row: dict[str, object] = {name: getattr(self, name) for name in ("suite", "workload", "system", "metric", "unit")}
@@ -80,8 +89,18 @@ class RowFile:
 
     def append(self, row: Row) -> None:
         """Write it through at once, so that a run which is cut short keeps what it measured."""
-        with (self.folder / f"{row.suite}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row.as_dict(self.provenance)) + "\n")
+        append_line(self.folder / f"{row.suite}.jsonl", row.as_dict(self.provenance))
+
+
+def append_line(path: Path, record: Mapping[str, object]) -> None:
+    """A record at the end of a file of JSON lines. A line that a killed run left half written does not swallow it."""
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            cut = file.read(1) != b"\n"
+        else:
+            cut = False
+        file.write((b"\n" if cut else b"") + json.dumps(record).encode() + b"\n")
 
 
 def _rounded(value: float | int | None) -> float | int | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from bench.kernels.attending import AGAIN
 from bench.kernels.bars import Key, bars
 from bench.report import Report
+from bench.rows import FAILED
 
 _METRICS: Final = {
     "decode": ("layer", "bandwidth"),
@@ -60,7 +61,11 @@ def print_tables(report: Report) -> None:
 
 def print_quality(report: Report) -> None:
     """The rows of a run of quality, one line a KV type."""
-    rows = [row for row in report.rows if row.suite == "quality"]
+    of_suite = [row for row in report.rows if row.suite == "quality"]
+    for row in of_suite:
+        if row.metric == FAILED:
+            report.say(f"quality: FAILED: {row.workload}")
+    rows = [row for row in of_suite if row.metric != FAILED]
     for workload in dict.fromkeys(row.workload for row in rows):
         summaries = {(row.system, row.metric): row.summary for row in rows if row.workload == workload}
         table = Table(box=SIMPLE_HEAD)
@@ -86,8 +91,10 @@ def _keyed(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
 
 
 def lines(rows: Mapping[Key, dict[str, Any]]) -> Iterator[str]:
-    """Markdown: what was measured where, a table for each shape and part, then the checklist."""
+    """Markdown: what was measured where, what failed, a table for each shape and part, then the checklist."""
     yield f"{_provenance(rows)}\n"
+    yield from (f"- FAILED: {workload}" for workload, _, metric in rows if metric == FAILED)
+    rows = {key: row for key, row in rows.items() if key[2] != FAILED}
     workloads = _workloads(rows)
     for shape, part in dict.fromkeys((shape, part) for shape, part, _ in workloads):
         cases = [case for its_shape, its_part, case in workloads if (its_shape, its_part) == (shape, part)]

@@ -15,6 +15,7 @@ system     the engine over one kind of memory        outside/         what serve
 drive      requests put to it when they arrive       turns            who may be served when
 """
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Final
 
@@ -66,6 +67,23 @@ def check(settings: Settings) -> None:
                 f"--max-num-batched-tokens {step_tokens} is less than the {num_sequences} sequences that run at once, each of "
                 f"which needs one token a step; raise it to {num_sequences} at least"
             )
+
+
+def pieces(settings: Settings) -> dict[str, Settings]:
+    """What runs by itself, and what a run can be resumed at: of each shape the parts of one engine, and each comparison.
+
+    The profiler slows what comes later: its part goes last, of all shapes.
+    """
+    groups: dict[tuple[Shape, str], list[str]] = {}
+    for shape in _shapes(settings):
+        for name in _parts(settings, shape):
+            alone = PARTS[name] == "compared" or name == _LAST
+            groups.setdefault((shape, name if alone else "engine"), []).append(name)
+    last_last = sorted(groups.items(), key=lambda item: item[1] == [_LAST])
+    return {
+        f"{shape.name} {group}": replace(settings, shape=shape, shapes=(), parts=tuple(names))
+        for (shape, group), names in last_last
+    }
 
 
 def run(settings: Settings, report: Report) -> None:

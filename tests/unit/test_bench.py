@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench import append, run
+from bench import append, driver_calls, kernels, run, suites
 from bench.decode_loop import Mode
+from bench.marks import MARKS
+from bench.recorded import newest, read
 from bench.report import Report
-from bench.rows import Provenance, RowFile
+from bench.rows import Provenance, Row, RowFile
 from bench.settings import SHAPES, Settings
 from bench.timing import WrongNumbers, exact, summarize
 
@@ -95,6 +97,128 @@ def test_a_suite_that_fails_does_not_stop_the_next(
     printed = capsys.readouterr().out
     assert "two and two are five" in printed
     assert "FAILED: append" in printed
+    (row,) = rows_of(tmp_path, "append")
+    assert (row["workload"], row["metric"], row["unit"], row["p50"]) == ("append", "failed", "runs", 1)
+
+
+def test_each_of_many_failures_has_a_row_by_its_note_and_what_has_one_gets_no_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(settings: Settings, report: Report) -> None:
+        errors = [WrongNumbers(text) for text in ("one", "two", "three")]
+        errors[0].add_note("64x8K: FA3")
+        errors[1].add_note("a workload that has its row")
+        report.add(Row.failed("append", "a workload that has its row", "vmmkv"))
+        raise ExceptionGroup("two ways", [errors[0], ExceptionGroup("deeper", errors[1:])])
+
+    monkeypatch.setattr(append, "run", fail)
+    assert run.main(("append", "--device", "cpu", "--out", str(tmp_path))) == 1
+    failed = [(row["workload"], row["metric"]) for row in rows_of(tmp_path, "append")]
+    assert failed == [("a workload that has its row", "failed"), ("64x8K: FA3", "failed"), ("append", "failed")]
+
+
+def test_a_suite_that_only_writes_that_it_has_failed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "run", lambda settings, report: report.add(Row.failed("append", "all", "vmmkv")))
+    assert run.main(("append", "--device", "cpu", "--out", str(tmp_path))) == 1
+    assert len(rows_of(tmp_path, "append")) == 1
+
+
+class Counted:
+    """Suites that count their runs instead of measuring, and fail as often as they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        self.failing: set[str] = set()
+        for module in (append, driver_calls, kernels):
+            name = module.__name__.removeprefix("bench.")
+            monkeypatch.setattr(module, "run", lambda settings, report, name=name: self.count(name, settings))
+
+    def count(self, name: str, settings: Settings) -> None:
+        name = " ".join((name, *settings.parts))
+        self.ran.append(name)
+        if name in self.failing:
+            raise WrongNumbers(name)
+
+    def run(self, out: Path, *arguments: str) -> list[str]:
+        """What runs, by suite and part."""
+        self.ran.clear()
+        run.main(("run", "--device", "cpu", "--out", str(out), *arguments))
+        return list(self.ran)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+THREE = ("--suite", "append", "driver_calls", "kernels", "--commit", "abc")
+
+
+def test_resume_runs_what_failed_or_never_ran_and_nothing_else(tmp_path: Path, counted: Counted) -> None:
+    counted.failing = {"append", "kernels quantised"}
+    everything = ["append", "driver_calls", *(f"kernels {part}" for part in kernels.PARTS)]
+    assert counted.run(tmp_path, *THREE) == everything
+    assert counted.run(tmp_path, *THREE, "--resume") == ["append", "kernels quantised"]
+    counted.failing = set()
+    assert counted.run(tmp_path, *THREE, "--resume") == ["append", "kernels quantised"]
+    assert counted.run(tmp_path, *THREE, "--resume") == []
+    assert counted.run(tmp_path, *THREE) == everything, "only --resume leaves anything out"
+
+
+@pytest.mark.parametrize("other", [("--commit", "abd"), ("--seed", "1"), ("--quick",), ("--repeat", "3"), ("--work", "sleep")])
+def test_resume_skips_only_what_was_measured_alike(tmp_path: Path, counted: Counted, other: tuple[str, ...]) -> None:
+    one = ("--suite", "append", "--commit", "abc", "--resume")
+    assert counted.run(tmp_path, *one) == ["append"]
+    assert counted.run(tmp_path, *one, *other) == ["append"]
+    assert counted.run(tmp_path, *one) == []
+
+
+def test_resume_skips_nothing_where_the_commit_does_not_say_what_ran(
+    tmp_path: Path, counted: Counted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ("--suite", "append", "--commit", "abc-changed", "--resume")
+    assert counted.run(tmp_path, *one) == counted.run(tmp_path, *one) == ["append"]
+    assert "nothing is skipped: the commit is abc-changed" in capsys.readouterr().out
+
+
+def test_a_mark_that_a_killed_run_cut_off_is_none_and_spoils_no_other(tmp_path: Path, counted: Counted) -> None:
+    assert counted.run(tmp_path, *THREE[:3], *THREE[4:]) == ["append", "driver_calls"]
+    marks = tmp_path / MARKS
+    marks.write_bytes(marks.read_bytes()[:-20])
+    assert counted.run(tmp_path, *THREE[:3], *THREE[4:], "--resume") == ["driver_calls"]
+    assert counted.run(tmp_path, *THREE[:3], *THREE[4:], "--resume") == []
+
+
+def test_a_row_that_a_killed_run_cut_off_is_said_and_spoils_no_other(tmp_path: Path) -> None:
+    report = report_in(tmp_path)
+    for number in range(3):
+        report.add(Row(suite="append", workload="w", system=f"s{number}", metric="m", unit="us", summary=exact(number, 1)))
+        if number == 1:
+            path = tmp_path / "append.jsonl"
+            path.write_bytes(path.read_bytes()[:-9])
+    reading = read([tmp_path])
+    assert [one.row.system for one in reading.rows] == ["s0", "s2"]
+    assert reading.cut == (f"{path}:2",)
+
+
+def test_rows_that_are_read_are_those_that_were_written_and_the_newest_stand(tmp_path: Path) -> None:
+    first = report_in(tmp_path)
+    row = Row(suite="append", workload="w", system="s", metric="m", unit="us", summary=exact(1.5, 9), bound=2.0)
+    first.add(row)
+    (one,) = read([tmp_path]).rows
+    assert (one.row, one.provenance) == (row, first.file.provenance)
+    report_in(tmp_path).add(Row(suite="append", workload="w", system="s", metric="m", unit="us", summary=exact(2.5, 9)))
+    assert [one.row.summary.p50 for one in newest(read([tmp_path]).rows)] == [2.5]
+    with pytest.raises(ValueError, match=r"no row of commit ffff in .*; there are abc123"):
+        read([tmp_path], "ffff")
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        read([tmp_path / "nowhere"])
+
+
+def test_a_line_that_is_no_row_is_refused_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"suite": "append"}\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: no row: it has no workload"):
+        read([tmp_path])
 
 
 def test_rows_are_appended_and_stay(tmp_path: Path) -> None:
@@ -105,6 +229,45 @@ def test_rows_are_appended_and_stay(tmp_path: Path) -> None:
     assert len(rows) == 2 * len(first)
 
 
+def test_no_table_is_upset_by_what_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for suite in suites.SUITES:
+        report = report_in(tmp_path)
+        for workload in (
+            suite,
+            f"{suite} part",
+            "llama-3.1-8b decode 64x8K: FA3, cudaMalloc",
+            "4 requests of 1 + 1 tokens, cold: none",
+        ):
+            report.add(Row.failed(suite, workload, "-"))
+        suites.print_tables(suite, report)
+        assert suite in capsys.readouterr().out
+
+
+def test_progress_is_on_stderr_and_results_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.report._LOG_EVERY_S", 0.0)
+    report = report_in(tmp_path)
+    with report.progress("append", 2) as begin:
+        for name in ("one", "two"):
+            begin(name)
+            report.say(f"said of {name}")
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["said of one", "said of two"]
+    assert printed.err.splitlines() == ["append: 1/2 one", "append: 2/2 two"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["append", "--help"]])
+def test_help_has_suites_and_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments == ["--help"]:
+        assert run.main(arguments) == 0
+    else:
+        with pytest.raises(SystemExit, match="0"):
+            run.main(arguments)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*suites.SUITES, *suites.GROUPS, "python -m bench compare", "examples:"))
+
+
 def test_without_a_suite_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([]) == 0
     printed = capsys.readouterr().out
@@ -113,15 +276,23 @@ def test_without_a_suite_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("named", "wanted"),
-    [(["all"], run.ALL), (["all", "quality"], tuple(run.SUITES)), (["quality", "append"], ("quality", "append"))],
+    [
+        (["all"], suites.ALL),
+        (["quality", "all"], tuple(run.SUITES)),
+        (["quality", "append", "quality"], ("quality", "append")),
+        (["alloc"], ("driver_calls", "append", "elastic")),
+        (["append", "alloc"], ("append", "driver_calls", "elastic")),
+    ],
 )
-def test_all_leaves_quality_out_unless_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[str], wanted: tuple[str, ...]
-) -> None:
+def test_names_and_groups_stand_for_suites_and_all_leaves_quality_out(named: list[str], wanted: tuple[str, ...]) -> None:
+    assert tuple(suites.chosen(named)) == wanted
+
+
+def test_run_without_a_suite_runs_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(run, "_succeeds", lambda name, settings, report: ran.append(name) or True)
-    assert run.main([*named, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert tuple(ran) == wanted
+    monkeypatch.setattr(run, "_succeeds", lambda name, piece, settings, report: ran.append(name) or True)
+    assert run.main(["run", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert tuple(dict.fromkeys(ran)) == suites.ALL
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""The options of a run, and what they say: settings, suites, where rows go."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from bench import suites
+from bench.settings import MODEL_SHAPES, SHAPES, Settings
+
+OUT: Final = Path(__file__).parent / "out"
+"""Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
+
+_SHAPE_HELP: Final = (
+    "default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide (one layer) on a CPU"
+)
+
+_EXAMPLES: Final = """examples:
+  python -m bench run --quick --device cpu        every suite, to see that it works; some minutes
+  python -m bench run --suite alloc serve         a group, and a suite
+  python -m bench run --resume                    what a run that was cut short has not finished
+  python -m bench kernels --parts decode          the short form of run --suite kernels
+  python -m bench report                          rows to one HTML page and its figures
+  python -m bench compare bench/results/prefix.jsonl@3b60c58 bench/results/prefix.jsonl@3db1e78
+  python -m bench table bench/out/kernels.jsonl   rows of kernels as Markdown, promises kept or not
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run: `suites` by `settings`, rows to `out`; with `resume`, without what has finished there."""
+
+    suites: tuple[str, ...]
+    settings: Settings
+    out: Path
+    commit: str | None
+    resume: bool
+
+
+def print_help() -> None:
+    """The commands, and the suites."""
+    width = max(map(len, suites.SUITES)) + 2
+    print("usage: python -m bench COMMAND ... | SUITE... [options of run]\n")
+    print("commands (each has --help):")
+    print(f"  {'run':{width}}measure")
+    print(f"  {'report':{width}}make a page and figures of rows")
+    print(f"  {'compare':{width}}two sets of rows: what has changed beyond noise")
+    print(f"  {'table':{width}}rows of kernels as Markdown\n")
+    print(_suite_list(), end="\n\n")
+    print(_EXAMPLES, end="")
+
+
+def parse(arguments: Sequence[str], *, short: bool) -> Options:
+    """The options of `run`, or of its short form, which names suites first. What is wrong ends the process, in words."""
+    parser = _parser(short=short)
+    given = parser.parse_args(arguments)
+    try:
+        names = suites.chosen(given.suites or ["all"])
+        settings = _settings(given)
+        suites.check(settings, names)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    return Options(suites=tuple(names), settings=settings, out=given.out, commit=given.commit, resume=given.resume)
+
+
+def _suite_list() -> str:
+    width = max(map(len, suites.SUITES)) + 2
+    lines = [f"  {name:{width}}{text}" for name, text in suites.SUITES.items()]
+    lines += [f"  {name:{width}}{', '.join(of_group)}" for name, of_group in suites.GROUPS.items()]
+    return "\n".join(["suites:", *lines, "", "quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes."])
+
+
+def _parser(*, short: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench" if short else "python -m bench run",
+        description=f"Measure. {_suite_list()}",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if short:
+        parser.add_argument("suites", nargs="+", metavar="SUITE", help="which to run: suites, groups, or all")
+    else:
+        parser.add_argument(
+            "--suite",
+            dest="suites",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="SUITE",
+            help="which to run: suites, groups, or all; default: all",
+        )
+    parser.add_argument("--quick", action="store_true", help="seconds, to see that everything works; the figures are noise")
+    parser.add_argument("--device", default="auto", help="cpu, cuda:0, or auto, the default: the GPU if torch sees one")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what has finished in that folder: same commit, device, seed and options",
+    )
+    parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
+    parser.add_argument("--seed", type=int, default=0, help="everything random follows from it; default: 0")
+    parser.add_argument("--model-shape", choices=SHAPES, help=_SHAPE_HELP)
+    group = parser.add_argument_group("append")
+    group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
+    group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
+    group.add_argument("--steps", type=int, help="steps that are measured in each mode")
+    group = parser.add_argument_group("suites with parts")
+    group.add_argument("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
+    group.add_argument(
+        "--cases", nargs="+", default=(), metavar="CASE", help="of kernels alone, by the names that rows have, such as 64x8K"
+    )
+    group.add_argument(
+        "--fa3", type=Path, metavar="LIBRARY", help="of kernels alone, FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so"
+    )
+    group = parser.add_argument_group("serve")
+    group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
+    group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
+    return parser
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    auto = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if given.device == "auto" else given.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.index >= count:
+            seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
+            raise ValueError(f"--device {given.device}: {seen}; use {f'cuda:{count - 1} or ' if count else ''}cpu")
+        torch.cuda.set_device(device)
+    return Settings(
+        device=device,
+        shape=SHAPES[given.model_shape or ("llama-3.1-8b" if device.type == "cuda" else "wide")],
+        quick=given.quick,
+        seed=given.seed,
+        work=given.work,
+        sequences=given.sequences,
+        steps=given.steps,
+        parts=tuple(given.parts),
+        cases=tuple(given.cases),
+        fa3=given.fa3,
+        repeat=given.repeat,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+        shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
+    )

@@ -1,0 +1,136 @@
+"""`python -m bench report`: rows as one page that needs nothing else, and its figures as PNG files beside it.
+
+scope     what each suite does not show, from bench/README.md    drawing   matplotlib, on light and on dark
+charts    bars and lines of percentiles                          figures   what is drawn of each suite (serving, memory_map)
+lines     a table's lines, and what stands against what          sections  all of it, by section
+page.html.j2, macros.html.j2, page.css: how it looks
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import jinja2
+from markupsafe import Markup, escape
+
+from bench.page.drawing import Figure
+from bench.page.memory_map import MAP, map_figures
+from bench.page.scope import EVERY, scopes
+from bench.page.sections import Section, runs, sections
+from bench.recorded import marks_beside, read, standing
+from bench.rows import FAILED, Provenance
+from bench.suites import SUITES
+
+_HERE: Final = Path(__file__).parent
+_OUT: Final = _HERE.parent / "out"
+_RESULTS: Final = _HERE.parent / "results"
+
+PAGE: Final = "report.html"
+FIGURES: Final = "figures"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page; the path is printed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench report",
+        description="One HTML page of rows, which needs no network, and its figures as PNG files. Of rows of the same thing "
+        "the newest stands.",
+    )
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        type=Path,
+        metavar="ROWS",
+        help="files or folders of rows; default: bench/out, or if that has none bench/results",
+    )
+    parser.add_argument("--out", type=Path, default=_OUT / "report", metavar="DIR", help="default: bench/out/report")
+    options = parser.parse_args(arguments)
+    sources = options.rows or [_OUT if any(_OUT.glob("*.jsonl")) else _RESULTS]
+    try:
+        page = write(sources, options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    print(page)
+    return 0
+
+
+def write(sources: Sequence[Path], out: Path) -> Path:
+    """The page of these rows, in the folder `out`. Raises: ValueError for what cannot be read, saying what would work."""
+    reading = read(sources)
+    rows = standing(reading.rows, marks_beside(sources))
+    of_suites = scopes()
+    found = sections(rows, of_suites)
+    maps = _maps(sources)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "versions": _versions,
+        "picture": _picture,
+        "prose": _prose,
+        "capitalize_first": lambda text: text[:1].upper() + text[1:],
+    }
+    measured = runs(rows)
+    html = environment.get_template("page.html.j2").render(
+        style=(_HERE / "page.css").read_text(encoding="utf-8"),
+        num_rows=f"{len(reading.rows):,}",
+        sources=", ".join(source.name for source in sources),
+        cut=reading.cut,
+        quick=sum(one.provenance.quick for one in rows),
+        failed=[one for one in rows if one.row.metric == FAILED],
+        sections=found,
+        maps=maps,
+        scope=of_suites.get(EVERY, ""),
+        runs=measured,
+        devices=list(dict.fromkeys(f"{run.device}, driver {run.driver}" for run, _ in measured)),
+        commits=list(dict.fromkeys(run.commit for run, _ in measured)),
+        seeds=sorted({run.seed for run, _ in measured}),
+        versions=list(dict.fromkeys(_versions(run) for run, _ in measured)),
+        texts=SUITES,
+    )
+    figures = out / FIGURES
+    figures.mkdir(parents=True, exist_ok=True)
+    for figure in _all_figures(found, maps):
+        (figures / f"{figure.name}.png").write_bytes(figure.png)
+    page = out / PAGE
+    page.write_text(html, encoding="utf-8")
+    return page
+
+
+def _all_figures(found: Sequence[Section], maps: Sequence[Figure]) -> list[Figure]:
+    return [figure for section in found for group in section.groups for figure in group.figures] + list(maps)
+
+
+def _maps(sources: Sequence[Path]) -> list[Figure]:
+    """Of the memory maps that lie beside the rows."""
+    folders = dict.fromkeys(source if source.is_dir() else source.parent for source in sources)
+    found = []
+    for folder in folders:
+        if (path := folder / MAP).is_file():
+            found += map_figures(json.loads(path.read_text(encoding="utf-8")), str(path))
+    return found
+
+
+def _versions(run: Provenance) -> str:
+    return ", ".join(f"{name} {version}" for name, version in run.versions.items())
+
+
+def _picture(svg: str, alt: str) -> Markup:
+    """An inline SVG that is read out as one picture."""
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1))
+
+
+def _prose(text: str) -> Markup:
+    """The little Markdown that the documents' sentences have: code, emphasis, links, whose targets are files and left out."""
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+    html = str(escape(text))
+    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", html)
+    html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
+    return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", html))

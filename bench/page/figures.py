@@ -1,0 +1,170 @@
+"""What is drawn of each suite. Whatever there are no rows of is not drawn; names are taken from the rows."""
+
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from bench.kernels.attending import AGAIN
+from bench.page.charts import Series, SeriesByNumber, bars, lines
+from bench.page.drawing import Figure, slug_of
+from bench.page.serving import serving_figures
+from bench.rows import Row
+from bench.timing import Summary
+
+_LABEL_CHARACTERS: Final = 34
+
+Namer = Callable[[Row], str | None]
+"""How a row is called in a figure; None if it is not in it."""
+
+
+def figures(suite: str, rows: Sequence[Row], prefix: str) -> list[Figure]:
+    """Those of one suite on one device; names begin with `prefix`."""
+    draw = _BY_SUITE.get(suite)
+    return list(draw(rows, f"{prefix}-{slug_of(suite)}")) if draw else []
+
+
+def gathered(rows: Sequence[Row], metric: str, series: Namer, group: Namer) -> Series:
+    """The summaries of a metric, by series and group."""
+    found: dict[str, dict[str, Summary]] = defaultdict(dict)
+    for row in rows:
+        one, at = series(row), group(row)
+        if row.metric == metric and one is not None and at is not None:
+            found[one][at] = row.summary
+    return found
+
+
+def _system(row: Row) -> str:
+    return row.system
+
+
+def _workload(row: Row) -> str:
+    """In lines that fit beside a figure."""
+    return textwrap.fill(row.workload, _LABEL_CHARACTERS)
+
+
+def _driver_calls(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """A panel for each size of handle, of the first system: the others differ from it by a flag."""
+    system = rows[0].system if rows else None
+    panels: dict[str, dict[str, dict[str, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        handle, _, condition = row.workload.partition(", ")
+        if row.system == system:
+            panels[handle][condition][row.metric] = row.summary
+    if panels:
+        yield bars(f"{name}-calls", f"What each call of the driver takes ({system})", "us", panels, log=True)
+
+
+def _append(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    for metric, slug, title in (
+        ("step, over static", "over-static", "What growing adds to a decode step, over memory that is all mapped"),
+        ("step", "step", "A decode step that grows"),
+    ):
+        if series := gathered(rows, metric, _workload, _system):
+            yield bars(f"{name}-{slug}", title, "us", {"": series})
+
+
+def _elastic(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    for start, slug, title, metrics in (
+        ("shrink", "shrink", "Giving memory back", ("resize", "until back")),
+        ("regrow", "regrow", "Taking memory again", ("first page", "until all are in")),
+        ("two caches", "two-caches", "Memory that one cache hands to another", ("first grow", "until all are in")),
+    ):
+        of_phase = [row for row in rows if row.workload.startswith(start)]
+        if panels := _by_metric(of_phase, metrics, _system, _workload):
+            yield bars(f"{name}-{slug}", title, "us", panels, log=True)
+
+
+def _waste(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """Of what is wasted the whole; its parts are in the table."""
+    for metric, unit, title in (
+        ("waste", "% of the rows' bytes", "Memory that is held for running sequences and is no row"),
+        ("admitted sequences", "sequences", "Sequences that run at once in the same memory"),
+    ):
+        if series := gathered(rows, metric, _system, lambda row: row.workload.partition(":")[0]):
+            yield bars(f"{name}-{slug_of(metric)}", title, unit, {"": series}, log=metric == "waste")
+
+
+def _kernels(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """Our kernels over each memory, and what the memory could give; other systems are in the table."""
+    metrics = {"decode": ("bandwidth", "GB/s"), "prefill": ("throughput", "TFLOP/s")}
+    for shape in dict.fromkeys(row.workload.partition(" ")[0] for row in rows):
+        for part, (metric, unit) in metrics.items():
+            start = f"{shape} {part} "
+            of_part = [row for row in rows if row.workload.startswith(start) and row.metric == metric]
+            ours = next((row.system.partition(", ")[0] for row in of_part), "")
+            series: dict[str, dict[str, Summary]] = defaultdict(dict)
+            bounds: dict[str, float] = {}
+            for row in of_part:
+                kernel, _, memory = row.system.partition(", ")
+                if kernel == ours and not row.system.endswith(AGAIN):
+                    series[memory][row.workload.removeprefix(start)] = row.summary
+                    if row.bound is not None:
+                        bounds[row.workload.removeprefix(start)] = row.bound
+            if series:
+                title = f"{shape}: {part} by our kernel ({ours}), by the memory that it reads"
+                yield bars(f"{name}-{part}-{slug_of(shape)}", title, unit, {"": series}, bounds=bounds)
+
+
+def _prefix(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    requests = [row for row in rows if " requests of " in row.workload]
+    for metric, unit, title in (
+        ("total", "s", "Requests that share a prefix: time until the last answer"),
+        ("memory, held", "GiB", "Requests that share a prefix: memory that they and the tree hold, at most"),
+    ):
+        panels = {}
+        for state in ("cold", "warm"):
+            of_state = [row for row in requests if row.workload.endswith(state)]
+            if series := gathered(of_state, metric, _system, _shared_tokens):
+                panels[f"{metric}, {state}"] = series
+        if panels:
+            yield bars(f"{name}-{slug_of(metric)}", title, unit, panels)
+    yield from _by_size(rows, name)
+    if attention := gathered(rows, "attention", _system, _workload):
+        yield bars(f"{name}-attention", "Attention over a shared prefix", "ms", {"": attention})
+
+
+def _by_size(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """Attaching, by the prefix's tokens; the tree's calls, by its nodes."""
+    attach: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    tree: dict[str, dict[float, Summary]] = defaultdict(dict)
+    for row in rows:
+        if row.unit != "us":
+            continue
+        if match := re.fullmatch(r"attach (\d+) tokens", row.workload):
+            attach[row.metric, row.unit][row.system][int(match[1])] = row.summary
+        elif match := re.fullmatch(r"a tree of ([\d,]+) nodes", row.workload):
+            tree[row.metric][int(match[1].replace(",", ""))] = row.summary
+    if attach:
+        yield lines(f"{name}-attach", "Attaching a prefix, by each rung", attach, "tokens", log_x=True, log_y=True)
+    if tree:
+        of_tree: dict[tuple[str, str], SeriesByNumber] = {("a call", "us"): tree}
+        yield lines(f"{name}-tree", "The radix tree alone", of_tree, "nodes", log_x=True, log_y=True)
+
+
+def _quality(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    if panels := _by_metric(rows, ("perplexity above exact", "attention output error"), _workload, _system):
+        yield bars(f"{name}-losses", "What quantised K and V lose", "%", panels)
+
+
+def _by_metric(rows: Sequence[Row], metrics: Sequence[str], series: Namer, group: Namer) -> dict[str, Series]:
+    """A panel for each metric that there are rows of."""
+    return {metric: found for metric in metrics if (found := gathered(rows, metric, series, group))}
+
+
+def _shared_tokens(row: Row) -> str | None:
+    match = re.search(r" requests of (\d+) \+", row.workload)
+    return f"{int(match[1]):,} shared" if match else None
+
+
+_BY_SUITE: Final[Mapping[str, Callable[[Sequence[Row], str], Iterator[Figure]]]] = {
+    "driver_calls": _driver_calls,
+    "append": _append,
+    "elastic": _elastic,
+    "waste": _waste,
+    "kernels": _kernels,
+    "prefix": _prefix,
+    "serve": serving_figures,
+    "quality": _quality,
+}

@@ -1,0 +1,166 @@
+"""`python -m bench compare`: what is real comes first, noise is none of it, and nothing is judged that cannot be compared."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import run
+from bench.report import Report
+from bench.rows import Provenance, Row, RowFile
+from bench.timing import Summary, exact
+from bench.verdict import change, differ, higher_is_better
+
+
+def spread(middle: float, half: float, n: int = 50) -> Summary:
+    return Summary(p20=middle - half, p50=middle, p80=middle + half, p99=middle + 2 * half, n=n)
+
+
+def write(
+    folder: Path,
+    *rows: Row,
+    commit: str = "abc",
+    device: str = "GPU",
+    quick: bool = False,
+    date: str = "2026-01-01T00:00:00+00:00",
+) -> str:
+    collected = Provenance.collect(torch.device("cpu"), seed=0, quick=quick, commit=commit)
+    provenance = Provenance(
+        device=device, driver="1", versions=collected.versions, commit=commit, seed=0, quick=quick, date=date
+    )
+    Report(RowFile(folder, provenance)).add(*rows)
+    return str(folder)
+
+
+def row(system: str, summary: Summary, metric: str = "step", unit: str = "us") -> Row:
+    return Row(suite="append", workload="w", system=system, metric=metric, unit=unit, summary=summary)
+
+
+def verdicts(printed: str) -> list[tuple[str, str]]:
+    """The table's lines: verdict and system."""
+    return re.findall(r"^ +(worse|better|other|noise|not judged) +append +w +(\w+)", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "real"),
+    [
+        (spread(100, 5), spread(120, 5), True),
+        (spread(100, 5), spread(108, 5), False),  # the intervals meet
+        (spread(100, 0.1), spread(101.5, 0.1), False),  # below 2 %
+        (spread(100, 0.1), spread(103, 0.1), True),
+        (spread(100, 0.1, n=2), spread(103, 0.1), False),  # of two samples
+        (spread(100, 0.1, n=2), spread(106, 0.1), True),
+        (exact(0, 9), exact(1, 9), True),
+        (exact(0, 9), exact(0, 9), False),
+        (exact(-100, 9), exact(-110, 9), True),
+    ],
+)
+def test_a_change_is_real_beyond_the_intervals_and_the_least_share_either_way(one: Summary, other: Summary, real: bool) -> None:
+    assert differ(one, other) is real
+    assert differ(other, one) is real
+
+
+def test_a_change_is_a_share_of_what_was_and_none_from_nothing() -> None:
+    assert change(exact(-10, 1), exact(-5, 1)) == 0.5
+    assert change(exact(0, 1), exact(5, 1)) is None
+    assert change(exact(0, 1), exact(0, 1)) == 0
+
+
+def test_time_and_memory_are_better_when_less_rates_when_more_and_some_are_neither() -> None:
+    assert higher_is_better("first token", "ms") is False
+    assert higher_is_better("memory, held", "GiB") is False
+    assert higher_is_better("throughput", "tok/s") is True
+    assert higher_is_better("goodput", "requests/s") is True
+    assert higher_is_better("rate", "requests/s") is None
+    assert higher_is_better("waste, averaged", "%") is False
+    assert higher_is_better("by alias", "%") is None
+
+
+def test_real_changes_come_first_by_their_size_and_losses_before_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(
+        tmp_path / "a",
+        row("noisy", spread(100, 20)),
+        row("slower", spread(100, 1)),
+        row("faster", spread(100, 1)),
+        row("slowest", spread(100, 1)),
+        row("gone", spread(1, 0)),
+        row("neither", spread(100, 1), "pumped", "pages/step"),
+    )
+    after = write(
+        tmp_path / "b",
+        row("noisy", spread(110, 20)),
+        row("slower", spread(110, 1)),
+        row("faster", spread(50, 1)),
+        row("slowest", spread(200, 1)),
+        row("neither", spread(200, 1), "pumped", "pages/step"),
+        commit="def",
+    )
+    assert run.main(["compare", before, after]) == 0
+    printed = capsys.readouterr().out
+    assert verdicts(printed) == [
+        ("worse", "slowest"),
+        ("worse", "slower"),
+        ("better", "faster"),
+        ("other", "neither"),
+        ("noise", "noisy"),
+    ]
+    assert "+100.0 %" in printed
+    assert "5 rows on both sides: 2 worse, 1 better, 1 other, 1 noise, 0 not judged" in printed
+    assert "1 rows only in A: 1 of append" in printed
+    assert "only in B" not in printed
+
+
+def test_only_fail_on_loss_makes_a_loss_a_failure(tmp_path: Path) -> None:
+    fast = write(tmp_path / "a", row("s", spread(100, 1)))
+    slow = write(tmp_path / "b", row("s", spread(200, 1)))
+    assert run.main(["compare", fast, slow]) == 0
+    assert run.main(["compare", fast, slow, "--fail-on-loss"]) == 1
+    assert run.main(["compare", slow, fast, "--fail-on-loss"]) == 0
+
+
+def test_what_has_failed_since_is_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write(tmp_path / "a", row("s", spread(100, 1)))
+    failed = write(tmp_path / "b", row("s", spread(100, 1)), Row.failed("append", "w", "vmmkv"))
+    assert run.main(["compare", whole, failed, "--fail-on-loss"]) == 1
+    assert "FAILED in B, not in A: append: w" in capsys.readouterr().out
+    assert run.main(["compare", failed, failed, "--fail-on-loss"]) == 0
+    assert "FAILED in both: append: w" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "quick", "warning"), [("other", False, "devices differ: GPU against other"), ("GPU", True, "of --quick")]
+)
+def test_rows_of_two_devices_and_quick_ones_are_shown_and_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, quick: bool, warning: str
+) -> None:
+    before = write(tmp_path / "a", row("s", spread(100, 1)))
+    after = write(tmp_path / "b", row("s", spread(200, 1)), device=device, quick=quick)
+    assert run.main(["compare", before, after, "--fail-on-loss"]) == 0
+    printed = capsys.readouterr().out
+    assert warning in printed
+    assert verdicts(printed) == [("not judged", "s")]
+
+
+def test_a_commit_behind_the_file_selects_its_rows_and_else_the_newest_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, row("s", spread(100, 1)), commit="aaa1")
+    write(tmp_path, row("s", spread(200, 1)), commit="bbb2", date="2026-01-02T00:00:00+00:00")
+    path = str(tmp_path / "append.jsonl")
+    assert run.main(["compare", f"{path}@aaa", f"{path}@bbb"]) == 0
+    assert verdicts(capsys.readouterr().out) == [("worse", "s")]
+    assert run.main(["compare", path, f"{path}@bbb"]) == 0
+    assert verdicts(capsys.readouterr().out) == [("noise", "s")]
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["compare", f"{path}@ccc", path])
+    assert "no row of commit ccc" in capsys.readouterr().err
+
+
+def test_what_has_nothing_in_common_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write(tmp_path / "a", row("s", spread(100, 1)))
+    after = write(tmp_path / "b", row("t", spread(100, 1)))
+    assert run.main(["compare", before, after]) == 0
+    assert "nothing to compare" in capsys.readouterr().out

@@ -1,0 +1,372 @@
+"""The report page: made from whatever rows there are, and nothing of them is embellished or left out."""
+
+import json
+import re
+import xml.dom.minidom
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import run
+from bench.page import FIGURES, write
+from bench.page.charts import bars
+from bench.page.drawing import COLOURS
+from bench.page.lines import lines
+from bench.page.memory_map import MAP
+from bench.page.scope import scopes
+from bench.page.sections import HEADINGS
+from bench.recorded import read, standing
+from bench.report import Report
+from bench.rows import Provenance, Row, RowFile
+from bench.suites import SUITES
+from bench.timing import Summary, exact
+
+RESULTS = Path(run.__file__).parent / "results"
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """What is in a page: each element closed, ids, and what points to them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[int] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(self.text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.elements.append((tag, given))
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [value for name, value in attrs if name in ("href", "xlink:href", "src") and value]
+        if re.fullmatch(r"h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [given for name, given in self.elements if name == tag]
+
+
+def provenance(date: str = "2026-01-01T00:00:00+00:00", *, device: str = "GPU", quick: bool = False) -> Provenance:
+    return Provenance(device=device, driver="1", versions={"torch": "2"}, commit="abc", seed=0, quick=quick, date=date)
+
+
+def write_rows(folder: Path, *rows: Row, **of_run: Any) -> None:
+    Report(RowFile(folder, provenance(**of_run))).add(*rows)
+
+
+def row(system: str = "vmmkv", p50: float = 1.0, *, suite: str = "serve", workload: str = "w", metric: str = "total") -> Row:
+    return Row(suite=suite, workload=workload, system=system, metric=metric, unit="s", summary=exact(p50, 9))
+
+
+def page_of(folder: Path, out: Path) -> Page:
+    return Page(write([folder], out))
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
+    """The page of the rows that are kept in git, and in no sdist."""
+    if not RESULTS.is_dir():
+        pytest.skip(f"{RESULTS} is not here: these are no sources from git")
+    out = tmp_path_factory.mktemp("page")
+    return page_of(RESULTS, out), out
+
+
+def test_the_page_needs_nothing_from_elsewhere(committed: tuple[Page, Path]) -> None:
+    page, _ = committed
+    assert page.open == []
+    assert page.all("script") == page.all("img") == page.all("iframe") == []
+    elsewhere = [link for link in page.links if not link.startswith(("#", "data:", f"{FIGURES}/"))]
+    assert elsewhere == []
+    assert "@import" not in page.text
+    assert re.findall(r"url\((?!#)", page.text) == []
+
+
+def test_what_a_link_names_is_there_and_no_id_twice(committed: tuple[Page, Path]) -> None:
+    page, out = committed
+    assert len(set(page.ids)) == len(page.ids)
+    inner = {link.removeprefix("#") for link in page.links if link.startswith("#")}
+    assert inner <= set(page.ids)
+    for link in page.links:
+        if link.startswith(FIGURES):
+            assert (out / link).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_measured_row_of_the_newest_is_in_a_table(committed: tuple[Page, Path]) -> None:
+    page, _ = committed
+    rows = standing(read([RESULTS]).rows)
+    assert len(re.findall(r'<td class="number p50">', page.text)) == len(rows) > 1000
+
+
+def test_who_cannot_see_or_point_reads_it_too(committed: tuple[Page, Path]) -> None:
+    page, _ = committed
+    assert page.headings[0] == 1
+    assert page.headings.count(1) == 1
+    assert all(later <= before + 1 for before, later in zip(page.headings, page.headings[1:], strict=False))
+    pictures = page.all("svg")
+    assert len(pictures) == len(page.all("figure")) > 10
+    assert all(given["role"] == "img" and len(given["aria-label"] or "") > 40 for given in pictures)
+    assert all(given.get("scope") for given in page.all("th"))
+    boxes = [given for given in page.all("div") if "box" in (given.get("class") or "")]
+    assert len(boxes) >= len(page.all("table"))
+    assert all(given.get("tabindex") == "0" and given.get("aria-label") for given in boxes), "a box scrolls by keys too"
+
+
+def test_every_section_has_its_scope_and_every_suite_a_section(committed: tuple[Page, Path]) -> None:
+    page, _ = committed
+    assert {suite for heading in HEADINGS for suite in heading.suites} == set(SUITES)
+    for heading in HEADINGS:
+        assert heading.name in page.ids
+        start = page.text.index(f'<section id="{heading.name}"')
+        section = page.text[start : page.text.index("</section>", start)]
+        for suite in heading.suites:
+            if (RESULTS / f"{suite}.jsonl").is_file():
+                assert f"<strong>{suite}.</strong>" in section
+
+
+def test_figures_are_whole_and_take_the_colour_of_the_page(committed: tuple[Page, Path]) -> None:
+    page, _ = committed
+    for svg in re.findall(r"<svg .*?</svg>", page.text, re.DOTALL):
+        xml.dom.minidom.parseString(svg)
+        assert "currentColor" in svg
+        assert "#010203" not in svg
+        assert "#ffffff" not in svg, "a white ground is blinding in the dark"
+
+
+def test_a_bar_of_nothing_and_a_name_with_dollars_can_be_drawn() -> None:
+    series = {"one": {"$x$": exact(0, 3), "h": exact(5, 2)}, "other": {"$x$": exact(0, 3)}}
+    figure = bars("n", "t", "us", {"": series}, log=True, bounds={"h": 2.0, "in no group": 1.0})
+    assert "$x$" in figure.svg
+    assert "n = 2 to 3" in figure.caption
+
+
+def luminance(colour: str) -> float:
+    """By WCAG 2."""
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_what_carries_data_is_seen_on_light_and_on_dark() -> None:
+    css = (Path(run.__file__).parent / "page" / "page.css").read_text()
+    grounds = re.findall(r"--ground: (#[0-9a-f]{6})", css)
+    assert len(grounds) == 2
+    for colour in COLOURS:
+        for ground in grounds:
+            dark, light = sorted((luminance(colour), luminance(ground)))
+            assert (light + 0.05) / (dark + 0.05) >= 3, f"{colour} on {ground}"
+
+
+def test_suites_and_systems_without_rows_are_named(tmp_path: Path) -> None:
+    write_rows(tmp_path, row("vmmkv"))
+    page = page_of(tmp_path, tmp_path / "out")
+    assert "<code>waste</code>: no rows" in page.text
+    assert "Absent, not measured: paged, static, transformers." in page.text
+    write_rows(tmp_path, row("paged 16", workload="other"))
+    page = page_of(tmp_path, tmp_path / "out")
+    assert "Absent, not measured: static, transformers." in page.text
+
+
+def test_what_failed_is_said_first_and_until_it_is_mended(tmp_path: Path) -> None:
+    write_rows(tmp_path, Row.failed("serve", "w", "vmmkv"), row(workload="v"))
+    page = page_of(tmp_path, tmp_path / "out")
+    assert "<strong>1 failed.</strong>" in page.text
+    assert page.text.index('class="failed"') < page.text.index('class="rows"')
+    write_rows(tmp_path, row(workload="v"), date="2026-01-02T00:00:00+00:00")
+    assert "<strong>1 failed.</strong>" in page_of(tmp_path, tmp_path / "out").text
+    write_rows(tmp_path, row(workload="w"), date="2026-01-03T00:00:00+00:00", quick=True)
+    assert "<strong>1 failed.</strong>" in page_of(tmp_path, tmp_path / "out").text, "a quick run mends nothing"
+    write_rows(tmp_path, row(workload="w"), date="2026-01-04T00:00:00+00:00")
+    assert "failed." not in page_of(tmp_path, tmp_path / "out").text
+
+
+def test_a_suite_that_failed_is_mended_by_its_mark(tmp_path: Path) -> None:
+    def fail(report: Report) -> None:
+        report.add(Row.failed("append", "append", "all systems"))
+
+    fail(Report(RowFile(tmp_path, provenance())))
+    mark = {"piece": "append", "device": "GPU", "quick": False, "date": "2025-01-01T00:00:00+00:00"}
+    marks = tmp_path / "finished.jsonl"
+    marks.write_text(json.dumps(mark) + "\n")
+    assert "<strong>1 failed.</strong>" in page_of(tmp_path, tmp_path / "out").text, "it had finished once, before"
+    marks.write_text(json.dumps(mark | {"date": "2026-02-01T00:00:00+00:00"}) + "\n")
+    write_rows(tmp_path, row())
+    assert "failed." not in page_of(tmp_path, tmp_path / "out").text
+
+
+def test_rows_that_lose_say_so() -> None:
+    better, worse, alike = row("vmmkv", 1.0), row("vmmkv", 3.0), row("vmmkv", 2.01)
+    blocks = row("paged 16", 2.0)
+    ((line, of_blocks),) = lines([better, blocks]).values()
+    assert (line.against_paged, line.against_best, line.loses) == ("2.00× better", "best", False)
+    assert (of_blocks.against_paged, of_blocks.against_best) == ("", "2.00× as bad")
+    ((line, _),) = lines([worse, blocks]).values()
+    assert (line.against_paged, line.against_best, line.loses) == ("1.50× worse", "1.50× as bad", True)
+    ((line, _),) = lines([alike, blocks]).values()
+    assert (line.against_paged, line.against_best, line.loses) == ("alike", "alike", False)
+    ((line,),) = lines([better]).values()
+    assert (line.against_paged, line.against_best) == ("", "")
+
+
+def test_blocks_are_held_against_what_does_the_same() -> None:
+    systems = ("decode, vmmkv, 1 layer a page", "decode, paged 16", "FA3, vmmkv, 1 layer a page", "FA3, paged 16")
+    ((ours, _, theirs, _),) = lines([row(system, 1.0 + index) for index, system in enumerate(systems)]).values()
+    assert ours.against_paged == "2.00× better"
+    assert theirs.against_paged == "1.33× better"
+
+
+def test_where_and_on_what_it_was_measured_stands_at_the_top(tmp_path: Path) -> None:
+    write_rows(tmp_path, row())
+    write_rows(tmp_path, row("other"), device="CPU", date="2026-03-01T00:00:00+00:00")
+    text = page_of(tmp_path, tmp_path / "out").text
+    header = text[: text.index("<main")]
+    for said in (
+        "CPU, driver 1; GPU, driver 1",
+        "abc",
+        "2026-01-01T00:00:00+00:00 to 2026-03-01T00:00:00+00:00, seed 0",
+        "torch 2",
+    ):
+        assert said in header
+
+
+def test_quick_rows_are_called_noise_and_stand_apart(tmp_path: Path) -> None:
+    write_rows(tmp_path, row())
+    write_rows(tmp_path, row(p50=7.0), quick=True)
+    page = page_of(tmp_path, tmp_path / "out")
+    assert "1 of the rows were measured with <code>--quick</code>" in page.text
+    assert "serve, on GPU</h3>" in page.text
+    assert "serve, on GPU (quick: noise)</h3>" in page.text
+
+
+def test_names_from_rows_are_text_and_never_markup(tmp_path: Path) -> None:
+    write_rows(tmp_path, row("<script>alert(1)</script>", workload="a & <b>"))
+    page = page_of(tmp_path, tmp_path / "out")
+    assert page.all("script") == []
+    assert "a &amp; &lt;b&gt;" in page.text
+
+
+def test_latency_and_throughput_are_drawn_against_the_rate(tmp_path: Path) -> None:
+    found = []
+    for rate in (1, 2, 4):
+        for system in ("vmmkv", "paged 16"):
+            for metric, unit in (("throughput", "tok/s"), ("first token", "ms"), ("time per output token", "ms")):
+                summary = Summary(p20=rate, p50=rate * 2, p80=rate * 3, p99=rate * 9, n=20)
+                name = f"tiny rates: chat, 64 requests, {rate} requests/s"
+                found.append(Row(suite="serve", workload=name, system=system, metric=metric, unit=unit, summary=summary))
+    closed = "tiny closed: chat, 64 requests"
+    found.append(Row(suite="serve", workload=closed, system="vmmkv", metric="throughput", unit="tok/s", summary=exact(5, 2)))
+    write_rows(tmp_path, *found)
+    page = page_of(tmp_path, tmp_path / "out")
+    figures = [given["id"] for given in page.all("figure")]
+    assert figures == [
+        "figure-gpu-serve-closed-tiny-tok-s",
+        "figure-gpu-serve-rates-tiny-chat-64-requests-done",
+        "figure-gpu-serve-rates-tiny-chat-64-requests-latency",
+    ]
+    assert "n = 20" in page.text
+
+
+def test_a_suite_that_nobody_knows_gets_a_table_all_the_same(tmp_path: Path) -> None:
+    write_rows(tmp_path, row(suite="strange"))
+    page = page_of(tmp_path, tmp_path / "out")
+    assert "strange" in page.ids
+
+
+def test_scopes_are_read_from_the_readme_and_never_missing() -> None:
+    text = "# B\n\n## Scope\n\nWords.\n\n- **one.** First\n  line.\n- **two, three.** Both.\n\n## Next\n\n- **four.** Not it.\n"
+    assert scopes(text) == {"one": "First line.", "two": "Both.", "three": "Both."}
+    with pytest.raises(ValueError, match="no item"):
+        scopes("# B\n")
+    assert {"driver_calls", "append", "kernels", "prefix", "serve", "quality"} <= scopes().keys()
+
+
+def memory_map() -> dict[str, Any]:
+    extents = [{"extent": 1, "start_page": 0, "num_pages": 2, "state": "live", "holders": 2}]
+    ahead = [{"extent": 2, "start_page": 2, "num_pages": 1, "state": "ahead", "holders": 1}]
+    return {
+        "format": 1,
+        "shape": "tiny",
+        "workload": "words",
+        "step": 20,
+        "page_bytes": 2 << 20,
+        "row_bytes": 128 << 10,
+        "block_rows": 16,
+        "requests": [],
+        "prefix_tokens": [],
+        "vmmkv": {
+            "budget_pages": 8,
+            "held_pages": 4,
+            "used_pages": 3,
+            "free_pages": 4,
+            "slot_pages": 4,
+            "slots": [
+                {"slot": 1, "state": "live", "request": 0, "rows": 30, "extents": extents + ahead},
+                {"slot": 2, "state": "live", "request": 1, "rows": 31, "extents": extents},
+                {"slot": 3, "state": "free", "request": None, "rows": 0, "extents": []},
+            ],
+            "tree": [{"extent": 3, "num_pages": 1, "holders": 1}],
+        },
+        "paged": {
+            "num_blocks": 4,
+            "block_bytes": 2 << 20,
+            "blocks": [
+                {"block": 0, "state": "live", "holders": 2, "slots": [1, 2]},
+                {"block": 1, "state": "live", "holders": 1, "slots": [1]},
+                {"block": 2, "state": "cached", "holders": 1, "slots": []},
+                {"block": 3, "state": "free", "holders": 0, "slots": []},
+            ],
+            "slots": [
+                {"slot": 1, "request": 0, "rows": 30, "blocks": [0, 1]},
+                {"slot": 2, "request": 1, "rows": 16, "blocks": [0]},
+            ],
+        },
+    }
+
+
+def test_a_memory_map_beside_the_rows_is_drawn_as_two_frames(tmp_path: Path) -> None:
+    write_rows(tmp_path, row())
+    (tmp_path / MAP).write_text(json.dumps(memory_map()))
+    page = page_of(tmp_path, tmp_path / "out")
+    labels = {given["id"]: given for given in page.all("figure")}
+    assert labels.keys() == {"figure-map-vmmkv", "figure-map-paged"}
+    alts = [given["aria-label"] or "" for given in page.all("svg")]
+    assert "3 columns, 4 rectangles, 2 of them shared" in alts[0]
+    assert "Of 8 pages of 2 MiB 4 are held, 3 of them by running sequences, and 4 are free" in alts[0]
+    assert "3 columns, 4 rectangles, 2 of them shared" in alts[1]
+    assert "2 are held by running sequences, 1 are cache and 1 are free" in alts[1]
+
+
+def test_a_memory_map_of_another_format_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, row())
+    for wrong, complaint in ((memory_map() | {"format": 2}, "of format 2"), ({"format": 1}, "without 'vmmkv'")):
+        (tmp_path / MAP).write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=complaint):
+            write([tmp_path], tmp_path / "out")
+
+
+def test_the_command_says_where_the_page_is_and_refuses_what_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path, row())
+    out = tmp_path / "out"
+    assert run.main(["report", str(tmp_path), "--out", str(out)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == out / "report.html"
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["report", str(tmp_path / "nowhere")])
+    assert "no such file or folder" in capsys.readouterr().err
