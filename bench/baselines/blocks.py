@@ -34,12 +34,19 @@ class BlockPool:
     def acquire(self, count: int) -> list[int]:
         """Blocks with one reference each. What was used least recently leaves the tree if too few are free.
 
-        Raises: OutOfPages; what has left the tree until then stays out.
+        Raises: OutOfPages; then nothing has changed.
         """
-        while len(self._free) < count and self.evict_oldest():
-            pass
         if len(self._free) < count:
-            raise OutOfPages(f"{count} blocks are needed and {len(self._free)} are free: all others are in use")
+            missing, could_go = count - len(self._free), 0
+            for node in self.tree.evictable():
+                could_go += sum(int(self.num_refs[piece.value]) == 1 for piece in node.pieces)
+                if could_go >= missing:
+                    break
+            else:
+                cached = f"{len(self._free)} are free and {could_go} can be evicted"
+                raise OutOfPages(f"{count} blocks are needed, {cached}: all others are in use")
+            while len(self._free) < count:
+                self.evict_oldest()
         blocks = [self._free.pop() for _ in range(count)]
         self.num_refs[blocks] = 1
         return blocks

@@ -6,6 +6,7 @@ from typing import Final, Self
 
 import torch
 
+from bench.baselines import COMMON_PREFILL
 from bench.baselines.block_rows import RowsInBlocks
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.common_prefill import SlotsWithCommonPrefill
@@ -16,8 +17,6 @@ from vmmkv.errors import BudgetError
 from vmmkv.server.engine.memory import OpenMemory, SlotsInPool, Wanted
 from vmmkv.server.engine.rows import RowsInSlots
 from vmmkv.units import format_bytes
-
-COMMON_PREFILL: Final = "vmmkv, prefill of blocks"
 
 
 class PagedMemory:
@@ -94,6 +93,7 @@ class StaticMemory:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.rows.views.clear()
         self.cache.close()
         _release(self.cache.device)
 

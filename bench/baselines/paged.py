@@ -81,6 +81,8 @@ class PagedCache:
         self.host_tables_SC: Final = np.full((1 + slots, num_columns), NO_BLOCK, np.int32)
         self.num_blocks_S: Final = np.zeros(1 + slots, np.int64)
         self._sequences: dict[int, PagedSequence] = {}
+        self._ends = np.zeros(1 + slots, np.int64)
+        """The most tokens of each sequence; 0 where none runs."""
         self.locked: Final[dict[int, Node[int]]] = {}
         """By slot, the node of the tree whose path its sequence uses."""
         self._num_stalls = self._num_pumped = self._num_taken = 0
@@ -115,8 +117,9 @@ class PagedCache:
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> PagedSequence:
         """A new sequence, without blocks. Memory of other tenants is not zeroed: block-table engines do not."""
         slot = self.numbers.take()
-        self._sequences[slot] = PagedSequence(self, slot, max_tokens or self.max_tokens, tenant)
-        return self._sequences[slot]
+        sequence = PagedSequence(self, slot, max_tokens or self.max_tokens, tenant)
+        self._sequences[slot], self._ends[slot] = sequence, sequence.max_tokens
+        return sequence
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
         """See KV.advance."""
@@ -128,12 +131,12 @@ class PagedCache:
 
     def pump(self, budget_us: float, *, lead_tokens: int) -> int:
         """Blocks for all sequences that soon need one, in one upload; none if they are not to be had for all."""
-        wanted = {slot: min(sequence.max_tokens, sequence.length + lead_tokens) for slot, sequence in self._sequences.items()}
-        short = {slot: num_tokens for slot, num_tokens in wanted.items() if num_tokens > self.limits[slot]}
-        if not short:
+        wanted = np.minimum(self._ends, self.lengths + lead_tokens)
+        short = np.flatnonzero(wanted > self.limits)
+        if not len(short):
             return 0
         try:
-            num_blocks = self._reserve(short)
+            num_blocks = self._reserve(dict(zip(short.tolist(), wanted[short].tolist(), strict=True)))
         except OutOfPages:
             return 0  # who needs one will ask, and be told
         self._num_pumped += num_blocks
@@ -279,4 +282,5 @@ class PagedCache:
         self.blocks.release(self.host_tables_SC[slot, : self.num_blocks_S[slot]].tolist())
         self.num_blocks_S[slot] = 0
         del self._sequences[slot]
+        self._ends[slot] = 0
         self.numbers.give_back(slot)

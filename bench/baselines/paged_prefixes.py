@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.paged import PagedCache, PagedSequence
 from vmmkv.prefix import PrefixStats
-from vmmkv.radix import Match, Piece
+from vmmkv.radix import Match, Node, Piece
 from vmmkv.server.engine.kv import TokenIds
 
 
@@ -37,17 +37,27 @@ class PagedPrefixes:
         """See Prefixes.attach. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
-        sequence = self._cache.open(max_tokens=max_tokens, tenant=namespace)
-        if blocks and match.deepest is not None:
-            self._tree.touch(match.deepest)
-            self._tree.lock(match.deepest)
-            self._cache.locked[sequence.slot] = match.deepest
-            self._cache.attach(sequence, blocks)
         num_tokens = len(blocks) * BLOCK_ROWS
+        sequence = self._cache.open(max_tokens=max_tokens, tenant=namespace)
+        try:
+            if blocks:
+                node = self._node_to(match, num_tokens)
+                self._tree.touch(node)
+                self._tree.lock(node)
+                self._cache.locked[sequence.slot] = node
+                self._cache.attach(sequence, blocks)
+        except BaseException:
+            sequence.close()
+            raise
         self._counts["blocks" if blocks else "recompute"] += 1
         self._counts["hit"] += num_tokens
         self._counts["missed"] += len(tokens) - num_tokens
         return AttachedBlocks(sequence, num_tokens)
+
+    def _node_to(self, match: Match[int], num_tokens: int) -> Node[int]:
+        """The node whose path ends there: what lies below is not used, and can be evicted."""
+        node = next(node for node in match.path if node.end >= num_tokens)
+        return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
     def insert(self, sequence: PagedSequence, tokens: TokenIds) -> None:
         """See Prefixes.insert."""

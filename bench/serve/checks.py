@@ -48,7 +48,7 @@ class Alone:
         own = workload.own_tokens
         others = [requests.tokens(len(prompt) - own, 6, index) + prompt[-own:] for index, prompt in enumerate(prompts)]
         right, wrong = ([_likeliest(engine, prompt) for prompt in each] for each in (prompts, others))
-        shift = math.inf if not all(map(_alike, right, wrong)) else distance(right, wrong)
+        shift = math.inf if not all(map(alike, right, wrong)) else distance(right, wrong)
         if not shift > 0:
             raise WrongNumbers(f"other tokens before the last {own} change nothing: a wrong prefix would not be seen")
         return cls(sampled=sampled, likeliest=right, shift=shift)
@@ -56,7 +56,7 @@ class Alone:
     def check(self, answers: Answers) -> float:
         """By how much the same requests' are off, as a share of what another beginning changes. Raises WrongNumbers."""
         for index, (wanted, given) in enumerate(zip(self.likeliest, answers.likeliest, strict=True)):
-            if not _alike(wanted, given):
+            if not alike(wanted, given):
                 raise WrongNumbers(f"request {self.sampled[index]} has other likeliest first tokens than it has alone")
         # Where another beginning leaves nothing in common, log-probabilities of flat distributions still differ by about 1.
         off = distance(self.likeliest, answers.likeliest) / min(self.shift, 1.0)
@@ -89,6 +89,6 @@ def _likeliest(engine: ServedEngine, prompt: list[int]) -> dict[int, float]:
     return engine.ask([prompt], [1], scored=[0]).likeliest[0]
 
 
-def _alike(one: LogProbs, other: LogProbs) -> bool:
+def alike(one: LogProbs, other: LogProbs) -> bool:
     """Have they enough tokens in common?"""
     return len(one.keys() & other.keys()) >= _LEAST_COMMON * max(len(one), len(other), 1)

@@ -5,7 +5,7 @@ of the machine is no system's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,12 +14,12 @@ import torch
 
 from bench.baselines.memory import systems_on
 from bench.serve import SYSTEM, roofline
-from bench.serve.checks import TOLERANCE, distance
+from bench.serve.checks import TOLERANCE, LogProbs, alike, distance
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.context import Context
 from bench.serve.drive import Outcome
 from bench.serve.outside import absent, outside_systems
-from bench.serve.system import EngineSystem, Models, System
+from bench.serve.system import Begin, EngineSystem, Models, System
 from bench.timing import WrongNumbers
 from bench.workloads import Workload
 from vmmkv.units import format_bytes
@@ -27,8 +27,8 @@ from vmmkv.units import format_bytes
 _BURSTINESS: Final = 4.0
 """The squared coefficient of variation of the gaps between arrivals; 1 is a Poisson process."""
 
-_COMPARED_IN_TIME: Final = ("vmmkv", "paged 16", "static")
-"""Kinds of memory; what else serves has no arrivals."""
+_CHECKED_TOKENS: Final = 4
+"""Of each answer that is held against the first system's."""
 
 
 def closed(context: Context) -> None:
@@ -76,14 +76,15 @@ def bursts(context: Context) -> None:
 
 def _open_loop(context: Context, at_rates: Sequence[float], burstiness: float, kind: str) -> None:
     sizes = _sizes(context)
-    with _opened(context, sizes, _COMPARED_IN_TIME) as systems:
+    with _opened(context, sizes, systems_on(context.settings.device)) as systems:
         for rate in at_rates:
             workload = sizes.arriving(rate, burstiness, context.settings.seed)
             name = context.name("rates", f"{workload.name}, {rate:g} requests/s, {kind}")
             with context.guarded(name):
+                _checked(context, systems, workload, sizes.sampled)
                 for system, outcomes in _runs(context, systems, workload).items():
                     rows = _Rows(context, name, system, outcomes)
-                    rows.add_open(rate, sizes.target)
+                    rows.add_open(sizes.target)
                     rows.add_latencies()
 
 
@@ -103,38 +104,59 @@ def _opened(
 ) -> Iterator[list[System]]:
     """All systems, beside each other, over the same weights. The suite's own engine takes all memory, and is closed."""
     context.close()
-    models = Models(context.model, context.settings.device, context.settings.seed)
-    systems: list[System] = []
-    try:
+    with ExitStack() as opened:
+        models = Models(context.model, context.settings.device, context.settings.seed)
+        opened.callback(models.close)
+        systems: list[System] = []
+        opened.callback(systems.clear)
         with torch.inference_mode():
             for memory in memories:
                 context.progress(f"{memory} starts")
                 systems.append(EngineSystem(memory, models, sizes.limits))
+                opened.callback(systems[-1].close)
             if outside:
-                systems += outside_systems(models, sizes.limits)
+                for system in outside_systems(models, sizes.limits):
+                    systems.append(system)
+                    opened.callback(system.close)
+            del models
             yield systems
-    finally:
-        for system in systems:
-            system.close()
-        models.close()
+    context.close()  # collects: what captured graphs and weights keep is not free before
 
 
 def _checked(context: Context, systems: Sequence[System], workload: Workload, count: int) -> dict[str, float]:
-    """By how much the first tokens' log-probabilities are off from the first system's, as a share of what others would be.
+    """By how much log-probabilities are off from the first system's, as a share of what other prompts would change.
 
+    Of engines, those of the first tokens of an answer, of which all but one are decoded; of what serves without one, the first.
     Raises: WrongNumbers.
     """
     prompts = [ask.prompt for ask in workload.asks[:count]]
     others = [context.random_tokens(len(prompt), 7, index) for index, prompt in enumerate(prompts)]
-    wanted, wrong = systems[0].likeliest(prompts), systems[0].likeliest(others)
-    shift = min(1.0, distance(wanted, wrong))  # of flat distributions that have nothing in common log-probabilities differ by 1
+    first = systems[0]
+    assert isinstance(first, EngineSystem)
+    begins = first.begins(prompts, _CHECKED_TOKENS)
+    wanted = [begin.likeliest[0] for begin in begins]
+    shift = min(1.0, distance(wanted, first.likeliest(others)))  # of flat distributions with nothing in common it is about 1
     offs: dict[str, float] = {}
     for system in systems[1:]:
-        off = distance(wanted, system.likeliest(prompts)) / shift
+        if isinstance(system, EngineSystem):
+            pairs = list(_pairs(begins, system.begins(prompts, _CHECKED_TOKENS)))
+            if len(pairs) <= len(prompts) or not all(alike(*pair) for pair in pairs):
+                raise WrongNumbers(f"{system.name} has other likeliest tokens than {first.name}")
+        else:
+            pairs = list(zip(wanted, system.likeliest(prompts), strict=True))
+        off = distance([one for one, _ in pairs], [other for _, other in pairs]) / shift
         if not off <= TOLERANCE:
             raise WrongNumbers(f"first tokens of {system.name} are off by {off:.2f} of what other prompts would change")
         offs[system.name] = off
     return offs
+
+
+def _pairs(some: Sequence[Begin], others: Sequence[Begin]) -> Iterator[tuple[LogProbs, LogProbs]]:
+    """Of answers to the same prompts, what was likely at each token behind the same ones."""
+    for one, other in zip(some, others, strict=True):
+        for place in range(len(one.tokens)):
+            if one.tokens[:place] == other.tokens[:place]:
+                yield one.likeliest[place], other.likeliest[place]
 
 
 def _runs(context: Context, systems: Sequence[System], workload: Workload) -> dict[str, list[Outcome]]:
@@ -171,14 +193,18 @@ class _Rows:
         self.add("total", "s", seconds, bound_s)
         self.add("running at once", "requests", [count for outcome in self.outcomes for count in outcome.running])
 
-    def add_open(self, rate: float, target: Target) -> None:
-        """How much was served, and how much of it as one would like."""
-        self.context.add_figure(self.workload, "rate", "requests/s", rate, system=self.system)
-        num_out = [sum(len(each.tokens) for each in outcome.served) for outcome in self.outcomes]
-        seconds = [outcome.seconds for outcome in self.outcomes]
-        self.add("throughput", "tok/s", [count / each for count, each in zip(num_out, seconds, strict=True)])
-        good = [_num_good(outcome, target) / outcome.seconds for outcome in self.outcomes]
-        self.add("goodput", "requests/s", good)
+    def add_open(self, target: Target) -> None:
+        """What was served in the time in which requests came, and how much of it as one would like.
+
+        Until the last has come: what is served after that, with nobody coming any more, is no rate.
+        """
+        until_s = [max(each.arrival_s for each in outcome.served) for outcome in self.outcomes]
+        count = len(self.outcomes[0].served)
+        self.context.add_figure(self.workload, "rate", "requests/s", count / until_s[0], count, system=self.system)
+        runs = list(zip(self.outcomes, until_s, strict=True))
+        self.add("throughput", "tok/s", [_num_tokens(outcome, last_s) / last_s for outcome, last_s in runs])
+        self.add("goodput", "requests/s", [_num_good(outcome, target) / last_s for outcome, last_s in runs])
+        self.add("kept to the target", "%", [100 * _num_good(outcome, target) / count for outcome in self.outcomes])
 
     def add_latencies(self) -> None:
         """Of each request, and of each token behind a first one."""
@@ -201,6 +227,11 @@ class _Rows:
         )
         for metric, unit, share in figures:
             self.context.add_figure(self.workload, metric, unit, 100 * share, len(pairs), system=self.system)
+
+
+def _num_tokens(outcome: Outcome, until_s: float) -> int:
+    """That came by then."""
+    return sum(int(np.searchsorted(each.token_s, until_s, side="right")) for each in outcome.served)
 
 
 def _num_good(outcome: Outcome, target: Target) -> int:

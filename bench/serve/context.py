@@ -20,6 +20,9 @@ from bench.serve.sizes import Sizes
 from bench.settings import Settings, Shape
 from bench.timing import WrongNumbers, exact, now_us, summarize
 
+_ANY: Final = "-"
+"""The system of what failed: which one it was says the message."""
+
 
 class Context:
     """One run of the suite, for one shape. The engine is opened when it is first asked for, and anew after it has failed."""
@@ -67,7 +70,7 @@ class Context:
             yield
         except Exception as error:
             self.report.say(f"failed: {workload}: {type(error).__name__}: {error}")
-            self.add_figure(workload, "failed", "runs", 1)
+            self.report.add(Row.failed(SUITE, workload, _ANY))
             error.add_note(workload)
             error.__context__ = error.__cause__ = None
             # A traceback keeps the frames, and these keep the memory that the next engine needs.

@@ -9,7 +9,7 @@ from bench.serve.turns import Served, Turns
 from bench.timing import WrongNumbers
 from bench.workloads import Ask
 from vmmkv.server.engine.core import EngineCore
-from vmmkv.server.protocol import Failed, FromEngine, Generate, Output, Outputs
+from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,18 @@ class Drive:
         self._turns = Turns(asks)
 
     def run(self) -> Outcome:
-        """Raises: WrongNumbers if a request fails, or has not exactly its number of tokens."""
+        """Raises: WrongNumbers if a request fails, or has not exactly its number of tokens; then the others are ended."""
+        try:
+            return self._run()
+        except BaseException:
+            for index in range(len(self._turns.asks)):
+                self._core.receive(Abort(request_id=str(index)))
+            while self._core.has_work:
+                self._core.step()
+            self._said.clear()
+            raise
+
+    def _run(self) -> Outcome:
         turns, began_s = self._turns, time.perf_counter()
         running: list[int] = []
         while turns.num_unfinished:

@@ -12,6 +12,7 @@ from bench.baselines.memory import systems_on
 from bench.serve.checks import LogProbs
 from bench.serve.drive import Drive, Outcome
 from bench.serve.models import ServedModel
+from bench.timing import WrongNumbers
 from bench.workloads import TokenIds, Workload
 from vmmkv.server.engine.loading import ModelSource, assemble, choose_dtype
 from vmmkv.server.protocol import FromEngine, Generate, Outputs
@@ -19,6 +20,14 @@ from vmmkv.server.settings import ServeConfig
 
 LIKELIEST: Final = 20
 """Tokens whose log-probabilities are held against each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Of an answer: its first tokens, and at each what was likely."""
+
+    tokens: list[int]
+    likeliest: list[LogProbs]
 
 
 class System(Protocol):
@@ -98,14 +107,19 @@ class EngineSystem:
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System.likeliest."""
+        return [begin.likeliest[0] for begin in self.begins(prompts, 1)]
+
+    def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
+        """The first tokens of the answer to each prompt, all of them side by side."""
         self.forget()
         core = self._loaded.engine
+        begins = [Begin([], []) for _ in prompts]
         for index, prompt in enumerate(prompts):
             core.receive(
                 Generate(
                     request_id=str(index),
                     prompt=prompt.tolist(),
-                    max_new_tokens=1,
+                    max_new_tokens=num_tokens,
                     temperature=0.0,
                     ignore_eos=True,
                     want_logprobs=True,
@@ -114,14 +128,14 @@ class EngineSystem:
             )
         while core.has_work:
             core.step()
-        found = [
-            (int(output.request_id), dict(output.top_logprobs[0]))
-            for message in self._said
-            if isinstance(message, Outputs)
-            for output in message.outputs
-        ]
+        for message in self._said:
+            for output in message.outputs if isinstance(message, Outputs) else ():
+                begins[int(output.request_id)].tokens.extend(output.token_ids)
+                begins[int(output.request_id)].likeliest.extend(map(dict, output.top_logprobs))
         self._said.clear()
-        return [likeliest for _, likeliest in sorted(found, key=lambda each: each[0])]
+        if any(len(begin.tokens) != num_tokens for begin in begins):
+            raise WrongNumbers(f"{self.name} has not answered all prompts with {num_tokens} tokens")
+        return begins
 
     def forget(self) -> None:
         """Empty the prefix cache. Memory stays with the engine."""

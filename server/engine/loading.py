@@ -87,7 +87,7 @@ def assemble(
         send(Loading(stage=_STAGES[2], done=2, total=len(_STAGES)))
         cache = memory.cache
         model = source.over(cache, memory.rows)
-        runner = Runner(model, cache, max_rows=config.max_num_seqs, max_tokens=step_tokens)
+        runner = Runner(model, cache, max_rows=min(config.max_num_seqs, cache.num_slots), max_tokens=step_tokens)
         warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
         memory.take_free()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vmmkv import DriverError, OutOfPages
+from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.admission import Admission
 from vmmkv.server.engine.beam_group import BeamGroup
 from vmmkv.server.engine.kv import KV, KVSequence, Prefixes
@@ -325,16 +325,29 @@ class Scheduler:
             self._assigner.release(request.memory.slot)
 
     def _displace(self, request: Request) -> bool:
-        """Let one who is less pressing than a waiting request give way to it; False if all are as pressing.
+        """Let one who is less pressing than a waiting request give way to it; False if all are as pressing, or it is in vain.
 
         The steps under way are waited for first, and windows slide: that may make room already.
         """
         last = max(reversed(self.running), key=lambda running: running.ask.priority, default=request)
-        if last.ask.priority <= request.ask.priority:
+        if last.ask.priority <= request.ask.priority or not self._could_fit(request):
             return False
         if not self._drain() and not self.slide():
             self._preempt(last, max_others=len(self.running) - 1)  # without itself, as many: the other is in by then
         return True
+
+    def _could_fit(self, request: Request) -> bool:
+        """Would a waiting request have memory if all who are less pressing gave way? At best: what these share counts as theirs."""
+        layout, stats = self._cache.layout, self._cache.stats()
+        num_known = 0 if self._prefix is None else self._prefix.match(request.tokens, namespace=request.namespace)
+        wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
+        given_bytes = sum(
+            layout.pages_for(int(self._cache.limits[strand.memory.slot])) * PAGE_BYTES
+            for running in self.running
+            if running.ask.priority > request.ask.priority
+            for strand in running.strands
+        )
+        return wanted_bytes <= stats.pool_budget_bytes - stats.pool_used_bytes + given_bytes
 
     def _preempt(self, request: Request, *, max_others: int) -> None:
         if request.beams is not None:

@@ -1,8 +1,10 @@
 """Block tables and static slots under the very same engine: the same tokens, nothing leaked, nothing shared that is not."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.common_prefill import SlotsWithCommonPrefill
 from bench.baselines.memory import PagedMemory, StaticMemory, systems_on
 from bench.baselines.paged import PagedCache
+from bench.baselines.paged_prefixes import PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
@@ -163,7 +166,7 @@ def test_a_failed_growth_changes_nothing() -> None:
     cache = PagedCache(layout, torch.device("cpu"), num_blocks=3, slots=2, max_tokens=512)
     one, other = cache.open(), cache.open()
     one.grow(2 * BLOCK_ROWS)
-    with pytest.raises(OutOfPages, match="2 blocks are needed and 1 are free"):
+    with pytest.raises(OutOfPages, match="2 blocks are needed, 1 are free and 0 can be evicted"):
         other.grow(2 * BLOCK_ROWS)
     cache.check()
     with pytest.raises(RowsUnmapped):
@@ -202,3 +205,60 @@ def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]
         one.cache.check()
     assert one.tokens("x") == one.expected(prompt_of(50), 10)
     one.memory.close()
+
+
+def blocks_for(num_blocks: int, slots: int = 3) -> tuple[PagedCache, PagedPrefixes]:
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
+    cache = PagedCache(layout, torch.device("cpu"), num_blocks=num_blocks, slots=slots, max_tokens=2048)
+    return cache, PagedPrefixes(cache)
+
+
+def cached(prefixes: PagedPrefixes, tokens: np.ndarray) -> None:
+    """A sequence of these tokens came and went."""
+    sequence = prefixes.attach(tokens).sequence
+    sequence.grow(len(tokens))
+    sequence.advance(len(tokens) - sequence.length)
+    prefixes.release(sequence, tokens)
+
+
+def test_what_a_prefix_is_followed_by_in_its_node_can_go() -> None:
+    cache, prefixes = blocks_for(100)
+    long = np.arange(1600, dtype=np.int32)
+    cached(prefixes, long)
+    assert cache.blocks.num_held == 100
+    other = np.concatenate((long[:40], long[:1000] + 5000))
+    attached = prefixes.attach(other)
+    assert attached.num_tokens == 32
+    attached.sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached for nobody
+    cache.check()
+    assert prefixes.match(long) == 32
+    attached.sequence.close()
+
+
+def test_who_is_refused_has_evicted_nothing() -> None:
+    cache, prefixes = blocks_for(20)
+    running = cache.open()
+    running.grow(15 * BLOCK_ROWS)
+    prompt = np.arange(5 * BLOCK_ROWS, dtype=np.int32)
+    cached(prefixes, prompt)
+    other = cache.open()
+    with pytest.raises(OutOfPages, match="6 blocks are needed, 0 are free and 5 can be evicted"):
+        other.grow(6 * BLOCK_ROWS)
+    assert prefixes.match(prompt) == 4 * BLOCK_ROWS, "all but the last token's block, which is always computed"
+    other.grow(5 * BLOCK_ROWS)
+    assert prefixes.match(prompt) == 0
+    cache.check()
+
+
+def test_what_is_closed_is_free() -> None:
+    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=16, dtype=torch.float32)
+    wanted = Wanted(
+        layout=layout, device=torch.device("cpu"), max_sequences=2, max_tokens=64, step_tokens=8, shares_prefixes=True,
+        budget_bytes=2**21,
+    )  # fmt: skip
+    for open_memory in BASELINES.values():
+        memory = open_memory(wanted)
+        planes = [weakref.ref(plane) for pair in memory.cache.planes.values() for plane in pair]
+        assert len(planes) == 6 and all(plane() is not None for plane in planes)
+        memory.close()
+        assert not any(plane() is not None for plane in planes)

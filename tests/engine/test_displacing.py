@@ -173,3 +173,20 @@ def test_all_end_with_their_tokens_however_they_press(harness: Callable[..., Har
         alone.ask(name, prompt, num_new)
     alone.run()
     assert all(one.tokens(name) == alone.tokens(name) for name in asked)
+
+
+def test_nobody_gives_way_in_vain(harness: Callable[..., Harness]) -> None:
+    """Who cannot fit beside its equals waits for them; the less pressing run on meanwhile."""
+    rows = 2**21 // 1024
+    one = harness(ours=True, share=True, budget_pages=6, max_tokens=8192, step_tokens=512)
+    one.ask("equal", prompt_of(3 * rows - 200, 1), 60)
+    for index in range(2):
+        one.ask(f"low {index}", prompt_of(rows - 100, 2 + index), 30, priority=5)
+    for _ in range(25):
+        one.step()
+    one.ask("large", prompt_of(4 * rows - 300, 9), 5)
+    for _ in range(6):
+        one.step()
+    assert one.engine._scheduler.num_preempted == 0 and sorted(running(one)) == ["equal", "low 0", "low 1"]
+    one.run()
+    assert not one.failures() and len(one.tokens("large")) == 5

@@ -277,11 +277,14 @@ def after_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int, act
 def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    after_steps(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[number] for number in range(30)], SamplingParams(max_tokens=500))
-    assert signal.getsignal(signal.SIGINT) is handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind itself ignore it
+    try:
+        after_steps(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[number] for number in range(30)], SamplingParams(max_tokens=500))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not engine._open().engine.has_work
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 

@@ -12,11 +12,11 @@ from bench.serve import compared
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.drive import Drive, Outcome, Served
 from bench.serve.models import model_of
-from bench.serve.system import EngineSystem
+from bench.serve.system import Begin, EngineSystem
 from bench.timing import WrongNumbers
 from bench.workloads import Ask
 from tests.unit.test_bench_serve import quick, rows_of
-from vmmkv.server.protocol import Failed, Generate, Output, Outputs
+from vmmkv.server.protocol import Abort, Failed, Generate, Output, Outputs
 
 
 class FakeCore:
@@ -38,7 +38,11 @@ class FakeCore:
     def num_running(self) -> int:
         return len(self._left)
 
-    def receive(self, message: Generate) -> None:
+    def receive(self, message: Generate | Abort) -> None:
+        if isinstance(message, Abort):
+            self.waiting = [request for request in self.waiting if request.request_id != message.request_id]
+            self._left.pop(message.request_id, None)
+            return
         self.asked.append(message)
         if message.request_id == self.refuses:
             self._said.append(Failed(request_id=message.request_id, message="no room"))
@@ -67,7 +71,8 @@ def ask(num_in: int, num_out: int, **options: Any) -> Ask:
 
 def drive(*asks: Ask, **changes: Any) -> tuple[Outcome, FakeCore]:
     said: deque[Any] = deque()
-    core = FakeCore(said)
+    core = changes.pop("core", None) or FakeCore(said)
+    said = core._said
     for name, value in changes.items():
         setattr(core, name, value)
     return Drive(core, said, asks).run(), core  # type: ignore[arg-type]
@@ -99,8 +104,12 @@ def test_a_turn_waits_for_the_one_before_and_holds_what_was_said() -> None:
 def test_a_short_answer_or_a_failure_is_no_outcome() -> None:
     with pytest.raises(WrongNumbers, match="request 1 has 3 tokens of 4"):
         drive(ask(3, 2), ask(3, 4), most_tokens=3)
+    core = FakeCore(deque())
     with pytest.raises(WrongNumbers, match="request 1 failed: no room"):
-        drive(ask(3, 2), ask(3, 4), refuses="1")
+        drive(ask(3, 2), ask(3, 4), ask(3, 50), core=core, refuses="1")
+    assert not core.has_work and not core._said, "the next run finds nobody"
+    outcome, _ = drive(ask(3, 5), core=core, refuses="")
+    assert len(outcome.served[0].tokens) == 5
 
 
 def test_who_waits_too_long_or_gets_slow_tokens_is_not_good() -> None:
@@ -111,7 +120,9 @@ def test_who_waits_too_long_or_gets_slow_tokens_is_not_good() -> None:
         Served(0.0, [1, 1, 1], [0.5, 0.7, 0.9]),  # the others are slow
         Served(2.0, [1], [2.9]),
     ]
-    assert compared._num_good(Outcome(served, 3.0, []), target) == 2
+    outcome = Outcome(served, 3.0, [])
+    assert compared._num_good(outcome, target) == 2
+    assert compared._num_tokens(outcome, 0.7) == 4 and compared._num_tokens(outcome, 2.9) == 8
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +154,19 @@ def test_a_quick_run_compares_every_system_on_every_workload(rows: list[dict[str
 def test_a_system_that_says_something_else_has_a_row_that_says_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = EngineSystem.likeliest
+    real = EngineSystem.begins
 
-    def wrong(self: EngineSystem, prompts: Any) -> list[dict[int, float]]:
-        said = [dict(each) for each in real(self, prompts)]
+    def wrong(self: EngineSystem, prompts: Any, num_tokens: int) -> list[Begin]:
+        said = real(self, prompts, num_tokens)
         if self.name != "paged 16":
             return said
-        return [{token: value - 1 for token, value in each.items()} for each in said]
+        return [
+            Begin(each.tokens, [{token: p - place for token, p in at.items()} for place, at in enumerate(each.likeliest)])
+            for each in said
+        ]
 
-    monkeypatch.setattr(EngineSystem, "likeliest", wrong)
-    assert quick(tmp_path, "--parts", "closed", "--repeat", "1") == 1
+    monkeypatch.setattr(EngineSystem, "begins", wrong)
+    assert quick(tmp_path, "--parts", "closed", "rates", "--repeat", "1") == 1
     found = rows_of(tmp_path)
     assert found and {row["metric"] for row in found} == {"failed"}
     assert "first tokens of paged 16 are off by" in capsys.readouterr().out
