@@ -59,6 +59,47 @@ class SlotNumbers:
         self.lengths[indices] = after
 
 
+class SlottedCache:
+    """What all caches whose slots are numbers tell the engine alike: see engine.kv.KV."""
+
+    def __init__(self, layout: KVLayout, numbers: SlotNumbers, *, max_tokens: int) -> None:
+        self.layout: Final = layout
+        self.numbers: Final = numbers
+        self.max_tokens: Final = max_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are."""
+        return self.numbers.device
+
+    @property
+    def num_slots(self) -> int:
+        """Numbered from 1."""
+        return self.numbers.num_slots
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """See KV.limit."""
+        return self.numbers.limit
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """See KV.lengths."""
+        return self.numbers.lengths
+
+    @property
+    def limits(self) -> npt.NDArray[np.int32]:
+        """See KV.limits."""
+        return self.numbers.limits
+
+    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
+        """See KV.advance."""
+        self.numbers.advance(slots, num_tokens)
+
+    def drain(self) -> None:
+        """Nothing waits to be given back."""
+
+
 Planes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """K and V of each layer."""
 

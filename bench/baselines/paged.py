@@ -10,11 +10,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bench.baselines.blocks import BLOCK_ROWS, BlockPool
-from bench.baselines.numbers import Planes, SlotNumbers, planes_of
+from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
 from vmmkv.errors import OutOfPages
 from vmmkv.radix import Node
@@ -66,14 +65,12 @@ class PagedSequence:
             self._cache._close(self)
 
 
-class PagedCache:
+class PagedCache(SlottedCache):
     """See engine.kv.KV. Raises: ValueError for a layout with windows, several groups or quantised rows."""
 
     def __init__(self, layout: KVLayout, device: torch.device, *, num_blocks: int, slots: int, max_tokens: int) -> None:
-        self.layout: Final = layout
-        self.max_tokens: Final = max_tokens
         self.blocks: Final = BlockPool(num_blocks)
-        self.numbers: Final = SlotNumbers(slots, device)
+        super().__init__(layout, SlotNumbers(slots, device), max_tokens=max_tokens)
         self.block_bytes: Final = BLOCK_ROWS * layout.row_bytes
         self.planes: Final[Planes] = planes_of(layout, (num_blocks, BLOCK_ROWS), device)
         num_columns = ceil_div(max_tokens, BLOCK_ROWS)
@@ -89,41 +86,12 @@ class PagedCache:
 
     # what the engine asks
 
-    @property
-    def device(self) -> torch.device:
-        """Where rows are."""
-        return self.numbers.device
-
-    @property
-    def num_slots(self) -> int:
-        """Numbered from 1."""
-        return self.numbers.num_slots
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """See KV.limit."""
-        return self.numbers.limit
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """See KV.lengths."""
-        return self.numbers.lengths
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """See KV.limits."""
-        return self.numbers.limits
-
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> PagedSequence:
         """A new sequence, without blocks. Memory of other tenants is not zeroed: block-table engines do not."""
         slot = self.numbers.take()
         sequence = PagedSequence(self, slot, max_tokens or self.max_tokens, tenant)
         self._sequences[slot], self._ends[slot] = sequence, sequence.max_tokens
         return sequence
-
-    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KV.advance."""
-        self.numbers.advance(slots, num_tokens)
 
     def lead_tokens(self, step_us: float) -> int:
         """A block costs nothing to get: for the next token is soon enough."""
@@ -141,9 +109,6 @@ class PagedCache:
             return 0  # who needs one will ask, and be told
         self._num_pumped += num_blocks
         return num_blocks
-
-    def drain(self) -> None:
-        """Nothing waits to be given back."""
 
     def fork(self, sequence: PagedSequence, count: int = 1, *, max_tokens: int | None = None) -> list[PagedSequence]:
         """See KV.fork: full blocks are shared, the last one is copied."""

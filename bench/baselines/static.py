@@ -7,10 +7,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Final, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from bench.baselines.numbers import Planes, SlotNumbers, planes_of
+from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
 from vmmkv.stats import CacheStats
 
@@ -51,39 +50,12 @@ class StaticSequence:
             self._cache.numbers.give_back(self.slot)
 
 
-class StaticCache:
+class StaticCache(SlottedCache):
     """See engine.kv.KV. Raises: ValueError for a layout with windows, several groups or quantised rows."""
 
     def __init__(self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int) -> None:
-        self.layout: Final = layout
-        self.max_tokens: Final = max_tokens
-        self.numbers: Final = SlotNumbers(slots, device)
+        super().__init__(layout, SlotNumbers(slots, device), max_tokens=max_tokens)
         self.planes: Final[Planes] = planes_of(layout, (1 + slots, max_tokens), device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows are."""
-        return self.numbers.device
-
-    @property
-    def num_slots(self) -> int:
-        """Numbered from 1."""
-        return self.numbers.num_slots
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """See KV.limit."""
-        return self.numbers.limit
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """See KV.lengths."""
-        return self.numbers.lengths
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """See KV.limits."""
-        return self.numbers.limits
 
     def k(self, layer: int) -> torch.Tensor:
         """[1 + slots, max_tokens, kv_heads, head_dim]"""
@@ -98,10 +70,6 @@ class StaticCache:
         slot = self.numbers.take()
         self.numbers.allow([slot], [max_tokens or self.max_tokens])
         return StaticSequence(self, slot)
-
-    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KV.advance."""
-        self.numbers.advance(slots, num_tokens)
 
     def fork(self, sequence: Any, count: int = 1, *, max_tokens: int | None = None) -> NoReturn:
         """Raises: ValueError."""
@@ -118,9 +86,6 @@ class StaticCache:
     def pump(self, budget_us: float, *, lead_tokens: int) -> int:
         """All memory is there."""
         return 0
-
-    def drain(self) -> None:
-        """Nothing waits to be given back."""
 
     def stats(self) -> CacheStats:
         """In the words of a cache of pages."""
