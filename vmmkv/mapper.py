@@ -64,7 +64,7 @@ class Growth:
         self.targets = targets
         self.num_mapped = 0
         self.mapping_us = 0.0
-        """What mapping a new extent took, without what the pool did to find it."""
+        """What mapping a new extent took, and creating it, but for what the pool may have waited for."""
         self._mapper = mapper
         self._new: list[tuple[Arena, Mapping, Tenant | None]] = []
         self._revived: list[tuple[Arena, Mapping, Fence]] = []
@@ -108,8 +108,10 @@ class Growth:
                     missing.append((target, page, 1))
                 page += num_pages
         counts = Counter(num_pages for _, _, num_pages in missing)
-        unused = {size: deque(extents) for size, extents in self._mapper.pool.acquire_mixed(counts, wait=wait).items()}
         began_ns = time.perf_counter_ns()
+        unused = {size: deque(extents) for size, extents in self._mapper.pool.acquire_mixed(counts, wait=wait).items()}
+        if wait:
+            began_ns = time.perf_counter_ns()
         try:
             for target, page, num_pages in missing:
                 self._map(target, page, unused[num_pages])
