@@ -6,6 +6,9 @@ ARGS ?=
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# The adapters run with the transformers of constraints.txt, and with this one, the newest that was tested.
+NEWEST_TRANSFORMERS := 5.23.0
+NEWEST := $(VENV)/transformers-$(NEWEST_TRANSFORMERS)
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 REMEDY = vmmkv needs Python 3.11 or newer: name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'
@@ -15,7 +18,7 @@ VENV_REMEDY = Install it (on Debian and Ubuntu: apt install python3-venv), or na
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench model chromium nightly
+.PHONY: help serve test check bench docs model chromium nightly
 # A target whose recipe fails is not there: a stamp then never stands for half an installation.
 .DELETE_ON_ERROR:
 
@@ -25,14 +28,16 @@ help:
 	@echo "make check                         lint, format and types alone"
 	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes"
 	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
+	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
 serve: $(VENV)/.serve-installed
 	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
 
-test: check model chromium
+test: check model chromium $(NEWEST)/.installed
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters/test_hf_*.py)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
@@ -45,12 +50,20 @@ nightly: $(VENV)/.dev-installed
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)
 
+docs: $(VENV)/.dev-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
+
 model: $(VENV)/.dev-installed
 	$(BIN)/vmmkv fetch smollm2-135m
 
 # For the test that looks at the benchmarks' report; skipped, and said so, where it is missing and may not be installed.
 chromium:
 	@tests/end_to_end/get-chromium.sh
+
+$(NEWEST)/.installed: $(VENV)/.dev-installed
+	$(BIN)/python -m pip install --no-deps --target $(NEWEST) transformers==$(NEWEST_TRANSFORMERS)
+	@touch $@
 
 # The stamps are older than what they depend on when an installation is due.
 $(VENV)/.serve-installed: $(VENV)/.created pyproject.toml constraints.txt
@@ -60,7 +73,7 @@ $(VENV)/.serve-installed: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev-installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing vmmkv and what developing needs into $(VENV); this takes a few minutes once."
-	$(PIP_INSTALL) --editable '.[server,hf,bench,dev]'
+	$(PIP_INSTALL) --editable '.[server,hf,bench,dev,docs]'
 	@touch $@ $(VENV)/.serve-installed
 
 $(VENV)/.created:

@@ -172,23 +172,30 @@ class KVCache:
             raise ValueError(f"count={count}: a fork makes at least 1 sequence")
         with self.pool.lock:
             end = self._check_end(max_tokens)
-            self._check_running(sequence)
+            self._check_fork(sequence, end)
             available = self._table.num_slots - len(self._occupancy.sequences)
             if count > available:
                 raise OutOfSlots(
                     f"{count} slots are wanted and {available} of {self._table.num_slots} run no sequence; close some"
                 )
-            if sequence.length > end:
-                raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
-            forks: list[Sequence] = []
-            try:
-                for _ in range(count):
-                    forks.append(self._occupancy.fork(sequence, end))
-            except BaseException:
-                for fork in forks:
-                    fork.close()
-                raise
-            return forks
+            return self._fork_all(((sequence, self._occupancy.clear_run(1)) for _ in range(count)), end)
+
+    def fork_batch(self, sequences: Iterable[Sequence], *, max_tokens: int | None = None) -> list[Sequence]:
+        """A fork of each of these running sequences, in this order and in adjacent slots; one may be named several times.
+
+        So a batch grows, shrinks or changes its order: the forks are a batch as those of `open_batch` are, and the sequences
+        that it has left are closed by the caller.
+        Cost and errors: as `fork`; ValueError for none.
+        """
+        with self.pool.lock:
+            end = self._check_end(max_tokens)
+            parents = list(sequences)
+            if not parents:
+                raise ValueError("a batch has at least 1 sequence, and none was named to fork")
+            for parent in parents:
+                self._check_fork(parent, end)
+            first = self._occupancy.clear_run(len(parents))
+            return self._fork_all([(parent, slot) for slot, parent in enumerate(parents, first)], end)
 
     def copy_rows(self, pairs: Iterable[tuple[Sequence, Sequence]], first: int, end: int) -> None:
         """Of each pair (source, target) the target takes rows [first, end) of the source, and then has `end` tokens.
@@ -399,6 +406,23 @@ class KVCache:
         if blank:
             return blank[-1]
         return parked[0] if parked and not self._table.where(SlotState.FREE) else None
+
+    def _fork_all(self, pairs: Iterable[tuple[Sequence, int]], end: int) -> list[Sequence]:
+        """Forks of these sequences in these free slots; all or none."""
+        forks: list[Sequence] = []
+        try:
+            for parent, slot in pairs:
+                forks.append(self._occupancy.fork(parent, slot, end))
+        except BaseException:
+            for fork in forks:
+                fork.close()
+            raise
+        return forks
+
+    def _check_fork(self, sequence: Sequence, end: int) -> None:
+        self._check_running(sequence)
+        if sequence.length > end:
+            raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
 
     def _check_running(self, sequence: Sequence) -> None:
         if self._occupancy.sequences.get(sequence.slot) is not sequence:

@@ -174,9 +174,9 @@ class Occupancy:
         sequence.closed = True
         self._free_if_bare(sequence.slot)
 
-    def fork(self, parent: Sequence, end: int) -> Sequence:
-        """A new sequence with all that another one has."""
-        slot, num_tokens = self.clear_run(1), parent.length
+    def fork(self, parent: Sequence, slot: int, end: int) -> Sequence:
+        """A new sequence in a free slot with all that another one has."""
+        num_tokens = parent.length
         pages = sharing.shareable(self.memory, parent.slot, num_tokens)
         self.table.starts[:, slot] = self.table.starts[:, parent.slot]
         return self.open_with(slot, end, parent.tenant, num_tokens, pages, sharing.SlotRows(self.memory, parent.slot))

@@ -1050,3 +1050,47 @@ def test_a_slot_named_twice_is_refused(cache):
 def test_arguments_in_the_wrong_order_are_told(cache):
     with pytest.raises(TypeError, match="takes a KVLayout and a Pool"):
         KVCache(cache.pool, LAYOUT, slots=1, max_tokens=1)
+
+
+def test_a_batch_of_forks_stands_in_adjacent_slots_and_shares_full_pages(pool):
+    with KVCache(LAYOUT, pool, slots=8, max_tokens=128) as cache:
+        parents = cache.open_batch(2)
+        blocker = cache.open()
+        for mark, parent in enumerate(parents):
+            parent.grow(2 * TOKENS_PER_PAGE + 3)
+            parent.k(0)[:, 0, 0] = 100 * mark + torch.arange(parent.limit)
+            parent.advance(2 * TOKENS_PER_PAGE + 3)
+        held = pool.held_bytes
+        forks = cache.fork_batch([parents[1], parents[0], parents[1]])
+        first = forks[0].slot
+        assert [fork.slot for fork in forks] == [first, first + 1, first + 2]
+        assert pool.held_bytes == held + 3 * PAGE_BYTES  # the last page of each
+        batch = cache.k(0)[first : first + 3, : forks[0].length, 0, 0]
+        assert batch.tolist() == [[100.0 * mark + row for row in range(2 * TOKENS_PER_PAGE + 3)] for mark in (1, 0, 1)]
+        for sequence in (*parents, blocker):
+            sequence.close()
+        cache.check()
+        assert batch[1, :4].tolist() == [0, 1, 2, 3]
+
+
+def test_a_batch_of_forks_is_all_or_none(pool, driver):
+    with KVCache(LAYOUT, pool, slots=6, max_tokens=128) as cache:
+        parent = cache.open()
+        parent.grow(40)
+        parent.advance(40)
+        held = pool.held_bytes
+        with pytest.raises(OutOfSlots, match="6 adjacent slots are wanted"):
+            cache.fork_batch([parent] * 6)
+        with pytest.raises(SequenceTooLong, match="40 tokens are forked"):
+            cache.fork_batch([parent], max_tokens=30)
+        with pytest.raises(ValueError, match="at least 1 sequence"):
+            cache.fork_batch([])
+        pool.resize(held + PAGE_BYTES)
+        with pytest.raises(OutOfPages):
+            cache.fork_batch([parent, parent])
+        cache.drain()
+        assert pool.held_bytes == held
+        cache.check()
+        parent.close()
+        with pytest.raises(Closed, match="no running sequence"):
+            cache.fork_batch([parent])

@@ -36,6 +36,7 @@ LAYERS = (
     ("tiers",),
     ("adapters",),
     ("server", "kernels"),
+    ("testing",),
     ("cli", "__main__"),
 )
 """Bottom to top: a module may import from its own layer and from those below it."""

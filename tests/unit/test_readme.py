@@ -16,10 +16,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_library_example_runs_and_is_right() -> None:
-    _, first, loop, shared, quantised = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    _, first, loop, given, shared, quantised = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (promised,) = re.findall(r"waste_bytes\)\s+# (\d+)", first)
     (hits,) = re.findall(r"hit_tokens\)\s+# (.*)$", shared, re.MULTILINE)
-    for example, output in ((first, promised), (loop, ""), (shared, hits), (quantised, "")):
+    for example, output in ((first, promised), (loop, ""), (given, "True"), (shared, hits), (quantised, "")):
         run = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout.strip() == output
@@ -51,7 +51,7 @@ def test_links_lead_somewhere(document: str) -> None:
         assert (ROOT / document).parent.joinpath(target).exists(), target
 
 
-@pytest.mark.parametrize("target", ["serve", "test", "check", "bench"])
+@pytest.mark.parametrize("target", ["serve", "test", "check", "bench", "docs"])
 def test_make_targets_exist_and_are_explained(target: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)

@@ -1,0 +1,77 @@
+"""What mkdocs does not do by itself: pages and rows that stand elsewhere in the repository, and pictures inside the page.
+
+A picture is drawn with `currentColor`, which only a part of the page itself can take from it: as an image it would be black on
+a dark page. So `![...](pictures/NAME.svg)` becomes the drawing, and stays an ordinary image for who reads the Markdown.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+
+BROUGHT = {
+    "ARCHITECTURE.md": "repository/architecture.md",
+    "CHANGELOG.md": "repository/changelog.md",
+    "bench/README.md": "repository/bench.md",
+    "kernels/README.md": "repository/kernels.md",
+}
+"""Pages that stand elsewhere, by their path in the repository."""
+
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#:]+)(#[^)]*)?\)")
+_CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_PICTURE = re.compile(r'<p><img alt="[^"]*" src="[^"]*pictures/([a-z]+)\.svg" ?/?></p>')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages that stand elsewhere, and the rows that the pages speak of."""
+    for path, uri in BROUGHT.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for rows in sorted((ROOT / "bench" / "results").iterdir()):
+        files.append(File.generated(config, f"results/{rows.name}", abs_src_path=str(rows)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links by paths of the repository lead to where the site has what they mean; what it has not is named, not linked."""
+    uri = page.file.src_uri
+    home = next((path for path, brought in BROUGHT.items() if brought == uri), f"docs/{uri}")
+
+    def led(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(home), target))
+        known = site_uri(path)
+        if known is not None:
+            return f"{text}({posixpath.relpath(known, posixpath.dirname(uri) or '.')}{anchor})"
+        if not (ROOT / path).exists():
+            return link[0]  # mkdocs says that it is dead
+        words = text.strip("[]")
+        return f"`{path}`" if words == path else f"{words} (`{path}`)"
+
+    parts = re.split(f"({_CODE.pattern})", markdown, flags=_CODE.flags)
+    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts)
+
+
+def site_uri(path: str) -> str | None:
+    """Where the site has what stands at this path of the repository; None if it has it not."""
+    if path in BROUGHT:
+        return BROUGHT[path]
+    if not (ROOT / path).is_file():
+        return None
+    for folder, uri in (("docs/", ""), ("bench/results/", "results/")):
+        if path.startswith(folder):
+            return uri + path.removeprefix(folder)
+    return None
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The drawings, in place of images of them."""
+
+    def drawn(image: re.Match[str]) -> str:
+        return f'<figure class="picture">{(ROOT / "docs/pictures" / f"{image[1]}.svg").read_text(encoding="utf-8")}</figure>'
+
+    return _PICTURE.sub(drawn, html)

@@ -1,0 +1,111 @@
+"""Small random models of several families, and what they generate with transformers' own cache and with this one."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from vmmkv import Pool
+from vmmkv.adapters.hf import VmmCache
+
+PAD, VOCABULARY = 0, 199
+
+
+def _options(**changes: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+    }
+    return options | changes
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    """Random weights, four query heads over two key-value heads; a row of 2 KiB."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**_options(**changes))).eval()
+
+
+def wide_llama(**changes: Any) -> LlamaForCausalLM:
+    """A row of 64 KiB, so that 32 tokens fill a page."""
+    return llama(num_key_value_heads=4, head_dim=512, **changes)
+
+
+def mistral(sliding_window: int, **changes: Any) -> MistralForCausalLM:
+    """Every layer with a window."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**_options(sliding_window=sliding_window, **changes))).eval()
+
+
+def gemma3(sliding_window: int, **changes: Any) -> Gemma3ForCausalLM:
+    """Three layers with a window and one without; head size 256, one key-value head."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    torch.manual_seed(0)
+    options = _options(sliding_window=sliding_window, head_dim=256, num_key_value_heads=1, layer_types=kinds, **changes)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**options)).eval()
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    """Latent attention, of which transformers keeps each head's keys and values: 24 wide, and 12."""
+    torch.manual_seed(0)
+    options = _options(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16)
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    del options["head_dim"]
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**options, **experts, v_head_dim=12, first_k_dense_replace=1)).eval()
+
+
+def gemma4(sliding_window: int) -> Gemma4ForCausalLM:
+    """Two layers with a window and two without, of another head size; the second two read what the first two keep."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    torch.manual_seed(0)
+    options = _options(sliding_window=sliding_window, layer_types=kinds, head_dim=16, global_head_dim=32)
+    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**options, **inputs, num_kv_shared_layers=2)).eval()
+
+
+def prompts(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch of random prompts, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.full((len(lengths), longest), PAD)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, cache: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+    """What a model generates with a cache: 24 tokens, with one seed, greedily unless the options say otherwise."""
+    torch.manual_seed(2)
+    options = {"max_new_tokens": 24, "do_sample": False} | options
+    answer: list[list[int]] = model.generate(**inputs, past_key_values=cache, **options).tolist()
+    return answer
+
+
+def assert_same(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+    """The same tokens as with transformers' own cache; the laws hold and nothing is left behind."""
+    expected = generated(model, DynamicCache(config=model.config), inputs, **options)
+    with VmmCache(model.config, pool) as cache:
+        assert generated(model, cache, inputs, **options) == expected
+        cache.check()

@@ -1,0 +1,233 @@
+"""The conformance suite passes what is right, and each of its checks catches what is wrong in its way."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.adapters import broken
+from vmmkv.adapters import attention
+from vmmkv.kernels.decode import decode
+from vmmkv.kernels.prefill import prefill
+from vmmkv.pool import Pool
+from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance, kernels
+from vmmkv.testing import __main__ as command
+from vmmkv.testing.caches import Memory, open_memory
+from vmmkv.testing.checks import CHECKS
+from vmmkv.testing.report import markdown
+from vmmkv.testing.subject import Subject
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda:0"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+ON_A_CPU = {"growth between graph replays"} if INTERPRETED else set()
+
+CPU = {"device": "cpu", "heads": 2, "kv_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+def statuses(report: Report) -> dict[str, str]:
+    return {result.check: result.status for result in report.results}
+
+
+def wrong(report: Report) -> set[str]:
+    return {result.check for result in report.results if result.status in ("failed", "crashed")}
+
+
+@pytest.mark.parametrize("attention_fn", [decode, prefill], ids=["decode", "prefill"])
+def test_the_projects_kernels_conform(attention_fn: Callable[..., torch.Tensor], worker: Worker) -> None:
+    form = "prefill" if attention_fn is prefill else "decode"
+    shape = {"heads": 2, "kv_heads": 1} if INTERPRETED else {"heads": 32, "kv_heads": 8, "head_dim": 128}
+    report = conformance(attention_fn, form=form, device=DEVICE, dtype=DTYPE, worker=worker, **shape)
+    report.raise_if_failed()
+    assert {check for check, status in statuses(report).items() if status != "passed"} == ON_A_CPU
+
+
+@pytest.mark.parametrize(
+    ("attention_fn", "form"),
+    [
+        (attention.sdpa_decode, "decode"),
+        (attention.sdpa_decode_grouped, "decode"),
+        (attention.sdpa_prefill, "prefill"),
+        (attention.flex_prefill, "prefill"),  # which flex_decode calls
+    ],
+)
+def test_the_adapters_of_torch_conform(attention_fn: Callable[..., torch.Tensor], form: str, worker: Worker) -> None:
+    odd = {"heads": 6, "kv_heads": 3, "head_dim": 80}  # K and V of a layer are no power of two
+    report = conformance(attention_fn, form=form, device=DEVICE, dtype=DTYPE, capturable=False, worker=worker, **odd)
+    report.raise_if_failed()
+    assert {check for check, status in statuses(report).items() if status != "passed"} == {"growth between graph replays"}
+
+
+@pytest.mark.parametrize("guard_tokens", [broken.TILE - 2, broken.TILE - 1])
+def test_a_guard_ends_what_is_mapped_to_the_row(guard_tokens: int, worker: Worker) -> None:
+    """A kernel that loads whole tiles needs a guard of a tile less a row."""
+    options = {**CPU, "guard_tokens": guard_tokens, "checks": ["unmapped past the guard"], "worker": worker}
+    (result,) = conformance(broken.loads_whole_tiles, **options).results
+    assert result.status == ("passed" if guard_tokens >= broken.TILE - 1 else "crashed")
+    if guard_tokens < broken.TILE - 1:
+        assert result.detail == "SIGSEGV: it touched memory that is not mapped"
+
+
+@pytest.mark.parametrize(
+    ("attention_fn", "caught_by"),
+    [
+        (broken.loads_whole_tiles, {"NaN past the length"}),
+        (broken.takes_zeros_for_padding, {"stale rows past the length", "NaN past the length"}),
+        (broken.scales_keys_in_place, {"aliased prefix", "64-bit token offsets"}),  # which maps few pages many times
+        (broken.keeps_the_first_lengths, {"growth between calls"}),
+    ],
+)
+def test_each_mistake_is_caught_where_it_shows_and_nowhere_else(
+    attention_fn: Callable[..., torch.Tensor], caught_by: set[str], worker: Worker
+) -> None:
+    report = conformance(attention_fn, **CPU, guard_tokens=broken.TILE - 1, worker=worker)
+    assert wrong(report) == caught_by
+    assert not report.passed
+    with pytest.raises(ConformanceError, match="is not right") as error:
+        report.raise_if_failed()
+    assert all(check in str(error.value) for check in caught_by)
+
+
+@pytest.mark.parametrize(
+    ("attention_fn", "check", "detail"),
+    [
+        (broken.takes_rows_for_contiguous, "strides", "NaN or infinity"),
+        (broken.flattens_by_view, "strides", "it raised RuntimeError: view size is not compatible"),
+        (broken.sees_one_page, "shuffled pages", "in a sequence of 130 tokens, query 0 of 1"),
+        (broken.rotates_keys_in_place, "strides", "it changed rows of K or V that it was to read"),
+        (broken.returns_float64, "strides", "of torch.float64"),
+        (broken.returns_nothing, "strides", "it returned NoneType, no tensor"),
+        (broken.raises, "aliased prefix", "it raised RuntimeError: no kernel image"),
+    ],
+)
+def test_a_line_says_what_was_wrong(attention_fn: Callable[..., torch.Tensor], check: str, detail: str, worker: Worker) -> None:
+    (result,) = conformance(attention_fn, **CPU, checks=[check], worker=worker).results
+    assert result.status == "failed"
+    assert detail in result.detail
+
+
+@pytest.mark.parametrize(
+    ("attention_fn", "caught_by"),
+    [(broken.int32_token_offsets, "64-bit token offsets"), (broken.int32_slot_offsets, "64-bit slot offsets")],
+)
+def test_an_offset_of_32_bits_is_caught(attention_fn: Callable[..., torch.Tensor], caught_by: str, worker: Worker) -> None:
+    report = conformance(attention_fn, **CPU, checks=["shuffled pages", caught_by], worker=worker)
+    assert wrong(report) == {caught_by}
+
+
+@pytest.mark.parametrize(
+    ("attention_fn", "check"),
+    [(broken.ignores_slots, "64-bit slot offsets"), (broken.reads_a_row_past, "aliased prefix")],
+)
+def test_other_rows_than_the_sequences_own_are_caught(
+    attention_fn: Callable[..., torch.Tensor], check: str, worker: Worker
+) -> None:
+    (result,) = conformance(attention_fn, **CPU, checks=[check], worker=worker).results
+    assert result.status == "failed"
+    assert "an error of" in result.detail
+
+
+def test_queries_that_see_later_tokens_are_caught(worker: Worker) -> None:
+    report = conformance(broken.sees_all_queries_as_last, form="prefill", **CPU, checks=["strides"], worker=worker)
+    assert wrong(report) == {"strides"}
+
+
+def test_a_function_that_ends_the_process_is_no_result(worker: Worker) -> None:
+    with pytest.raises(CheckError, match="exited with 7"):
+        conformance(broken.exits, **CPU, checks=["strides"], worker=worker)
+
+
+def test_a_check_that_gives_no_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vmmkv.testing.worker.TIMEOUT_S", 0.2)
+    with Worker() as own:
+        (result,) = conformance(broken.hangs, **CPU, checks=["strides"], worker=own).results
+    assert (result.status, result.detail) == ("crashed", "no answer in 0.2 s")
+
+
+def test_a_partial_can_be_tested_and_a_lambda_is_refused(worker: Worker) -> None:
+    partial = functools.partial(decode, scale=64**-0.5)
+    if INTERPRETED:
+        assert conformance(partial, **CPU, dtype=DTYPE, checks=["strides"], worker=worker).passed
+    with pytest.raises(ValueError, match="at the top of a module"):
+        conformance(lambda *tensors: tensors[0], **CPU, worker=worker)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checks": ["speed"]}, "there are strides"),
+        ({"form": "both"}, "decode or prefill"),
+        ({"dtype": torch.int8}, "torch.float16"),
+        ({"heads": 3, "kv_heads": 2}, "a multiple of kv_heads"),
+        ({"guard_tokens": -1}, "at least 0"),
+        ({"device": "meta"}, "'cpu' and 'cuda:0'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        conformance(attention.sdpa_decode, **{"device": "cpu", **options})
+
+
+def subject() -> Subject:
+    return Subject(
+        attention_fn=attention.sdpa_decode, form="decode", device=torch.device("cpu"), dtype=torch.float32, heads=2,
+        kv_heads=1, head_dim=64, guard_tokens=0, error_ratio=2.0, error_floor=1e-5, capturable=False,
+    )  # fmt: skip
+
+
+def handles_of(memory: Memory, slot: int) -> list[int]:
+    """What is mapped under a slot, by address."""
+    (arena,) = memory.cache._memory.arenas
+    return [int(mapping.extent.handle) for mapping in arena.spans[slot].live()]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_pages_of_the_shuffled_check_are_shuffled(shuffled: bool) -> None:
+    with open_memory(subject(), slots=1, shuffled=shuffled) as memory:
+        sequence = memory.cache.open()
+        for num_tokens in range(memory.page_rows, 9 * memory.page_rows, memory.page_rows):
+            memory.write(sequence, num_tokens, past=0.0)
+        handles = handles_of(memory, sequence.slot)
+    assert len(handles) == 8
+    assert (handles == sorted(handles)) is not shuffled
+
+
+def test_a_check_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Pool] = []
+    opened = Pool.__init__
+    monkeypatch.setattr(Pool, "__init__", lambda self, *args, **options: (made.append(self), opened(self, *args, **options))[1])
+    CHECKS["aliased prefix"](subject())
+    (pool,) = made
+    assert pool.closed
+    assert pool.created_bytes == 0
+
+
+def test_a_table_has_a_row_for_each_kernel_and_says_what_has_not_passed() -> None:
+    results = (Result(check="strides", status="passed"), Result(check="growth", status="failed", detail="NaN"))
+    reports = [Report(kernel=name, subject="decode", results=results) for name in ("first", "second")]
+    lines = markdown(reports).splitlines()
+    assert lines[:2] == ["| kernel | strides | growth |", "| --- | --- | --- |"]
+    assert lines[2] == "| first | passed | failed |"
+    assert lines[-1] == "- growth failed: NaN (first; second)"
+    assert str(reports[0]).splitlines()[2] == "  growth   failed   NaN"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU it takes bfloat16 and all of the GPU's kernels")
+def test_the_command_prints_the_table_of_what_is_at_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = [kernel for kernel in kernels.KERNELS if kernel.missing(torch.device("cpu"))]
+    assert {kernel.library for kernel in absent} == {"flash_attn", "flash_attn_interface", "flashinfer"}
+    monkeypatch.setattr(kernels, "KERNELS", (kernels.KERNELS[2], *absent))
+    assert command.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "| SDPA, decode | passed |" in "\n".join(printed)
+    assert "- FlashAttention-2, decode: flash_attn is not installed" in printed

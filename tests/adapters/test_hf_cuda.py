@@ -1,0 +1,52 @@
+"""On a GPU, where the host goes on while kernels still read: the same tokens, and the memory of the tokens alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.hf_models import assert_same, gemma3, llama, mistral, prompts, wide_llama
+from vmmkv import GIB, Pool
+from vmmkv.adapters.hf import VmmCache
+from vmmkv.units import PAGE_BYTES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to test on")]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool("cuda:0", 4 * GIB) as pool:
+        yield pool
+
+
+def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cuda:0") for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("make", [llama, lambda: gemma3(16)], ids=["full", "hybrid"])
+def test_the_tokens_are_those_of_transformers_own_cache(pool: Pool, make: Any, attention: str) -> None:
+    model = make().to("cuda:0")
+    model.set_attn_implementation(attention)
+    assert_same(model, pool, on_gpu(prompts(45)))
+    assert_same(model, pool, on_gpu(prompts(45, 20, 3)))
+
+
+def test_beams_and_prompt_lookup(pool: Pool) -> None:
+    model = wide_llama(initializer_range=0.3).to("cuda:0")
+    assert_same(model, pool, on_gpu(prompts(70, 40)), num_beams=4, max_new_tokens=60)
+    assert_same(model, pool, on_gpu(prompts(70)), prompt_lookup_num_tokens=4, max_new_tokens=60)
+
+
+def test_what_a_window_passes_is_unmapped_behind_whoever_reads_it(pool: Pool) -> None:
+    model = mistral(40, num_key_value_heads=4, head_dim=512).to("cuda:0")
+    assert_same(model, pool, on_gpu(prompts(100, 70)), max_new_tokens=300)
+
+
+def test_equal_prompts_are_seen_on_the_device(pool: Pool) -> None:
+    model = wide_llama().to("cuda:0", torch.bfloat16)
+    ids = on_gpu(prompts(1024))["input_ids"]
+    with VmmCache(model.config, pool) as cache, torch.inference_mode():
+        model(ids.expand(6, -1), past_key_values=cache)
+        assert pool.held_bytes == 16 * PAGE_BYTES  # 64 rows of 32 KiB a page

@@ -1,0 +1,168 @@
+"""What a VmmCache does not support, and what it says."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import BartConfig, BloomConfig, Mamba2Config, Qwen3NextConfig
+
+from tests.adapters.hf_models import generated, llama, prompts
+from vmmkv import Closed, LayoutError, Pool, SequenceTooLong
+from vmmkv.adapters.hf import VmmCache
+
+IDS = torch.randint(1, 199, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(), "bart is an encoder and a decoder"),
+        (Qwen3NextConfig(num_hidden_layers=4), r"LinearAttentionLayer in layers 0, 1, 2\. .*use DynamicCache"),
+        (Mamba2Config(num_hidden_layers=2), "mamba2 keeps more than keys and values by token: .* in layers 0, 1"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(pool: Pool, config: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        VmmCache(config, pool)
+
+
+def test_arguments_of_other_kinds_are_refused(pool: Pool, model: Any) -> None:
+    with pytest.raises(TypeError, match=r"such as model\.config"):
+        VmmCache(model, pool)
+    with pytest.raises(TypeError, match="takes a Pool"):
+        VmmCache(model.config, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        VmmCache(model.config, pool, max_tokens=0)
+    with pytest.raises(ValueError, match="give max_tokens"):
+        VmmCache(BloomConfig(), pool)
+
+
+def test_gradients_are_refused(pool: Pool) -> None:
+    model = llama()
+    with VmmCache(model.config, pool) as cache:
+        with pytest.raises(NotImplementedError, match=r"torch\.no_grad\(\)"):
+            model(IDS, past_key_values=cache)
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        with torch.inference_mode():
+            model(IDS[:, :1], past_key_values=cache)
+        with torch.no_grad():
+            model(IDS[:, :2], past_key_values=cache)
+        model.requires_grad_(False)
+        model(IDS[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 13
+
+
+def test_another_batch_is_refused(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"a batch of 2, and the model computes one of 1: reset\(\)"):
+            model(IDS[:1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"rows \[0, 2\] of a batch of 2"):
+            cache.reorder_cache(torch.tensor([0, 2]))
+
+
+def test_another_model_is_refused(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(LayoutError, match=r"gives \[2, 1, 9, 32\] torch.float32 .*rows are \[2, 2, 9, 32\]"):
+            llama(num_key_value_heads=1)(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="layer 4 keeps no keys"):
+            cache.update(torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 1, 32), 4)
+
+
+def test_a_pass_that_failed_is_taken_back(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other, torch.no_grad():
+        for each in (cache, other):
+            model(IDS, past_key_values=each)
+        states = torch.randn(2, 2, 3, 32)
+        for layer in range(2):
+            cache.update(states, states, layer)
+        assert [cache.get_seq_length(layer) for layer in range(4)] == [12, 12, 9, 9]
+        for refused in (lambda: cache.update(states, states, 0), lambda: cache.reorder_cache(torch.tensor([0, 1]))):
+            with pytest.raises(RuntimeError, match=r"crop\(0\) takes"):
+                refused()
+        cache.crop(0)
+        cache.check()
+        more = IDS[:, :4]
+        assert torch.equal(model(more, past_key_values=cache).logits, model(more, past_key_values=other).logits)
+
+
+def test_too_many_tokens_are_refused_before_any_is_written(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool, max_tokens=10) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(SequenceTooLong, match="max_tokens=10"):
+            model(IDS[:, :2], past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        model(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("removed", [1, -10])
+def test_a_crop_is_told_how_many_tokens_to_remove(pool: Pool, model: Any, removed: int) -> None:
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="minus the number of tokens to remove, of 9"):
+            cache.crop(removed)
+
+
+def test_there_is_nothing_to_see_before_the_first_token(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool) as cache:
+        assert cache.layers[0].keys is None and not cache.is_initialized
+        with pytest.raises(ValueError, match="no tokens yet"):
+            cache.states(0)
+        cache.crop(0)
+        cache.reorder_cache(torch.tensor([], dtype=torch.long))
+        cache.batch_repeat_interleave(3)
+        with copy.deepcopy(cache) as other:
+            assert other.get_mask_sizes(5, 0) == (5, 0)
+
+
+def test_layers_refer_to_the_cache(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool) as cache:
+        for call in (cache.layers[0].crop, cache.layers[0].reorder_cache, cache.layers[0].reset):
+            with pytest.raises(NotImplementedError, match="call this on the cache"):
+                call()
+        with pytest.raises(NotImplementedError, match="device 'cpu'"):
+            cache.layers[0].offload()
+        with pytest.raises(NotImplementedError, match="as tokens come"):
+            cache.layers[0].lazy_initialization(None, None)
+
+
+def test_a_closed_cache_says_so(pool: Pool, model: Any) -> None:
+    cache = VmmCache(model.config, pool)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        cache.close()
+        cache.close()
+        with pytest.raises(Closed, match="make another"):
+            model(IDS, past_key_values=cache)
+
+
+def test_a_compiled_model_breaks_its_graph_at_the_cache(pool: Pool) -> None:
+    model = llama(num_hidden_layers=1)
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other, torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        for length in (9, 1):
+            ids = IDS[:, :length]
+            assert torch.allclose(
+                compiled(ids, past_key_values=cache).logits, model(ids, past_key_values=other).logits, atol=1e-5
+            )
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+            torch.compile(model, backend="eager", fullgraph=True)(IDS[:, :1], past_key_values=cache)
+        torch.compiler.reset()
+
+
+def test_a_cache_that_is_not_named_again_is_still_the_users(pool: Pool, model: Any) -> None:
+    """What `generate` leaves behind can be asked, and given to it again."""
+    with VmmCache(model.config, pool) as cache:
+        answer = generated(model, cache, prompts(7), max_new_tokens=5)
+        assert cache.get_seq_length() == len(answer[0]) - 1
+        assert repr(cache) == "<VmmCache on cpu: a batch of 1 with 11 tokens each>"
+        assert cache.get_max_length() == 8192 and cache.is_sliding == [False] * 4 and not cache.is_compileable

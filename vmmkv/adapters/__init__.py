@@ -1,0 +1,10 @@
+"""Other libraries over the memory of vmmkv. Each module is imported by its own name, with the library that it is for.
+
+attention          attention by torch, FlashAttention and FlashInfer over a cache's views
+hf                 VmmCache: a Cache of transformers, for `model.generate(past_key_values=...)`
+    hf_layers      which layers a configuration has, and what transformers asks of each
+    hf_batch       one batch through its forward passes
+    hf_rows        its rows for the layers of one window, in adjacent slots
+    hf_lineage     which sequence each row of the batch goes on from, and what any two have in common
+    hf_twins       which rows of a batch are the same prompt
+"""

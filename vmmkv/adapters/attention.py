@@ -1,0 +1,356 @@
+"""Attention by other libraries over a cache's views: torch SDPA, FlexAttention, FlashAttention-2 and 3, FlashInfer.
+
+Two forms, which vmmkv's own kernels have as well, and `vmmkv.testing.conformance` tests:
+
+    decode(q_BHD, k_STKD, v_STKD, lengths_B, slots_B)                     one new query for each sequence
+    prefill(q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)      the last queries of each, packed, causal
+
+The views are `cache.k(layer)` and `cache.v(layer)`, `slots_B` is where the sequences are, and `lengths_B` counts the queries'
+own rows, which have been written already (`prefill`: sequence b has the queries [query_starts[b], query_starts[b + 1]), the
+last of its tokens). All three are int32 on the device. What comes back has the queries' shape and dtype.
+
+| function | guard_tokens of the cache | reads lengths on the host, so that no graph can capture it |
+|---|---|---|
+| sdpa_*, flex_* | 0: what they are given ends with the sequence | yes |
+| flash_2_decode | 0: it loads under a predicate | no |
+| flash_2_prefill | 0 | yes |
+| flash_3_* | flash_3_guard_tokens(head_dim, dtype): it loads whole tiles by TMA | no |
+| flashinfer_* | 0: what it is given ends with the sequence, and it loads under a predicate | yes |
+
+What FlashAttention-3 loads of the guard it multiplies by zero, so that it must be finite. It is, unless a model wrote NaN there
+before the sequence was truncated: vmmkv zeroes pages before their first use.
+
+A library is imported when its function is called first, and so are the parts of torch that bring its compiler along.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
+"""
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vmmkv.errors import VmmkvError
+
+_INT32_END: Final = 2**31
+
+_FLASH_3_TILES: Final = {
+    2: {64: 192, 96: 144, 128: 176, 192: 128, 256: 80},
+    1: {64: 160, 96: 128, 128: 224, 192: 160, 256: 128},
+}
+"""Rows of a KV tile of FlashAttention-3 on Hopper, causal or not, by bytes of an element and the largest head dim that has it:
+`tile_size_fwd_sm90` of hopper/tile_size.h in the FlashAttention repository."""
+
+
+class LibraryMissing(VmmkvError, ImportError):
+    """The library that an attention function calls is not installed."""
+
+
+def flash_3_guard_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """The `guard_tokens` that a cache needs for FlashAttention-3: a KV tile of its, since it loads whole ones.
+
+    176 for bf16 with heads of 128, 224 for fp8. Raises: ValueError for heads or dtypes that it does not have.
+    """
+    tiles = _FLASH_3_TILES.get(dtype.itemsize, {})
+    for largest, tile in tiles.items():
+        if 0 < head_dim <= largest:
+            return tile
+    raise ValueError(
+        f"FlashAttention-3 has no kernel for heads of {head_dim} in {dtype}; it has heads of up to 256 in float16, bfloat16 "
+        f"and float8_e4m3fn"
+    )
+
+
+# torch
+
+
+def sdpa_decode(
+    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
+) -> torch.Tensor:
+    """torch SDPA, a call for each sequence. Cost: waits for the device, to read lengths and slots."""
+    out_BHD = torch.empty_like(q_BHD)
+    for b, (length, slot) in enumerate(zip(lengths_B.tolist(), slots_B.tolist(), strict=True)):
+        out_BHD[b] = _sdpa(q_BHD[b : b + 1, None], k_STKD[slot : slot + 1, :length], v_STKD[slot : slot + 1, :length])[0, 0]
+    return out_BHD
+
+
+def sdpa_decode_grouped(
+    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
+) -> torch.Tensor:
+    """torch SDPA, a call for each run of sequences of one length whose slots adjoin: their views are one strided tensor.
+
+    `cache.open_batch` gives such slots. Cost: as `sdpa_decode`, and the queries of a group are gathered.
+    """
+    out_BHD = torch.empty_like(q_BHD)
+    for length, first, members in _runs(lengths_B.tolist(), slots_B.tolist()):
+        rows = slice(first, first + len(members)), slice(length)
+        out_BHD[members] = _sdpa(q_BHD[members, None], k_STKD[rows], v_STKD[rows])[:, 0]
+    return out_BHD
+
+
+def sdpa_prefill(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """torch SDPA, a call for each sequence. Cost: waits for the device, to read starts, lengths and slots."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    out_NHD = torch.zeros_like(q_NHD)
+    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
+        count = queries.stop - queries.start
+        bias = causal_lower_right(count, length) if count > 1 else None
+        rows = slice(slot, slot + 1), slice(length)
+        out_NHD[queries] = _sdpa(q_NHD[None, queries], k_STKD[rows], v_STKD[rows], bias)[0]
+    return out_NHD
+
+
+def flex_decode(
+    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
+) -> torch.Tensor:
+    """torch FlexAttention, a call for each sequence. Cost: as `sdpa_decode`; compiled when it is first called on a GPU."""
+    starts = torch.arange(len(q_BHD) + 1)
+    return flex_prefill(q_BHD, k_STKD, v_STKD, starts, lengths_B, slots_B)
+
+
+def flex_prefill(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """torch FlexAttention, a call for each sequence. Cost: as `sdpa_prefill`; compiled when it is first called on a GPU.
+
+    One call for the whole batch, by a block mask over the flattened slots, would load whole blocks of rows past each length.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    attend, device = _flex(q_NHD.device.type), q_NHD.device
+    out_NHD = torch.zeros_like(q_NHD)
+    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
+        count = queries.stop - queries.start
+        mask = None
+        if count > 1:
+            before = torch.tensor(length - count, device=device)  # a tensor, so that another number is no other kernel
+            mask = create_block_mask(_seen_from(before), None, None, count, length, device=device)
+        q_1HND = q_NHD[None, queries].transpose(1, 2)
+        rows = (view[slot : slot + 1, :length].transpose(1, 2) for view in (k_STKD, v_STKD))
+        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return out_NHD
+
+
+# FlashAttention
+
+
+def flash_2_decode(
+    q_BHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    max_length: int | None = None,
+) -> torch.Tensor:
+    """FlashAttention-2's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`.
+
+    `max_length`: no sequence is longer; it splits the work by what it could be, which else is the whole slot. Cost: no
+    synchronisation; safe while a graph is captured, if `max_length` stays true. Raises: LibraryMissing.
+    """
+    attend = _library("flash_attn", "flash_attn_with_kvcache")
+    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
+    out_B1HD: torch.Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
+    return out_B1HD[:, 0]
+
+
+def flash_2_prefill(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin.
+
+    Cost: waits for the device, to read the starts. Raises: LibraryMissing.
+    """
+    attend = _library("flash_attn", "flash_attn_with_kvcache")
+    out_NHD = torch.zeros_like(q_NHD)
+    for b, (start, end) in enumerate(itertools.pairwise(query_starts.tolist())):
+        if end > start:
+            where = {"cache_seqlens": lengths_B[b : b + 1], "cache_batch_idx": slots_B[b : b + 1]}
+            out_NHD[start:end] = attend(q_NHD[None, start:end], k_STKD, v_STKD, **where, causal=True)[0]
+    return out_NHD
+
+
+def flash_3_decode(
+    q_BHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    *,
+    max_length: int | None = None,
+) -> torch.Tensor:
+    """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`; else as `flash_2_decode`.
+
+    Guard: `flash_3_guard_tokens`.
+    """
+    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
+    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
+    out_B1HD: torch.Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
+    return out_B1HD[:, 0]
+
+
+def flash_3_prefill(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """The same, with packed queries. Guard: `flash_3_guard_tokens`. Cost: no synchronisation. Raises: LibraryMissing."""
+    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
+    out_NHD: torch.Tensor = attend(
+        q_NHD,
+        k_STKD,
+        v_STKD,
+        cache_seqlens=lengths_B,
+        cache_batch_idx=slots_B,
+        cu_seqlens_q=query_starts,
+        max_seqlen_q=len(q_NHD),
+        causal=True,
+    )
+    return out_NHD
+
+
+def flash_3_varlen(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """FlashAttention-3's `flash_attn_varlen_func` over the flattened slots: a sequence begins at row `slot * T`.
+
+    Guard: `flash_3_guard_tokens`. Cost: no synchronisation, a few small launches. Raises: LibraryMissing; ValueError for views
+    that are not of whole slots, or of 2**31 rows.
+    """
+    attend = _library("flash_attn_interface", "flash_attn_varlen_func")
+    num_slots, slot_tokens = k_STKD.shape[:2]
+    if num_slots * slot_tokens >= _INT32_END:
+        raise ValueError(
+            f"{num_slots} slots of {slot_tokens} rows are {num_slots * slot_tokens} rows, and starts are int32; "
+            f"flash_3_prefill takes slots by number"
+        )
+    if any(view.stride(0) != slot_tokens * view.stride(1) for view in (k_STKD, v_STKD)):
+        raise ValueError("the views are to be of whole slots, as cache.k(layer) gives them: cut, they cannot be flattened")
+    # Where a sequence ends is said by its length alone; the last entry is of nobody.
+    starts = torch.nn.functional.pad(slots_B * slot_tokens, (0, 1))
+    out_NHD: torch.Tensor = attend(
+        q_NHD,
+        k_STKD.flatten(0, 1),
+        v_STKD.flatten(0, 1),
+        query_starts,
+        starts,
+        len(q_NHD),
+        slot_tokens,
+        seqused_k=lengths_B,
+        causal=True,
+    )
+    return out_NHD
+
+
+# FlashInfer
+
+
+def flashinfer_decode(
+    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
+) -> torch.Tensor:
+    """FlashInfer, a call for each sequence: its batched functions want a table of blocks. Else as `flashinfer_prefill`."""
+    return flashinfer_prefill(q_BHD, k_STKD, v_STKD, torch.arange(len(q_BHD) + 1), lengths_B, slots_B)
+
+
+def flashinfer_prefill(
+    q_NHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+) -> torch.Tensor:
+    """FlashInfer's `single_prefill_with_kv_cache`, a call for each sequence; it takes K and V strided, its decode does not.
+
+    Cost: waits for the device, to read starts, lengths and slots. Raises: LibraryMissing.
+    """
+    attend = _library("flashinfer", "single_prefill_with_kv_cache")
+    out_NHD = torch.zeros_like(q_NHD)
+    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
+        rows = k_STKD[slot, :length], v_STKD[slot, :length]
+        out_NHD[queries] = attend(q_NHD[queries], *rows, causal=True, kv_layout="NHD", backend="fa2")
+    return out_NHD
+
+
+# within
+
+
+def _library(module: str, function: str) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        package = {"flash_attn_interface": "FlashAttention-3 (the folder hopper/ of its repository)"}.get(module, module)
+        raise LibraryMissing(
+            f"{module}.{function} cannot be had ({error}): install {package}, or use sdpa_decode and sdpa_prefill, which need "
+            f"torch alone"
+        ) from error
+    return found
+
+
+def _sdpa(q_BNHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    q_BHND, k_BKTD, v_BKTD = (tensor.transpose(1, 2) for tensor in (q_BNHD, k_BTKD, v_BTKD))
+    return scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+
+
+@functools.cache
+def _flex(device_type: str) -> Callable[..., torch.Tensor]:
+    """Compiled where it must be: on a CPU it runs as it is, without a compiler, and that is what is tested."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attend: Callable[..., torch.Tensor] = flex_attention
+    return attend if device_type == "cpu" else torch.compile(attend, dynamic=True)
+
+
+def _seen_from(before: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Causal, for queries that have so many tokens before them."""
+    return lambda batch, head, i_query, i_row: i_row <= i_query + before
+
+
+def _sequences(query_starts: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor) -> Iterator[tuple[slice, int, int]]:
+    """Queries, length and slot of each sequence that has any query."""
+    spans = itertools.pairwise(query_starts.tolist())
+    for (start, end), length, slot in zip(spans, lengths_B.tolist(), slots_B.tolist(), strict=True):
+        if end > start:
+            yield slice(start, end), length, slot
+
+
+def _runs(lengths: list[int], slots: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Length, first slot and members, in the order of their slots, of each run of adjoining slots with one length."""
+    members: list[int] = []
+    for b in sorted(range(len(slots)), key=lambda b: (lengths[b], slots[b])):
+        if members and (lengths[b], slots[b]) != (lengths[members[0]], slots[members[-1]] + 1):
+            yield lengths[members[0]], slots[members[0]], members
+            members = []
+        members.append(b)
+    if members:
+        yield lengths[members[0]], slots[members[0]], members

@@ -1,0 +1,195 @@
+"""A Cache of transformers in which every sequence's keys and values lie contiguously, in memory that is mapped as tokens come.
+
+    pool = Pool("cuda:0", budget_bytes=40 * GIB)
+    with VmmCache(model.config, pool) as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+New rows are written in place behind the old ones, and attention reads views of them: nothing is concatenated, and nothing is
+reserved but addresses. Equal prompts side by side, which beams and `num_return_sequences` begin with, are kept once; so are
+the full pages that a repeated, reordered or deep-copied cache has in common with others. Any attention implementation works
+that takes strided keys and values, as all of transformers' do.
+
+For transformers from 5.17 on. Not supported, and said so: gradients through the cache, models whose layers keep something
+else than keys and values by token (encoder-decoders, Mamba and other recurrent layers), layers on several devices,
+offloading, `torch.compile(fullgraph=True)` over the whole model.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from vmmkv.adapters.hf_batch import Batch
+from vmmkv.adapters.hf_layers import RowLayer, layers_of
+from vmmkv.adapters.hf_rows import BatchRows
+from vmmkv.arguments import whole
+from vmmkv.errors import Closed
+from vmmkv.pool import Pool
+
+
+class VmmCache(Cache):  # type: ignore[misc]
+    """Keys and values of one batch at a time, for `past_key_values` of a model of transformers.
+
+    `config` is the model's. `max_tokens` bounds what a sequence can ever have, padding included, and costs addresses only; it
+    is the model's max_position_embeddings by default. `slots` is how many sequences there are addresses for, over this cache
+    and its deep copies; if it is less than twice the first batch, it is that. Layers of one window have an arena of their own.
+
+    `copy.deepcopy` forks: full pages are shared, and each goes its own way from there. Several caches can share a pool.
+    `close` gives the memory back; `reset` gives it back and keeps the addresses.
+
+    Raises: LayoutError for a model that is not supported, ValueError. In a forward pass OutOfPages and SequenceTooLong (see
+    Sequence.grow) before anything is written; a first pass then leaves nothing. If a pass fails otherwise, `crop(0)` takes back
+    what it wrote.
+    """
+
+    def __init__(self, config: Any, pool: Pool, *, max_tokens: int | None = None, slots: int = 64) -> None:
+        if not isinstance(pool, Pool):
+            raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
+        layers = layers_of(self, config)
+        if max_tokens is None:
+            max_tokens = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+            if max_tokens is None:
+                raise ValueError(f"{config.model_type} does not say how long a sequence can be; give max_tokens")
+        max_tokens, slots = whole("max_tokens", max_tokens), whole("slots", slots)
+        if max_tokens < 1 or slots < 1:
+            raise ValueError(f"max_tokens={max_tokens}, slots={slots}: both must be at least 1")
+        windows = {index: layer.sliding_window for index, layer in enumerate(layers) if isinstance(layer, RowLayer)}
+        groups = []
+        for window in dict.fromkeys(windows.values()):
+            of_window = tuple(index for index, each in windows.items() if each == window)
+            groups.append(BatchRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
+        self._start(layers, Batch(groups), pool, max_tokens)
+
+    def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int) -> None:
+        super().__init__(layers=layers)
+        self.pool = pool
+        self.max_tokens = max_tokens
+        self._batch = batch
+        self._closed = False
+
+    # a forward pass
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's keys and values of the new tokens behind the others; all that the tokens see, as strided views.
+
+        Cost: two copies of the new rows. In the first layer of a pass, memory for all layers: see Sequence.grow; and the copies
+        or forks that a reordered, repeated or selected batch takes.
+        """
+        if self._closed:
+            raise Closed("this VmmCache is closed; make another")
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise NotImplementedError(
+                "a VmmCache passes no gradients on: run the model under torch.no_grad() or torch.inference_mode(); to train, "
+                "take a DynamicCache"
+            )
+        return self._batch.append(layer_idx, key_states, value_states)
+
+    def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
+
+        A copy where equal prompts are still kept once. Not to be used after the next call of the cache or the model.
+        """
+        if not self._batch.num_tokens:
+            raise ValueError("the cache has no tokens yet, and so no keys and values")
+        return self._batch.states(layer_idx)
+
+    # what transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each sequence, padding included, in this layer."""
+        return self._batch.num_tokens + (self._batch.num_new if layer_idx in self._batch.written else 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys a layer gives the next `query_length` tokens, and the number of the first."""
+        num_tokens = self._batch.num_tokens
+        first = self._batch.rows_of(layer_idx).first_token(num_tokens)
+        return num_tokens - first + query_length, first
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the model's batch, or -1 if there is none yet, as transformers says it."""
+        size = self._batch.size
+        return -1 if size is None else size
+
+    @property
+    def record_past(self) -> bool:
+        """Do windows keep what they have passed until `crop`, so that it can go back there? For drafts of tokens."""
+        return self._batch.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._batch.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """Set `record_past`."""
+        self.record_past = True
+
+    # the batch
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number, and what an unfinished forward pass wrote.
+
+        Windows then give back what they have passed. Cost: see Sequence.truncate; no copy, unless a page is shared.
+        Raises: ValueError; RowsUnmapped if a window has passed what is needed.
+        """
+        removed, num_tokens = whole("tokens_to_remove", tokens_to_remove), self._batch.num_tokens
+        if not -num_tokens <= removed <= 0:
+            raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
+        self._batch.crop(num_tokens + removed)
+
+    def reset(self) -> None:
+        """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
+        self._batch.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i of the batch goes on from row `beam_idx[i]`: before the next token, what the two have not in common is copied.
+
+        Cost: reads the indices, which waits for the device.
+        """
+        self._batch.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
+        repeats = whole("repeats", repeats)
+        self._batch.select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
+        rows = torch.arange(self._batch.size or 0)
+        self._batch.select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
+
+    # the whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
+        """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
+        if self._closed:
+            raise Closed("this VmmCache is closed, and cannot be copied")
+        memo[id(self)] = other = type(self).__new__(type(self))
+        layers = [
+            RowLayer(other, index, layer.sliding_window) if isinstance(layer, RowLayer) else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        other._start(layers, self._batch.fork(), self.pool, self.max_tokens)
+        return other
+
+    def close(self) -> None:
+        """Give all memory back, and the addresses too if no deep copy is left. Idempotent. Cost: see KVCache.close."""
+        self._closed = True
+        self._batch.close()
+
+    def check(self) -> None:
+        """Recount the laws from scratch, of all arenas and the pool. See KVCache.check."""
+        for rows in self._batch.groups:
+            rows.check()
+
+    def __enter__(self) -> "VmmCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<VmmCache on {self.pool.device}: a batch of {self._batch.size or 0} with {self._batch.num_tokens} tokens each>"

@@ -1,0 +1,229 @@
+"""The rows of a batch, for the layers of one window, in adjacent slots of one cache: each layer is one strided tensor.
+
+    slot first     | p | p | p | p | new |            all sequences have the same number of rows, as a batch of transformers
+    slot first + 1 | p | p | p | p | new |            has, which is padded on the left
+
+Row numbers are token numbers, but that the window's first rows may never have been written: row 0 is token `dropped`.
+
+    B sequences, K kv heads, T tokens, D head dim
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Final
+
+import torch
+
+from vmmkv.cache import KVCache
+from vmmkv.errors import LayoutError, RowsUnmapped
+from vmmkv.layout import Group, KVLayout, Plane
+from vmmkv.pool import Pool
+from vmmkv.sequence import Sequence
+from vmmkv.units import PAGE_BYTES, ceil_div
+
+
+class SharedCache:
+    """A cache whose slots several batches have: it is closed by the last that leaves."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache: Final = cache
+        self._num_users = 1
+
+    def join(self) -> "SharedCache":
+        """One user more."""
+        self._num_users += 1
+        return self
+
+    def leave(self) -> None:
+        """One less."""
+        self._num_users -= 1
+        if not self._num_users:
+            self.cache.close()
+
+
+class BatchRows:
+    """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
+
+    It has no cache until `open` sees keys and values, for only they tell the shape and the type.
+    """
+
+    def __init__(self, layers: tuple[int, ...], window: int | None, pool: Pool, *, slots: int, max_tokens: int) -> None:
+        self.layers: Final = layers
+        self.window: Final = window
+        self.sequences: list[Sequence] = []
+        self._pool = pool
+        self._slots = slots
+        self._max_tokens = max_tokens
+        self._shared: SharedCache | None = None
+        self._dropped = 0
+        """The first token that has a row."""
+        self._planes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of a layer, [B, K, slot_tokens, D]: the batch's part of the cache's views."""
+
+    # in and out
+
+    def open(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int, *, dropped: int) -> None:
+        """Give `num_sequences` new sequences their slots, in a cache for keys and values such as these."""
+        if self._shared is None:
+            layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
+            slots = max(self._slots, 2 * k_BKTD.shape[0])  # a batch that is arranged anew is forked to as many slots more
+            with torch.inference_mode(False):  # else no tensor of it could be written under another mode
+                self._shared = SharedCache(KVCache(layout, self._pool, slots=slots, max_tokens=self._max_tokens))
+        self._take(self.cache.open_batch(num_sequences), dropped)
+
+    def fork(self, parents: Seq[int]) -> "BatchRows":
+        """Other rows in the same cache: a fork of the sequence that each entry names."""
+        other = BatchRows(self.layers, self.window, self._pool, slots=self._slots, max_tokens=self._max_tokens)
+        if self._shared is not None:
+            sequences = self.cache.fork_batch([self.sequences[parent] for parent in parents]) if parents else []
+            other._shared = self._shared.join()
+            other._take(sequences, self._dropped)
+        return other
+
+    def end(self) -> None:
+        """Close the sequences; the cache stays, for others. Idempotent."""
+        for sequence in self.sequences:
+            sequence.close()
+        self._take([], 0)
+
+    def close(self) -> None:
+        """Close the sequences, and the cache too if nobody else has slots in it. Idempotent."""
+        if self._shared is not None and not self.cache.closed:
+            self.end()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.leave()
+
+    @property
+    def cache(self) -> KVCache:
+        """Where the slots are."""
+        assert self._shared is not None, "no keys and values have been seen"
+        return self._shared.cache
+
+    def check(self) -> None:
+        """Recount the laws of the cache. See KVCache.check."""
+        if self._shared is not None:
+            self.cache.check()
+
+    # each forward pass
+
+    def slide(self, num_tokens: int) -> None:
+        """Give back what the window has passed, with so many tokens written: whole pages, once no launch can read them."""
+        if self.window is None or not self.sequences:
+            return
+        start = num_tokens - self.window + 1 - self._dropped
+        kept, (group, *_) = self.sequences[0].start(), self.cache.layout.groups
+        if start > 0 and start * group.row_bytes // PAGE_BYTES > kept * group.row_bytes // PAGE_BYTES:
+            for sequence in self.sequences:
+                for index in range(len(self.cache.layout.groups)):
+                    sequence.advance_start(index, start)
+
+    def grow(self, num_tokens: int) -> None:
+        """Have memory for `num_tokens` tokens of each sequence. Raises: see Sequence.grow; what has grown by then stays."""
+        if not self.sequences:
+            return
+        num_rows, first = num_tokens - self._dropped, self.sequences[0].slot
+        if num_rows > self.cache.limits[first : first + len(self.sequences)].min():
+            if self.window is not None:
+                self.cache.pump(lead_tokens=0)  # the pages that the window has left are the next ones
+            for sequence in self.sequences:
+                sequence.grow(num_rows)
+
+    def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
+        first, left_out = num_tokens - self._dropped, max(0, self._dropped - num_tokens)
+        for plane, states in zip(self._planes_of(layer), (k_BKTD, v_BKTD), strict=True):
+            place = plane.narrow(2, first + left_out, states.shape[2] - left_out)
+            kept = states.narrow(2, left_out, states.shape[2] - left_out) if left_out else states
+            if (place.shape, place.dtype, place.device) != (kept.shape, kept.dtype, kept.device):
+                raise LayoutError(
+                    f"layer {layer} gives {list(kept.shape)} {kept.dtype} on {kept.device}, and its rows are "
+                    f"{list(place.shape)} {place.dtype} on {place.device}: all layers of one window have one shape and type, "
+                    f"on the pool's device; another model wants a VmmCache of its own"
+                )
+            place.copy_(kept)
+
+    def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a token sees of a layer that has `num_past` before it, up to `num_tokens`: keys and values, [B, K, T, D]."""
+        first = self.first_token(num_past) - self._dropped
+        keys, values = self._planes_of(layer)
+        length = num_tokens - self._dropped - first
+        return keys.narrow(2, first, length), values.narrow(2, first, length)
+
+    def first_token(self, num_past: int) -> int:
+        """The first that a token sees that has `num_past` before it."""
+        return 0 if self.window is None else max(0, num_past - self.window + 1)
+
+    def advance(self, num_tokens: int) -> None:
+        """All layers have been written up to `num_tokens` tokens."""
+        slots = [sequence.slot for sequence in self.sequences]
+        self.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
+
+    # the batch
+
+    def copy(self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int) -> None:
+        """Of each pair of sequences the target takes the source's rows from `first_token` on.
+
+        All are read before one is written. What is written must be in pages that nobody else holds. Cost: two kernels for each
+        group of the layout.
+        """
+        first = max(first_token - self._dropped, self.sequences[0].start())
+        count = num_tokens - self._dropped - first
+        if count <= 0:
+            return
+        device = self.cache.device
+        from_, to = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for rows in self._whole_rows():
+            part = rows.narrow(1, first, count)
+            part.index_copy_(0, to, part.index_select(0, from_))
+
+    def check_kept(self, num_tokens: int) -> None:
+        """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed what the next one sees."""
+        if self.sequences and num_tokens:
+            kept = self._dropped + max(sequence.start() for sequence in self.sequences)
+            if self.first_token(num_tokens) < kept:
+                raise RowsUnmapped(
+                    f"with {num_tokens} tokens a window of {self.window} begins at token {self.first_token(num_tokens)}, and "
+                    f"what was before {kept} is gone; call activate_past_recording() before the tokens that may be cropped"
+                )
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of each sequence. See Sequence.truncate."""
+        for sequence in self.sequences:
+            sequence.truncate(max(0, num_tokens - self._dropped))
+
+    # within
+
+    def _take(self, sequences: list[Sequence], dropped: int) -> None:
+        self.sequences, self._dropped = sequences, dropped
+        self._planes = {}
+
+    def _planes_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self._planes.get(layer)
+        if known is None:
+            first, count = self.sequences[0].slot, len(self.sequences)
+            with torch.inference_mode(False):
+                k, v = (self.cache.view(layer, name)[first : first + count].transpose(1, 2) for name in ("k", "v"))
+            known = self._planes[layer] = k, v
+        return known
+
+    def _whole_rows(self) -> list[torch.Tensor]:
+        """Of each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""
+        first, count = self.sequences[0].slot, len(self.sequences)
+        whole = []
+        for group in self.cache.layout.groups:
+            plane = self.cache.k(group.layers[0])  # over the arena's whole storage, from its first byte on
+            size = (*plane.shape[:2], group.row_bytes // plane.itemsize)
+            whole.append(plane.as_strided(size, (*plane.stride()[:2], 1), 0)[first : first + count])
+        return whole
+
+
+def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> KVLayout:
+    """All layers in one row if a page holds that, else in as few rows as it takes."""
+    planes = tuple(
+        Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
+        for name, states in (("k", k_BKTD), ("v", v_BKTD))
+    )
+    fitting = max(1, PAGE_BYTES // Group(layers=(0,), planes=planes).layer_bytes)
+    per_group = ceil_div(len(layers), ceil_div(len(layers), fitting))
+    parts = (layers[start : start + per_group] for start in range(0, len(layers), per_group))
+    return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=window) for part in parts))
