@@ -16,6 +16,7 @@ SUITES: Final = {
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
     "prefix": "a shared prefix: by each rung, by the chooser, over blocks and not shared; attention, chat, attaching",
     "serve": "the engine under load: requests of many kinds, decode steps, and where their time goes; bars, and vLLM's figures",
+    "hf": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, the longest context, mixed lengths",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
 """By the name of its module, what a suite measures. Triton is loaded when a kernel is."""
@@ -30,6 +31,7 @@ _TABLES: Final = {
     "kernels": ("bench.table", "print_tables"),
     "prefix": ("bench.prefix.bars", "print_tables"),
     "serve": ("bench.serve.bars", "print_tables"),
+    "hf": ("bench.hf.bars", "print_tables"),
     "quality": ("bench.table", "print_quality"),
 }
 """Module and function, of suites whose rows do not read well one below the other, or that end with what was promised."""

@@ -143,6 +143,20 @@ def _by_size(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         yield lines(f"{name}-tree", "The radix tree alone", of_tree, "nodes", log_x=True, log_y=True)
 
 
+def _hf(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """Steps by context, and memory; how much fits is in the table."""
+    found: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        match = re.search(r" decode: (\d+) tokens", row.workload)
+        if match and row.metric == "time per token":
+            found[row.workload.partition(" decode")[0], row.unit][row.system][int(match[1])] = row.summary
+    if found:
+        yield lines(f"{name}-decode", "A decode step over each cache of transformers", found, "tokens", log_x=True)
+    if series := gathered(rows, "waste at the peak", _system, _workload):
+        title = "What a cache takes at its peak, over what its rows need"
+        yield bars(f"{name}-waste", title, "% of the rows' bytes", {"": series})
+
+
 def _quality(rows: Sequence[Row], name: str) -> Iterator[Figure]:
     if panels := _by_metric(rows, ("perplexity above exact", "attention output error"), _workload, _system):
         yield bars(f"{name}-losses", "What quantised K and V lose", "%", panels)
@@ -166,5 +180,6 @@ _BY_SUITE: Final[Mapping[str, Callable[[Sequence[Row], str], Iterator[Figure]]]]
     "kernels": _kernels,
     "prefix": _prefix,
     "serve": serving_figures,
+    "hf": _hf,
     "quality": _quality,
 }

@@ -61,6 +61,13 @@ HEADINGS: Final = (
         systems=("vmmkv", "paged", "static", "transformers"),
     ),
     Heading(
+        name="hf",
+        title="In transformers",
+        question="What does a VmmCache cost and save in transformers, against the caches that it has?",
+        suites=("hf",),
+        systems=("vmmkv VmmCache", "DynamicCache", "StaticCache"),
+    ),
+    Heading(
         name="quality",
         title="Quality",
         question="What do quantised K and V cost a model?",
@@ -169,7 +176,7 @@ def _part(suite: str, workload: str) -> str:
     """What a workload is a part of, by how its suite names workloads; workloads of one part are compared with one another."""
     if suite == "kernels":
         return " ".join(workload.split(" ")[:2])
-    if suite == "serve":
+    if suite in ("serve", "hf"):
         return workload.partition(":")[0]
     if suite == "prefix":
         match = re.search(r" (requests) of |^(attention|chat|attach|a tree)", workload)
