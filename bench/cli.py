@@ -1,14 +1,17 @@
 """The options of a run, and what they say: settings, suites, where rows go."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
 from bench import suites
+from bench.arguments import Parser
+from bench.rows import make_folder
 from bench.settings import MODEL_SHAPES, SHAPES, Settings
 
 OUT: Final = Path(__file__).parent / "out"
@@ -18,8 +21,17 @@ _SHAPE_HELP: Final = (
     "default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide (one layer) on a CPU"
 )
 
+COMMANDS: Final = {
+    "run": "measure",
+    "report": "make a page and figures of rows",
+    "compare": "two sets of rows: what has changed beyond noise",
+    "table": "rows of kernels as Markdown",
+}
+
+_DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
+
 _EXAMPLES: Final = """examples:
-  python -m bench run --quick --device cpu        every suite, to see that it works; some minutes
+  python -m bench run --quick --device cpu        every suite, to see that it works; about two minutes on two cores
   python -m bench run --suite alloc serve         a group, and a suite
   python -m bench run --resume                    what a run that was cut short has not finished
   python -m bench kernels --parts decode          the short form of run --suite kernels
@@ -45,25 +57,46 @@ def print_help() -> None:
     width = max(map(len, suites.SUITES)) + 2
     print("usage: python -m bench COMMAND ... | SUITE... [options of run]\n")
     print("commands (each has --help):")
-    print(f"  {'run':{width}}measure")
-    print(f"  {'report':{width}}make a page and figures of rows")
-    print(f"  {'compare':{width}}two sets of rows: what has changed beyond noise")
-    print(f"  {'table':{width}}rows of kernels as Markdown\n")
-    print(_suite_list(), end="\n\n")
+    for name, text in COMMANDS.items():
+        print(f"  {name:{width}}{text}")
+    print(f"\n{_suite_list()}\n")
     print(_EXAMPLES, end="")
 
 
 def parse(arguments: Sequence[str], *, short: bool) -> Options:
     """The options of `run`, or of its short form, which names suites first. What is wrong ends the process, in words."""
     parser = _parser(short=short)
-    given = parser.parse_args(arguments)
+    given, left = parser.parse_known_args(arguments)
     try:
+        if left:
+            _refuse_left(parser, left, short=short)
         names = suites.chosen(given.suites or ["all"])
         settings = _settings(given)
         suites.check(settings, names)
     except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
+        parser.refuse(str(error))
+    try:
+        make_folder(given.out)
+    except ValueError as error:
+        parser.refuse(f"--out {error}")
     return Options(suites=tuple(names), settings=settings, out=given.out, commit=given.commit, resume=given.resume)
+
+
+def refuse_command(name: str) -> NoReturn:
+    """What is neither a command nor a suite: say which there are, in one line."""
+    parser = Parser(prog="python -m bench")
+    parser.refuse(
+        f"no command or suite {name}; commands: {', '.join(COMMANDS)}; suites: {', '.join([*suites.SUITES, *suites.GROUPS])}"
+    )
+
+
+def _refuse_left(parser: Parser, left: Sequence[str], *, short: bool) -> NoReturn:
+    """What no option takes. Names of suites, which `run` has behind an option, are answered by that."""
+    names = [word for word in left if not word.startswith("-")]
+    if short or names != left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    suites.chosen(names)
+    parser.refuse(f"suites are named by an option: --suite {' '.join(names)}")
 
 
 def _suite_list() -> str:
@@ -73,8 +106,8 @@ def _suite_list() -> str:
     return "\n".join(["suites:", *lines, "", "quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes."])
 
 
-def _parser(*, short: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(*, short: bool) -> Parser:
+    parser = Parser(
         prog="python -m bench" if short else "python -m bench run",
         description=f"Measure. {_suite_list()}",
         epilog=_EXAMPLES,
@@ -92,8 +125,12 @@ def _parser(*, short: bool) -> argparse.ArgumentParser:
             metavar="SUITE",
             help="which to run: suites, groups, or all; default: all",
         )
-    parser.add_argument("--quick", action="store_true", help="seconds, to see that everything works; the figures are noise")
-    parser.add_argument("--device", default="auto", help="cpu, cuda:0, or auto, the default: the GPU if torch sees one")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="to see that everything works: all in about two minutes on two cores; the figures are noise",
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
     parser.add_argument(
         "--resume",
@@ -123,9 +160,13 @@ def _parser(*, short: bool) -> argparse.ArgumentParser:
 
 def _settings(given: argparse.Namespace) -> Settings:
     auto = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if given.device == "auto" else given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
+    named = _DEVICE.fullmatch(auto if given.device == "auto" else given.device)
+    if named is None:
+        raise ValueError(f"--device {given.device!r}: no such device; there are cpu, cuda, cuda:N, and auto")
+    if named[0] == "cpu":
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(named["index"] or 0))
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.index >= count:
             seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"

@@ -1,11 +1,12 @@
 """`python -m bench compare A B`: two sets of rows, and what has changed from the first to the second beyond noise.
 
 A and B are files of rows, or folders of them; FILE@COMMIT takes the rows of one commit alone. Of rows of the same thing the
-newest of each side stands. The rule for noise is that of bench/verdict.py. Rows of two devices, and quick rows, are shown and
-not judged.
+newest of each side stands, and a full row before a quick one. The rule for noise is that of bench/verdict.py. Rows of two
+devices, and quick rows, are not judged. Of two samples the p50 shown is their mean.
 """
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +14,22 @@ from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from bench.arguments import Parser
 from bench.recorded import Key, Recorded, newest, read
+from bench.report import console
 from bench.rows import FAILED
 from bench.table import figure
-from bench.verdict import change, differ, higher_is_better
+from bench.timing import middle
+from bench.verdict import change, differ, higher_is_better, is_difference
 
 _WORSE, _BETTER, _OTHER, _NOISE, _UNJUDGED = "worse", "better", "other", "noise", "not judged"
 _ORDER: Final = (_WORSE, _BETTER, _OTHER, _NOISE, _UNJUDGED)
 """What is real first, and what is lost before what is won."""
+_REAL: Final = (_WORSE, _BETTER, _OTHER)
 
-_COLUMNS: Final = 200
+_LOG_COLUMNS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class Pair:
         higher = higher_is_better(after.metric, after.unit)
         if higher is None:
             return _OTHER
-        return _BETTER if (after.summary.p50 > before.summary.p50) == higher else _WORSE
+        return _BETTER if (middle(after.summary) > middle(before.summary)) == higher else _WORSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,26 +75,28 @@ class Comparison:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the comparison; 0, or with --fail-on-loss 1 if anything has lost."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the comparison; 0, or with --fail-on-loss 1 if anything has lost; 2 if there is nothing to compare."""
+    parser = Parser(prog="python -m bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="A", help="a file of rows, a folder of them, or either with @COMMIT behind it")
     parser.add_argument("after", metavar="B", help="the same: what A is compared with")
     parser.add_argument(
         "--fail-on-loss", action="store_true", help="exit with 1 if anything is worse beyond noise, or has failed"
     )
+    parser.add_argument("--all", action="store_true", help="also rows that differ by noise, or are not judged")
     options = parser.parse_args(arguments)
     try:
         comparison = compare(_read(options.before), _read(options.after))
     except ValueError as error:
-        parser.error(str(error))
-    console = Console(soft_wrap=True)
+        parser.refuse(str(error))
+    out = console(_LOG_COLUMNS)
     for line in lines(comparison):
-        console.print(line, highlight=False, markup=False)
-    if comparison.pairs:
-        # In a log nothing is cut off.
-        Console(width=None if console.is_terminal else _COLUMNS).print(_table(comparison))
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not comparison.pairs:
+        parser.refuse("nothing to compare: no row has the same suite, workload, system and metric on both sides")
+    shown = [pair for pair in comparison.pairs if options.all or pair.verdict in _REAL]
+    if shown:
+        out.print(_table(shown))
+    out.print(_summary(comparison, len(shown)), highlight=False, markup=False, soft_wrap=True)
     return 1 if options.fail_on_loss and comparison.losses else 0
 
 
@@ -119,27 +125,34 @@ def lines(comparison: Comparison) -> Iterator[str]:
     for pair in comparison.pairs:
         if pair.after.row.metric == FAILED:
             yield f"FAILED in both: {pair.after.row.suite}: {pair.after.row.workload}"
-    counts = Counter(pair.verdict for pair in comparison.pairs)
-    yield f"{len(comparison.pairs)} rows on both sides: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER)
     for name, alone in (("A", comparison.only_before), ("B", comparison.only_after)):
         if alone:
             suites = Counter(one.row.suite for one in alone)
             yield f"{len(alone)} rows only in {name}: " + ", ".join(f"{count} of {suite}" for suite, count in suites.items())
-    if not comparison.pairs:
-        yield "nothing to compare: no row has the same suite, workload, system and metric on both sides"
+
+
+def _summary(comparison: Comparison, num_shown: int) -> str:
+    """The last line: what one looks for where a table is long."""
+    counts = Counter(pair.verdict for pair in comparison.pairs)
+    said = f"{len(comparison.pairs)} rows on both sides: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER)
+    hidden = len(comparison.pairs) - num_shown
+    return f"{said}; {hidden} not shown: --all shows them" if hidden else said
 
 
 def _read(source: str) -> list[Recorded]:
-    """The rows of PATH or PATH@COMMIT."""
+    """The rows of PATH or PATH@COMMIT. Lines that are none are named on stderr."""
     path, at, commit = source.rpartition("@")
-    if not at or Path(source).exists():
-        path, commit = source, ""
-    return list(read([Path(path)], commit or None).rows)
+    whole = not at or Path(source).exists()
+    reading = read([Path(source if whole else path)], None if whole else commit)
+    if reading.notice:
+        print(reading.notice, file=sys.stderr)
+    return list(reading.rows)
 
 
 def _by_key(rows: Sequence[Recorded]) -> dict[Key, Recorded]:
-    """Of one thing on several devices the newest stands: who wants another names a file or a commit that has only that."""
-    return {one.key: one for one in sorted(newest(rows), key=lambda one: one.provenance.date)}
+    """A full row stands before a quick one, and of several devices the newest: who wants another names a file or a commit."""
+    ascending = sorted(newest(rows), key=lambda one: (not one.provenance.quick, one.provenance.date))
+    return {one.key: one for one in ascending}
 
 
 def _order(pair: Pair) -> tuple[int, float]:
@@ -147,20 +160,27 @@ def _order(pair: Pair) -> tuple[int, float]:
     return _ORDER.index(pair.verdict), -abs(float("inf") if share is None else share)
 
 
-def _table(comparison: Comparison) -> Table:
+def _change(pair: Pair) -> str:
+    """A share; of what is a difference itself, the difference of both."""
+    before, after = pair.before.row, pair.after.row
+    if is_difference(before.metric):
+        return f"{middle(after.summary) - middle(before.summary):+.3g}"
+    return "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
+
+
+def _table(pairs: Sequence[Pair]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for heading in ("", "suite", "workload", "system", "metric"):
         table.add_column(heading, overflow="fold")
     for heading in ("A p50", "p20..p80", "n", "B p50", "p20..p80", "n", "change"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
-    for pair in comparison.pairs:
+    for pair in pairs:
         row = pair.before.row
         sides = [
             text
             for summary in (row.summary, pair.after.row.summary)
-            for text in (figure(summary.p50), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
+            for text in (figure(middle(summary)), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
         ]
-        share = "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
-        table.add_row(pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, share, row.unit)
+        table.add_row(pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, _change(pair), row.unit)
     return table

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.marks import MARKS, read_marks
-from bench.rows import FAILED, Provenance, Row
+from bench.rows import FAILED, Provenance, Row, short_commit
 from bench.timing import Summary
 
 _PERCENTILES: Final = tuple(field.name for field in fields(Summary))
 _NAMES: Final = ("suite", "workload", "system", "metric", "unit")
+_MOST_NAMED: Final = 5
 _PROVENANCE: Final = tuple(field.name for field in fields(Provenance))
 
 Key = tuple[str, str, str, str]
@@ -33,10 +34,19 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What was in some files: rows in their order, and the names of lines that a killed run has cut off."""
+    """What was in some files: rows in their order, and by file and number the lines that are none."""
 
     rows: tuple[Recorded, ...]
     cut: tuple[str, ...]
+
+    @property
+    def notice(self) -> str | None:
+        """What to tell the reader of the lines that are left out, in one line; None if there are none."""
+        if not self.cut:
+            return None
+        more = ", ..." if len(self.cut) > _MOST_NAMED else ""
+        lines = "1 line is" if len(self.cut) == 1 else f"{len(self.cut):,} lines are"
+        return f"{', '.join(self.cut[:_MOST_NAMED])}{more}: not a row; {lines} left out"
 
 
 def read(sources: Sequence[Path], commit: str | None = None) -> Reading:
@@ -46,25 +56,21 @@ def read(sources: Sequence[Path], commit: str | None = None) -> Reading:
     """
     rows: list[Recorded] = []
     cut: list[str] = []
-    paths = [path for source in sources for path in _files(source)]
-    for path in paths:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                # A run that is killed leaves the half of a line, and the next one begins a new line behind it.
-                cut.append(f"{path}:{number}")
-                continue
-            rows.append(_recorded(record, f"{path}:{number}"))
+    for source in sources:
+        for path in _files(source):
+            found, left_out = _read_file(path)
+            # In a folder it may be what a killed run has left of its first row.
+            if left_out and not found and path == source:
+                raise ValueError(f"{left_out[0]}: not a row; rows are lines of JSON that `python -m bench run` writes")
+            rows += found
+            cut += left_out
     if commit is not None:
-        commits = dict.fromkeys(one.provenance.commit for one in rows)
-        rows = [one for one in rows if one.provenance.commit.startswith(commit)]
+        commits = dict.fromkeys(short_commit(one.provenance.commit) for one in rows)
+        rows = [one for one in rows if commit and one.provenance.commit.startswith(commit)]
         if not rows:
             there_are = ", ".join(commits) or "none at all"
-            raise ValueError(f"no row of commit {commit} in {_joined(sources)}; there are {there_are}")
+            asked = f"no row of commit {commit} in" if commit else "no commit stands behind the @ of"
+            raise ValueError(f"{asked} {_joined(sources)}; there are {there_are}")
     if not rows:
         raise ValueError(f"no row in {_joined(sources)}; `python -m bench run` writes some to bench/out")
     return Reading(rows=tuple(rows), cut=tuple(cut))
@@ -119,11 +125,35 @@ def _files(source: Path) -> Iterator[Path]:
         yield source
 
 
+def _read_file(path: Path) -> tuple[list[Recorded], list[str]]:
+    """Rows, and the places of lines that are no JSON: what a killed run has cut off, and what something else has spoiled."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    rows: list[Recorded] = []
+    cut: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            cut.append(f"{path}:{number}")
+            continue
+        rows.append(_recorded(record, f"{path}:{number}"))
+    return rows, cut
+
+
 def _recorded(record: Any, where: str) -> Recorded:
     wanted = (*_NAMES, *_PERCENTILES, *_PROVENANCE)
     absent = [name for name in wanted if name not in record] if isinstance(record, dict) else wanted
     if absent:
-        raise ValueError(f"{where}: no row: it has no {', '.join(absent)}; rows are those that `python -m bench run` writes")
+        names = ", ".join(absent[:_MOST_NAMED]) + (", ..." if len(absent) > _MOST_NAMED else "")
+        raise ValueError(f"{where}: no row: it has no {names}; rows are those that `python -m bench run` writes")
+    not_numbers = [name for name in _PERCENTILES if not isinstance(record[name], int | float)]
+    if not_numbers:
+        raise ValueError(f"{where}: no row: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
     return Recorded(
         row=Row(
             **{name: record[name] for name in _NAMES},

@@ -1,5 +1,6 @@
 """Where rows go: to a file as they come, to a table at the end; and progress meanwhile."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.rows import Row, RowFile
+from bench.timing import middle
 
 _LOG_COLUMNS: Final = 128
 
@@ -19,14 +21,19 @@ _LOG_EVERY_S: Final = 10.0
 """How often progress is a line in a log, where there is no terminal for a bar."""
 
 
+def console(log_columns: int) -> Console:
+    """On stdout. Where there is no terminal rich takes eighty columns, which break a log's tables; COLUMNS is heeded."""
+    told = os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if told or sys.stdout.isatty() else log_columns)
+
+
 class Report:
     """Takes the rows of one run."""
 
-    def __init__(self, file: RowFile, console: Console | None = None) -> None:
+    def __init__(self, file: RowFile) -> None:
         self.file = file
         self.rows: list[Row] = []
-        # Eighty columns, what rich takes where there is no terminal, would break the tables of a log.
-        self.console = console or Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+        self.console = console(_LOG_COLUMNS)
         self._progress_console = Console(stderr=True)
         self._bar: Progress | None = None
 
@@ -39,7 +46,7 @@ class Report:
     def say(self, text: str) -> None:
         """A line for the reader."""
         self._show_bar(False)
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         self._show_bar(True)
 
     def remark(self, text: str) -> None:
@@ -115,7 +122,7 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
     for row in rows:
         summary = row.summary
-        figures = [_figure(value) for value in (summary.p20, summary.p50, summary.p80, summary.p99)]
+        figures = [_figure(value) for value in (summary.p20, middle(summary), summary.p80, summary.p99)]
         bound = "" if row.bound is None else _figure(row.bound)
         table.add_row(row.system, row.metric, *figures, str(summary.n), bound, row.unit)
     return table

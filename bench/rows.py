@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final
 
 import torch
@@ -22,6 +23,9 @@ PACKAGES: Final = {"torch": "torch", "triton": "triton", "cuda_bindings": "cuda-
 
 FAILED: Final = "failed"
 """The metric of a row of what has failed and so has no other: of 1 run, in the unit `runs`."""
+
+
+_COMMIT_DIGITS: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +83,30 @@ class Row:
         return row | {"bound": _rounded(self.bound)} | asdict(provenance)
 
 
+def make_folder(folder: Path) -> None:
+    """A folder that can be written to, with those above it. Raises: ValueError if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{folder} cannot be written to: {reason}; name one that can") from error
+
+
+def short_commit(commit: str) -> str:
+    """Twelve digits of it, and whether files had changed since."""
+    digits, changed, _ = commit.partition("-changed")
+    return digits[:_COMMIT_DIGITS] + changed
+
+
 class RowFile:
     """Appends rows to `<folder>/<suite>.jsonl`. What is there stays: rows of other machines and commits, rows that lose."""
 
     def __init__(self, folder: Path, provenance: Provenance) -> None:
         self.folder = folder
         self.provenance = provenance
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def append(self, row: Row) -> None:
         """Write it through at once, so that a run which is cut short keeps what it measured."""

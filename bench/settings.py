@@ -1,5 +1,6 @@
 """What every suite is told: the device, the shape of the model, how long to measure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,12 +41,25 @@ SHAPES: Final = {shape.name: shape for shape in _SHAPES}
 MODEL_SHAPES: Final = _SHAPES[:3]
 """Those of real models."""
 
+_MOST: Final = 2**31 - 1
+_MOST_SEQUENCES: Final = 65_536
+"""More than any memory has rows for; their slots still find addresses: of llama-3.1-8b 10 TiB, of the 128 TiB there are."""
+
+_RANGES: Final[Mapping[str, tuple[int, int]]] = {
+    "seed": (0, _MOST),
+    "sequences": (1, _MOST_SEQUENCES),
+    "steps": (1, _MOST),
+    "repeat": (1, _MOST),
+    "max_num_batched_tokens": (1, _MOST),
+}
+"""By setting, the least and the most; refusals name it as the command line does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One run of the benchmarks.
 
-    `quick` measures for seconds, to see that everything works; its figures are noise. `work` is what a decode step of the
+    `quick` measures briefly, to see that everything works; its figures are noise. `work` is what a decode step of the
     append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
     are the suite's own choice.
 
@@ -69,12 +83,13 @@ class Settings:
     max_num_batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "steps", "repeat", "max_num_batched_tokens"):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
+            if value is not None and not least <= value <= most:
+                limit = f"at least {least}" if value < least else f"at most {most:,}"
+                raise ValueError(f"--{name.replace('_', '-')} {value}: {limit}")
         if self.fa3 is not None and not self.fa3.is_file():
-            raise ValueError(f"fa3={self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
+            raise ValueError(f"--fa3 {self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
 
     @property
     def kernel_shapes(self) -> tuple[Shape, ...]:

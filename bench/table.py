@@ -3,8 +3,7 @@
 Also the table that a run of quality ends with.
 """
 
-import argparse
-import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +11,10 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from bench.arguments import Parser
 from bench.kernels.attending import AGAIN
 from bench.kernels.bars import Key, bars
+from bench.recorded import read
 from bench.report import Report
 from bench.rows import FAILED
 
@@ -32,24 +33,35 @@ _SYSTEMS_DOWN: Final = ("quantised", "append", "copy")
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench table", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m bench table", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "rows", type=Path, nargs="+", help="files of rows of the kernels suite, such as bench/out/kernels.jsonl"
+        "rows", type=Path, nargs="+", metavar="ROWS", help="files or folders of rows, such as bench/out/kernels.jsonl"
     )
     options = parser.parse_args(arguments)
     try:
         rows = read_rows(options.rows)
-    except OSError as error:
-        parser.error(f"{error}; `python -m bench kernels` writes bench/out/kernels.jsonl")
-    if not rows:
-        parser.error(f"no row of the kernels suite in {', '.join(map(str, options.rows))}")
+    except ValueError as error:
+        parser.refuse(str(error))
     print("\n".join(lines(rows)))
     return 0
 
 
 def read_rows(paths: Sequence[Path]) -> dict[Key, dict[str, Any]]:
-    """The rows of the kernels suite by what they are of. Of two of the same, the later one: a part was measured again."""
-    return _keyed(json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines())
+    """The rows of the kernels suite by what they are of. Of two of the same, the later one: a part was measured again.
+
+    Raises: ValueError where there are none, saying what would work.
+    """
+    reading = read(paths)
+    if reading.notice:
+        print(reading.notice, file=sys.stderr)
+    rows = _keyed(one.row.as_dict(one.provenance) for one in reading.rows)
+    if not rows:
+        suites = ", ".join(dict.fromkeys(one.row.suite for one in reading.rows))
+        raise ValueError(
+            f"no row of the suite kernels in {', '.join(map(str, paths))}, only of {suites}; "
+            "`python -m bench kernels` writes some to bench/out/kernels.jsonl"
+        )
+    return rows
 
 
 def print_tables(report: Report) -> None:

@@ -46,6 +46,11 @@ def exact(value: float, n: int) -> Summary:
     return Summary(p20=value, p50=value, p80=value, p99=value, n=n)
 
 
+def middle(summary: Summary) -> float:
+    """The median; of two samples, their mean."""
+    return (summary.p20 + summary.p80) / 2 if summary.n == 2 else summary.p50
+
+
 def now_us() -> float:
     """A clock in microseconds that never goes back."""
     return time.perf_counter_ns() / 1e3

@@ -9,7 +9,7 @@ the intervals say.
 from typing import Final
 
 from bench.rows import FAILED
-from bench.timing import Summary
+from bench.timing import Summary, middle
 
 _LEAST_CHANGE: Final = 0.02
 _LEAST_CHANGE_OF_FEW: Final = 0.05
@@ -53,6 +53,15 @@ _BY_METRIC: Final[tuple[tuple[str, bool | None], ...]] = (
 """By how a metric begins, where its unit does not say it, or says it wrongly."""
 
 
+_DIFFERENCES: Final = ("above exact", "off by", "over static")
+"""What stands in the names of metrics that are what something has over, or is off from, something else."""
+
+
+def is_difference(metric: str) -> bool:
+    """Is it a difference? Of two of them a ratio says nothing: each may be next to 0."""
+    return any(words in metric for words in _DIFFERENCES)
+
+
 def higher_is_better(metric: str, unit: str) -> bool | None:
     """By the metric's name or else by its unit; None if neither is good or bad, or that is not known."""
     for start, higher in _BY_METRIC:
@@ -63,9 +72,10 @@ def higher_is_better(metric: str, unit: str) -> bool | None:
 
 def change(before: Summary, after: Summary) -> float | None:
     """By which share the median has changed; None from 0 to something else."""
-    if before.p50 == after.p50:
+    old, new = middle(before), middle(after)
+    if old == new:
         return 0.0
-    return (after.p50 - before.p50) / abs(before.p50) if before.p50 else None
+    return (new - old) / abs(old) if old else None
 
 
 def differ(one: Summary, other: Summary) -> bool:

@@ -6,9 +6,9 @@ lines     a table's lines, and what stands against what          sections  all o
 page.html.j2, macros.html.j2, page.css: how it looks
 """
 
-import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -16,12 +16,13 @@ from typing import Final
 import jinja2
 from markupsafe import Markup, escape
 
+from bench.arguments import Parser
 from bench.page.drawing import Figure
 from bench.page.memory_map import MAP, map_figures
 from bench.page.scope import EVERY, scopes
 from bench.page.sections import Section, runs, sections
 from bench.recorded import marks_beside, read, standing
-from bench.rows import FAILED, Provenance
+from bench.rows import FAILED, Provenance, make_folder, short_commit
 from bench.suites import SUITES
 
 _HERE: Final = Path(__file__).parent
@@ -34,7 +35,7 @@ FIGURES: Final = "figures"
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page; the path is printed."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bench report",
         description="One HTML page of rows, which needs no network, and its figures as PNG files. Of rows of the same thing "
         "the newest stands.",
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         page = write(sources, options.out)
     except ValueError as error:
-        parser.error(str(error))
+        parser.refuse(str(error))
     print(page)
     return 0
 
@@ -60,6 +61,13 @@ def main(arguments: Sequence[str]) -> int:
 def write(sources: Sequence[Path], out: Path) -> Path:
     """The page of these rows, in the folder `out`. Raises: ValueError for what cannot be read, saying what would work."""
     reading = read(sources)
+    if reading.notice:
+        print(reading.notice, file=sys.stderr)
+    figures = out / FIGURES
+    try:
+        make_folder(figures)
+    except ValueError as error:
+        raise ValueError(f"--out {error}") from error
     rows = standing(reading.rows, marks_beside(sources))
     of_suites = scopes()
     found = sections(rows, of_suites)
@@ -82,7 +90,7 @@ def write(sources: Sequence[Path], out: Path) -> Path:
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         num_rows=f"{len(reading.rows):,}",
         sources=", ".join(source.name for source in sources),
-        cut=reading.cut,
+        cut=reading.notice,
         quick=sum(one.provenance.quick for one in rows),
         failed=[one for one in rows if one.row.metric == FAILED],
         sections=found,
@@ -90,13 +98,11 @@ def write(sources: Sequence[Path], out: Path) -> Path:
         scope=of_suites.get(EVERY, ""),
         runs=measured,
         devices=list(dict.fromkeys(f"{run.device}, driver {run.driver}" for run, _ in measured)),
-        commits=list(dict.fromkeys(run.commit for run, _ in measured)),
+        commits=list(dict.fromkeys(short_commit(run.commit) for run, _ in measured)),
         seeds=sorted({run.seed for run, _ in measured}),
         versions=list(dict.fromkeys(_versions(run) for run, _ in measured)),
         texts=SUITES,
     )
-    figures = out / FIGURES
-    figures.mkdir(parents=True, exist_ok=True)
     for figure in _all_figures(found, maps):
         (figures / f"{figure.name}.png").write_bytes(figure.png)
     page = out / PAGE

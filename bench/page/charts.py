@@ -8,7 +8,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.page.drawing import COLOURS, INK, Figure, drawing, finished
 from bench.table import figure as written
-from bench.timing import Summary
+from bench.timing import Summary, middle
 
 _MARKERS: Final = "osD^vP*Xhd"
 _BAR_IN: Final = 0.19
@@ -16,6 +16,8 @@ _GAP: Final = 0.8
 """Between groups of bars, in bars."""
 _LEGEND_COLUMNS: Final = 3
 _LEGEND_LINE_IN: Final = 0.2
+
+_WHISKER_STYLE: Final[Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 0.8, "capsize": 1.5}
 
 _SHORT: Final = 30
 """A logarithmic axis from a number to less than so many times it."""
@@ -47,8 +49,8 @@ def bars(
             _draw_bars(axis, groups, names, series, log=log)
             for group, bound in (bounds or {}).items():
                 if group in groups:
-                    middle, half = groups.index(group) * pitch, len(names) / 2
-                    axis.plot([bound, bound], [middle - half, middle + half], color=INK, linewidth=1.2, linestyle="--")
+                    centre, half = groups.index(group) * pitch, len(names) / 2
+                    axis.plot([bound, bound], [centre - half, centre + half], color=INK, linewidth=1.2, linestyle="--")
             _make_room(axis, log=log)
             axis.set(title=heading, xlabel=unit + (", logarithmic" if log else ""))
         axes[0].set_yticks([index * pitch for index in range(len(groups))], groups)
@@ -57,7 +59,8 @@ def bars(
             handles = [Patch(color=colour, label=one) for one, colour in _colours(names).items()]
             figure.legend(handles=handles, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(names)))
         alt = f"{title}: bars of {', '.join(names)} at {', '.join(groups)}, in {unit}. The table below has the numbers."
-        marks = "bars: medians; whiskers: p20 to p80" + ("; dashed: the bound" if bounds else "")
+        marks = "bars: medians; whiskers: p20 to p80" if _has_spread(panels.values()) else "bars: single figures"
+        marks += "; dashed: the bound" if bounds else ""
         return finished(figure, name, title, alt, f"{marks}; {_samples(panels.values())}.")
 
 
@@ -71,15 +74,20 @@ def lines(
     log_y: bool = False,
     tails: bool = False,
 ) -> Figure:
-    """Panels side by side, by heading and unit: medians as lines, p20 to p80 as bands, and with `tails` p99 as dotted lines."""
+    """Panels side by side, by heading and unit: medians as lines, p20 to p80 as bands, and with `tails` p99 as dotted lines.
+
+    Where all were measured at one number there are no lines to draw: points with whiskers, and with `tails` p99 as a dash.
+    """
+    numbers = {number for series in panels.values() for by_number in series.values() for number in by_number}
+    is_line, has_spread = len(numbers) > 1, _has_spread(panels.values())
     names = list(dict.fromkeys(one for series in panels.values() for one in series))
     with drawing(3.4 + _legend_in(names), len(panels)) as (figure, axes):
         for axis, ((heading, unit), series) in zip(axes, panels.items(), strict=True):
-            _draw_lines(axis, names, series, tails=tails)
+            (_draw_lines if is_line else _draw_points)(axis, names, series, tails=tails)
             axis.set(title=heading, xlabel=x_label, ylabel=unit)
-            if log_x:
+            if log_x and is_line:
                 _make_log(axis, "x")
-            if log_y:
+            if log_y and is_line:
                 _make_log(axis, "y")
             else:
                 axis.set_ylim(bottom=0)
@@ -88,7 +96,9 @@ def lines(
         figure.legend(list(handles.values()), list(handles), loc="outside upper left", ncols=columns)
         shown = "; ".join(f"{heading} in {unit}" for heading, unit in panels)
         alt = f"{title}: {shown}, against {x_label}, for {', '.join(names)}. The table below has the numbers."
-        marks = "lines: medians; bands: p20 to p80" + ("; dotted: p99" if tails else "")
+        line, band, tail = ("lines", "bands", "dotted") if is_line else ("points", "whiskers", "dashes")
+        marks = f"{line}: medians; {band}: p20 to p80" if has_spread else f"{line}: single figures"
+        marks += f"; {tail}: p99" if tails else ""
         return finished(figure, name, title, alt, f"{marks}; {_samples(panels.values())}.")
 
 
@@ -101,13 +111,14 @@ def _draw_bars(axis: Any, groups: Sequence[str], names: Sequence[str], series: S
     for index, (one, colour) in enumerate(_colours(names).items()):
         at = series.get(one, {})
         ys = [groups.index(group) * (len(names) + _GAP) + index - (len(names) - 1) / 2 for group in at]
-        medians = [s.p50 for s in at.values()]
-        axis.barh(ys, medians, height=0.86, color=colour)
-        spread = [[s.p50 - s.p20 for s in at.values()], [s.p80 - s.p50 for s in at.values()]]
-        axis.errorbar(medians, ys, xerr=spread, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+        axis.barh(ys, [middle(s) for s in at.values()], height=0.86, color=colour)
+        spread = [(y, s) for y, s in zip(ys, at.values(), strict=True) if s.p20 < s.p80]
+        if spread:
+            medians = [middle(s) for _, s in spread]
+            axis.errorbar(medians, [y for y, _ in spread], xerr=_whiskers([s for _, s in spread]), **_WHISKER_STYLE)
         for y, s in zip(ys, at.values(), strict=True):
             end = (max(s.p80, s.p50, least), y)
-            axis.annotate(written(s.p50), end, (4, 0), textcoords="offset points", va="center", fontsize=7.5)
+            axis.annotate(written(middle(s)), end, (4, 0), textcoords="offset points", va="center", fontsize=7.5)
     axis.grid(axis="y", visible=False)
     axis.tick_params(axis="y", length=0)
 
@@ -118,11 +129,34 @@ def _draw_lines(axis: Any, names: Sequence[str], series: SeriesByNumber, *, tail
         xs, marker = list(by_x), _MARKERS[index % len(_MARKERS)]
         if not xs:
             continue
-        axis.plot(xs, [s.p50 for s in by_x.values()], color=colour, marker=marker, markersize=4.5, label=one)
+        axis.plot(xs, [middle(s) for s in by_x.values()], color=colour, marker=marker, markersize=4.5, label=one)
         if tails:
             axis.plot(xs, [s.p99 for s in by_x.values()], color=colour, linestyle=":", linewidth=1.2)
         low, high = [s.p20 for s in by_x.values()], [s.p80 for s in by_x.values()]
         axis.fill_between(xs, low, high, color=colour, alpha=0.18, lw=0)
+
+
+def _draw_points(axis: Any, names: Sequence[str], series: SeriesByNumber, *, tails: bool) -> None:
+    """What was measured at one number: the systems beside each other, around it."""
+    for index, (one, colour) in enumerate(_colours(names).items()):
+        for number, s in series.get(one, {}).items():
+            marker = _MARKERS[index % len(_MARKERS)]
+            axis.plot([index], [middle(s)], color=colour, marker=marker, markersize=6, linestyle="none", label=one)
+            if s.p20 < s.p80:
+                axis.errorbar([index], [middle(s)], yerr=_whiskers([s]), **_WHISKER_STYLE)
+            if tails:
+                axis.plot([index], [s.p99], color=colour, marker="_", markersize=10, linestyle="none")
+            axis.set_xticks([(len(names) - 1) / 2], [f"{number:,.10g}"])
+    axis.set_xlim(-1, len(names))
+
+
+def _whiskers(summaries: Sequence[Summary]) -> list[list[float]]:
+    """From p20 to p80, as distances from what is drawn."""
+    return [[middle(s) - s.p20 for s in summaries], [s.p80 - middle(s) for s in summaries]]
+
+
+def _has_spread(panels: Iterable[Series | SeriesByNumber]) -> bool:
+    return any(s.p20 < s.p80 for series in panels for of_series in series.values() for s in of_series.values())
 
 
 def _make_room(axis: Any, *, log: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Final
 
 from bench.rows import FAILED, Row
 from bench.table import figure
-from bench.verdict import differ, higher_is_better
+from bench.timing import middle
+from bench.verdict import differ, higher_is_better, is_difference
 
 _OURS, _PAGED = "vmmkv", "paged"
 _ALIKE: Final = "alike"
@@ -28,15 +29,6 @@ class Line:
     loses: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Balance:
-    """How many rows of vmmkv are better than those of blocks, alike and worse."""
-
-    better: int
-    alike: int
-    worse: int
-
-
 def lines(rows: Sequence[Row]) -> Mapping[str, list[Line]]:
     """By workload, in the order of the rows; without what failed."""
     found: dict[str, list[Line]] = defaultdict(list)
@@ -53,7 +45,7 @@ def lines(rows: Sequence[Row]) -> Mapping[str, list[Line]]:
             Line(
                 row=row,
                 p20=figure(summary.p20),
-                p50=figure(summary.p50),
+                p50=figure(middle(summary)),
                 p80=figure(summary.p80),
                 p99=figure(summary.p99),
                 bound="" if row.bound is None else figure(row.bound),
@@ -63,14 +55,6 @@ def lines(rows: Sequence[Row]) -> Mapping[str, list[Line]]:
             )
         )
     return found
-
-
-def balance(by_workload: Mapping[str, Sequence[Line]]) -> Balance:
-    """Of all rows that stand beside one of blocks."""
-    compared = [line for of_workload in by_workload.values() for line in of_workload if line.against_paged]
-    alike = sum(line.against_paged == _ALIKE for line in compared)
-    worse = sum(line.loses for line in compared)
-    return Balance(better=len(compared) - alike - worse, alike=alike, worse=worse)
 
 
 def _twin(system: str, systems: Mapping[str, Row]) -> Row | None:
@@ -84,16 +68,19 @@ def _twin(system: str, systems: Mapping[str, Row]) -> Row | None:
 
 
 def _against_best(row: Row, others: Sequence[Row]) -> str:
-    """How many times as bad as the best; empty where nothing is compared, or nothing is good or bad."""
+    """How many times as bad as the best, of a difference only that; empty where nothing is compared, or is good or bad."""
     higher = higher_is_better(row.metric, row.unit)
     if len(others) < 2 or higher is None:
         return ""
-    best = (max if higher else min)((other.summary for other in others), key=lambda summary: summary.p50)
-    if row.summary.p50 == best.p50:
+    best = (max if higher else min)((other.summary for other in others), key=middle)
+    ours, theirs = middle(row.summary), middle(best)
+    if ours == theirs:
         return "best"
     if not differ(best, row.summary):
         return _ALIKE
-    return _times(row.summary.p50, best.p50, higher=higher) + " as bad" if best.p50 > 0 and row.summary.p50 > 0 else "worse"
+    if is_difference(row.metric) or ours <= 0 or theirs <= 0:
+        return "worse"
+    return _times(ours, theirs, higher=higher) + " as bad"
 
 
 def _against(row: Row, other: Row) -> str:
@@ -104,9 +91,9 @@ def _against(row: Row, other: Row) -> str:
     if not differ(other.summary, row.summary):
         return _ALIKE
     worse = _is_worse(row, other)
-    ours, theirs = row.summary.p50, other.summary.p50
+    ours, theirs = middle(row.summary), middle(other.summary)
     word = "worse" if worse else "better"
-    if ours <= 0 or theirs <= 0:
+    if is_difference(row.metric) or ours <= 0 or theirs <= 0:
         return word
     times = _times(ours, theirs, higher=higher) if worse else _times(theirs, ours, higher=higher)
     return f"{times} {word}"
@@ -116,7 +103,7 @@ def _is_worse(row: Row, other: Row) -> bool:
     higher = higher_is_better(row.metric, row.unit)
     if higher is None or not differ(other.summary, row.summary):
         return False
-    return (row.summary.p50 < other.summary.p50) == higher
+    return (middle(row.summary) < middle(other.summary)) == higher
 
 
 def _times(bad: float, good: float, *, higher: bool) -> str:

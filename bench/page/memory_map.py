@@ -55,7 +55,7 @@ class _Frame:
 
 
 def map_figures(record: Mapping[str, Any], where: str) -> list[Figure]:
-    """Both frames on one scale. Raises: ValueError for what is no map of this format."""
+    """Both frames. Raises: ValueError for what is no map of this format."""
     if record.get("format") != _FORMAT:
         raise ValueError(
             f"{where}: a memory map of format {record.get('format')}; this reads {_FORMAT}: run the suite waste again"
@@ -65,8 +65,7 @@ def map_figures(record: Mapping[str, Any], where: str) -> list[Figure]:
         moment = f"{record['workload']}, {record['shape']}, behind {record['step']} decode steps"
     except KeyError as error:
         raise ValueError(f"{where}: a memory map without {error}; run the suite waste again") from error
-    top_mib = max((piece.start_mib + piece.size_mib for frame in frames for piece in frame.pieces), default=1.0)
-    return [_draw(frame, moment, top_mib, name) for frame, name in zip(frames, ("map-vmmkv", "map-paged"), strict=True)]
+    return [_draw(frame, moment, name) for frame, name in zip(frames, ("map-vmmkv", "map-paged"), strict=True)]
 
 
 def _vmmkv(record: Mapping[str, Any]) -> _Frame:
@@ -128,8 +127,9 @@ def _stacked(sizes: Iterator[tuple[float, int]]) -> Iterator[_Piece]:
         start_mib += size_mib
 
 
-def _draw(frame: _Frame, moment: str, top_mib: float, name: str) -> Figure:
+def _draw(frame: _Frame, moment: str, name: str) -> Figure:
     columns = list(dict.fromkeys(piece.column for piece in frame.pieces))
+    top_mib = max((piece.start_mib + piece.size_mib for piece in frame.pieces), default=1.0)
     with drawing(4.6) as (figure, (axis,)):
         for shared in {piece.shared for piece in frame.pieces}:
             of_kind = [piece for piece in frame.pieces if piece.shared == shared]

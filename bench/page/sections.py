@@ -7,9 +7,9 @@ from typing import Final
 
 from bench.page.drawing import Figure, slug_of
 from bench.page.figures import figures
-from bench.page.lines import Balance, Line, absent, balance, lines
+from bench.page.lines import Line, absent, lines
 from bench.recorded import Recorded
-from bench.rows import FAILED, Provenance
+from bench.rows import FAILED, Provenance, short_commit
 from bench.suites import SUITES
 
 
@@ -90,7 +90,6 @@ class Group:
     figures: tuple[Figure, ...]
     tables: Mapping[str, Mapping[str, list[Line]]]
     """By part, and by workload."""
-    balance: Balance
     num_rows: int
     missing: tuple[tuple[str, list[str]], ...]
 
@@ -159,14 +158,13 @@ def _group(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -
         suite=suite,
         device=device,
         quick=quick,
-        commits=tuple(dict.fromkeys(one.provenance.commit for one in recorded)),
+        commits=tuple(dict.fromkeys(short_commit(one.provenance.commit) for one in recorded)),
         failed=tuple(one for one in recorded if one.row.metric == FAILED),
         figures=tuple(figures(suite, measured, prefix)),
         tables={
             part: {workload: of_workload for workload, of_workload in by_workload.items() if parts[workload] == part}
             for part in dict.fromkeys(parts.values())
         },
-        balance=balance(by_workload),
         num_rows=len(measured),
         missing=tuple(absent(rows, parts)),
     )

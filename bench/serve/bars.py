@@ -12,7 +12,7 @@ from bench.report import Report
 from bench.rows import Row
 from bench.serve import SUITE, SYSTEM
 from bench.table import figure
-from bench.timing import Summary
+from bench.timing import middle
 
 
 class Promise(NamedTuple):
@@ -55,11 +55,6 @@ _LEAST_OF_PAGED: Final = 0.99
 
 Figures = Mapping[tuple[str, str], Row]
 """Rows by shape and part, and by metric."""
-
-
-def middle(summary: Summary) -> float:
-    """The median; of two samples, their mean."""
-    return (summary.p20 + summary.p80) / 2 if summary.n == 2 else summary.p50
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -201,6 +201,36 @@ def test_a_row_that_a_killed_run_cut_off_is_said_and_spoils_no_other(tmp_path: P
     assert reading.cut == (f"{path}:2",)
 
 
+def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(settings: Settings, report: Report) -> None:
+        raise KeyboardInterrupt
+
+    def measure(settings: Settings, report: Report) -> None:
+        report.add(Row(suite="append", workload="w", system="measured", metric="m", unit="us", summary=exact(1, 1)))
+
+    arguments = ("run", "--device", "cpu", "--out", str(tmp_path), *THREE)
+    with monkeypatch.context() as patch:
+        patch.setattr(append, "run", measure)
+        patch.setattr(driver_calls, "run", interrupt)
+        assert run.main(arguments) == 130
+    printed = capsys.readouterr().out
+    assert "measured" in printed
+    assert "1 rows appended" in printed
+    assert printed.endswith("stopped by Ctrl-C; continue with --resume\n")
+    assert counted.run(tmp_path, *THREE, "--resume") == ["driver_calls", *(f"kernels {part}" for part in kernels.PARTS)]
+
+
+def test_resume_says_so_where_nothing_has_finished_alike(
+    tmp_path: Path, counted: Counted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ("--suite", "append", "--resume", "--commit")
+    for commit, said in (("abc", True), ("abc", False), ("abd", True)):
+        counted.run(tmp_path, *one, commit)
+        assert ("--resume: nothing of this has finished in" in capsys.readouterr().out) is said
+
+
 def test_rows_that_are_read_are_those_that_were_written_and_the_newest_stand(tmp_path: Path) -> None:
     first = report_in(tmp_path)
     row = Row(suite="append", workload="w", system="s", metric="m", unit="us", summary=exact(1.5, 9), bound=2.0)
@@ -298,8 +328,19 @@ def test_run_without_a_suite_runs_all(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["apend"], "no suite apend; there are"),
-        (["append", "--steps", "0"], "steps=0"),
+        (["apend"], "no command or suite apend; commands: run, report, compare, table; suites: driver_calls"),
+        (["append", "apend"], "no suite apend; there are"),
+        (["run", "waste"], "--suite waste"),
+        (["run", "--quick", "wast"], "no suite wast; there are"),
+        (["append", "--stesp", "3"], "unrecognized arguments: --stesp 3"),
+        (["append", "--steps", "0"], "--steps 0: at least 1"),
+        (["serve", "--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0: at least 1"),
+        (["append", "--seed", "-1"], "--seed -1: at least 0"),
+        (["append", "--sequences", "1000000"], "--sequences 1000000: at most 65,536"),
+        (["append", "--out", "/dev/null/x"], "--out /dev/null/x cannot be written to"),
+        (["append", "--out", __file__], "it is no folder"),
+        (["append", "--device", ""], "there are cpu, cuda, cuda:N, and auto"),
+        (["append", "--device", "cpu:1"], "there are cpu, cuda, cuda:N, and auto"),
         (["append", "--device", "nowhere"], "nowhere"),
         (["kernels", "--parts", "deocde"], "no part deocde; kernels has decode"),
         (["all", "--device", "cpu", "--cases", "64x8K"], "no case 64x8K on a CPU: decode has 2x96"),
@@ -309,7 +350,9 @@ def test_run_without_a_suite_runs_all(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bad_arguments_are_refused_in_words(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run.main(arguments)
-    assert complaint in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert complaint in printed
+    assert printed.startswith("python -m bench") and printed.count("\n") == 1
 
 
 def test_percentiles_are_samples() -> None:

@@ -9,7 +9,7 @@ import torch
 from bench import run
 from bench.report import Report
 from bench.rows import Provenance, Row, RowFile
-from bench.timing import Summary, exact
+from bench.timing import Summary, exact, summarize
 from bench.verdict import change, differ, higher_is_better
 
 
@@ -100,15 +100,15 @@ def test_real_changes_come_first_by_their_size_and_losses_before_wins(
     )
     assert run.main(["compare", before, after]) == 0
     printed = capsys.readouterr().out
-    assert verdicts(printed) == [
-        ("worse", "slowest"),
-        ("worse", "slower"),
-        ("better", "faster"),
-        ("other", "neither"),
-        ("noise", "noisy"),
-    ]
+    real = [("worse", "slowest"), ("worse", "slower"), ("better", "faster"), ("other", "neither")]
+    assert verdicts(printed) == real
     assert "+100.0 %" in printed
-    assert "5 rows on both sides: 2 worse, 1 better, 1 other, 1 noise, 0 not judged" in printed
+    summary = "5 rows on both sides: 2 worse, 1 better, 1 other, 1 noise, 0 not judged"
+    assert printed.splitlines()[-1] == f"{summary}; 1 not shown: --all shows them"
+    assert run.main(["compare", before, after, "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert verdicts(everything) == [*real, ("noise", "noisy")]
+    assert everything.splitlines()[-1] == summary
     assert "1 rows only in A: 1 of append" in printed
     assert "only in B" not in printed
 
@@ -138,7 +138,7 @@ def test_rows_of_two_devices_and_quick_ones_are_shown_and_not_judged(
 ) -> None:
     before = write(tmp_path / "a", row("s", spread(100, 1)))
     after = write(tmp_path / "b", row("s", spread(200, 1)), device=device, quick=quick)
-    assert run.main(["compare", before, after, "--fail-on-loss"]) == 0
+    assert run.main(["compare", before, after, "--fail-on-loss", "--all"]) == 0
     printed = capsys.readouterr().out
     assert warning in printed
     assert verdicts(printed) == [("not judged", "s")]
@@ -152,15 +152,87 @@ def test_a_commit_behind_the_file_selects_its_rows_and_else_the_newest_stand(
     path = str(tmp_path / "append.jsonl")
     assert run.main(["compare", f"{path}@aaa", f"{path}@bbb"]) == 0
     assert verdicts(capsys.readouterr().out) == [("worse", "s")]
-    assert run.main(["compare", path, f"{path}@bbb"]) == 0
+    assert run.main(["compare", "--all", path, f"{path}@bbb"]) == 0
     assert verdicts(capsys.readouterr().out) == [("noise", "s")]
-    with pytest.raises(SystemExit, match="2"):
-        run.main(["compare", f"{path}@ccc", path])
-    assert "no row of commit ccc" in capsys.readouterr().err
+    for wrong, complaint in (("ccc", "no row of commit ccc"), ("", "no commit stands behind the @")):
+        with pytest.raises(SystemExit, match="2"):
+            run.main(["compare", f"{path}@{wrong}", path])
+        printed = capsys.readouterr().err
+        assert complaint in printed
+        assert "there are aaa1, bbb2" in printed
 
 
-def test_what_has_nothing_in_common_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_nothing_in_common_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = write(tmp_path / "a", row("s", spread(100, 1)))
     after = write(tmp_path / "b", row("t", spread(100, 1)))
+    for options in ([], ["--fail-on-loss"]):
+        with pytest.raises(SystemExit, match="2"):
+            run.main(["compare", before, after, *options])
+        assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_a_quick_row_takes_the_place_of_no_full_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write(tmp_path / "a", row("s", spread(100, 1)))
+    after = write(tmp_path / "b", row("s", spread(200, 1)))
+    write(tmp_path / "b", row("s", spread(100, 1)), quick=True, date="2026-01-02T00:00:00+00:00")
     assert run.main(["compare", before, after]) == 0
-    assert "nothing to compare" in capsys.readouterr().out
+    assert verdicts(capsys.readouterr().out) == [("worse", "s")]
+
+
+def test_of_two_samples_the_mean_is_shown_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write(tmp_path / "a", row("s", summarize([100.0, 110.0])))
+    after = write(tmp_path / "b", row("s", summarize([120.0, 310.0])))
+    assert run.main(["compare", before, after]) == 0
+    assert re.search(r" 105 +100\.\.110 +2 +215 +120\.\.310 +2 +\+104\.8 %", capsys.readouterr().out)
+
+
+def test_what_is_a_difference_itself_has_no_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write(tmp_path / "a", row("s", spread(0.5, 0), "perplexity above exact", "%"))
+    after = write(tmp_path / "b", row("s", spread(133, 0), "perplexity above exact", "%"))
+    assert run.main(["compare", before, after]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r" \+132 +% *$", printed, re.MULTILINE)
+    assert verdicts(printed) == [("worse", "s")]
+
+
+def test_the_table_is_as_wide_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path / "a", row("s " + "word " * 30, spread(100, 1)))
+    after = write(tmp_path / "b", row("s " + "word " * 30, spread(200, 1)))
+    widths = []
+    for columns in ("120", "150"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run.main(["compare", before, after]) == 0
+        widths.append(max(map(len, capsys.readouterr().out.splitlines())))
+    assert widths == [120, 150]
+
+
+def test_a_line_that_is_no_row_is_named_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "append.jsonl"
+    write(tmp_path, row("s", spread(100, 1)))
+    with path.open("a") as file:
+        file.write("not a row\n")
+    write(tmp_path, row("t", spread(100, 1)))
+    assert run.main(["compare", str(path), str(path)]) == 0
+    assert f"{path}:2: not a row; 1 line is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "table", "report"])
+def test_every_command_says_alike_what_a_wrong_file_is(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("no row\nand none\n")
+    broken = write(tmp_path / "rows", row("s", spread(100, 1)))
+    (Path(broken) / "append.jsonl").write_text((Path(broken) / "append.jsonl").read_text().replace("100", '"100"'))
+    for path, complaint in (
+        (words, f"{words}:1: not a row; rows are lines of JSON"),
+        (tmp_path / "nowhere", "no such file or folder"),
+        (broken, "append.jsonl:1: no row: its p50 should be numbers"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run.main([command, str(path), *([str(path)] if command == "compare" else [])])
+        printed = capsys.readouterr().err
+        assert complaint in printed
+        assert printed.startswith(f"python -m bench {command}: ") and printed.count("\n") == 1

@@ -3,6 +3,7 @@
 import json
 import re
 import xml.dom.minidom
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ import pytest
 from bench import run
 from bench.page import FIGURES, write
 from bench.page.charts import bars
+from bench.page.charts import lines as line_chart
 from bench.page.drawing import COLOURS
 from bench.page.lines import lines
-from bench.page.memory_map import MAP
+from bench.page.memory_map import MAP, map_figures
 from bench.page.scope import scopes
 from bench.page.sections import HEADINGS
 from bench.recorded import read, standing
 from bench.report import Report
 from bench.rows import Provenance, Row, RowFile
 from bench.suites import SUITES
-from bench.timing import Summary, exact
+from bench.timing import Summary, exact, summarize
 
 RESULTS = Path(run.__file__).parent / "results"
 VOID = {"meta", "link", "br"}
@@ -156,6 +158,32 @@ def test_a_bar_of_nothing_and_a_name_with_dollars_can_be_drawn() -> None:
     assert "n = 2 to 3" in figure.caption
 
 
+def test_only_what_has_a_spread_is_said_to_have_whiskers() -> None:
+    single = bars("n", "t", "us", {"": {"one": {"g": exact(5, 3)}}})
+    spread = bars("n", "t", "us", {"": {"one": {"g": exact(5, 3)}, "other": {"g": summarize([1.0, 2.0])}}})
+    assert "whiskers" not in single.caption and "single figures" in single.caption
+    assert "whiskers: p20 to p80" in spread.caption
+
+
+def test_of_two_samples_the_mean_is_drawn_and_written() -> None:
+    assert ">2<" in bars("n", "t", "us", {"": {"one": {"g": summarize([1.0, 3.0])}}}).svg
+    ((line,),) = lines(
+        [Row(suite="s", workload="w", system="v", metric="m", unit="us", summary=summarize([1.0, 3.0]))]
+    ).values()
+    assert (line.p20, line.p50, line.p80) == ("1", "2", "3")
+
+
+def test_what_was_measured_at_one_number_is_points_at_it() -> None:
+    at_one = {("first token", "ms"): {name: {2.0: summarize([8.0, 9.0, 12.0])} for name in ("vmmkv", "paged 16")}}
+    figure = line_chart("n", "t", at_one, "requests/s offered", log_x=True, log_y=True, tails=True)
+    assert figure.caption.startswith("points: medians; whiskers: p20 to p80; dashes: p99")
+    axis = re.findall(r"<text[^>]*>([^<]+)</text>", figure.svg)
+    assert axis[0] == "2", "the rate alone is on its axis"
+    assert "0" in axis and "10" in axis
+    at_two = {("first token", "ms"): {"vmmkv": {rate: summarize([8.0, 9.0, 12.0]) for rate in (1.0, 2.0)}}}
+    assert line_chart("n", "t", at_two, "x").caption.startswith("lines: medians; bands: p20 to p80")
+
+
 def luminance(colour: str) -> float:
     """By WCAG 2."""
     parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
@@ -224,6 +252,15 @@ def test_rows_that_lose_say_so() -> None:
     assert (line.against_paged, line.against_best) == ("", "")
 
 
+def test_differences_are_worse_or_better_and_have_no_ratio() -> None:
+    def loss(system: str, p50: float) -> Row:
+        return row(system, p50, metric="perplexity above exact")
+
+    ((ours, of_blocks),) = lines([loss("vmmkv", 133.0), loss("paged 16", 0.5)]).values()
+    assert (ours.against_paged, ours.against_best) == ("worse", "worse")
+    assert of_blocks.against_best == "best"
+
+
 def test_blocks_are_held_against_what_does_the_same() -> None:
     systems = ("decode, vmmkv, 1 layer a page", "decode, paged 16", "FA3, vmmkv, 1 layer a page", "FA3, paged 16")
     ((ours, _, theirs, _),) = lines([row(system, 1.0 + index) for index, system in enumerate(systems)]).values()
@@ -243,6 +280,24 @@ def test_where_and_on_what_it_was_measured_stands_at_the_top(tmp_path: Path) -> 
         "torch 2",
     ):
         assert said in header
+
+
+def test_commits_are_cut_alike_and_keep_that_they_had_changed(tmp_path: Path) -> None:
+    digits = "0123456789abcdef0123456789abcdef01234567"
+    for commit in (digits, f"{digits}-changed"):
+        Report(RowFile(tmp_path, replace(provenance(), commit=commit))).add(row(commit))
+    text = page_of(tmp_path, tmp_path / "out").text
+    assert "<dt>Commits</dt><dd>0123456789ab, 0123456789ab-changed</dd>" in text
+
+
+def test_a_line_that_is_no_row_is_said_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path, row())
+    with (tmp_path / "serve.jsonl").open("a") as file:
+        file.write("{\n")
+    page = page_of(tmp_path, tmp_path / "out")
+    said = f"{tmp_path / 'serve.jsonl'}:2: not a row; 1 line is left out"
+    assert said in page.text
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_quick_rows_are_called_noise_and_stand_apart(tmp_path: Path) -> None:
@@ -352,6 +407,18 @@ def test_a_memory_map_beside_the_rows_is_drawn_as_two_frames(tmp_path: Path) -> 
     assert "2 are held by running sequences, 1 are cache and 1 are free" in alts[1]
 
 
+def test_a_frame_of_a_memory_map_ends_a_little_above_its_highest_rectangle() -> None:
+    map_ = memory_map()
+    map_["paged"]["blocks"] += [{"block": 4 + n, "state": "cached", "holders": 1, "slots": []} for n in range(100)]
+    tops = []
+    for figure in map_figures(map_, "here"):
+        ticks = [
+            float(text) for text in re.findall(r'<g id="[^"]*ytick_\d+">.*?<text[^>]*>([\d.]+)</text>', figure.svg, re.DOTALL)
+        ]
+        tops.append(max(ticks))
+    assert tops == [6, 200], "6 MiB under slots; 101 blocks of 2 MiB in the tree"
+
+
 def test_a_memory_map_of_another_format_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path, row())
     for wrong, complaint in ((memory_map() | {"format": 2}, "of format 2"), ({"format": 1}, "without 'vmmkv'")):
@@ -370,3 +437,6 @@ def test_the_command_says_where_the_page_is_and_refuses_what_is_none(
     with pytest.raises(SystemExit, match="2"):
         run.main(["report", str(tmp_path / "nowhere")])
     assert "no such file or folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["report", str(tmp_path), "--out", "/dev/null/x"])
+    assert "--out /dev/null/x/figures cannot be written to" in capsys.readouterr().err
