@@ -260,8 +260,24 @@ def test_fa3_is_called_as_its_library_wants(fa3_on_cpu: None, kind: str, case: C
 def row(workload: str, system: str, metric: str, p50: float, bound: float | None = None) -> dict[str, Any]:
     return {
         **{"suite": "kernels", "workload": f"llama-3.1-8b {workload}", "system": system, "metric": metric},
-        **{"unit": "us" if metric == "layer" else "GB/s", "p50": p50, "bound": bound},
-        **{"device": "NVIDIA H200", "commit": "abc123", "quick": False},
+        **{
+            "unit": "us" if metric == "layer" else "GB/s",
+            "p20": p50,
+            "p50": p50,
+            "p80": p50,
+            "p99": p50,
+            "n": 9,
+            "bound": bound,
+        },
+        **{
+            "device": "NVIDIA H200",
+            "driver": "1",
+            "versions": {},
+            "commit": "abc123",
+            "seed": 0,
+            "quick": False,
+            "date": "2026",
+        },
     }
 
 
@@ -337,7 +353,11 @@ def test_bars_are_computed_from_rows() -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "No such file"), (None, "`python -m bench kernels` writes"), ("", "no row of the kernels suite")],
+    [
+        (None, "no such file or folder"),
+        ("", "`python -m bench run` writes some"),
+        (json.dumps(row("decode 64x8K", "s", "layer", 1.0) | {"suite": "append"}), "no row of the suite kernels"),
+    ],
 )
 def test_a_table_of_nothing_is_refused(
     tmp_path: Path, content: str | None, complaint: str, capsys: pytest.CaptureFixture[str]

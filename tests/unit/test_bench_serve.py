@@ -13,7 +13,7 @@ import torch
 from bench import run
 from bench.rows import Row
 from bench.serve import PARTS, roofline
-from bench.serve.bars import PROMISES, bars, middle
+from bench.serve.bars import PROMISES, bars
 from bench.serve.checks import Alone, distance, share_of_same
 from bench.serve.clock import Hosted, Read, Steps
 from bench.serve.engine import Answers
@@ -22,7 +22,7 @@ from bench.serve.models import MODELS, model_of
 from bench.serve.requests import Requests
 from bench.serve.sizes import Sizes
 from bench.settings import SHAPES, Settings
-from bench.timing import WrongNumbers, exact, summarize
+from bench.timing import WrongNumbers, exact, middle, summarize
 from vmmkv.prefix import Attached, PrefixCache
 from vmmkv.server import Completion, Engine
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(capsys: pytest.Ca
     for arguments, complaint in (
         (["serve", "--parts", "mixt"], f"no part mixt; serve has {', '.join(PARTS)}"),
         (["serve", "prefix", "--parts", "mixed"], "serve and prefix have different ones; name one suite"),
-        (["serve", "--repeat", "0"], "repeat=0: at least 1"),
+        (["serve", "--repeat", "0"], "--repeat 0: at least 1"),
         (["serve", "--cases", "64x8K"], "--cases is of kernels, which is not wanted here"),
         (["serve", "append", "--fa3", __file__], "--fa3 is of kernels, which is not wanted here"),
         (["serve", "--quick", "--max-num-batched-tokens", "15"], "15 is less than the 16 sequences"),
