@@ -175,7 +175,7 @@ def test_all_end_with_their_tokens_however_they_press(harness: Callable[..., Har
     assert all(one.tokens(name) == alone.tokens(name) for name in asked)
 
 
-def test_nobody_gives_way_in_vain(harness: Callable[..., Harness]) -> None:
+def test_nobody_gives_way_to_who_cannot_fit_beside_its_equals(harness: Callable[..., Harness]) -> None:
     """Who cannot fit beside its equals waits for them; the less pressing run on meanwhile."""
     rows = 2**21 // 1024
     one = harness(ours=True, share=True, budget_pages=6, max_tokens=8192, step_tokens=512)
