@@ -337,7 +337,7 @@ class Scheduler:
         return True
 
     def _could_fit(self, request: Request) -> bool:
-        """Would a waiting request find memory if all who are less pressing gave way? At best: what they share counts as theirs."""
+        """Would a waiting request find memory if all who press less gave way? At best: what they share counts as theirs."""
         layout, stats = self._cache.layout, self._cache.stats()
         num_known = 0 if self._prefix is None else self._prefix.match(request.tokens, namespace=request.namespace)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
