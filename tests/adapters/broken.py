@@ -134,6 +134,28 @@ def raises(*tensors: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no kernel image\nfor this device")
 
 
+def says(*tensors: torch.Tensor, message: str) -> torch.Tensor:
+    raise RuntimeError(message)
+
+
+def writes_past_the_length(*tensors: torch.Tensor) -> torch.Tensor:
+    """As one that stores whole tiles."""
+    _, k_STKD, _, lengths_B, slots_B = tensors
+    for slot, length in zip(slots_B.tolist(), lengths_B.tolist(), strict=True):
+        if length % 64:  # where pages end
+            k_STKD[slot, length] = 0
+    return sdpa_decode(*tensors)
+
+
+def writes_to_the_next_layer(*tensors: torch.Tensor) -> torch.Tensor:
+    """Behind V of its own, which is right."""
+    _, _, v_STKD, _, slots_B = tensors
+    width = v_STKD.shape[2] * v_STKD.shape[3]
+    start = v_STKD.storage_offset() + int(slots_B[0]) * v_STKD.stride(0) + width
+    v_STKD.as_strided((width,), (1,), start).fill_(7)
+    return sdpa_decode(*tensors)
+
+
 def hangs(*tensors: torch.Tensor) -> torch.Tensor:
     time.sleep(600)
     return tensors[0]

@@ -191,6 +191,12 @@ def test_a_library_that_is_missing_is_named(
     assert isinstance(error.value, VmmkvError) and isinstance(error.value, ImportError)
 
 
+def test_a_library_without_the_function_is_to_be_updated(decode_problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", Library("flashinfer"))
+    with pytest.raises(attention.LibraryMissing, match=r"no attribute .*: update flashinfer, or use sdpa_decode"):
+        attention.flashinfer_decode(*decode_problem)
+
+
 def test_importing_the_adapters_imports_no_library() -> None:
     assert not {"flash_attn", "flash_attn_interface", "flashinfer"} & set(sys.modules)
 

@@ -102,7 +102,10 @@ def test_each_mistake_is_caught_where_it_shows_and_nowhere_else(
         (broken.takes_rows_for_contiguous, "strides", "NaN or infinity"),
         (broken.flattens_by_view, "strides", "it raised RuntimeError: view size is not compatible"),
         (broken.sees_one_page, "shuffled pages", "in a sequence of 130 tokens, query 0 of 1"),
-        (broken.rotates_keys_in_place, "strides", "it changed rows of K or V that it was to read"),
+        (broken.rotates_keys_in_place, "strides", "it wrote to row 0 of slot 12, which it is only to read"),
+        (broken.writes_past_the_length, "stale rows past the length", "which is none of its own"),
+        (broken.writes_to_the_next_layer, "strides", "it wrote to row 0 of slot 12"),
+        (broken.writes_to_the_next_layer, "64-bit token offsets", "it wrote to row 0 of slot 1,"),
         (broken.returns_float64, "strides", "of torch.float64"),
         (broken.returns_nothing, "strides", "it returned NoneType, no tensor"),
         (broken.raises, "aliased prefix", "it raised RuntimeError: no kernel image"),
@@ -143,6 +146,29 @@ def test_queries_that_see_later_tokens_are_caught(worker: Worker) -> None:
 def test_a_function_that_ends_the_process_is_no_result(worker: Worker) -> None:
     with pytest.raises(CheckError, match="exited with 7"):
         conformance(broken.exits, **CPU, checks=["strides"], worker=worker)
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "is_replaced"),
+    [
+        ("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA", "crashed", True),
+        ("Triton Error [CUDA]: an illegal instruction was encountered", "crashed", True),
+        ("map: CUDA_ERROR_INVALID_PC (invalid program counter)", "crashed", True),
+        ("CUDA error: the launch timed out and was terminated", "crashed", True),
+        ("CUDA error: operation not supported on global/shared address space", "crashed", True),
+        ("CUDA error: uncorrectable ECC error encountered", "failed", True),
+        ("Triton Error [CUDA]: invalid argument", "failed", True),
+        ("head_dim 64 is not supported", "failed", False),
+    ],
+)
+def test_no_check_follows_an_error_of_cuda_in_its_process(message: str, status: str, is_replaced: bool, worker: Worker) -> None:
+    options = {**CPU, "checks": ["aliased prefix"], "worker": worker}
+    assert conformance(attention.sdpa_decode, **options).passed
+    process = worker._process
+    (result,) = conformance(functools.partial(broken.says, message=message), **options).results
+    assert result.status == status
+    assert (worker._process is not process) == is_replaced
+    assert result.detail.startswith("the CUDA context is lost: " if status == "crashed" else "it raised RuntimeError: ")
 
 
 def test_a_check_that_gives_no_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ _FLASH_3_TILES: Final = {
 
 
 class LibraryMissing(VmmkvError, ImportError):
-    """The library that an attention function calls is not installed."""
+    """The library that an attention function calls is not installed, or lacks the function."""
 
 
 def flash_3_guard_tokens(head_dim: int, dtype: torch.dtype) -> int:
@@ -308,10 +308,11 @@ def flashinfer_prefill(
 def _library(module: str, function: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
+        remedy = "install" if isinstance(error, ImportError) else "update"
         package = {"flash_attn_interface": "FlashAttention-3 (the folder hopper/ of its repository)"}.get(module, module)
         raise LibraryMissing(
-            f"{module}.{function} cannot be had ({error}): install {package}, or use sdpa_decode and sdpa_prefill, which need "
+            f"{module}.{function} cannot be had ({error}): {remedy} {package}, or use sdpa_decode and sdpa_prefill, which need "
             f"torch alone"
         ) from error
     return found

@@ -1,12 +1,14 @@
 """The tensors that an attention function is called with, and whether what it returns is right."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 
 from vmmkv.kernels import reference
+from vmmkv.testing.caches import MappedRows
 from vmmkv.testing.subject import Subject
 
 _COUNTS: Final = (5, None, 40, 1)
@@ -21,11 +23,18 @@ class Batch:
     """Sequences in slots of views, and the arguments of a call, which stay the same tensors whatever the lengths become."""
 
     def __init__(
-        self, subject: Subject, k_STKD: torch.Tensor, v_STKD: torch.Tensor, slots: Iterable[int], lengths: Iterable[int]
+        self,
+        subject: Subject,
+        k_STKD: torch.Tensor,
+        v_STKD: torch.Tensor,
+        slots: Iterable[int],
+        lengths: Iterable[int],
+        mapped: Callable[[], list[MappedRows]],
     ) -> None:
         device = subject.device
         self.subject, self.k_STKD, self.v_STKD = subject, k_STKD, v_STKD
         self.slots, self.lengths = list(slots), list(lengths)
+        self._mapped = mapped
         self.counts = [1] * len(self.slots)
         if subject.form == "prefill":
             wanted = itertools.cycle(_COUNTS)
@@ -78,20 +87,31 @@ class Batch:
         )
 
     def run(self) -> None:
-        """Call, judge, and see that K and V are what they were. Raises: Wrong."""
-        before = self._rows()
-        out_NHD = self.attend()
-        if not all(torch.equal(was, now) for was, now in zip(before, self._rows(), strict=True)):
-            raise Wrong("it changed rows of K or V that it was to read")
+        """Call, see that it wrote nothing, and judge. Raises: Wrong."""
+        with self.writing_nothing():
+            out_NHD = self.attend()
         self.judge(out_NHD)
+
+    @contextmanager
+    def writing_nothing(self) -> Iterator[None]:
+        """See that what is done within leaves all that is mapped bit for bit as it was. Raises: Wrong.
+
+        Cost: a copy of all that is mapped.
+        """
+        rows = self._mapped()
+        before = [mapped.words_TW.clone() for mapped in rows]
+        yield
+        for mapped, was_TW in zip(rows, before, strict=True):
+            if torch.equal(mapped.words_TW, was_TW):
+                continue
+            row = mapped.first + int((mapped.words_TW != was_TW).any(1).nonzero()[0])
+            length = dict(zip(self.slots, self.lengths, strict=True)).get(mapped.slot, 0)
+            what = "which it is only to read" if row < length else "which is none of its own"
+            raise Wrong(f"it wrote to row {row} of slot {mapped.slot}, {what}: all layers of a token are in one row")
 
     def _reference(self, dtype: torch.dtype) -> torch.Tensor:
         counts_B = torch.tensor(self.counts)
         return reference.prefill(self.q_NHD, self.k_STKD, self.v_STKD, counts_B, self.lengths_B, self.slots_B, dtype=dtype)
-
-    def _rows(self) -> list[torch.Tensor]:
-        where = list(zip(self.slots, self.lengths, strict=True))
-        return [view[slot, :length].clone() for view in (self.k_STKD, self.v_STKD) for slot, length in where]
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -38,6 +39,15 @@ _SPARE_PAGES: Final = 16
 """Free extents to shuffle, more than a check takes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedRows:
+    """What is mapped under a slot from row `first` on: all bytes of its rows, of whatever layer, as int64 [rows, words]."""
+
+    slot: int
+    first: int
+    words_TW: torch.Tensor
+
+
 def layout_of(subject: Subject, row_bytes: int = ROW_BYTES) -> KVLayout:
     """K, V and filling in each of a few layers, so that a row is `row_bytes`, or the next power of two that holds it."""
     dtype = subject.dtype
@@ -59,10 +69,13 @@ class Memory:
         self.k_STKD, self.v_STKD = cache.k(self.layer), cache.v(self.layer)
         self.page_rows = self.group.tokens_under(1)
         self._generator = torch.Generator().manual_seed(0)
+        self._written: dict[int, Sequence] = {}
+        """By slot. Under the others nothing is mapped but the pad, which no one can write to."""
 
     def write(self, sequence: Sequence, num_tokens: int, *, past: float) -> None:
         """Grow a sequence to so many tokens: random rows of this layer, NaN in all others, `past` in what is mapped behind."""
         start, cache = sequence.length, self.cache
+        self._written[sequence.slot] = sequence
         sequence.grow(num_tokens)
         end = self.mapped_rows(sequence)
         for layer in self.group.layers:
@@ -78,6 +91,18 @@ class Memory:
         """The same value in all rows of a sequence that nobody attends to."""
         for view_STKD in (self.k_STKD, self.v_STKD):
             view_STKD[sequence.slot, : self.mapped_rows(sequence)] = value
+
+    def mapped(self) -> list[MappedRows]:
+        """All that is mapped under all sequences, guards and other layers among it."""
+        k_STKD, row_bytes = self.k_STKD, self.group.row_bytes
+        address = k_STKD.data_ptr() - self.group.offset_bytes(self.layer, "k")
+        slot_bytes = k_STKD.stride(0) * k_STKD.itemsize
+        found = []
+        for slot, sequence in self._written.items():
+            num_rows = self.mapped_rows(sequence)
+            rows_E = wrap(address + slot * slot_bytes, num_rows * row_bytes, self.cache.device)
+            found.append(MappedRows(slot=slot, first=0, words_TW=rows_E.view(torch.int64).view(num_rows, -1)))
+        return found
 
     def mapped_rows(self, sequence: Sequence) -> int:
         """Rows that are mapped under a sequence, guard and all: whole pages."""
@@ -101,11 +126,11 @@ def open_memory(
 
 
 @contextmanager
-def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, list[MappedRows]]]:
     """K and V of a slot 1 whose rows are a page each, and its length: `num_past` rows lie 2**31 elements from its first.
 
     That would be gigabytes, so a few physical pages are mapped over and over; others under the last rows, whose larger keys
-    draw most of the weight.
+    draw most of the weight. What is mapped is given with each physical page once.
     """
     row_elements = PAGE_BYTES // subject.dtype.itemsize
     border = 2**31 // row_elements
@@ -144,7 +169,12 @@ def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, to
             for view_STKD in (k_STKD, v_STKD):
                 rows_TKD = factor * torch.randn(count, *shape[2:], generator=generator)
                 view_STKD[1, first : first + count] = rows_TKD.to(driver.device, subject.dtype)
-        yield k_STKD, v_STKD, length
+        words_PW = bytes_E.view(torch.int64).view(2 * num_pages, -1)
+        mapped_rows = [
+            MappedRows(slot=slot, first=first, words_TW=words_PW[slot * num_pages + first :][:count])
+            for slot, first, count in ((0, 0, 1), (1, 0, len(near)), (1, border, num_past))
+        ]
+        yield k_STKD, v_STKD, length, mapped_rows
     finally:
         driver.fence().wait()
         for page_address in mapped:

@@ -33,8 +33,8 @@ def conformance(
     `attention_fn(q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)`, causal. Sequence b has the rows
     [0, lengths_B[b]) of slot slots_B[b], its queries' own among them; in prefill its last tokens are the queries
     [query_starts[b], query_starts[b + 1]). Lengths are at least 1; indices are int32 on the device; q is contiguous; K and V
-    are strided views of all slots, of which most is not mapped. It returns a new tensor of q's shape and dtype, and leaves K
-    and V as they are. It must be at the top of a module: the checks run in a child process.
+    are strided views of all slots, of which most is not mapped. It returns a new tensor of q's shape and dtype, and writes
+    nothing to the cache. It must be at the top of a module: the checks run in a child process.
 
     device: "cuda:0" if there is one, else "cpu". dtype: bfloat16 on a GPU, float32 on a CPU. guard_tokens: rows past each
     length that it may load (whole tiles), which then are mapped; their values must not matter. The error may be `error_ratio`
@@ -42,7 +42,7 @@ def conformance(
     function that reads lengths on the host. checks: names of `vmmkv.testing.checks.CHECKS`, all by default. worker: the
     process to run in, one of its own by default.
 
-    Cost: a process, and seconds; some 100 MiB of memory. Raises: ValueError, TypeError; CheckError if a check could not be
+    Cost: a process, and seconds; some 200 MiB of memory. Raises: ValueError, TypeError; CheckError if a check could not be
     done, as when the device has no memory. What the function does wrong is raised by the report's `raise_if_failed` alone.
     """
     if device is None:

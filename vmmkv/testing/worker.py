@@ -1,7 +1,7 @@
 """The child process in which checks run, so that a fault there is reported and not suffered.
 
 It is spawned, not forked: it has a CUDA context of its own to lose, and no lock of another thread. A check whose process dies
-has crashed, and the next check gets a new process.
+has crashed, and the next check gets a new process; so it does after any error of CUDA, whatever that one left behind.
 """
 
 import multiprocessing
@@ -20,8 +20,21 @@ from vmmkv.testing.subject import Subject
 TIMEOUT_S: Final = 300.0
 """For one check: many times what an interpreted kernel takes."""
 
-_LOSSES: Final = ("illegal memory access", "unspecified launch failure", "misaligned address", "CUDA_ERROR_ILLEGAL_ADDRESS")
-"""What torch and the driver say when the context is lost."""
+_LOSSES: Final = (
+    "illegal memory access",
+    "launch timed out",
+    "device-side assert",
+    "hardware stack error",
+    "illegal instruction",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "unspecified launch failure",
+)
+"""CUDA's texts of what a kernel does that loses the context; torch, Triton and the driver all cite them."""
+
+_CUDA_ERRORS: Final = ("cuda error", "cuda_error_", "cudaerror", "error [cuda]")
+"""How errors of CUDA begin, in lower case: torch's, the driver's, the runtime's and Triton's."""
 
 _FAULTS: Final = (signal.SIGSEGV, signal.SIGBUS)
 
@@ -52,14 +65,14 @@ class Worker:
             if not connection.poll(TIMEOUT_S):
                 self.close()
                 return Result(check=check, status="crashed", detail=f"no answer in {TIMEOUT_S:g} s")
-            answer = connection.recv()
+            answer, is_spent = connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return self._after_death(check)
+        if is_spent:
+            self.close()
         if isinstance(answer, str):
             raise CheckError(f"{check}: {answer}")
         assert isinstance(answer, Result)
-        if answer.status == "crashed":
-            self.close()
         return answer
 
     def close(self) -> None:
@@ -110,33 +123,34 @@ def _serve(connection: Connection) -> None:
         connection.send(_answer(payload))
 
 
-def _answer(payload: bytes) -> Result | str:
-    """How the check went, or why it could not be done."""
+def _answer(payload: bytes) -> tuple[Result | str, bool]:
+    """How the check went, or why it could not be done; and whether another process is to do the next."""
     from vmmkv.testing.batch import Wrong
     from vmmkv.testing.checks import CHECKS, Skip
 
     try:
         check, subject = pickle.loads(payload)
     except Exception as error:
-        return f"the child process cannot import the attention function: {error!r}"
+        return f"the child process cannot import the attention function: {error!r}", False
     try:
         CHECKS[check](subject)
     except Skip as reason:
-        return Result(check=check, status="skipped", detail=str(reason))
+        return Result(check=check, status="skipped", detail=str(reason)), False
     except Exception as error:
-        if loss := _loss(error):
-            return Result(check=check, status="crashed", detail=f"the CUDA context is lost: {loss}")
+        said = _said(error)
+        if loss := next((loss for loss in _LOSSES if loss in said), None):
+            return Result(check=check, status="crashed", detail=f"the CUDA context is lost: {loss}"), True
+        is_spent = any(beginning in said.lower() for beginning in _CUDA_ERRORS)
         if not isinstance(error, Wrong):
-            return repr(error)
-        return Result(check=check, status="failed", detail=str(error))
-    return Result(check=check, status="passed")
+            return repr(error), is_spent
+        return Result(check=check, status="failed", detail=str(error)), is_spent
+    return Result(check=check, status="passed"), False
 
 
-def _loss(error: BaseException | None) -> str | None:
-    """How CUDA says that the context is lost, in an error or in what it came from: what is closed after a loss fails too."""
+def _said(error: BaseException | None) -> str:
+    """The messages of an error and of what it came from: what is closed after a loss fails too."""
+    messages = []
     while error is not None:
-        for loss in _LOSSES:
-            if loss in str(error):
-                return loss
+        messages.append(str(error))
         error = error.__context__
-    return None
+    return "\n".join(messages)
