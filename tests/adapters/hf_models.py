@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -61,8 +63,16 @@ def gemma3(sliding_window: int, **changes: Any) -> Gemma3ForCausalLM:
     """Three layers with a window and one without; head size 256, one key-value head."""
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     torch.manual_seed(0)
-    options = _options(sliding_window=sliding_window, head_dim=256, num_key_value_heads=1, layer_types=kinds, **changes)
+    options = _options(
+        **({"head_dim": 256, "num_key_value_heads": 1} | changes), sliding_window=sliding_window, layer_types=kinds
+    )
     return Gemma3ForCausalLM(Gemma3TextConfig(**options)).eval()
+
+
+def gpt_neox() -> GPTNeoXForCausalLM:
+    """A rotary embedding turns a quarter of each head only."""
+    torch.manual_seed(0)
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**_options(hidden_size=128, initializer_range=0.3))).eval()
 
 
 def deepseek() -> DeepseekV3ForCausalLM:

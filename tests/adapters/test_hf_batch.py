@@ -1,15 +1,17 @@
 """A batch that is repeated, selected and reordered, against transformers' own cache."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.adapters.hf_models import gemma3, wide_llama
+from tests.adapters.hf_models import gemma3, gpt_neox, llama, wide_llama
 from vmmkv import Pool
 from vmmkv.adapters import hf_twins
 from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.hf_batch import Batch
 from vmmkv.adapters.hf_lineage import Lineage
 
 
@@ -94,3 +96,74 @@ def test_the_order_of_a_sum_makes_no_other_prompt(dtype: torch.dtype) -> None:
     assert hf_twins.prompts(other, other) == [0, 1, 2]
     assert hf_twins.prompts(states, other) == [0, 1, 2]
     assert hf_twins.agree(states, states, [0, 0, 1]) and not hf_twins.agree(states, states, [0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_that_differs_by_more_than_rounding_makes_another_prompt(dtype: torch.dtype) -> None:
+    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(2, 1, 1, 1)
+    assert hf_twins.prompts(states, states) == [0, 0]
+    other = states.clone()
+    other[1, 3, 17, 5] += 0.2
+    assert hf_twins.prompts(other, states) == hf_twins.prompts(states, other) == [0, 1]
+
+
+def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
+    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(2, 1, 1, 1)
+    for every, expected in ((32, [0, 0]), (4, [0, 1])):
+        other = states.clone()
+        other[1, :, :, ::every] *= 1 + 2**-7
+        assert hf_twins.prompts(states, other) == expected
+
+
+SLOW = {"rope_type": "default", "rope_theta": 1e6}
+"""A rotary embedding as of Qwen: most of its turns are lost in the rounding of bfloat16."""
+
+
+@pytest.mark.parametrize("make", [lambda: llama(head_dim=128, rope_parameters=SLOW), gpt_neox], ids=["slow", "a quarter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_tokens_at_other_positions_are_other_prompts(pool: Pool, make: Any, dtype: torch.dtype) -> None:
+    model = make().to(dtype)
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(6, -1)
+    positions = torch.arange(1, 21).repeat(6, 1)
+    positions[2:4] -= 1  # as behind a pad
+    positions[4:, 7:] += 1
+    with VmmCache(model.config, pool, max_tokens=4096) as cache, torch.inference_mode():
+        model(ids, past_key_values=cache, position_ids=positions)
+        assert cache._batch._lineage is not None and cache._batch._lineage.parents == (0, 0, 1, 1, 2, 2)
+
+
+def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> None:
+    model = llama(initializer_range=0.3)
+
+    def steer(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.tensor([0.0, 3.0])[:, None, None]
+
+    model.model.layers[1].mlp.register_forward_hook(steer)
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(2, -1)
+    own = DynamicCache(config=model.config)
+    with VmmCache(model.config, pool, share_prompts=False) as cache, torch.inference_mode():
+        for each in (own, cache):
+            model(ids, past_key_values=each)
+        for layer in range(4):
+            assert torch.equal(cache.states(layer)[0], own.layers[layer].keys)
+        with copy.deepcopy(cache) as other:
+            other.reset()
+            model(ids, past_key_values=other)
+            assert torch.equal(other.states(3)[0], own.layers[3].keys)
+
+
+def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    indices = Batch._indices_of
+    model = llama()
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(2, -1)
+
+    def spy(self: Batch, *arguments: Any) -> Any:
+        sent.append(id(indices(self, *arguments).leaders))
+        return indices(self, *arguments)
+
+    monkeypatch.setattr(Batch, "_indices_of", spy)
+    with VmmCache(model.config, pool) as cache, torch.inference_mode():
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache)
+    assert len(sent) == 12 and len(set(sent)) == 1

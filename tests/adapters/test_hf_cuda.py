@@ -44,6 +44,18 @@ def test_what_a_window_passes_is_unmapped_behind_whoever_reads_it(pool: Pool) ->
     assert_same(model, pool, on_gpu(prompts(100, 70)), max_new_tokens=300)
 
 
+def test_a_capture_is_refused(pool: Pool) -> None:
+    model = llama().to("cuda:0")
+    ids = on_gpu(prompts(1))["input_ids"]
+    with VmmCache(model.config, pool) as cache, torch.inference_mode():
+        model(ids, past_key_values=cache)
+        states = torch.zeros(1, 2, 1, 32, device="cuda:0")
+        with pytest.raises(RuntimeError, match="outside the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            cache.update(states, states, 0)
+        model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 2
+
+
 def test_equal_prompts_are_seen_on_the_device(pool: Pool) -> None:
     model = wide_llama().to("cuda:0", torch.bfloat16)
     ids = on_gpu(prompts(1024))["input_ids"]

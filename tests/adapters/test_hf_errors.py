@@ -1,6 +1,7 @@
 """What a VmmCache does not support, and what it says."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from transformers import BartConfig, BloomConfig, Mamba2Config, Qwen3NextConfig
 
 from tests.adapters.hf_models import generated, llama, prompts
-from vmmkv import Closed, LayoutError, Pool, SequenceTooLong
+from vmmkv import MIB, Closed, DriverError, KVCache, LayoutError, Pool, SequenceTooLong
+from vmmkv.adapters import hf_batch
 from vmmkv.adapters.hf import VmmCache
 
 IDS = torch.randint(1, 199, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -77,6 +79,67 @@ def test_another_model_is_refused(pool: Pool, model: Any) -> None:
             cache.update(torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 1, 32), 4)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 5000])
+def test_a_layer_with_other_tokens_than_the_first_is_refused(pool: Pool, model: Any, num_tokens: int) -> None:
+    states, others = torch.randn(2, 2, 3, 32), torch.randn(2, 2, num_tokens, 32)
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        with pytest.raises(LayoutError, match=f"keys of 2 rows with 3 tokens and values of 2 with {num_tokens}"):
+            cache.update(states, others, 0)
+        for tokens in (3, 6):
+            cache.update(states, states, 0)
+            for keys, values in ((others, others), (states, others), (others, states), (states[:1], states[:1])):
+                with pytest.raises(LayoutError, match=r"layer 1 gives .* this pass is one of 2 with 3"):
+                    cache.update(keys, values, 1)
+            for layer in range(1, 4):
+                cache.update(states, states, layer)
+            assert cache.get_seq_length() == tokens
+
+
+def test_a_first_pass_that_failed_does_not_say_the_shapes(pool: Pool, model: Any) -> None:
+    states = torch.randn(2, 2, 4, 32)
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        cache.update(states.half(), states, 0)
+        with pytest.raises(LayoutError, match="one shape and type"):
+            cache.update(states, states, 1)
+        cache.reset()
+        model(IDS, past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        cache.check()
+        cache.reset()
+        with pytest.raises(LayoutError, match="another model wants"):
+            cache.update(states.half(), states, 0)
+
+
+def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, model: Any) -> None:
+    with VmmCache(model.config, pool, max_tokens=2**30) as cache, torch.no_grad():
+        with pytest.raises(DriverError, match=r"64 slots of max_tokens=1073741824 take 128.0 TiB.* max_tokens=134217728\)"):
+            model(IDS, past_key_values=cache)
+        assert cache.batch_size == -1
+
+
+def test_a_stream_that_another_one_follows_is_waited_for(pool: Pool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    streams: list[Any] = ["first", "first", "second"]
+    monkeypatch.setattr(KVCache, "record_stream", lambda _, stream: recorded.append(stream))
+    monkeypatch.setattr(hf_batch, "_current_stream", lambda _: streams[0])
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        for expected in ([], [], ["first", "second"]):
+            model(IDS, past_key_values=cache)
+            assert recorded == expected
+            streams = streams[1:] or streams
+        streams = ["third"]
+    assert recorded == ["first", "second", "second", "third"]  # what is closed there waits too
+
+
+def test_a_cache_or_a_copy_that_is_not_closed_says_so(pool: Pool, model: Any) -> None:
+    with Pool("cpu", 64 * MIB, driver=pool.driver) as small, VmmCache(model.config, small) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        other = copy.deepcopy(cache)
+        with pytest.warns(ResourceWarning, match="VmmCache on cpu: a batch of 2 .* was not closed"):
+            del other
+            gc.collect()
+
+
 def test_a_pass_that_failed_is_taken_back(pool: Pool, model: Any) -> None:
     with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other, torch.no_grad():
         for each in (cache, other):
@@ -121,6 +184,9 @@ def test_there_is_nothing_to_see_before_the_first_token(pool: Pool, model: Any) 
         cache.batch_repeat_interleave(3)
         with copy.deepcopy(cache) as other:
             assert other.get_mask_sizes(5, 0) == (5, 0)
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        assert cache.is_initialized
 
 
 def test_layers_refer_to_the_cache(pool: Pool, model: Any) -> None:

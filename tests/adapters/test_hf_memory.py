@@ -330,3 +330,37 @@ def test_a_pool_that_closes_first_leaves_nothing_to_close() -> None:
     forward(model, cache, ids_of(0, num_tokens=3))
     pool.close()
     cache.close()
+
+
+@pytest.mark.parametrize(
+    "make", [wide_llama, lambda: gemma3(4096, head_dim=512, num_key_value_heads=4)], ids=["full", "hybrid"]
+)
+def test_a_crop_that_finds_no_page_leaves_all_as_it_was(pool: Pool, make: Any) -> None:
+    model = make()
+    ids, more = ids_of(0, 1, num_tokens=3 * PAGE_TOKENS), ids_of(0, 1, num_tokens=1, seed=5)
+    small = Pool("cpu", 64 * PAGE_BYTES, driver=pool.driver)
+    with small, VmmCache(model.config, small) as cache, VmmCache(model.config, pool) as other:
+        for each in (cache, other):
+            forward(model, each, ids)
+        with copy.deepcopy(cache):
+            small.resize(small.held_bytes + PAGE_BYTES)  # for one of several sequences
+            with pytest.raises(OutOfPages):
+                cache.crop(-40)
+        assert cache.get_seq_length() == 3 * PAGE_TOKENS
+        cache.check()
+        small.resize(64 * PAGE_BYTES)
+        assert torch.equal(forward(model, cache, more), forward(model, other, more))
+        for each in (cache, other):
+            each.crop(-41)
+        assert torch.equal(forward(model, cache, more), forward(model, other, more))
+        cache.check()
+
+
+def test_a_batch_shrinks_by_one_row_at_a_time(pool: Pool) -> None:
+    model = llama()
+    with VmmCache(model.config, pool, max_tokens=512, slots=1) as cache:
+        forward(model, cache, ids_of(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, num_tokens=9))
+        forward(model, cache, ids_of(*range(10), num_tokens=1))  # the slots of five prompts are free before its own
+        for size in range(9, 0, -1):
+            cache.batch_select_indices(torch.arange(size))
+            forward(model, cache, ids_of(*range(size), num_tokens=1))

@@ -11,9 +11,10 @@ that takes strided keys and values, as all of transformers' do.
 
 For transformers from 5.17 on. Not supported, and said so: gradients through the cache, models whose layers keep something
 else than keys and values by token (encoder-decoders, Mamba and other recurrent layers), layers on several devices,
-offloading, `torch.compile(fullgraph=True)` over the whole model.
+offloading, `torch.compile(fullgraph=True)` over the whole model, capture in a CUDA graph.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,17 +33,25 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     `config` is the model's. `max_tokens` bounds what a sequence can ever have, padding included, and costs addresses only; it
     is the model's max_position_embeddings by default. `slots` is how many sequences there are addresses for, over this cache
-    and its deep copies; if it is less than twice the first batch, it is that. Layers of one window have an arena of their own.
+    and its deep copies; if it is less than three times the first batch, it is that. Layers of one window have an arena of their
+    own.
 
-    `copy.deepcopy` forks: full pages are shared, and each goes its own way from there. Several caches can share a pool.
-    `close` gives the memory back; `reset` gives it back and keeps the addresses.
+    `share_prompts` keeps equal prompts side by side once. They are told by the keys and values of the first layer that is
+    written: say False if rows of equal tokens differ past it, as with a hook or an adapter for one row of the batch, or in the
+    attention mask alone.
 
-    Raises: LayoutError for a model that is not supported, ValueError. In a forward pass OutOfPages and SequenceTooLong (see
+    `copy.deepcopy` forks: full pages are shared, and each goes its own way from there and is closed for itself. Several caches
+    can share a pool. `close` gives the memory back; `reset` gives it back and keeps the addresses.
+
+    Raises: LayoutError for a model that is not supported, ValueError; in the first pass DriverError, if the driver has not so
+    many addresses. In a forward pass OutOfPages and SequenceTooLong (see
     Sequence.grow) before anything is written; a first pass then leaves nothing. If a pass fails otherwise, `crop(0)` takes back
     what it wrote.
     """
 
-    def __init__(self, config: Any, pool: Pool, *, max_tokens: int | None = None, slots: int = 64) -> None:
+    def __init__(
+        self, config: Any, pool: Pool, *, max_tokens: int | None = None, slots: int = 64, share_prompts: bool = True
+    ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
         layers = layers_of(self, config)
@@ -58,7 +67,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         for window in dict.fromkeys(windows.values()):
             of_window = tuple(index for index, each in windows.items() if each == window)
             groups.append(BatchRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
-        self._start(layers, Batch(groups), pool, max_tokens)
+        self._start(layers, Batch(groups, share_prompts=share_prompts), pool, max_tokens)
 
     def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int) -> None:
         super().__init__(layers=layers)
@@ -85,6 +94,11 @@ class VmmCache(Cache):  # type: ignore[misc]
                 "a VmmCache passes no gradients on: run the model under torch.no_grad() or torch.inference_mode(); to train, "
                 "take a DynamicCache"
             )
+        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
+                "outside the capture"
+            )
         return self._batch.append(layer_idx, key_states, value_states)
 
     def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +121,11 @@ class VmmCache(Cache):  # type: ignore[misc]
         num_tokens = self._batch.num_tokens
         first = self._batch.rows_of(layer_idx).first_token(num_tokens)
         return num_tokens - first + query_length, first
+
+    @property
+    def is_initialized(self) -> bool:
+        """Has it tokens? Models that see a prompt from both sides ask whether this pass is the first."""
+        return self._batch.num_tokens > 0
 
     @property
     def batch_size(self) -> int:
@@ -133,7 +152,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         """Take back the last tokens, given as a negative number, and what an unfinished forward pass wrote.
 
         Windows then give back what they have passed. Cost: see Sequence.truncate; no copy, unless a page is shared.
-        Raises: ValueError; RowsUnmapped if a window has passed what is needed.
+        All or none. Raises: ValueError; RowsUnmapped if a window has passed what is needed; OutOfPages if others hold the page
+        that the last token is in, and there is none to copy it to.
         """
         removed, num_tokens = whole("tokens_to_remove", tokens_to_remove), self._batch.num_tokens
         if not -num_tokens <= removed <= 0:
@@ -190,6 +210,10 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not all(rows.closed for rows in self._batch.groups):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"<VmmCache on {self.pool.device}: a batch of {self._batch.size or 0} with {self._batch.num_tokens} tokens each>"

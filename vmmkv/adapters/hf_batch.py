@@ -9,23 +9,50 @@ Between passes nothing is copied: a batch changes its parents (see hf_lineage). 
     B rows of the batch, K kv heads, T tokens, D head dim
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from vmmkv.adapters import hf_twins
 from vmmkv.adapters.hf_lineage import Lineage
 from vmmkv.adapters.hf_rows import BatchRows
+from vmmkv.errors import LayoutError
 
 _UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
 _REMEDY = "crop(0) takes back what it wrote"
 
 
-class Batch:
-    """The tokens of a batch in all layers; `groups` are the rows of the layers of each window."""
+class _Indices:
+    """What a lineage says, on the device: every layer of every pass asks for it."""
 
-    def __init__(self, groups: list[BatchRows]) -> None:
+    def __init__(self, lineage: Lineage, device: torch.device) -> None:
+        self.lineage: Final = lineage
+        self._device = device
+
+    @functools.cached_property
+    def leaders(self) -> torch.Tensor:
+        return self._send(self.lineage.leaders)
+
+    @functools.cached_property
+    def parents(self) -> torch.Tensor:
+        return self._send(self.lineage.parents)
+
+    def _send(self, rows: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode(False):  # it may outlive the mode of this pass
+            return torch.tensor(rows, device=self._device)
+
+
+class Batch:
+    """The tokens of a batch in all layers; `groups` are the rows of the layers of each window.
+
+    `share_prompts`: are equal prompts side by side kept once?
+    """
+
+    def __init__(self, groups: list[BatchRows], *, share_prompts: bool) -> None:
         self.groups = groups
+        self._share_prompts = share_prompts
         self.num_tokens = 0
         """Of each sequence, in all layers."""
         self.num_new = 0
@@ -36,6 +63,9 @@ class Batch:
         """Do windows keep what they have passed until `crop`?"""
         self._lineage: Lineage | None = None
         """None as long as there are no sequences."""
+        self._indices: _Indices | None = None
+        self._stream: torch.Stream | None = None
+        """The one that was current when the cache was last used, on CUDA."""
 
     @property
     def size(self) -> int | None:
@@ -64,10 +94,11 @@ class Batch:
     def append(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
         self.rows_of(layer)
+        if layer in self.written:
+            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}{_REMEDY}")
+        self._check_shapes(layer, k_BKTD, v_BKTD)
         if not self.written:
             self._begin(k_BKTD, v_BKTD)
-        elif layer in self.written:
-            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}{_REMEDY}")
         assert self._lineage is not None, "a pass has begun"
         rows = self.rows_of(layer)  # they are others if the batch was forked
         if not rows.sequences:
@@ -75,7 +106,7 @@ class Batch:
         if self._lineage.settled:
             rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
         else:
-            leaders = torch.tensor(self._lineage.leaders, device=k_BKTD.device)
+            leaders = self._indices_of(self._lineage, k_BKTD.device).leaders
             rows.write(layer, self.num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
         self.written.add(layer)
         seen = self._seen(rows, layer, self.num_new) if self.num_tokens else (k_BKTD, v_BKTD)
@@ -83,12 +114,24 @@ class Batch:
             self._finish()
         return seen
 
+    def _check_shapes(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        """Are these of the rows and the tokens of the pass that is under way, or of one that can begin? Else LayoutError."""
+        of_keys, of_values = ((states.shape[0], states.shape[2]) for states in (k_BKTD, v_BKTD))
+        wanted = (self.size, self.num_new) if self.written else of_keys
+        if not of_keys == of_values == wanted:
+            raise LayoutError(
+                f"layer {layer} gives keys of {of_keys[0]} rows with {of_keys[1]} tokens and values of {of_values[0]} with "
+                f"{of_values[1]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
+                f"all keep the same tokens; use DynamicCache(config=model.config) here"
+            )
+
     def _begin(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        self._follow_stream()
         size, self.num_new = k_BKTD.shape[0], k_BKTD.shape[2]
         if self._lineage is None or not self.num_tokens:
             self.reset()  # a first pass may have failed
-            prompts = hf_twins.prompts(k_BKTD, v_BKTD) if size > 1 and self.num_new > 1 else range(size)
-            self._lineage = Lineage.of_prompts(prompts)
+            may_share = self._share_prompts and size > 1 and self.num_new > 1
+            self._lineage = Lineage.of_prompts(hf_twins.prompts(k_BKTD, v_BKTD) if may_share else range(size))
             return
         if len(self._lineage.parents) != size:
             raise ValueError(
@@ -131,19 +174,36 @@ class Batch:
         k_BKTD, v_BKTD = rows.view(layer, self.num_tokens, self.num_tokens + num_new)
         if self._lineage.settled:
             return k_BKTD, v_BKTD
-        parents = torch.tensor(self._lineage.parents, device=k_BKTD.device)
+        parents = self._indices_of(self._lineage, k_BKTD.device).parents
         return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
+
+    def _indices_of(self, lineage: Lineage, device: torch.device) -> _Indices:
+        known = self._indices
+        if known is None or known.lineage is not lineage:
+            known = self._indices = _Indices(lineage, device)
+        return known
+
+    def _follow_stream(self) -> None:
+        """Memory that goes back waits for the stream that was current at the last use too, if another one is now."""
+        current = _current_stream(self.groups[0].device)
+        if self._stream is not None and current != self._stream:
+            for rows in self.groups:
+                rows.record_streams(self._stream, current)
+        self._stream = current
 
     # between passes
 
     def crop(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of each sequence; see VmmCache.crop."""
+        self._follow_stream()
         if not num_tokens:
             self.reset()
             return
         assert self._lineage is not None, "there are tokens"
         for rows in self.groups:
             rows.check_kept(num_tokens)
+        for rows in self.groups:
+            rows.own_from(num_tokens)  # all that can fail, before anything is cut
         self.written.clear()
         for rows in self.groups:
             rows.truncate(num_tokens)
@@ -152,6 +212,7 @@ class Batch:
 
     def reset(self) -> None:
         """End all sequences."""
+        self._follow_stream()
         for rows in self.groups:
             rows.end()
         self.num_tokens, self._lineage = 0, None
@@ -169,14 +230,17 @@ class Batch:
     def fork(self) -> "Batch":
         """Another batch that has all tokens of this one. Raises: as KVCache.fork_batch."""
         self._check_finished()
-        other = Batch(self._fork(range(0 if self._lineage is None else self._lineage.num_sequences)))
-        other.num_tokens, other.record_past = self.num_tokens, self.record_past
+        self._follow_stream()
+        forked = self._fork(range(0 if self._lineage is None else self._lineage.num_sequences))
+        other = Batch(forked, share_prompts=self._share_prompts)
+        other.num_tokens, other.record_past, other._stream = self.num_tokens, self.record_past, self._stream
         if self._lineage is not None:
             self._lineage = other._lineage = self._lineage.share(self.num_tokens)
         return other
 
     def close(self) -> None:
         """End all sequences, and close the caches that nobody else has slots in. Idempotent."""
+        self._follow_stream()
         self.num_tokens, self._lineage = 0, None
         self.written.clear()
         for rows in self.groups:
@@ -209,3 +273,7 @@ class Batch:
     def _check_finished(self) -> None:
         if self.written:
             raise RuntimeError(_UNFINISHED + _REMEDY)
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -13,12 +13,13 @@ from typing import Final
 
 import torch
 
+from vmmkv import sharing
 from vmmkv.cache import KVCache
-from vmmkv.errors import LayoutError, RowsUnmapped
+from vmmkv.errors import DriverError, LayoutError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.pool import Pool
 from vmmkv.sequence import Sequence
-from vmmkv.units import PAGE_BYTES, ceil_div
+from vmmkv.units import PAGE_BYTES, TIB, ceil_div, format_bytes
 
 
 class SharedCache:
@@ -26,6 +27,8 @@ class SharedCache:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache: Final = cache
+        self.used = False
+        """Has a whole pass been written to it? Then the model gives such keys and values."""
         self._num_users = 1
 
     def join(self) -> "SharedCache":
@@ -63,11 +66,14 @@ class BatchRows:
 
     def open(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int, *, dropped: int) -> None:
         """Give `num_sequences` new sequences their slots, in a cache for keys and values such as these."""
+        layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
+        if self._shared is not None and not self._shared.used and self.cache.layout != layout:
+            self.close()  # it was made for a pass that failed, perhaps for its shapes
         if self._shared is None:
-            layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
-            slots = max(self._slots, 2 * k_BKTD.shape[0])  # a batch that is arranged anew is forked to as many slots more
+            # A batch that is arranged anew is forked to as many slots more, which need not be free in one run.
+            slots = max(self._slots, 3 * k_BKTD.shape[0])
             with torch.inference_mode(False):  # else no tensor of it could be written under another mode
-                self._shared = SharedCache(KVCache(layout, self._pool, slots=slots, max_tokens=self._max_tokens))
+                self._shared = SharedCache(self._make(layout, slots))
         self._take(self.cache.open_batch(num_sequences), dropped)
 
     def fork(self, parents: Seq[int]) -> "BatchRows":
@@ -92,6 +98,16 @@ class BatchRows:
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.leave()
+
+    @property
+    def device(self) -> torch.device:
+        """The pool's."""
+        return self._pool.device
+
+    @property
+    def closed(self) -> bool:
+        """Is there no cache that is to be closed?"""
+        return self._shared is None or self.cache.closed
 
     @property
     def cache(self) -> KVCache:
@@ -157,6 +173,15 @@ class BatchRows:
         """All layers have been written up to `num_tokens` tokens."""
         slots = [sequence.slot for sequence in self.sequences]
         self.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
+        assert self._shared is not None, "there are sequences"
+        self._shared.used = True
+
+    def record_streams(self, *streams: torch.Stream | None) -> None:
+        """Work on these streams touches the rows. See KVCache.record_stream."""
+        if not self.closed:
+            for stream in streams:
+                if stream is not None:
+                    self.cache.record_stream(stream)
 
     # the batch
 
@@ -186,12 +211,38 @@ class BatchRows:
                     f"what was before {kept} is gone; call activate_past_recording() before the tokens that may be cropped"
                 )
 
+    def own_from(self, num_tokens: int) -> None:
+        """Give each sequence pages of its own for what `truncate` leaves of a shared page, so that it cannot fail.
+
+        On failure all tokens are as before. Cost and errors: see sharing.own_from.
+        """
+        if self.sequences:
+            with self._pool.lock:
+                for sequence in self.sequences:
+                    sharing.own_from(self.cache._memory, sequence.slot, max(0, num_tokens - self._dropped))
+
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of each sequence. See Sequence.truncate."""
+        """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
         for sequence in self.sequences:
             sequence.truncate(max(0, num_tokens - self._dropped))
 
     # within
+
+    def _make(self, layout: KVLayout, slots: int) -> KVCache:
+        try:
+            return KVCache(layout, self._pool, slots=slots, max_tokens=self._max_tokens)
+        except DriverError as error:
+            if error.call != "reserve":
+                raise
+            wanted_bytes = slots * self._max_tokens * sum(group.row_bytes for group in layout.groups)
+            divisor = max(4, ceil_div(wanted_bytes, 16 * TIB))
+            raise type(error)(
+                f"{slots} slots of max_tokens={self._max_tokens} take {format_bytes(wanted_bytes)} of addresses, and the "
+                f"driver has none: {error}. VmmCache(..., max_tokens={ceil_div(self._max_tokens, divisor)}) takes "
+                f"{format_bytes(wanted_bytes / divisor)}; fewer slots take less too, down to three for each row of a batch",
+                call=error.call,
+                code=error.code,
+            ) from error
 
     def _take(self, sequences: list[Sequence], dropped: int) -> None:
         self.sequences, self._dropped = sequences, dropped

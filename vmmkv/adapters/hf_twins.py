@@ -1,11 +1,14 @@
 """Which rows of a batch are the same prompt, so that it is kept once: beams and `num_return_sequences` begin with such rows.
 
 transformers repeats the prompt before the cache sees it, and hands over keys and values only. In the first layer these follow
-from each token and its position alone. Two rows are taken for the same prompt if at every token more than half of the numbers
-agree to the last bits, of K as of V: all of them do but for the order in which a matrix product adds up, which may depend on
-the place in the batch; of two different tokens hardly any do.
+from each token and its position alone. Two rows are taken for the same prompt if all their numbers agree to the last bits, of K
+as of V: they do but for the order in which a matrix product adds up, which may depend on the place in the batch. At another
+position the same token has other keys only where a rotary embedding turns them, and rounding may hide its slow turns; the fast
+ones change a key by much: so every number must agree. In half precision rounding hides that order, and nearly all numbers must
+be equal to the bit.
 
-Not seen: rows of the same tokens at the same positions that differ in the attention mask alone, side by side in a batch.
+Not seen: what differs past the first layer or in the attention mask alone; where positions leave no trace in the keys (ALiBi),
+other positions too.
 
     B rows of the batch, K kv heads, T tokens, D head dim
 """
@@ -16,6 +19,9 @@ import torch
 
 _BLOCK_TOKENS = 1024
 """Compared at a time, so that the difference takes little memory."""
+
+_HALF_EQUAL = 0.9
+"""Of a token's numbers in half precision, those that are equal to the bit in the same prompt."""
 
 
 def prompts(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> list[int]:
@@ -53,11 +59,16 @@ def _compare(
     left, right = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
     same_P = torch.ones(len(pairs), dtype=torch.bool, device=k_BKTD.device)
     for states in (k_BKTD, v_BKTD):
-        tolerance = torch.finfo(states.dtype).eps * (2 if states.dtype.itemsize <= 2 else 64)
+        is_half = states.dtype.itemsize <= 2
+        wide = torch.promote_types(states.dtype, torch.float32)
+        tolerance = torch.finfo(states.dtype).eps * (2 if is_half else 64)
         for start, end in blocks:
             block = states[:, :, start:end]
             one, other = block.index_select(0, left), block.index_select(0, right)
-            close_PKTD = (one - other).abs_() <= tolerance * one.abs()
-            same_P &= (close_PKTD.float().mean((1, 3)) > 0.5).all(1)
+            size_PKTD = one.to(wide).abs()
+            size_PKTD += size_PKTD.mean(3, keepdim=True)  # a sum near 0 is as inexact as what was added
+            same_P &= ((one.to(wide) - other.to(wide)).abs_() <= size_PKTD.mul_(tolerance)).all(3).all(2).all(1)
+            if is_half:
+                same_P &= ((one == other).float().mean((1, 3)) >= _HALF_EQUAL).all(1)
     answer: list[bool] = same_P.tolist()
     return answer
