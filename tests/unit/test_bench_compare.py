@@ -37,6 +37,12 @@ def row(system: str, summary: Summary, metric: str = "step", unit: str = "us") -
     return Row(suite="append", workload="w", system=system, metric=metric, unit=unit, summary=summary)
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who runs the tests in several processes gives each a narrow console."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def verdicts(printed: str) -> list[tuple[str, str]]:
     """The table's lines: verdict and system."""
     return re.findall(r"^ +(worse|better|other|noise|not judged) +append +w +(\w+)", printed, re.MULTILINE)
