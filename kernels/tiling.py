@@ -57,5 +57,5 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
         num_stages=2 if is_quantised or (is_wide and not exact) else 3,
         max_registers=168 if is_quantised and not is_wide else None,
         programs_per_sm=3 if is_quantised and not is_wide else 1,
-        query_with_tiles=group_elements <= 4096 and not exact,
+        query_with_tiles=group_elements <= 2048 and not exact,
     )

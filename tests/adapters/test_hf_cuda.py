@@ -25,9 +25,10 @@ def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("make", [llama, lambda: gemma3(16)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("make", [llama, lambda **changes: gemma3(16, **changes)], ids=["full", "hybrid"])
 def test_the_tokens_are_those_of_transformers_own_cache(pool: Pool, make: Any, attention: str) -> None:
-    model = make().to("cuda:0")
+    # torch has no flex_attention in float32 that would fit heads of 256 into an SM
+    model = make(**({"head_dim": 64} if attention == "flex_attention" else {})).to("cuda:0")
     model.set_attn_implementation(attention)
     assert_same(model, pool, on_gpu(prompts(45)))
     assert_same(model, pool, on_gpu(prompts(45, 20, 3)))

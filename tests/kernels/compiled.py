@@ -148,6 +148,7 @@ def main() -> None:
     Model(9, 3, 64, fp16, "fp8", "head").decode(limit=False, softcap=30.0)
     Model(*llama, "int8", block=5).decode()
     Model(*llama, "int4").decode()
+    Model(128, 2, 64, bf16).decode()  # the largest query of its tile
     Model(4, 1, 80, fp32).decode(torch.int64, limit=False)
     Model(64, 1, 256, bf16, "int4", block=16).prefill(window=100, softcap=30.0)
     Model(*llama).append()
