@@ -13,6 +13,10 @@ from vmmkv.units import ceil_div
 _IDS: Final = 10_001
 """Token ids of prompts are below it, whatever the model: those of the workload that vLLM's figures are of."""
 
+_APART: Final = 16
+"""Prompts of `steady` are up to so many tokens shorter than each other, as many as a page of Llama-3.1-8B has: their pages end
+one after the other, as those of requests that came at any time do, and not all in one step."""
+
 TokenIds = list[int]
 
 
@@ -87,12 +91,15 @@ class Requests:
         """
         spare = max(window // 2, ceil_div(batch * context, step_tokens))
         length = context - window // 2 - spare
-        if length < 1:
+        if length < _APART:
             raise ValueError(
                 f"{batch} prompts of about {context} tokens take {spare} steps of {step_tokens} tokens: by then the first has "
                 "left the context; raise --max-num-batched-tokens"
             )
-        return [self.tokens(length, 7, batch, context, index) for index in range(batch)], window + 2 * spare
+        draws = random.Random(self._seed)
+        lengths = [length - draws.randrange(_APART) for _ in range(batch)]
+        prompts = [self.tokens(length, 7, batch, context, index) for index, length in enumerate(lengths)]
+        return prompts, window + 2 * spare
 
     def tokens(self, count: int, *names: int) -> TokenIds:
         """Random ids; of the same names the same."""
