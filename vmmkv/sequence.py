@@ -126,6 +126,20 @@ class Sequence:
             table.expected[self.slot] = 0
             self._occupancy.memory.assert_owned(self.slot)
 
+    def own_from(self, num_tokens: int) -> None:
+        """Have pages of its own for the rows from `num_tokens` on, as far as `truncate(num_tokens)` keeps their pages.
+
+        What `truncate` does first, and alone can find no page. So several sequences are cut all or none: who cuts them has
+        each own its rows before the first is cut. A fork made in between shares again.
+        Cost: none if nobody else holds those pages; else, for each, an unmap, a map and two copies, and it waits for all work
+        launched so far. On failure all tokens are as before.
+        Raises: as truncate; OutOfPages, DriverError.
+        """
+        with self._occupancy.pool.lock:
+            num_tokens = self._check_kept(num_tokens)
+            self._occupancy.check_windows(self.slot, num_tokens)
+            sharing.own_from(self._occupancy.memory, self.slot, num_tokens)
+
     def advance_start(self, group: int, start_token: int | None = None) -> None:
         """Give back a windowed group's rows before `start_token`, by default all that the next token cannot see.
 

@@ -8,6 +8,7 @@ import torch
 from vmmkv.adapters.attention import sdpa_decode
 from vmmkv.dlpack import wrap
 from vmmkv.kernels import reference
+from vmmkv.kernels.decode import decode
 from vmmkv.units import round_up
 
 TILE = 16
@@ -154,6 +155,34 @@ def writes_to_the_next_layer(*tensors: torch.Tensor) -> torch.Tensor:
     start = v_STKD.storage_offset() + int(slots_B[0]) * v_STKD.stride(0) + width
     v_STKD.as_strided((width,), (1,), start).fill_(7)
     return sdpa_decode(*tensors)
+
+
+def does_not_wait_for_the_current_stream(*tensors: torch.Tensor) -> torch.Tensor:
+    return _on_a_stream_of_its_own(*tensors, waits=False, is_waited_for=True)
+
+
+def is_not_waited_for(*tensors: torch.Tensor) -> torch.Tensor:
+    return _on_a_stream_of_its_own(*tensors, waits=True, is_waited_for=False)
+
+
+def orders_its_stream(*tensors: torch.Tensor) -> torch.Tensor:
+    """As it is right."""
+    return _on_a_stream_of_its_own(*tensors, waits=True, is_waited_for=True)
+
+
+def _on_a_stream_of_its_own(*tensors: torch.Tensor, waits: bool, is_waited_for: bool) -> torch.Tensor:
+    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
+    current, own = torch.cuda.current_stream(), torch.cuda.Stream()
+    if waits:
+        own.wait_stream(current)
+    out_BHD = torch.empty_like(q_BHD)
+    with torch.cuda.stream(own):
+        if not is_waited_for:
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # as a longer kernel
+        out_BHD.copy_(decode(q_BHD, k_STKD, v_STKD, lengths_B, slots_B))
+    if is_waited_for:
+        current.wait_stream(own)
+    return out_BHD
 
 
 def hangs(*tensors: torch.Tensor) -> torch.Tensor:

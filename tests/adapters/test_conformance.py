@@ -22,7 +22,7 @@ from vmmkv.testing.subject import Subject
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda:0"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
-ON_A_CPU = {"growth between graph replays"} if INTERPRETED else set()
+ON_A_CPU = {"growth between graph replays", "order among streams"} if INTERPRETED else set()
 
 CPU = {"device": "cpu", "heads": 2, "kv_heads": 1}
 
@@ -63,7 +63,8 @@ def test_the_adapters_of_torch_conform(attention_fn: Callable[..., torch.Tensor]
     odd = {"heads": 6, "kv_heads": 3, "head_dim": 80}  # K and V of a layer are no power of two
     report = conformance(attention_fn, form=form, device=DEVICE, dtype=DTYPE, capturable=False, worker=worker, **odd)
     report.raise_if_failed()
-    assert {check for check, status in statuses(report).items() if status != "passed"} == {"growth between graph replays"}
+    not_passed = {check for check, status in statuses(report).items() if status != "passed"}
+    assert not_passed == {"growth between graph replays", *ON_A_CPU}
 
 
 @pytest.mark.parametrize("guard_tokens", [broken.TILE - 2, broken.TILE - 1])
@@ -141,6 +142,28 @@ def test_other_rows_than_the_sequences_own_are_caught(
 def test_queries_that_see_later_tokens_are_caught(worker: Worker) -> None:
     report = conformance(broken.sees_all_queries_as_last, form="prefill", **CPU, checks=["strides"], worker=worker)
     assert wrong(report) == {"strides"}
+
+
+def test_what_has_not_run_for_want_of_a_gpu_says_so(worker: Worker) -> None:
+    report = conformance(broken.does_not_wait_for_the_current_stream, **CPU, checks=["order among streams"], worker=worker)
+    assert str(report).endswith("order among streams  skipped  there are no streams on a CPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to test on")
+@pytest.mark.parametrize(
+    ("attention_fn", "caught_by"),
+    [
+        (broken.does_not_wait_for_the_current_stream, {"order among streams"}),
+        (broken.is_not_waited_for, {"order among streams"}),
+        (broken.orders_its_stream, set()),
+    ],
+)
+def test_work_on_a_stream_that_nobody_orders_is_caught(
+    attention_fn: Callable[..., torch.Tensor], caught_by: set[str], worker: Worker
+) -> None:
+    report = conformance(attention_fn, device=DEVICE, dtype=DTYPE, checks=["order among streams"], worker=worker)
+    assert wrong(report) == caught_by
 
 
 def test_a_function_that_ends_the_process_is_no_result(worker: Worker) -> None:

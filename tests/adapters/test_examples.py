@@ -13,7 +13,8 @@ SCRIPTS = [path for path in EXAMPLES if "def main()" in path.read_text()]
 
 
 def test_all_but_the_model_that_they_share_are_scripts() -> None:
-    assert {path.name for path in EXAMPLES} - {path.name for path in SCRIPTS} == {"tiny.py"}
+    assert {path.stem for path in EXAMPLES} - {path.stem for path in SCRIPTS} == {"tiny"}
+    assert {path.stem for path in SCRIPTS} == {"chat", "custom_kernel", "minimal_engine", "tree_of_thoughts", "two_models"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

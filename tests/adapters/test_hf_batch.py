@@ -1,14 +1,16 @@
 """A batch that is repeated, selected and reordered, against transformers' own cache."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from tests.adapters.hf_models import gemma3, gpt_neox, llama, wide_llama
-from vmmkv import Pool
+from vmmkv import MIB, Pool
 from vmmkv.adapters import hf_twins
 from vmmkv.adapters.hf import VmmCache
 from vmmkv.adapters.hf_batch import Batch
@@ -113,6 +115,43 @@ def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
         other = states.clone()
         other[1, :, :, ::every] *= 1 + 2**-7
         assert hf_twins.prompts(states, other) == expected
+
+
+class Temporaries(TorchDispatchMode):
+    """The most memory that what torch made within takes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor) and not func.is_view and made is not (args[0] if args else None):
+            self._made.append(weakref.ref(made))
+        alive = [tensor for tensor in (ref() for ref in self._made) if tensor is not None]
+        self._made = [weakref.ref(tensor) for tensor in alive]
+        self.most_bytes = max(self.most_bytes, sum(tensor.untyped_storage().nbytes() for tensor in alive))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_compared_in_little_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(8, 1, 1, 1)
+    states[5:, :, 150] += 0.3
+    for most_bytes in (2 * MIB, 5000):  # less than one token of all pairs takes
+        monkeypatch.setattr(hf_twins, "_MOST_BYTES", most_bytes)
+        with Temporaries() as temporaries:
+            assert hf_twins.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
+            assert hf_twins.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
+        assert most_bytes / 4 < temporaries.most_bytes < 1.05 * most_bytes
+
+
+def test_a_batch_of_many_prompts_takes_no_more() -> None:
+    states = torch.randn(1, 8, 128, 128).bfloat16().expand(64, -1, -1, -1)
+    with Temporaries() as temporaries:
+        assert hf_twins.prompts(states, states) == [0] * 64
+    assert temporaries.most_bytes < 64 * MIB
 
 
 SLOW = {"rope_type": "default", "rope_theta": 1e6}

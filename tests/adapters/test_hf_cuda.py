@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from tests.adapters.hf_models import assert_same, gemma3, llama, mistral, prompts, wide_llama
 from vmmkv import GIB, Pool
@@ -43,6 +45,23 @@ def test_beams_and_prompt_lookup(pool: Pool) -> None:
 def test_what_a_window_passes_is_unmapped_behind_whoever_reads_it(pool: Pool) -> None:
     model = mistral(40, num_key_value_heads=4, head_dim=512).to("cuda:0")
     assert_same(model, pool, on_gpu(prompts(100, 70)), max_new_tokens=300)
+
+
+@pytest.mark.parametrize("max_tokens", [2**16, 2**10], ids=["slots of 4 GiB", "slots of 64 MiB"])
+def test_a_layer_of_a_step_launches_two_kernels(pool: Pool, max_tokens: int) -> None:
+    with VmmCache(wide_llama().config, pool, max_tokens=max_tokens) as cache, torch.inference_mode():
+        k, v = torch.randn(2, 8, 4, 1, 512, device="cuda:0")
+        for _ in range(3):
+            for layer in range(4):
+                cache.update(k, v, layer)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for layer in range(4):
+                seen = cache.update(k, v, layer)
+            torch.cuda.synchronize()
+        assert sum(event.device_type == DeviceType.CUDA for event in profiler.events()) == 2 * 4
+        for states, new in zip(seen, (k, v), strict=True):
+            assert torch.equal(states, new.expand(-1, -1, 4, -1))
 
 
 def test_a_capture_is_refused(pool: Pool) -> None:

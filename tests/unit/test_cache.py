@@ -1073,6 +1073,38 @@ def test_a_batch_of_forks_stands_in_adjacent_slots_and_shares_full_pages(pool):
         assert batch[1, :4].tolist() == [0, 1, 2, 3]
 
 
+def test_who_owns_what_it_cuts_needs_no_page_to_be_truncated(pool, driver):
+    with KVCache(LAYOUT, pool, slots=3, max_tokens=128) as cache:
+        sequence = written(cache, 3 * TOKENS_PER_PAGE)
+        (fork,) = cache.fork(sequence)
+        held = pool.held_bytes
+        pool.resize(held)
+        with pytest.raises(OutOfPages):
+            fork.own_from(TOKENS_PER_PAGE + 5)
+        assert (fork.length, pool.held_bytes) == (3 * TOKENS_PER_PAGE, held)
+        pool.resize(held + PAGE_BYTES)
+        fork.own_from(TOKENS_PER_PAGE + 5)
+        assert (fork.length, pool.held_bytes) == (3 * TOKENS_PER_PAGE, held + PAGE_BYTES)
+        assert fork.k(0)[:, 0, 0].tolist() == sequence.k(0)[:, 0, 0].tolist() == list(range(3 * TOKENS_PER_PAGE))
+        calls = Calls(driver)
+        fork.own_from(TOKENS_PER_PAGE + 5)
+        assert calls.made() == {}
+        fork.truncate(TOKENS_PER_PAGE + 5)
+        assert calls.made() == {"write": 1}  # the limit, and neither map nor unmap
+        fork.k(0)[TOKENS_PER_PAGE + 5] = -1
+        assert sequence.k(0)[TOKENS_PER_PAGE + 5, 0, 0] == TOKENS_PER_PAGE + 5
+        cache.check()
+
+
+def test_a_sequence_owns_no_more_than_it_has(cache):
+    sequence = written(cache, 20)
+    with pytest.raises(ValueError, match="num_tokens=21: the sequence in slot 1 has 20 tokens to keep"):
+        sequence.own_from(21)
+    sequence.close()
+    with pytest.raises(Closed):
+        sequence.own_from(0)
+
+
 def test_a_batch_of_forks_is_all_or_none(pool, driver):
     with KVCache(LAYOUT, pool, slots=6, max_tokens=128) as cache:
         parent = cache.open()

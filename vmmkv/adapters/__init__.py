@@ -5,6 +5,7 @@ hf                 VmmCache: a Cache of transformers, for `model.generate(past_k
     hf_layers      which layers a configuration has, and what transformers asks of each
     hf_batch       one batch through its forward passes
     hf_rows        its rows for the layers of one window, in adjacent slots
+    hf_planes      what torch writes and reads of these, for all layers at once
     hf_lineage     which sequence each row of the batch goes on from, and what any two have in common
     hf_twins       which rows of a batch are the same prompt
 """

@@ -93,20 +93,21 @@ class Batch:
 
     def append(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
-        self.rows_of(layer)
+        rows = self.rows_of(layer)
         if layer in self.written:
             raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}{_REMEDY}")
-        self._check_shapes(layer, k_BKTD, v_BKTD)
+        self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
         if not self.written:
             self._begin(k_BKTD, v_BKTD)
-        assert self._lineage is not None, "a pass has begun"
-        rows = self.rows_of(layer)  # they are others if the batch was forked
+            rows = self.rows_of(layer)  # they are others if the batch was forked
+        lineage = self._lineage
+        assert lineage is not None, "a pass has begun"
         if not rows.sequences:
-            self._open(rows, k_BKTD, v_BKTD, self._lineage.num_sequences)
-        if self._lineage.settled:
+            self._open(rows, k_BKTD, v_BKTD, lineage.num_sequences)
+        if lineage.settled:
             rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
         else:
-            leaders = self._indices_of(self._lineage, k_BKTD.device).leaders
+            leaders = self._indices_of(lineage, k_BKTD.device).leaders
             rows.write(layer, self.num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
         self.written.add(layer)
         seen = self._seen(rows, layer, self.num_new) if self.num_tokens else (k_BKTD, v_BKTD)
@@ -114,14 +115,14 @@ class Batch:
             self._finish()
         return seen
 
-    def _check_shapes(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+    def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
         """Are these of the rows and the tokens of the pass that is under way, or of one that can begin? Else LayoutError."""
-        of_keys, of_values = ((states.shape[0], states.shape[2]) for states in (k_BKTD, v_BKTD))
-        wanted = (self.size, self.num_new) if self.written else of_keys
-        if not of_keys == of_values == wanted:
+        num_rows, num_tokens = of_keys[0], of_keys[2]
+        wanted = (self.size, self.num_new) if self.written else (num_rows, num_tokens)
+        if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
             raise LayoutError(
-                f"layer {layer} gives keys of {of_keys[0]} rows with {of_keys[1]} tokens and values of {of_values[0]} with "
-                f"{of_values[1]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
+                f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
+                f"{of_values[2]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
                 f"all keep the same tokens; use DynamicCache(config=model.config) here"
             )
 

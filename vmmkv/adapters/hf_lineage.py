@@ -7,6 +7,7 @@ A batch that is repeated, selected or reordered changes its parents at once. Mem
 copies of what two sequences do not have in common, where each may write that; else by forks.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Moves:
     first_token: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Lineage:
     """The parents of a batch's rows among the sequences there are; it is replaced, not changed."""
 
@@ -45,9 +46,9 @@ class Lineage:
         """Sequences that have memory."""
         return len(self.common)
 
-    @property
+    @functools.cached_property
     def settled(self) -> bool:
-        """Is each row of the batch the sequence of its number?"""
+        """Is each row of the batch the sequence of its number? Every layer of every pass asks."""
         return self.parents == tuple(range(self.num_sequences))
 
     @property

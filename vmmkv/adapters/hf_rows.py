@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from vmmkv import sharing
+from vmmkv.adapters.hf_planes import LayerRows, Planes
 from vmmkv.cache import KVCache
-from vmmkv.errors import DriverError, LayoutError, RowsUnmapped
+from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.pool import Pool
 from vmmkv.sequence import Sequence
@@ -59,8 +59,12 @@ class BatchRows:
         self._shared: SharedCache | None = None
         self._dropped = 0
         """The first token that has a row."""
-        self._planes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Keys and values of a layer, [B, K, slot_tokens, D]: the batch's part of the cache's views."""
+        self._planes: Planes | None = None
+        """None as long as nobody has asked for rows of these sequences."""
+        self._places: LayerRows | None = None
+        """Where the layers of a pass write."""
+        self._seen: LayerRows | None = None
+        """What they see."""
 
     # in and out
 
@@ -146,24 +150,21 @@ class BatchRows:
 
     def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
         """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
-        first, left_out = num_tokens - self._dropped, max(0, self._dropped - num_tokens)
-        for plane, states in zip(self._planes_of(layer), (k_BKTD, v_BKTD), strict=True):
-            place = plane.narrow(2, first + left_out, states.shape[2] - left_out)
-            kept = states.narrow(2, left_out, states.shape[2] - left_out) if left_out else states
-            if (place.shape, place.dtype, place.device) != (kept.shape, kept.dtype, kept.device):
-                raise LayoutError(
-                    f"layer {layer} gives {list(kept.shape)} {kept.dtype} on {kept.device}, and its rows are "
-                    f"{list(place.shape)} {place.dtype} on {place.device}: all layers of one window have one shape and type, "
-                    f"on the pool's device; another model wants a VmmCache of its own"
-                )
-            place.copy_(kept)
+        left_out, num_new = max(0, self._dropped - num_tokens), k_BKTD.shape[2]
+        if left_out:
+            k_BKTD, v_BKTD = (states.narrow(2, left_out, num_new - left_out) for states in (k_BKTD, v_BKTD))
+        bounds = num_tokens - self._dropped + left_out, num_new - left_out
+        if self._places is None or self._places.bounds != bounds:
+            self._places = self._planes_of_the_batch().rows(*bounds)
+        self._places.write(layer, k_BKTD, v_BKTD)
 
     def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a token sees of a layer that has `num_past` before it, up to `num_tokens`: keys and values, [B, K, T, D]."""
         first = self.first_token(num_past) - self._dropped
-        keys, values = self._planes_of(layer)
-        length = num_tokens - self._dropped - first
-        return keys.narrow(2, first, length), values.narrow(2, first, length)
+        bounds = first, num_tokens - self._dropped - first
+        if self._seen is None or self._seen.bounds != bounds:
+            self._seen = self._planes_of_the_batch().rows(*bounds)
+        return self._seen.of_layer[layer]
 
     def first_token(self, num_past: int) -> int:
         """The first that a token sees that has `num_past` before it."""
@@ -214,12 +215,10 @@ class BatchRows:
     def own_from(self, num_tokens: int) -> None:
         """Give each sequence pages of its own for what `truncate` leaves of a shared page, so that it cannot fail.
 
-        On failure all tokens are as before. Cost and errors: see sharing.own_from.
+        On failure all tokens are as before. Cost and errors: see Sequence.own_from.
         """
-        if self.sequences:
-            with self._pool.lock:
-                for sequence in self.sequences:
-                    sharing.own_from(self.cache._memory, sequence.slot, max(0, num_tokens - self._dropped))
+        for sequence in self.sequences:
+            sequence.own_from(max(0, num_tokens - self._dropped))
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
@@ -246,16 +245,12 @@ class BatchRows:
 
     def _take(self, sequences: list[Sequence], dropped: int) -> None:
         self.sequences, self._dropped = sequences, dropped
-        self._planes = {}
+        self._planes = self._places = self._seen = None
 
-    def _planes_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        known = self._planes.get(layer)
-        if known is None:
-            first, count = self.sequences[0].slot, len(self.sequences)
-            with torch.inference_mode(False):
-                k, v = (self.cache.view(layer, name)[first : first + count].transpose(1, 2) for name in ("k", "v"))
-            known = self._planes[layer] = k, v
-        return known
+    def _planes_of_the_batch(self) -> Planes:
+        if self._planes is None:
+            self._planes = Planes(self.cache, self.sequences[0].slot, len(self.sequences))
+        return self._planes
 
     def _whole_rows(self) -> list[torch.Tensor]:
         """Of each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""

@@ -22,6 +22,9 @@ _FEW_LENGTHS: Final = (7, 64, 130)
 _GROWN_LENGTHS: Final = ((10, 64, 100), (70, 65, 200))
 """Of the same sequences, before and after they have crossed the borders of pages."""
 
+_LATE_CYCLES: Final = 100_000_000
+"""Some 50 ms of a GPU, in which the host has launched all there is."""
+
 
 class Skip(Exception):
     """The check does not apply; the message says why."""
@@ -147,6 +150,33 @@ def graph_replays(subject: Subject) -> None:
             batch.judge(out_NHD)
 
 
+def stream_order(subject: Subject) -> None:
+    """What it launches comes behind what the current stream has been given before, and before what it is given next.
+
+    Its queries arrive late on that stream, and its output is read there at once. Work on a stream of its own that does not
+    wait for them attends from NaN. If the stream does not wait for that work, what is read is what was in the output before:
+    a race, which the function is sure to lose only if its work is slower than a launch.
+    """
+    if subject.device.type != "cuda":
+        raise Skip("there are no streams on a CPU")
+    with open_memory(subject, slots=2 * len(LENGTHS)) as memory:
+        sequences = memory.cache.open_batch(2 * len(LENGTHS))[::-2]
+        for sequence, length in zip(sequences, LENGTHS, strict=True):
+            memory.write(sequence, length, past=0.0)
+        batch = _batch(memory, [sequence.slot for sequence in sequences], LENGTHS)
+        try:
+            batch.run()  # what is compiled at the first call would take longer than the queries do
+            q_NHD = -batch.q_NHD  # others, since a new output may lie where a right one was
+            batch.q_NHD.fill_(NAN)
+            torch.cuda.synchronize(subject.device)
+            torch.cuda._sleep(_LATE_CYCLES)  # type: ignore[no-untyped-call]
+            batch.q_NHD.copy_(q_NHD)
+            out_NHD = batch.attend().clone()
+            batch.judge(out_NHD)
+        finally:
+            torch.cuda.synchronize(subject.device)  # its memory goes when all streams are done, whoever orders them
+
+
 CHECKS: Final[dict[str, Callable[[Subject], None]]] = {
     "strides": strides,
     "stale rows past the length": stale_rows,
@@ -158,4 +188,5 @@ CHECKS: Final[dict[str, Callable[[Subject], None]]] = {
     "aliased prefix": aliased_prefix,
     "growth between calls": growth,
     "growth between graph replays": graph_replays,
+    "order among streams": stream_order,
 }
