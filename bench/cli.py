@@ -28,6 +28,16 @@ COMMANDS: Final = {
     "table": "rows of kernels as Markdown",
 }
 
+_ON_A_GPU: Final = """What says something where:
+  on a GPU alone   driver_calls, append, elastic, kernels, prefix, serve, hf: on a CPU host memory stands for the GPU's, models
+                   are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works, and no figure
+                   of it says anything of a GPU
+  anywhere         waste, which counts bytes; quality, but for speed
+  more than torch  quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes; kernels --fa3 needs FlashAttention-3, which
+                   vLLM's wheel for x86_64 has as vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so, built for one version of torch: see
+                   bench/README.md; without it all else of kernels is measured
+"""
+
 _DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
 
 _EXAMPLES: Final = """examples:
@@ -103,7 +113,7 @@ def _suite_list() -> str:
     width = max(map(len, suites.SUITES)) + 2
     lines = [f"  {name:{width}}{text}" for name, text in suites.SUITES.items()]
     lines += [f"  {name:{width}}{', '.join(of_group)}" for name, of_group in suites.GROUPS.items()]
-    return "\n".join(["suites:", *lines, "", "quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes."])
+    return "\n".join(["suites:", *lines, "", _ON_A_GPU.rstrip()])
 
 
 def _parser(*, short: bool) -> Parser:
@@ -150,7 +160,10 @@ def _parser(*, short: bool) -> Parser:
         "--cases", nargs="+", default=(), metavar="CASE", help="of kernels alone, by the names that rows have, such as 64x8K"
     )
     group.add_argument(
-        "--fa3", type=Path, metavar="LIBRARY", help="of kernels alone, FlashAttention-3: vLLM's _vllm_fa3_C.abi3.so"
+        "--fa3",
+        type=Path,
+        metavar="LIBRARY",
+        help="of kernels alone, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel",
     )
     group = parser.add_argument_group("serve")
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")

@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.arguments import Parser
 from bench.recorded import Key, Recorded, newest, read
 from bench.report import console
-from bench.rows import FAILED
+from bench.rows import FAILED, short_commit
 from bench.table import figure
 from bench.timing import middle
 from bench.verdict import change, differ, higher_is_better, is_difference
@@ -113,7 +113,14 @@ def compare(before: Sequence[Recorded], after: Sequence[Recorded]) -> Comparison
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """What there is to say before the table."""
+    """What there is to say before the table: first what stands on either side."""
+    for name, side in (("A", "before"), ("B", "after")):
+        origins = Counter(
+            f"{provenance.device}, commit {short_commit(provenance.commit)} of {provenance.date[: len('2026-01-01')]}"
+            for provenance in (getattr(pair, side).provenance for pair in comparison.pairs)
+        )
+        if origins:
+            yield f"{name}: " + "; ".join(f"{count} rows of {origin}" for origin, count in origins.most_common())
     devices = [sorted({getattr(pair, side).provenance.device for pair in comparison.pairs}) for side in ("before", "after")]
     if devices[0] != devices[1]:
         yield f"WARNING: devices differ: {', '.join(devices[0])} against {', '.join(devices[1])}; such rows are not judged"

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _main(arguments)
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -3,6 +3,8 @@
 scope     what each suite does not show, from bench/README.md    drawing   matplotlib, on light and on dark
 charts    bars and lines of percentiles                          figures   what is drawn of each suite (serving, memory_map)
 lines     a table's lines, and what stands against what          sections  all of it, by section
+colours   which series has which                                 of_readme the figures that README.md shows
+promises  what the issues have promised, kept or not
 page.html.j2, macros.html.j2, page.css: how it looks
 """
 
@@ -19,6 +21,7 @@ from markupsafe import Markup, escape
 from bench.arguments import Parser
 from bench.page.drawing import Figure
 from bench.page.memory_map import MAP, map_figures
+from bench.page.of_readme import copy_figures
 from bench.page.scope import EVERY, scopes
 from bench.page.sections import Section, runs, sections
 from bench.recorded import marks_beside, read, standing
@@ -48,18 +51,27 @@ def main(arguments: Sequence[str]) -> int:
         help="files or folders of rows; default: bench/out, or if that has none bench/results",
     )
     parser.add_argument("--out", type=Path, default=_OUT / "report", metavar="DIR", help="default: bench/out/report")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        metavar="DIR",
+        help="also the figures that README.md shows, under their names there: docs/figures; those without full rows stay",
+    )
     options = parser.parse_args(arguments)
     sources = options.rows or [_OUT if any(_OUT.glob("*.jsonl")) else _RESULTS]
     try:
-        page = write(sources, options.out)
+        page = write(sources, options.out, options.docs)
     except ValueError as error:
         parser.refuse(str(error))
     print(page)
     return 0
 
 
-def write(sources: Sequence[Path], out: Path) -> Path:
-    """The page of these rows, in the folder `out`. Raises: ValueError for what cannot be read, saying what would work."""
+def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
+    """The page of these rows, in the folder `out`; in `docs` the figures of README.md.
+
+    Raises: ValueError for what cannot be read or written to, saying what would work.
+    """
     reading = read(sources)
     if reading.notice:
         print(reading.notice, file=sys.stderr)
@@ -68,6 +80,11 @@ def write(sources: Sequence[Path], out: Path) -> Path:
         make_folder(figures)
     except ValueError as error:
         raise ValueError(f"--out {error}") from error
+    if docs is not None:
+        try:
+            make_folder(docs)
+        except ValueError as error:
+            raise ValueError(f"--docs {error}") from error
     rows = standing(reading.rows, marks_beside(sources))
     of_suites = scopes()
     found = sections(rows, of_suites)
@@ -80,6 +97,7 @@ def write(sources: Sequence[Path], out: Path) -> Path:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
+        "number": _number,
         "versions": _versions,
         "picture": _picture,
         "prose": _prose,
@@ -105,6 +123,8 @@ def write(sources: Sequence[Path], out: Path) -> Path:
     )
     for figure in _all_figures(found, maps):
         (figures / f"{figure.name}.png").write_bytes(figure.png)
+    for line in () if docs is None else copy_figures(found, maps, docs):
+        print(line)
     page = out / PAGE
     page.write_text(html, encoding="utf-8")
     return page
@@ -122,6 +142,11 @@ def _maps(sources: Sequence[Path]) -> list[Figure]:
         if (path := folder / MAP).is_file():
             found += map_figures(json.loads(path.read_text(encoding="utf-8")), str(path))
     return found
+
+
+def _number(value: float) -> str:
+    """Four digits, by which it is seen on which side of what was promised it is."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _versions(run: Provenance) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure as Canvas
 
+from bench.timing import Summary
+
 INK: Final = "#010203"
 """Stands for the page's own colour, and is as good as black in a PNG."""
 
@@ -58,6 +60,8 @@ class Figure:
     caption: str
     svg: str
     png: bytes
+    summaries: tuple[Summary, ...] = ()
+    """What is drawn: the very ones of the rows, by which one finds where these are of."""
 
 
 @contextmanager
@@ -68,12 +72,20 @@ def drawing(height_in: float, num_panels: int = 1, *, share_y: bool = False) -> 
         yield figure, figure.subplots(1, num_panels, squeeze=False, sharey=share_y)[0]
 
 
-def finished(figure: Any, name: str, title: str, alt: str, caption: str) -> Figure:
+def finished(figure: Any, name: str, title: str, alt: str, caption: str, summaries: tuple[Summary, ...] = ()) -> Figure:
     """What has been drawn, in both forms."""
     svg, png = io.StringIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png, format="png", facecolor="white")
-    return Figure(name=name, title=title, alt=alt, caption=caption, svg=_inline(svg.getvalue(), name), png=png.getvalue())
+    return Figure(
+        name=name,
+        title=title,
+        alt=alt,
+        caption=caption,
+        svg=_inline(svg.getvalue(), name),
+        png=png.getvalue(),
+        summaries=summaries,
+    )
 
 
 def slug_of(text: str) -> str:

@@ -15,6 +15,10 @@ from bench.timing import Summary
 
 _LABEL_CHARACTERS: Final = 34
 
+_HF_DECODE: Final = re.compile(r"(?P<model>.+?) decode: (?P<tokens>\d+) tokens, batch (?P<batch>\d+)")
+_HF_BY_CONTEXT: Final = {"time per token": "time per token", "peak memory beyond the weights": "most memory beyond the weights"}
+"""What is drawn against the context, and how it is headed."""
+
 Namer = Callable[[Row], str | None]
 """How a row is called in a figure; None if it is not in it."""
 
@@ -44,6 +48,20 @@ def _workload(row: Row) -> str:
     return textwrap.fill(row.workload, _LABEL_CHARACTERS)
 
 
+def _apart(workloads: Sequence[str]) -> tuple[Namer, str]:
+    """What tells workloads apart, for their bars, and what they have in common, for the title."""
+    parts = [re.split(r", |: ", workload) for workload in workloads]
+    common = [part for part in (parts[0] if parts else []) if all(part in others for others in parts)]
+    if len(set(workloads)) < 2:
+        return _workload, ""
+
+    def name(row: Row) -> str:
+        own = [part for part in re.split(r", |: ", row.workload) if part not in common]
+        return textwrap.fill(", ".join(own), _LABEL_CHARACTERS)
+
+    return name, ", ".join(common[1:])
+
+
 def _driver_calls(rows: Sequence[Row], name: str) -> Iterator[Figure]:
     """A panel for each size of handle, of the first system: the others differ from it by a flag."""
     system = rows[0].system if rows else None
@@ -66,14 +84,20 @@ def _append(rows: Sequence[Row], name: str) -> Iterator[Figure]:
 
 
 def _elastic(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    for start, slug, title, metrics in (
-        ("shrink", "shrink", "Giving memory back", ("resize", "until back")),
-        ("regrow", "regrow", "Taking memory again", ("first page", "until all are in")),
-        ("two caches", "two-caches", "Memory that one cache hands to another", ("first grow", "until all are in")),
+    """How long it takes, and what the sequences that decode on feel of it."""
+    for start, title, metrics in (
+        ("shrink", "Giving memory back", ("resize", "until back")),
+        ("regrow", "Taking memory again", ("first page", "until all are in")),
+        ("two caches", "Memory that one cache hands to another", ("first grow", "until all are in")),
     ):
         of_phase = [row for row in rows if row.workload.startswith(start)]
-        if panels := _by_metric(of_phase, metrics, _system, _workload):
-            yield bars(f"{name}-{slug}", title, "us", panels, log=True)
+        group, common = _apart([row.workload for row in of_phase])
+        title = f"{title}: {common}" if common else title
+        slug = f"{name}-{slug_of(start)}"
+        if panels := _by_metric(of_phase, metrics, _system, group):
+            yield bars(slug, title, "us", panels, log=True)
+        if panels := _by_metric(of_phase, ("step", "step, undisturbed"), _system, group):
+            yield bars(f"{slug}-step", f"{title}. A decode step meanwhile", "us", panels, tails=True)
 
 
 def _waste(rows: Sequence[Row], name: str) -> Iterator[Figure]:
@@ -137,24 +161,36 @@ def _by_size(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         elif match := re.fullmatch(r"a tree of ([\d,]+) nodes", row.workload):
             tree[row.metric][int(match[1].replace(",", ""))] = row.summary
     if attach:
-        yield lines(f"{name}-attach", "Attaching a prefix, by each rung", attach, "tokens", log_x=True, log_y=True)
+        title = "Attaching a prefix, by each rung"
+        yield lines(f"{name}-attach", title, attach, "tokens", log_x=True, log_y=[metric for metric, _ in attach])
     if tree:
         of_tree: dict[tuple[str, str], SeriesByNumber] = {("a call", "us"): tree}
-        yield lines(f"{name}-tree", "The radix tree alone", of_tree, "nodes", log_x=True, log_y=True)
+        yield lines(f"{name}-tree", "The radix tree alone", of_tree, "nodes", log_x=True, log_y=["a call"])
 
 
 def _hf(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """Steps by context, and memory; how much fits is in the table."""
-    found: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    """Steps and memory by context, a figure for each model and batch; what a cache takes at its peak; what fits."""
+    found: dict[tuple[str, str], dict[tuple[str, str], dict[str, dict[float, Summary]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(dict))
+    )
     for row in rows:
-        match = re.search(r" decode: (\d+) tokens", row.workload)
-        if match and row.metric == "time per token":
-            found[row.workload.partition(" decode")[0], row.unit][row.system][int(match[1])] = row.summary
-    if found:
-        yield lines(f"{name}-decode", "A decode step over each cache of transformers", found, "tokens", log_x=True)
-    if series := gathered(rows, "waste at the peak", _system, _workload):
-        title = "What a cache takes at its peak, over what its rows need"
-        yield bars(f"{name}-waste", title, "% of the rows' bytes", {"": series})
+        match = _HF_DECODE.match(row.workload)
+        if match and row.metric in _HF_BY_CONTEXT:
+            panel = (_HF_BY_CONTEXT[row.metric], row.unit)
+            found[match["model"], match["batch"]][panel][row.system][int(match["tokens"])] = row.summary
+    several = len(found) > 1
+    for (model, batch), of_model in found.items():
+        panels = {key: of_model[key] for heading in _HF_BY_CONTEXT.values() for key in of_model if key[0] == heading}
+        title = f"{model}, batch {batch}: a decode step over each cache of transformers, and the most memory that it holds"
+        slug = f"{name}-decode" + (f"-{slug_of(f'{model} {batch}')}" if several else "")
+        yield lines(slug, title, panels, "tokens", log_x=True)
+    for metric, slug, unit, title in (
+        ("waste at the peak", "waste", "% of the rows' bytes", "What a cache takes at its peak, over what its rows need"),
+        ("longest context", "longest", "tokens", "The longest context that fits"),
+        ("admitted sequences", "admitted", "sequences", "Sequences of mixed lengths that fit at once"),
+    ):
+        if series := gathered(rows, metric, _system, _workload):
+            yield bars(f"{name}-{slug}", title, unit, {"": series})
 
 
 def _quality(rows: Sequence[Row], name: str) -> Iterator[Figure]:

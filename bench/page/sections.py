@@ -1,13 +1,16 @@
 """The page's sections: of each the question, what failed, figures, tables, what is absent, and what it does not show."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from bench.kernels.bars import Bar
 from bench.page.drawing import Figure, slug_of
 from bench.page.figures import figures
 from bench.page.lines import Line, absent, lines
+from bench.page.promises import Ratio, over_blocks, promises
 from bench.recorded import Recorded
 from bench.rows import FAILED, Provenance, short_commit
 from bench.suites import SUITES
@@ -85,13 +88,26 @@ class Group:
     suite: str
     device: str
     quick: bool
-    commits: tuple[str, ...]
+    date: str
+    """Of the newest row."""
+    origins: tuple[tuple[str, int], ...]
+    """Commit and day of the rows, newest first, and how many are of it."""
     failed: tuple[Recorded, ...]
     figures: tuple[Figure, ...]
     tables: Mapping[str, Mapping[str, list[Line]]]
     """By part, and by workload."""
+    measured: Mapping[str, str]
+    """By workload its commit and day, where these are not those of all."""
+    origin_of_figure: Mapping[str, Sequence[str]]
+    promises: tuple[Bar, ...]
+    over_blocks: tuple[Ratio, ...]
     num_rows: int
     missing: tuple[tuple[str, list[str]], ...]
+
+    def origin(self, figure: Figure) -> str:
+        """What stands under a figure: device, commit and day of its rows; of figures that are computed from rows, of all."""
+        named = self.origin_of_figure.get(figure.name) or [origin for origin, _ in self.origins]
+        return f"{self.device}, {'; '.join(named)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,23 +164,48 @@ def _section(heading: Heading, rows: Sequence[Recorded], scopes: Mapping[str, st
     )
 
 
+def _origins(recorded: Sequence[Recorded]) -> tuple[tuple[str, int], ...]:
+    by_date = sorted(recorded, key=lambda one: one.provenance.date, reverse=True)
+    return tuple(Counter(_origin(one) for one in by_date).items())
+
+
+def _origin(one: Recorded) -> str:
+    return f"commit {short_commit(one.provenance.commit)} of {one.provenance.date[: len('2026-01-01')]}"
+
+
 def _group(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -> Group:
     rows = [one.row for one in recorded]
     measured = [row for row in rows if row.metric != FAILED]
     by_workload = lines(rows)
     parts = {workload: _part(suite, workload) for workload in by_workload}
     prefix = slug_of(device) + ("-quick" if quick else "")
+    origins = _origins([one for one in recorded if one.row.metric != FAILED] or recorded)
+    drawn = tuple(figures(suite, measured, prefix))
+    known = {id(one.row.summary): _origin(one) for one in recorded}
+    by_name: dict[str, list[Recorded]] = defaultdict(list)
+    for one in recorded:
+        by_name[one.row.workload].append(one)
     return Group(
         suite=suite,
         device=device,
         quick=quick,
-        commits=tuple(dict.fromkeys(short_commit(one.provenance.commit) for one in recorded)),
+        date=max(one.provenance.date for one in recorded),
+        origins=origins,
         failed=tuple(one for one in recorded if one.row.metric == FAILED),
-        figures=tuple(figures(suite, measured, prefix)),
+        figures=drawn,
+        origin_of_figure={
+            figure.name: list(dict.fromkeys(known[id(each)] for each in figure.summaries if id(each) in known))
+            for figure in drawn
+        },
         tables={
             part: {workload: of_workload for workload, of_workload in by_workload.items() if parts[workload] == part}
             for part in dict.fromkeys(parts.values())
         },
+        measured={
+            name: "; ".join(origin for origin, _ in _origins(of_name)) for name, of_name in by_name.items() if len(origins) > 1
+        },
+        promises=tuple(promises(suite, measured)),
+        over_blocks=tuple(over_blocks(measured)),
         num_rows=len(measured),
         missing=tuple(absent(rows, parts)),
     )

@@ -1,4 +1,4 @@
-"""What is drawn of `serve`: its workloads against their bounds, a closed loop by system, what it does and takes by the rate."""
+"""What is drawn of `serve`: its workloads against their bounds, closed loops by system, what is done and takes by the rate."""
 
 import re
 from collections import defaultdict
@@ -13,17 +13,26 @@ from bench.verdict import higher_is_better
 
 _RATE: Final = re.compile(r"(?P<model>.+?) rates: (?P<workload>.+), (?P<rate>[\d.]+) requests/s(?P<kind>, .+)?$")
 """A workload at a rate, and what kind of arrivals they are."""
+_THROUGHPUT, _GOODPUT, _FIRST = "throughput", "goodput", "first token"
+_PER_TOKEN, _GAP = "time per output token", "inter-token latency"
+_LATENCIES: Final = (_FIRST, _PER_TOKEN, _GAP)
 _OF_RATES: Final = {
-    "done": ("throughput", "goodput"),
-    "latency": ("first token", "time per output token", "inter-token latency"),
+    "done": (_THROUGHPUT, _GOODPUT),
+    "latency": _LATENCIES,
+    # What decides, in one figure: README.md shows it.
+    "all": (_GOODPUT, _FIRST, _PER_TOKEN),
 }
-_CLOSED: Final = re.compile(r"(?P<model>.+?) closed: (?P<workload>.+)$")
+"""Figures by how their names end, and the metrics that each has a panel of."""
+_OFFERED: Final = "rate"
+"""The metric that says how many requests a second have come: of a few the Poisson process has more or fewer than its mean."""
+_LOOP: Final = re.compile(r"(?P<model>.+?) (?P<part>closed|outside): (?P<workload>.+)$")
+_LOOPS: Final = {"closed": "all requests at once", "outside": "all requests at once, beside what serves without the engine"}
 
 
 def serving_figures(rows: Sequence[Row], name: str) -> Iterator[Figure]:
     """All that there are rows of."""
     yield from _shares(rows, name)
-    yield from _closed(rows, name)
+    yield from _loops(rows, name)
     yield from _rates(rows, name)
 
 
@@ -44,9 +53,10 @@ def _shares(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         if rates:
             yield bars(f"{name}-throughput", "Answers' tokens a second", "tok/s", {"": {"vmmkv": rates}})
     else:
-        yield bars(
-            f"{name}-bounds", "How much of what the hardware allows is reached", "% of the bound", {"": {"vmmkv": found}}
-        )
+        title = "How much of the bound is reached"
+        if any(summary.p50 > 100 for summary in found.values()):
+            title += ", which knows of no prefix that is read once for many"
+        yield bars(f"{name}-bounds", title, "% of the bound", {"": {"vmmkv": found}})
 
 
 def _arriving(match: re.Match[str]) -> str:
@@ -56,39 +66,51 @@ def _arriving(match: re.Match[str]) -> str:
 
 def _is_plain(row: Row) -> bool:
     """Of our engine alone, and not compared with others?"""
-    return not _CLOSED.match(row.workload) and not _RATE.match(row.workload)
+    return not _LOOP.match(row.workload) and not _RATE.match(row.workload)
 
 
-def _closed(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+def _loops(rows: Sequence[Row], name: str) -> Iterator[Figure]:
     """All requests there at once, by system."""
-    matched = [(row, match) for row in rows if (match := _CLOSED.match(row.workload))]
-    for model in dict.fromkeys(match["model"] for _, match in matched):
+    matched = [(row, match) for row in rows if (match := _LOOP.match(row.workload))]
+    for model, part in dict.fromkeys((match["model"], match["part"]) for _, match in matched):
         by_metric: dict[str, dict[str, dict[str, Summary]]] = defaultdict(lambda: defaultdict(dict))
         bounds: dict[str, float] = {}
         for row, match in matched:
-            if match["model"] == model:
+            if (match["model"], match["part"]) == (model, part):
                 workload = match["workload"].partition(":")[0]
                 by_metric[row.metric][row.system][workload] = row.summary
-                if row.metric == "throughput" and row.bound:
+                if row.metric == _THROUGHPUT and row.bound:
                     bounds[workload] = row.bound
-        for unit, metrics in (("tok/s", ("throughput",)), ("ms", ("first token", "time per output token"))):
+        for unit, metrics in (("tok/s", (_THROUGHPUT,)), ("ms", _LATENCIES)):
             if panels := {metric: by_metric[metric] for metric in metrics if metric in by_metric}:
-                title = f"{model}, all requests at once: {', '.join(panels)}"
-                slug = f"{name}-closed-{slug_of(model)}-{slug_of(unit)}"
-                yield bars(slug, title, unit, panels, bounds=bounds if unit == "tok/s" else None)
+                title = f"{model}, {_LOOPS[part]}: {', '.join(panels)}"
+                slug, late = f"{name}-{part}-{slug_of(model)}-{slug_of(unit)}", unit == "ms"
+                yield bars(slug, title, unit, panels, log=late, bounds=None if late else bounds, tails=late)
 
 
 def _rates(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """Requests that arrive, by the rate at which they do."""
+    """Requests that arrive, by the rate at which they have."""
     matched = [(row, match) for row in rows if (match := _RATE.match(row.workload))]
+    offered = {row.workload: row.summary.p50 for row, _ in matched if row.metric == _OFFERED}
     for model, workload in dict.fromkeys((match["model"], _arriving(match)) for _, match in matched):
         by_metric: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
         for row, match in matched:
             if (match["model"], _arriving(match)) == (model, workload):
-                by_metric[row.metric, row.unit][row.system][float(match["rate"])] = row.summary
+                rate = offered.get(row.workload, float(match["rate"]))
+                by_metric[row.metric, row.unit][row.system][rate] = row.summary
         for kind, metrics in _OF_RATES.items():
-            panels: dict[tuple[str, str], SeriesByNumber] = {key: by_metric[key] for key in by_metric if key[0] in metrics}
+            found = {metric: key for key in by_metric if (metric := key[0]) in metrics}
+            panels: dict[tuple[str, str], SeriesByNumber] = {
+                found[metric]: by_metric[found[metric]] for metric in metrics if metric in found
+            }
             if panels:
-                title = f"{model}, {workload}: {', '.join(metric for metric, _ in panels)}"
-                slug, late = f"{name}-rates-{slug_of(f'{model} {workload}')}-{kind}", kind == "latency"
-                yield lines(slug, title, panels, "requests/s offered", log_y=late, tails=late)
+                yield lines(
+                    f"{name}-rates-{slug_of(f'{model} {workload}')}-{kind}",
+                    f"{model}, {workload}: {', '.join(metric for metric, _ in panels)}",
+                    panels,
+                    "requests/s offered",
+                    log_x=True,
+                    log_y=_LATENCIES,
+                    tails=_LATENCIES,
+                    diagonal=[_GOODPUT] if _GOODPUT in found else [],
+                )

@@ -1,6 +1,9 @@
 """The benchmarks run, check before they time, and write rows that can be read again."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +299,35 @@ def test_help_has_suites_and_examples(arguments: list[str], capsys: pytest.Captu
             run.main(arguments)
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*suites.SUITES, *suites.GROUPS, "python -m bench compare", "examples:"))
+
+
+def test_help_says_what_needs_a_gpu_and_where_flash_attention_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "on a GPU alone" in printed and "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so" in printed
+    assert all(name in printed.partition("on a GPU alone")[2] for name in suites.SUITES)
+
+
+def as_module(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.run(command, cwd=root, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody:
+        done = as_module(stdout=nobody)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("package", ["torch", "matplotlib"])
+def test_ctrl_c_while_something_is_loaded_is_one_line(tmp_path: Path, package: str) -> None:
+    """What is loaded with the command line, and what is loaded with a command."""
+    (tmp_path / f"{package}.py").write_text("raise KeyboardInterrupt")
+    done = as_module("report", stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
 
 
 def test_without_a_suite_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

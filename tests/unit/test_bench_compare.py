@@ -168,6 +168,18 @@ def test_a_commit_behind_the_file_selects_its_rows_and_else_the_newest_stand(
         assert "there are aaa1, bbb2" in printed
 
 
+def test_what_stands_on_either_side_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write(tmp_path / "a", row("s", spread(100, 1)), row("t", spread(100, 1)), commit="aaa1")
+    write(tmp_path / "a", row("t", spread(100, 1)), commit="ccc3", date="2026-01-03T00:00:00+00:00")
+    new = write(
+        tmp_path / "b", row("s", spread(200, 1)), row("t", spread(100, 1)), commit="bbb2", date="2026-02-02T00:00:00+00:00"
+    )
+    assert run.main(["compare", old, new]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "A: 1 rows of GPU, commit aaa1 of 2026-01-01; 1 rows of GPU, commit ccc3 of 2026-01-03"
+    assert second == "B: 2 rows of GPU, commit bbb2 of 2026-02-02"
+
+
 def test_what_has_nothing_in_common_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = write(tmp_path / "a", row("s", spread(100, 1)))
     after = write(tmp_path / "b", row("t", spread(100, 1)))

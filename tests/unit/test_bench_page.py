@@ -14,14 +14,19 @@ from bench import run
 from bench.page import FIGURES, write
 from bench.page.charts import bars
 from bench.page.charts import lines as line_chart
+from bench.page.colours import colours
 from bench.page.drawing import COLOURS
+from bench.page.figures import figures
 from bench.page.lines import lines
 from bench.page.memory_map import MAP, map_figures
+from bench.page.of_readme import OF_README
+from bench.page.promises import over_blocks
 from bench.page.scope import scopes
 from bench.page.sections import HEADINGS
+from bench.page.serving import serving_figures
 from bench.recorded import read, standing
 from bench.report import Report
-from bench.rows import Provenance, Row, RowFile
+from bench.rows import FAILED, Provenance, Row, RowFile
 from bench.suites import SUITES
 from bench.timing import Summary, exact, summarize
 
@@ -112,7 +117,7 @@ def test_what_a_link_names_is_there_and_no_id_twice(committed: tuple[Page, Path]
 
 def test_every_measured_row_of_the_newest_is_in_a_table(committed: tuple[Page, Path]) -> None:
     page, _ = committed
-    rows = standing(read([RESULTS]).rows)
+    rows = [one for one in standing(read([RESULTS]).rows) if one.row.metric != FAILED]
     assert len(re.findall(r'<td class="number p50">', page.text)) == len(rows) > 1000
 
 
@@ -175,7 +180,7 @@ def test_of_two_samples_the_mean_is_drawn_and_written() -> None:
 
 def test_what_was_measured_at_one_number_is_points_at_it() -> None:
     at_one = {("first token", "ms"): {name: {2.0: summarize([8.0, 9.0, 12.0])} for name in ("vmmkv", "paged 16")}}
-    figure = line_chart("n", "t", at_one, "requests/s offered", log_x=True, log_y=True, tails=True)
+    figure = line_chart("n", "t", at_one, "requests/s offered", log_x=True, log_y=["first token"], tails=["first token"])
     assert figure.caption.startswith("points: medians; whiskers: p20 to p80; dashes: p99")
     axis = re.findall(r"<text[^>]*>([^<]+)</text>", figure.svg)
     assert axis[0] == "2", "the rate alone is on its axis"
@@ -328,13 +333,161 @@ def test_latency_and_throughput_are_drawn_against_the_rate(tmp_path: Path) -> No
     found.append(Row(suite="serve", workload=closed, system="vmmkv", metric="throughput", unit="tok/s", summary=exact(5, 2)))
     write_rows(tmp_path, *found)
     page = page_of(tmp_path, tmp_path / "out")
-    figures = [given["id"] for given in page.all("figure")]
-    assert figures == [
+    drawn = [given["id"] for given in page.all("figure")]
+    assert drawn == [
         "figure-gpu-serve-closed-tiny-tok-s",
         "figure-gpu-serve-rates-tiny-chat-64-requests-done",
         "figure-gpu-serve-rates-tiny-chat-64-requests-latency",
+        "figure-gpu-serve-rates-tiny-chat-64-requests-all",
     ]
     assert "n = 20" in page.text
+
+
+def served(workload: str, system: str, metric: str, middle: float, *, half: float = 0.0, unit: str = "tok/s") -> Row:
+    summary = Summary(p20=middle - half, p50=middle, p80=middle + half, p99=middle + half, n=2)
+    return Row(suite="serve", workload=workload, system=system, metric=metric, unit=unit, summary=summary)
+
+
+def test_what_arrived_is_drawn_where_it_arrived_and_not_where_it_was_asked_for() -> None:
+    rows = []
+    for asked, came in ((4, 9.25), (8, 12.0)):
+        name = f"tiny rates: chat, {asked} requests/s, Poisson"
+        rows += [served(name, "vmmkv", "rate", came), served(name, "vmmkv", "goodput", came, unit="requests/s")]
+    of_goodput = next(figure for figure in serving_figures(rows, "n") if figure.name.endswith("done"))
+    axis = re.findall(r"<text[^>]*>([^<]+)</text>", of_goodput.svg)
+    assert axis[:2] == ["9.25", "12"]
+    assert "dashed: as much as is offered (goodput)" in of_goodput.caption
+
+
+def test_systems_without_the_engine_have_a_figure_of_their_own_and_no_share_of_a_bound() -> None:
+    systems = ("vmmkv", "transformers DynamicCache")
+    rows = [served("tiny outside: chat: 6 requests", system, "throughput", 5.0) for system in systems]
+    found = list(serving_figures([replace(each, bound=10.0) for each in rows], "n"))
+    assert [figure.name for figure in found] == ["n-outside-tiny-tok-s"]
+    assert all(system in found[0].svg for system in systems)
+
+
+def test_a_bound_that_would_leave_no_bar_to_be_seen_is_named_and_not_drawn() -> None:
+    series = {"": {"vmmkv": {"g": exact(5, 3)}}}
+    far, near = (bars("n", "t", "tok/s", series, bounds={"g": bound}) for bound in (5000.0, 6.0))
+    assert "off the axis: bounds from 5,000" in far.caption and "dashed" not in far.caption
+    assert "dashed: the bound" in near.caption and "off the axis" not in near.caption
+
+
+def test_bars_begin_at_a_power_of_ten_and_at_0_where_all_are_alike() -> None:
+    def ticks(*values: float) -> list[str]:
+        figure = bars(
+            "n", "t", "us", {"": {"one": {str(index): exact(value, 1) for index, value in enumerate(values)}}}, log=True
+        )
+        found = re.findall(r'xtick_\d+">.*?<text[^>]*>([^<]+)</text>', figure.svg, re.DOTALL)
+        return [tick.replace(",", "") for tick in found] + (["log"] if "us, logarithmic" in figure.svg else [])
+
+    assert ticks(19, 2000)[0] == "10" and ticks(19, 2000)[-1] == "log"
+    assert ticks(1924, 3653)[0] == "0" and "log" not in ticks(1924, 3653)
+
+
+def test_what_is_compared_has_the_same_colour_in_every_figure() -> None:
+    assert [*colours(["paged 16", "none", "vmmkv"]).values()] == [COLOURS[1], COLOURS[3], COLOURS[0]]
+    assert COLOURS[1] not in colours(["vmmkv, at once", "vmmkv, in slack"]).values(), "that is for blocks"
+    of_transformers = colours(["transformers DynamicCache", "transformers StaticCache", "vmmkv VmmCache"])
+    assert [*of_transformers.values()] == [COLOURS[3], COLOURS[2], COLOURS[0]]
+    assert len(set(colours(["vmmkv", *map(str, range(9))]).values())) == 10
+
+
+def test_batches_of_one_context_are_drawn_apart() -> None:
+    rows = [
+        Row(
+            suite="hf",
+            workload=f"m decode: {n} tokens, batch {batch}",
+            system="s",
+            metric=metric,
+            unit=unit,
+            summary=exact(n, 1),
+        )
+        for batch in (1, 8)
+        for n in (64, 256)
+        for metric, unit in (("peak memory beyond the weights", "GiB"), ("time per token", "ms"))
+    ]
+    found = figures("hf", rows, "gpu")
+    assert [figure.name for figure in found] == ["gpu-hf-decode-m-1", "gpu-hf-decode-m-8"]
+    for figure in found:
+        texts = re.findall(r"<text[^>]*>([^<]+)</text>", figure.svg)
+        assert texts.index("time per token") < texts.index("most memory beyond the weights")
+        assert texts[:2] == ["64", "256"], "at what was measured"
+
+
+def test_numbers_of_an_axis_are_not_written_over_one_another() -> None:
+    series = {"s": {number: exact(1, 1) for number in (1024.0, 65536.0, 131072.0)}}
+    panels = {(heading, "us"): series for heading in ("one", "other")}
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", line_chart("n", "t", panels, "tokens", log_x=True).svg)
+    assert "131,072" in texts and "1,024" in texts and "65,536" not in texts
+
+
+def test_throughput_against_blocks_says_what_the_intervals_allow() -> None:
+    rows = [served("w", "paged 16", "throughput", 100.0, half=1.0)]
+    for name, middle, half in (("vmmkv", 98.5, 2.0), ("vmmkv, prefill of blocks", 90.0, 1.0)):
+        rows.append(served("w", name, "throughput", middle, half=half))
+    open_, lost = over_blocks(rows)
+    assert (open_.ratio, open_.low, open_.high) == pytest.approx((0.985, 96.5 / 101, 100.5 / 99))
+    assert (open_.verdict, lost.verdict) == ("not kept, within noise", "not kept")
+    (kept,) = over_blocks([rows[0], served("w", "vmmkv", "throughput", 120.0)])
+    assert kept.verdict == "kept"
+    assert over_blocks([served("w", "vmmkv", "throughput", 1.0)]) == []
+
+
+def test_promises_stand_on_the_page_kept_or_not_or_not_measured(tmp_path: Path) -> None:
+    workload = "llama-3.1-8b chat: sizes, 40 GiB"
+    for system, waste, admitted in (("vmmkv", 4.002, 99.0), ("paged 16", 1.0, 100.0)):
+        for metric, value in (("waste, averaged", waste), ("admitted sequences, averaged", admitted)):
+            write_rows(tmp_path, row(system, value, suite="waste", workload=workload, metric=metric))
+    section = page_of(tmp_path, tmp_path / "out").text.partition('<table class="promises">')[2].partition("</table>")[0]
+    lines_ = [re.sub(r"<[^>]+>", "|", line) for line in section.splitlines() if '<th scope="row"' in line]
+    assert len(lines_) == 3
+    assert "at most 4" in lines_[0] and "chat: 4.002" in lines_[0] and "|no|" in lines_[0]
+    assert "at least 0.98" in lines_[1] and "chat: 0.99" in lines_[1] and "|yes|" in lines_[1]
+    assert "at least 3" in lines_[2] and "not measured" in lines_[2]
+
+
+def test_each_figure_says_of_which_device_commit_and_day_it_is(tmp_path: Path) -> None:
+    for commit, day, shape in (("aaa1", "2026-01-01", "one"), ("bbb2", "2026-02-02", "two")):
+        of_run = replace(provenance(f"{day}T00:00:00+00:00"), commit=commit)
+        Report(RowFile(tmp_path, of_run)).add(
+            row("decode, vmmkv", suite="kernels", workload=f"{shape} decode 1x1K", metric="bandwidth")
+        )
+    text = page_of(tmp_path, tmp_path / "out").text
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", text, re.DOTALL)
+    assert ["commit aaa1 of 2026-01-01" in caption for caption in captions] == [True, False]
+    assert ["GPU, commit bbb2 of 2026-02-02" in caption for caption in captions] == [False, True]
+    assert "1 rows of commit bbb2 of 2026-02-02, 1 rows of commit aaa1 of 2026-01-01" in text
+    assert 'one decode 1x1K <span class="quiet">(commit aaa1 of 2026-01-01)</span>' in text
+
+
+def test_the_figures_of_readme_are_copied_under_their_names_and_only_of_full_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rates(p50: float, **of_run: Any) -> None:
+        for rate in (1, 2):
+            name = f"llama-3.1-8b rates: chat, {rate} requests/s, Poisson"
+            write_rows(tmp_path, row(p50=p50, workload=name, metric="goodput"), **of_run)
+
+    docs, out = tmp_path / "docs", tmp_path / "out"
+    rates(1.0, quick=True)
+    assert run.main(["report", str(tmp_path), "--out", str(out), "--docs", str(docs)]) == 0
+    assert "serve-rates.png: not written, since there are no full rows" in capsys.readouterr().out
+    assert list(docs.iterdir()) == []
+    rates(2.0)
+    assert run.main(["report", str(tmp_path), "--out", str(out), "--docs", str(docs)]) == 0
+    assert f"{docs / 'serve-rates.png'}: GPU, commit abc of 2026-01-01" in capsys.readouterr().out
+    drawn = out / FIGURES / "gpu-serve-rates-llama-3-1-8b-chat-poisson-all.png"
+    assert (docs / "serve-rates.png").read_bytes() == drawn.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["report", str(tmp_path), "--out", str(out), "--docs", "/dev/null/x"])
+    assert "--docs /dev/null/x cannot be written to" in capsys.readouterr().err
+
+
+def test_every_figure_of_readme_that_is_there_comes_from_the_page() -> None:
+    shown = re.findall(r"\]\(docs/figures/([\w-]+)\.png\)", (RESULTS.parents[1] / "README.md").read_text())
+    assert set(shown) <= OF_README.keys()
 
 
 def test_a_suite_that_nobody_knows_gets_a_table_all_the_same(tmp_path: Path) -> None:
