@@ -100,7 +100,7 @@ def paged_cascade(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`cascade` over blocks, bit for bit in the interpreter; it has not run on a GPU yet. T is C * U.
+    """`cascade` over blocks, bit for bit. T is C * U.
 
     A prefix is read through its leader's table: only the leader's rows are touched, and only its entries for them. tables_SC:
     int32 on the device, rows contiguous. workspace: at least `workspace_elements(q_BHD, k_PUKD, tables_SC=tables_SC)` of
