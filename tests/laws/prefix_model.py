@@ -74,6 +74,8 @@ class Rest(Kept):
     """A parked slot and its tokens."""
 
     tokens: list[int] = field(default_factory=list)
+    is_cut: bool = False
+    """Had its sequence more of them? Then the last page can be shared, and is exchanged for whoever adopts it."""
 
 
 def owner_of(namespace: object) -> int:

@@ -236,7 +236,7 @@ class PrefixMachine(RuleBasedStateMachine):
         except RowsUnmapped:
             assert num_tokens and any(kept.rows.starts)
         except OutOfPages:
-            assert cut is not None or self.cache.guard_tokens
+            assert cut is not None or kept.is_cut or self.cache.guard_tokens
         else:
             assert sequence.slot == kept.parked.slot
             self.opened(sequence, tokens, inserted=None)
@@ -507,7 +507,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def rests(self, live: Talk, tokens: list[int]) -> None:
         parked = next(each for each in self.cache.parked() if each.slot == live.sequence.slot)
         assert parked.length == len(tokens)
-        self.kept.append(Rest(self.cache, parked, live.rows, tokens=tokens))
+        is_cut = len(tokens) < len(live.tokens)
+        self.kept.append(Rest(self.cache, parked, live.rows, tokens=tokens, is_cut=is_cut))
 
     @precondition(lambda self: self.kept)
     @rule(pick=picks)
