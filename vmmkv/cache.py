@@ -141,8 +141,8 @@ class KVCache:
     ) -> Sequence:
         """A new sequence in a parked slot, whose first `num_tokens` rows (all by default) are its own already.
 
-        Cost: no driver call but the limit's write; where these rows end within a page that others hold too, as they can if there
-        were more before, that page is exchanged for one of its own (see Sequence.truncate).
+        Cost: no driver call but the limit's write; where these rows end within a page that others hold too, as they can if
+        there were more before, that page is exchanged for one of its own (see Sequence.truncate).
         Raises: Evicted if it was taken back or adopted meanwhile; ValueError for another tenant's, or more rows than
         were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong; where a page is exchanged
         OutOfPages and DriverError, and the slot stays parked.
