@@ -110,7 +110,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """If asked for: for each of `logprobs` the likeliest tokens and their log-probabilities, the likeliest first."""
     queued_us: int = 0
-    """In a request's first output: how long it waited in the engine before it began. 0 in all others."""
+    """In a request's first output: how long it waited in the engine before it began, at least 1. 0 in all others."""
 
 
 class Outputs(Message, frozen=True, kw_only=True):

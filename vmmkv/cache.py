@@ -377,8 +377,8 @@ class KVCache:
     def slot_maps(self, slots: Iterable[int]) -> list[SlotMap]:
         """What is mapped under each of these slots, and for what: see `vmmkv.memory_map`.
 
-        Cost: some 3 us for each slot, and 0.1 us for each extent mapped there; no driver call. Raises: ValueError for what is no
-        slot of sequences.
+        Cost: some 3 us for each slot, and 0.1 us for each extent mapped there; no driver call.
+        Raises: ValueError for what is no slot of sequences.
         """
         slots = list(slots)
         unknown = [slot for slot in slots if not 1 <= slot <= self._table.num_slots]

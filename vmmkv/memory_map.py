@@ -1,7 +1,7 @@
 """What is mapped under a slot, in runs: for whoever wants to draw the address space.
 
-    pages   0    1    2    3    4    5    6    7
-          | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
+pages   0    1    2    3    4    5    6    7
+      | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
 """
 
 import enum
@@ -66,7 +66,9 @@ def slot_maps(memory: SlotMemory, occupancy: Occupancy, slots: Sequence[int]) ->
     for slot, state, num_tokens in zip(slots, states, lengths, strict=True):
         if state == SlotState.LIVE:
             # Rounded up: the page that the last row ends in is written.
-            groups = [_runs(spans[slot], RunState.LIVE, -(num_tokens * row_bytes // -PAGE_BYTES)) for spans, row_bytes in arenas]
+            groups = [
+                _runs(spans[slot], RunState.LIVE, -(num_tokens * row_bytes // -PAGE_BYTES)) for spans, row_bytes in arenas
+            ]
         else:
             groups = [_runs(spans[slot], RunState.PARKED, spans[slot].end_page) for spans, _ in arenas]
             num_tokens = parked[slot].length if slot in parked else 0

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from vmmkv import VmmkvError
+from vmmkv.server import logs
 from vmmkv.server.engine.core import EngineCore, EngineDied
 from vmmkv.server.engine.loading import load
 from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a ServeConfig as JSON, its model a directory")
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=ServeConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_level, config.log_format)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(arguments.socket)
         try:

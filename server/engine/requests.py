@@ -137,7 +137,7 @@ class Request:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.ledger, self.decodes = sequence, ledger, False
         if not self.num_admitted:
-            self.queued_us = int((time.perf_counter() - self.arrived_s) * 1e6)
+            self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1
         ledger.enter(self, sequence.slot, num_rows)
 
