@@ -173,7 +173,7 @@ class Generation:
         )
 
     def describe(self, now_s: float) -> dict[str, Any]:
-        """For whoever looks at what is in flight: numbers, and no text. Tokens of an answer that is sent whole come at its end."""
+        """Numbers, and no text, for whoever looks. Tokens of an answer that is sent whole come at its end."""
         usage = self.usage()
         return {
             "id": self._id,
@@ -228,5 +228,5 @@ class Generation:
             self._outcome = outcome
             self._metrics.in_flight.discard(self)
             self._metrics.requests.labels(outcome).inc()
-            log.debug("request ended", outcome=outcome, **self.describe(time.perf_counter()))
+            log.debug("request ended", outcome=outcome, usage=self.usage().model_dump())
             self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)

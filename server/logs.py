@@ -9,7 +9,7 @@ import sys
 from typing import IO, Final
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 _SHARED: Final[tuple[Processor, ...]] = (
     structlog.contextvars.merge_contextvars,
@@ -34,10 +34,10 @@ def configure(level: str, log_format: str, file: IO[str] | None = None) -> None:
         cache_logger_on_first_use=False,
     )
     if log_format == "json":
-        render: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        render: list[Processor] = [_drop_colours, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         plain = structlog.dev.plain_traceback
-        render = [structlog.dev.ConsoleRenderer(colors=file.isatty(), exception_formatter=plain, pad_event_to=0)]
+        render = [_drop_colours, structlog.dev.ConsoleRenderer(colors=file.isatty(), exception_formatter=plain, pad_event_to=0)]
     handler = logging.StreamHandler(file)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -46,6 +46,12 @@ def configure(level: str, log_format: str, file: IO[str] | None = None) -> None:
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _drop_colours(_: object, __: str, event: EventDict) -> EventDict:
+    """uvicorn says some things twice, the second time in colour."""
+    event.pop("color_message", None)
+    return event
 
 
 def bind_request(request_id: str) -> None:

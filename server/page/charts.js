@@ -27,7 +27,8 @@ export class Sparkline {
   add(value) {
     this.samples.push(value);
     if (this.samples.length > LENGTH) this.samples.shift();
-    this.number.textContent = value === null ? "–" : this.show(value);
+    if (value !== null) this.number.textContent = this.show(value); // else the last one stays, and looks it
+    this.number.className = value === null ? "old" : "";
     const most = Math.max(1e-9, ...this.samples.filter((each) => each !== null)) * 1.08;
     const x = (index) => WIDTH - (this.samples.length - 1 - index) * (WIDTH / (LENGTH - 1));
     let line = "", area = "", first = null;

@@ -28,7 +28,10 @@ export class Chat {
         if (!this.answering) this.#ask();
       }
     });
-    find("new").addEventListener("click", () => this.#begin());
+    find("new").addEventListener("click", () => {
+      this.#begin();
+      this.question.focus();
+    });
     this.#begin();
   }
 
@@ -36,7 +39,6 @@ export class Chat {
     this.answering?.abort();
     this.messages = [];
     this.log.replaceChildren(element("p", { className: "empty-chat", text: SAID_AT_FIRST }));
-    this.question.focus({ preventScroll: true });
   }
 
   async #ask() {

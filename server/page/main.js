@@ -54,12 +54,11 @@ function showMemory(memory) {
   });
   find("budget").replaceChildren(...bar);
   const left = memory.budget_bytes - memory.used_bytes - memory.cached_bytes - memory.retiring_bytes;
-  const items = [...parts, ["free", "free", Math.max(0, left)], ["shared", "saved by sharing", saved], ["ahead", "mapped ahead", null]];
+  const items = [...parts, ["free", "free", Math.max(0, left)]];
   find("legend").replaceChildren(...items.map(([name, text, size]) => {
-    const words = [element("span", { className: `swatch ${name}` }), text];
-    if (size !== null) words.push(element("b", { text: bytes(size) }));
-    return element("li", {}, ...words);
+    return element("li", {}, element("span", { className: `swatch ${name}` }), text, element("b", { text: bytes(size) }));
   }));
+  find("saved").textContent = `${bytes(saved)} saved`;
   find("memory-text").textContent = `${plural(memory.tokens, "token")}, ${bytes(memory.budget_bytes)} budget`;
 }
 
@@ -71,7 +70,7 @@ function showRequests({ memory, requests, num_requests: total }) {
     const slots = slotOf.get(each.id) ?? [];
     const place = slots.length ? slots.slice(0, 4).join(", ") + (slots.length > 4 ? ", …" : "") : each.has_begun ? "–" : "waits";
     return element("tr", {},
-      element("td", { className: "id", text: each.id.slice(0, 20), title: each.id }),
+      element("td", { className: "id", text: each.id.slice(0, 17), title: each.id }),
       element("td", { text: place }),
       ...numbers.map((text) => element("td", { className: "number", text })));
   });

@@ -3,8 +3,8 @@
 import { bytes, count, element, plural } from "./format.js";
 
 const NUM_COLOURS = 8;
-const LEAST_COLUMN = 6, MOST_COLUMN = 26;
-const LABEL_WIDTH = 44;
+const LEAST_COLUMN = 6, WISHED_COLUMN = 22, MOST_COLUMN = 34;
+const LABEL_WIDTH = 56;
 const MARGIN = 6;
 const PAGE_BYTES = 2 ** 21;
 
@@ -15,8 +15,9 @@ export class AddressMap {
     this.elements = elements;
     this.map = null;
     this.slots = new Map();
-    this.shown = 16; // columns; it only grows, so that slots keep their places
-    this.pages = 8; // rows; also
+    this.least = 16; // columns that are needed; they only become more, so that slots keep their places
+    this.shown = 16; // and those that are drawn: as many as there is room for
+    this.pages = 8; // rows; only more, also
     this.chosen = null;
     this.due = false;
     new ResizeObserver(() => this.#draw()).observe(root);
@@ -34,7 +35,8 @@ export class AddressMap {
     this.map = map;
     this.slots = new Map(map.slots.map((slot) => [slot.slot, slot]));
     const last = Math.max(0, ...this.slots.keys());
-    this.shown = Math.min(map.num_slots, Math.max(this.shown, Math.ceil(last / 16) * 16));
+    this.least = Math.max(this.least, Math.ceil(last / 16) * 16);
+    this.#place();
     const most = Math.max(1, ...map.slots.flatMap((slot) => slot.runs.map((run) => run[1] + run[2])));
     this.pages = Math.max(this.pages, Math.ceil(most / 4) * 4);
     const free = map.num_slots - map.slots.length;
@@ -58,10 +60,11 @@ export class AddressMap {
 
   #place() {
     const width = this.root.clientWidth - LABEL_WIDTH;
+    this.shown = Math.min(this.map.num_slots, Math.max(this.least, Math.floor(width / WISHED_COLUMN)));
     const column = Math.max(LEAST_COLUMN, Math.min(MOST_COLUMN, Math.floor(width / this.shown)));
     const across = Math.max(1, Math.floor(width / column));
     const bands = Math.ceil(this.shown / across);
-    const height = bands === 1 ? 220 : bands === 2 ? 140 : 92;
+    const height = bands === 1 ? 220 : bands === 2 ? 140 : bands <= 6 ? 92 : 56;
     return { column, across, bands, height, step: height + 22 };
   }
 
@@ -119,7 +122,7 @@ export class AddressMap {
       pen.lineTo(right, y);
       pen.stroke();
       const size = bytes((this.pages * PAGE_BYTES * part) / parts);
-      if (part) pen.fillText(size.replace("iB", ""), LABEL_WIDTH - 6, y + (part === parts ? 3 : 0));
+      if (part) pen.fillText(size, LABEL_WIDTH - 6, y + (part === parts ? 3 : 0));
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
@@ -199,10 +202,13 @@ export class AddressMap {
   #describe(number) {
     const slot = this.slots.get(number);
     if (!slot) return `Slot ${number}: free`;
-    const parts = slot.runs.map(([, , pages, state, sharers, prefix]) => {
-      const of = prefix === null ? "its own" : `prefix ${prefix + 1}, in ${sharers} slots`;
-      return `${plural(pages, "page")} ${state === "live" || state === "parked" ? of : state}`;
-    });
+    const sums = new Map();
+    for (const [, , pages, state, sharers, prefix] of slot.runs) {
+      const mine = prefix === null ? "its own" : `of prefix ${prefix + 1}, in ${sharers} slots`;
+      const kind = state === "live" || state === "parked" ? mine : state;
+      sums.set(kind, (sums.get(kind) ?? 0) + pages);
+    }
+    const parts = [...sums].map(([kind, pages]) => `${plural(pages, "page")} ${kind}`);
     const who = slot.request ? `, ${slot.request}` : "";
     return `Slot ${number}: ${slot.state}${who}, ${plural(slot.tokens, "token")} · ${parts.join(" · ")}`;
   }
