@@ -1,11 +1,10 @@
 """One HTTP request's way through the engine: what it needs, whether it can fit, and its text as it comes."""
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
-
-import structlog
 
 from vmmkv.server.answer_schemas import PromptTokensDetails, Usage
 from vmmkv.server.api_errors import bad_request
@@ -16,7 +15,7 @@ from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Beams, Generate, Output, Ready
 from vmmkv.server.schemas import GenerationRequest
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds reach the engine as non-negative numbers of 63 bits."""
@@ -228,5 +227,6 @@ class Generation:
             self._outcome = outcome
             self._metrics.in_flight.discard(self)
             self._metrics.requests.labels(outcome).inc()
-            log.debug("request ended", outcome=outcome, usage=self.usage().model_dump())
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("request ended", extra={"outcome": outcome, "usage": self.usage().model_dump()})
             self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)

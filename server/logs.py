@@ -1,7 +1,7 @@
 """How both processes log: lines for people, or an object of JSON a line for machines; what libraries log, too.
 
-What is logged while a request is served has its id. `logging.getLogger(__name__)` logs text, `structlog.get_logger(__name__)`
-an event with values; both come out alike.
+All goes through `logging`: values that belong to a message are its `extra`. What is logged while a request is served
+has its id.
 """
 
 import logging
@@ -22,17 +22,6 @@ _SHARED: Final[tuple[Processor, ...]] = (
 def configure(level: str, log_format: str, file: IO[str] | None = None) -> None:
     """Once for each process: levels and formats as in ServeConfig, to stderr by default."""
     file = file or sys.stderr
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *_SHARED,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
-    )
     if log_format == "json":
         render: list[Processor] = [_drop_colours, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:

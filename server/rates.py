@@ -1,10 +1,9 @@
 """What the engine did in a while, from two of its snapshots; and the line that says so in the log."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Final, Self
-
-import structlog
 
 from vmmkv.server.client import EngineClient
 from vmmkv.server.protocol import Snapshot
@@ -12,7 +11,7 @@ from vmmkv.server.protocol import Snapshot
 EVERY_S: Final = 10.0
 """Between two lines of the log, while something happens."""
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +40,22 @@ class Rates:
 
 async def tell(engine: EngineClient, *, every_s: float = EVERY_S) -> None:
     """Log a line every so often, for ever; none where nothing ran, waited or was computed since the last one."""
-    last, last_s = engine.snapshot, engine.snapshot_s
+    last = engine.snapshot
     while True:
         await asyncio.sleep(every_s)
-        new, new_s = engine.snapshot, engine.snapshot_s
-        if new is None or new is last:
-            continue
-        if last is not None and (new.running or new.waiting or _has_worked(last, new)):
-            rates = Rates.between(last, new, new_s - last_s)
-            hits = {} if rates.hit_rate is None else {"prefix_hits": f"{rates.hit_rate:.0%}"}
-            log.info(
-                "serving",
-                running=new.running,
-                waiting=new.waiting,
-                generated_tok_s=round(rates.generated_per_s, 1),
-                prompt_tok_s=round(rates.prompt_per_s, 1),
-                kv_used=f"{new.kv_used_bytes / max(1, new.kv_budget_bytes):.1%}",
-                **hits,
-            )
-        last, last_s = new, new_s
+        new = engine.snapshot
+        if last is not None and new is not None and (new.running or new.waiting or _has_worked(last, new)):
+            rates = Rates.between(last, new, every_s)
+            told = {
+                "running": new.running,
+                "waiting": new.waiting,
+                "generated_tok_s": round(rates.generated_per_s, 1),
+                "prompt_tok_s": round(rates.prompt_per_s, 1),
+                "kv_used": round(new.kv_used_bytes / max(1, new.kv_budget_bytes), 3),
+            }
+            hits = {} if rates.hit_rate is None else {"prefix_hit_rate": round(rates.hit_rate, 3)}
+            log.info("serving", extra=told | hits)
+        last = new
 
 
 def _has_worked(old: Snapshot, new: Snapshot) -> bool:

@@ -47,7 +47,7 @@ class Viewers:
         self._news: set[asyncio.Event] = set()
         """One for each viewer."""
         self._closed = False
-        self._snapshots: deque[tuple[float, Snapshot]] = deque(maxlen=8)
+        self._snapshots: deque[tuple[float, Snapshot]] = deque(maxlen=1 + round(WINDOW_S / TICK_S))
         self._totals: dict[str, deque[tuple[int, float]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,15 +130,11 @@ class Viewers:
         new = self._engine.snapshot
         if new is None:
             return None
-        at_s = self._engine.snapshot_s
-        if not self._snapshots or self._snapshots[-1][0] != at_s:
-            self._snapshots.append((at_s, new))
-        now_s = time.monotonic()
-        while len(self._snapshots) > 1 and now_s - self._snapshots[1][0] > WINDOW_S:
-            self._snapshots.popleft()
-        first_s, first = self._snapshots[0]
-        # An engine that is idle says nothing: what it did last is over.
-        return Rates.between(first, new, at_s - first_s if new.running else now_s - first_s)
+        # When it came, if it is new: an engine that is idle, or in a long step, has done nothing more until now.
+        is_new = not self._snapshots or self._snapshots[-1][1] is not new
+        self._snapshots.append((self._engine.snapshot_s if is_new else time.monotonic(), new))
+        (first_s, first), (last_s, _) = self._snapshots[0], self._snapshots[-1]
+        return Rates.between(first, new, last_s - first_s) if first is not new else Rates.between(new, new, TICK_S)
 
     def _recent(self, name: str, times: Times) -> float | None:
         """The mean of those that came within the window; None if none did."""
