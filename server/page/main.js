@@ -118,6 +118,10 @@ async function watch() {
   }
 }
 
+find("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  find("key").blur();
+});
 find("key").addEventListener("change", () => {
   useKey(find("key").value);
   wait?.abort();
