@@ -24,9 +24,7 @@ export class AddressMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
     root.addEventListener("pointermove", (event) => this.#point(event));
     root.addEventListener("pointerdown", (event) => this.#point(event));
-    root.addEventListener("pointerleave", () => { if (document.activeElement !== root) this.#choose(null); });
     root.addEventListener("keydown", (event) => this.#key(event));
-    root.addEventListener("blur", () => this.#choose(null));
     root.addEventListener("focus", () => { if (this.chosen === null) this.#choose(this.#taken()[0] ?? 1); });
     elements.table.closest("details").addEventListener("toggle", () => this.#fillTable());
   }
@@ -167,7 +165,7 @@ export class AddressMap {
     const band = Math.floor((event.clientY - box.top - MARGIN) / place.step);
     const slot = band * place.across + across + 1;
     const hit = across >= 0 && across < place.across && band >= 0 && slot <= this.shown;
-    this.#choose(hit ? slot : null);
+    if (hit) this.#choose(slot);
   }
 
   #key(event) {
@@ -209,7 +207,7 @@ export class AddressMap {
       sums.set(kind, (sums.get(kind) ?? 0) + pages);
     }
     const parts = [...sums].map(([kind, pages]) => `${plural(pages, "page")} ${kind}`);
-    const who = slot.request ? `, ${slot.request}` : "";
+    const who = slot.request ? `, ${slot.request.slice(0, 17)}` : "";
     return `Slot ${number}: ${slot.state}${who}, ${plural(slot.tokens, "token")} · ${parts.join(" · ")}`;
   }
 
