@@ -1,5 +1,6 @@
 """Laws of starting and stopping the two processes, with real ones and real signals."""
 
+import contextlib
 import json
 import re
 import signal
@@ -65,11 +66,18 @@ class Served:
         return self.process.wait(within_s)
 
     def engine_pid(self) -> int:
-        """The server's only child; waits until it is there."""
+        """The server's child; waits until it is there. Before it others come and go: triton's import runs ldconfig."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        assert eventually(lambda: children.read_text() != "", within_s=60)
-        (pid,) = children.read_text().split()
-        return int(pid)
+
+        def engines() -> list[int]:
+            with contextlib.suppress(FileNotFoundError):
+                pids = map(int, children.read_text().split())
+                return [pid for pid in pids if b"--socket" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            return []
+
+        assert eventually(lambda: engines() != [], within_s=60)
+        (pid,) = engines()
+        return pid
 
 
 def alive(pid: int) -> bool:
