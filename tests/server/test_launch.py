@@ -212,3 +212,18 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tmp_path: P
         port = taken.getsockname()[1]
         assert run(ServeConfig(model=str(tmp_path / "nothing"), port=port)) == 1
     assert f"port {port}" in caplog.text
+
+
+def test_who_looks_does_not_keep_the_server_from_its_end(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        url = served.url()
+        with httpx.stream("GET", f"{url}/events", timeout=20) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: state"
+            began_s = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            for _ in lines:  # to its end, which is no error
+                pass
+            assert served.ends() == 0
+        assert time.monotonic() - began_s < 6, "the stream was waited for"
+        assert served.is_quiet(), served.log()
