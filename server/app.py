@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from vmmkv.server import api_errors
+from vmmkv.server import api_errors, logs, seeing
 from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
@@ -24,6 +24,7 @@ from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from vmmkv.server.tokenizer import PromptError, Tokenizer
+from vmmkv.server.viewers import Viewers
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Service:
         self.engine = engine
         self.model = model
         self.metrics = Metrics(engine)
+        self.viewers = Viewers(engine, self.metrics, self.health, model)
         self.tokenizer: Tokenizer | None = None
         self.created = int(time.time())
 
@@ -82,6 +84,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="vmmkv", docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
+    seeing.install(app, service.engine, service.viewers)
     api_errors.install(app)
     return app
 
@@ -166,6 +169,7 @@ async def _respond(
 ) -> Response:
     """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text."""
     service = _service(request)
+    logs.bind_request(answer.id)
     ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
     fit_beams(body, ready)
     check_token_ids(body, tokenizer.vocab_size)

@@ -19,6 +19,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from vmmkv.server.latency import OF_QUEUE, OF_TOKENS, Times
+from vmmkv.server.memory_maps import MemoryMaps
 from vmmkv.server.protocol import (
     Abort,
     Beams,
@@ -26,6 +28,7 @@ from vmmkv.server.protocol import (
     FromEngine,
     Generate,
     Loading,
+    MemoryMap,
     Output,
     Outputs,
     Ready,
@@ -80,6 +83,7 @@ class Answers:
     def __init__(self, client: "EngineClient", request_ids: Sequence[str], *, at_end: bool = False) -> None:
         self.first_s: float | None = None
         """When the first news came, of time.perf_counter."""
+        self._last_s = 0.0
         self._client = client
         self._unfinished = set(request_ids)
         self._at_end = at_end
@@ -115,10 +119,13 @@ class Answers:
                     self._waiting = None
         raise StopAsyncIteration
 
-    def put(self, news: Output | Beams, *, is_last: bool) -> None:
-        """From the receiving task: news of one of these requests."""
+    def put(self, news: Output | Beams, now_s: float, *, is_last: bool) -> None:
+        """From the receiving task: news of one of these requests. All that one message brings comes at one time."""
         if self.first_s is None:
-            self.first_s = time.perf_counter()
+            self.first_s = now_s
+        elif now_s != self._last_s:
+            self._client.token_times.observe(now_s - self._last_s)
+        self._last_s = now_s
         self._arrived.append(news)
         if is_last or not self._at_end:
             self._wake()
@@ -160,8 +167,14 @@ class EngineClient:
         self.phase: Phase = Loading(stage="starting the engine", done=0, total=1)
         self.snapshot: Snapshot | None = None
         """The engine's last account of itself."""
+        self.snapshot_s = 0.0
+        """When it came, of time.monotonic."""
         self.was_ready = False
         """Has the engine ever been ready? One that still loads does not read its socket."""
+        self.maps = MemoryMaps(lambda message: self._send(encode(message)))
+        """What is mapped where, for whoever asks."""
+        self.token_times = Times("inter_token_latency", "Between a request's news and the next.", OF_TOKENS)
+        self.queue_times = Times("request_queue_time", "From a request's arrival in the engine to its start.", OF_QUEUE)
         self._on_loading = on_loading
         self._answers: dict[str, Answers] = {}
         self._settled = asyncio.Event()
@@ -219,6 +232,7 @@ class EngineClient:
             return
         self.phase = Dead(reason=reason)
         self._settled.set()
+        self.maps.fail(reason)
         for answers in set(self._answers.values()):
             answers.fail(EngineDead(reason))
         self._answers.clear()
@@ -273,19 +287,25 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         match message:
             case Outputs(outputs=outputs):
+                now_s = time.perf_counter()
                 for output in outputs:
                     is_last = output.finish_reason is not None
                     find = self._answers.pop if is_last else self._answers.get
                     if (answers := find(output.request_id, None)) is not None:
-                        answers.put(output, is_last=is_last)
-            case Beams(request_id=request_id):
+                        answers.put(output, now_s, is_last=is_last)
+                    if output.queued_us:
+                        self.queue_times.observe(output.queued_us / 1e6)
+            case Beams(request_id=request_id, queued_us=queued_us):
                 if (answers := self._answers.pop(request_id, None)) is not None:
-                    answers.put(message, is_last=True)
+                    answers.put(message, time.perf_counter(), is_last=True)
+                self.queue_times.observe(queued_us / 1e6)
             case Failed(request_id=request_id, message=text):
                 if (answers := self._answers.pop(request_id, None)) is not None:
                     answers.fail(RequestFailed(text))
             case Snapshot():
-                self.snapshot = message
+                self.snapshot, self.snapshot_s = message, time.monotonic()
+            case MemoryMap():
+                self.maps.take(message)
             case Loading():
                 if isinstance(self.phase, Loading):
                     self.phase = message

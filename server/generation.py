@@ -1,8 +1,10 @@
 """One HTTP request's way through the engine: what it needs, whether it can fit, and its text as it comes."""
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 from vmmkv.server.answer_schemas import PromptTokensDetails, Usage
 from vmmkv.server.api_errors import bad_request
@@ -12,6 +14,8 @@ from vmmkv.server.limits import DoesNotFit, Limits
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Beams, Generate, Output, Ready
 from vmmkv.server.schemas import GenerationRequest
+
+log = logging.getLogger(__name__)
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds reach the engine as non-negative numbers of 63 bits."""
@@ -125,9 +129,11 @@ class Generation:
         self._cached_tokens = 0
         self._unreturned_tokens = 0
         """Of beams, of which only the best become candidates."""
-        self._arrived_s = arrived_s
+        self.arrived_s = arrived_s
+        self._id = requests[0].request_id.rpartition("-")[0]
         self._outcome: str | None = None
         self._answers: Answers = engine.submit(requests, at_end=at_end)
+        metrics.in_flight.add(self)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all candidates mixed. Raises: RequestFailed, EngineDead."""
@@ -136,7 +142,7 @@ class Generation:
             async for news in self._answers:
                 if not told and self._answers.first_s is not None:
                     told = True
-                    self._metrics.first_token_seconds.observe(self._answers.first_s - self._arrived_s)
+                    self._metrics.first_token_seconds.observe(self._answers.first_s - self.arrived_s)
                 for delta in self._took(news):
                     yield delta
         except Exception:
@@ -164,6 +170,18 @@ class Generation:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens),
         )
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """Numbers, and no text, for whoever looks. Tokens of an answer that is sent whole come at its end."""
+        usage = self.usage()
+        return {
+            "id": self._id,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": self._cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "age_s": round(now_s - self.arrived_s, 2),
+            "has_begun": self._answers.first_s is not None,
+        }
 
     def close(self) -> None:
         """Abort what still runs. Idempotent, never blocks."""
@@ -207,5 +225,8 @@ class Generation:
     def _end(self, outcome: str) -> None:
         if self._outcome is None:
             self._outcome = outcome
+            self._metrics.in_flight.discard(self)
             self._metrics.requests.labels(outcome).inc()
-            self._metrics.request_seconds.observe(time.perf_counter() - self._arrived_s)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("request ended", extra={"outcome": outcome, "usage": self.usage().model_dump()})
+            self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)

@@ -14,21 +14,23 @@ import logging
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, cast
 
 import msgspec
 import uvicorn
 import zmq
 from rich.console import Console
 
+from vmmkv.server import logs
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
 from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
 from vmmkv.server.models import KNOWN_MODELS, resolve
 from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
+from vmmkv.server.rates import tell
 from vmmkv.server.settings import ServeConfig
 from vmmkv.server.tokenizer import Tokenizer
 from vmmkv.units import format_bytes
@@ -47,7 +49,7 @@ def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) 
     Blocks; to be called in the main thread. `engine_command` is for tests.
     Raises: ModelUnavailable if there is no such model.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_level, config.log_format)
     try:
         listener = _listen(config.host, config.port)
     except OSError as error:
@@ -69,9 +71,18 @@ def served_name(model: str) -> str:
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, which would end this process before the engine is stopped."""
 
+    def __init__(self, config: uvicorn.Config, before_end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._before_end = before_end
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams that would never end, and wait for the others."""
+        self._before_end()
+        await super().shutdown(sockets)
 
 
 class _Launch:
@@ -80,7 +91,10 @@ class _Launch:
     def __init__(self, config: ServeConfig, name: str, listener: socket.socket, address: str) -> None:
         self._config = config
         self._listener = listener
-        self._progress = LoadingProgress(Console(stderr=True))
+        console = Console(stderr=True)
+        if config.log_format == "json":
+            console = Console(file=cast(IO[str], logs.LogLines(log)), width=1000)
+        self._progress = LoadingProgress(console)
         self._client = EngineClient(address, on_loading=self._progress.show)
         self._service = Service(self._client, name)
         self._server = _Server(
@@ -92,7 +106,8 @@ class _Launch:
                 log_level="info" if config.log_level.lower() == "debug" else "warning",
                 access_log=config.log_level.lower() == "debug",
                 timeout_graceful_shutdown=int(GRACE_S) + 2,
-            )
+            ),
+            self._service.viewers.close,
         )
         self._stopping = False
         self._exit_code = 0
@@ -108,7 +123,11 @@ class _Launch:
         tasks: list[asyncio.Task[None]] = []
         try:
             self._client.start()
-            tasks = [asyncio.create_task(self._watch(engine)), asyncio.create_task(self._load())]
+            tasks = [
+                asyncio.create_task(self._watch(engine)),
+                asyncio.create_task(self._load()),
+                asyncio.create_task(tell(self._client)),
+            ]
             await self._server.serve(sockets=[self._listener])
         finally:
             self._stopping = True

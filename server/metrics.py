@@ -1,16 +1,15 @@
 """What /metrics shows, in a registry of its own: the engine's last snapshot, and times as the clients see them."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vmmkv.server.client import EngineClient
+from vmmkv.server.latency import OF_REQUESTS, Times
 from vmmkv.server.protocol import Ready, Snapshot
-
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 _GAUGES: Final = {
     "running": ("requests_running", "Requests that have a slot and are being worked on."),
@@ -22,6 +21,7 @@ _GAUGES: Final = {
     "kv_retiring_bytes": ("kv_retiring_bytes", "Physical memory whose mapping waits for its fence."),
     "kv_created_bytes": ("kv_created_bytes", "Physical memory taken from the device."),
     "kv_budget_bytes": ("kv_budget_bytes", "The most that may be created."),
+    "kv_used_bytes": ("kv_used_bytes", "Physical memory of live sequences, a shared page once for all."),
     "prefix_pages": ("prefix_pages", "Pages of 2 MiB that the prefix cache holds."),
 }
 """Field of Snapshot: name without prefix, help."""
@@ -30,6 +30,7 @@ _COUNTERS: Final = {
     "preemptions": ("preemptions", "Sequences put back to waiting because pages ran out."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts computed."),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache, and so not computed."),
+    "prefix_missed_tokens": ("prefix_missed_tokens", "Tokens of prompts looked for in the prefix cache, and not found."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
     "stalls": ("stalls", "Times that a step waited for a driver call."),
 }
@@ -58,6 +59,26 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
     for field, (name, help_text) in _COUNTERS.items():
         yield CounterMetricFamily(f"vmmkv_{name}", help_text, value=getattr(snapshot, field))
+    shared_bytes = max(0, snapshot.kv_mapped_bytes - snapshot.kv_used_bytes)
+    yield GaugeMetricFamily(
+        "vmmkv_kv_shared_bytes",
+        "Mapped under live sequences beyond the memory behind it: what sharing saves.",
+        value=shared_bytes,
+    )
+    yield GaugeMetricFamily(
+        "vmmkv_kv_usage_ratio",
+        "Share of the budget that live sequences use, 0 to 1.",
+        value=snapshot.kv_used_bytes / max(1, snapshot.kv_budget_bytes),
+    )
+    attaches = CounterMetricFamily(
+        "vmmkv_attaches", "Sequences by the rung that they came to their prefix by.", labels=("rung",)
+    )
+    seconds = CounterMetricFamily("vmmkv_attach_seconds", "Time that attaching took, by rung.", labels=("rung",))
+    for rung, count in sorted(snapshot.attached.items()):
+        attaches.add_metric((rung,), count)
+        seconds.add_metric((rung,), snapshot.attach_us.get(rung, 0.0) / 1e6)
+    yield attaches
+    yield seconds
     yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)
     calls = CounterMetricFamily("vmmkv_driver_calls", "Driver calls by kind.", labels=("call",))
     for call, count in sorted(snapshot.driver_calls.items()):
@@ -65,23 +86,39 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
     yield calls
 
 
+class TimesCollector(Collector):
+    """Histograms, told when asked for."""
+
+    def __init__(self, *times: Times) -> None:
+        self._times = times
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        return (each.family() for each in self._times)
+
+
+class InFlight(Protocol):
+    """A request that is being answered."""
+
+    arrived_s: float
+    """Of time.perf_counter."""
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        """What may be told of it."""
+        ...
+
+
 class Metrics:
     """One server's registry. `first_token_seconds` and `request_seconds` are counted from the arrival of the request."""
 
     def __init__(self, engine: EngineClient) -> None:
+        self.in_flight: set[InFlight] = set()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
-        self.request_seconds = Histogram(
-            "vmmkv_request_duration_seconds",
-            "From the request to the end of its answer.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.first_token_seconds = Histogram(
-            "vmmkv_time_to_first_token_seconds",
-            "From the request to its first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.request_seconds = Times("request_duration", "From the request to the end of its answer.", OF_REQUESTS)
+        self.first_token_seconds = Times("time_to_first_token", "From the request to its first token.", OF_REQUESTS)
+        self.registry.register(
+            TimesCollector(self.request_seconds, self.first_token_seconds, engine.token_times, engine.queue_times)
         )
         self.requests = Counter(
             "vmmkv_requests", "Requests by how they ended: finished, failed or aborted.", ("outcome",), registry=self.registry

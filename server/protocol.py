@@ -4,6 +4,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from vmmkv.memory_map import SlotMap
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -61,6 +63,10 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """HTTP -> engine: finish now."""
 
 
+class AskMap(Message, frozen=True, kw_only=True):
+    """HTTP -> engine: a `MemoryMap` is wanted. Who asks before it has come gets the same one."""
+
+
 class Loading(Message, frozen=True, kw_only=True):
     """Engine -> HTTP, while it starts: what it is at, and how far."""
 
@@ -103,6 +109,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     truncation). An end token, which is not in `token_ids`, has its own here too."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """If asked for: for each of `logprobs` the likeliest tokens and their log-probabilities, the likeliest first."""
+    queued_us: int = 0
+    """In a request's first output: how long it waited in the engine before it began, at least 1. 0 in all others."""
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -128,6 +136,8 @@ class Beams(Message, frozen=True, kw_only=True):
     beams: list[Beam]
     """As many as the search was wide, the best first."""
     cached_tokens: int = 0
+    """As in `Output`."""
+    queued_us: int = 0
     """As in `Output`."""
 
 
@@ -158,12 +168,34 @@ class Snapshot(Message, frozen=True, kw_only=True):
     driver_calls: dict[str, int]
     prefix_hit_tokens: int = 0
     """Tokens of prompts that were not computed, because the prefix cache had them; since the start."""
+    prefix_missed_tokens: int = 0
+    """Tokens of prompts that the prefix cache was asked for, and had not; since the start."""
     prefix_pages: int = 0
     """That the prefix cache holds now."""
+    kv_used_bytes: int = 0
+    """Physical memory of running sequences, once however many share it."""
+    attached: dict[str, int] = {}
+    """How often sequences came to their first tokens by each rung of the ladder, since the start."""
+    attach_us: dict[str, float] = {}
+    """How long that took in all."""
 
 
-ToEngine: TypeAlias = Generate | Abort | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Snapshot
+class MemoryMap(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP, when asked: what is mapped where. Each slot is told as it was at one moment, all within a few steps."""
+
+    num_slots: int
+    slot_pages: list[int]
+    """Pages of addresses that a slot has, by group of layers."""
+    slots: list[SlotMap]
+    """Those with something mapped, in order."""
+    requests: dict[int, str]
+    """By slot, the request that runs there; a search has one slot under its name, whatever its beams have."""
+    took_us: float
+    """Of the engine's time, to look at the slots."""
+
+
+ToEngine: TypeAlias = Generate | Abort | AskMap | Shutdown
+FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Snapshot | MemoryMap
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -13,7 +13,9 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS: Final = ("auto", "vmmkv", "transformers")
 LOAD_FORMATS: Final = ("auto", "dummy")
 
-_TEXTS: Final = ("model", "host", "device", "dtype", "model_impl", "load_format", "log_level")
+LOG_FORMATS: Final = ("console", "json")
+
+_TEXTS: Final = ("model", "host", "device", "dtype", "model_impl", "load_format", "log_level", "log_format")
 _NUMBERS: Final = {
     "port": "a port's number",
     "kv_budget_bytes": "a number of bytes, such as 4 * vmmkv.GIB, or None",
@@ -61,6 +63,8 @@ class ServeConfig:
     seed: int = 0
     """Of dummy weights, and of requests in this process that have none of their own."""
     log_level: str = "info"
+    log_format: str = "console"
+    """`console` logs lines for people, `json` an object a line."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -99,6 +103,8 @@ class ServeConfig:
             raise ValueError(f"--seed {self.seed} is out of range; use 0 to 2**63 - 1")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"--log-level {self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
+        if self.log_format not in LOG_FORMATS:
+            raise ValueError(f"--log-format {self.log_format!r} is not known; use one of {', '.join(LOG_FORMATS)}")
 
     def _check_types(self) -> None:
         for name in _TEXTS:

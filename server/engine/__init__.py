@@ -5,7 +5,7 @@ core          the loop's body: plan, launch, pump, read an earlier step back, an
 loading       model, dtype and layout from a configuration, and an engine of them
 memory        the KV memory of an engine, from its opening to its close: slots in a pool, or another kind
 kv            what the engine wants of it              rows        how attention writes and reads its rows
-snapshot      what is told of it from time to time
+snapshot      what is told of it from time to time     memory_map  what is mapped where, when somebody asks
 
 requests      what is known of one request             ledger      the numbers of those that run, as arrays over slots
 scheduler     who runs, how many tokens each gets, who gives way when pages run out

@@ -5,6 +5,7 @@ Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's conte
 
 import argparse
 import logging
+import math
 import sys
 from typing import Any
 
@@ -12,9 +13,11 @@ import msgspec
 import zmq
 
 from vmmkv import VmmkvError
+from vmmkv.server import logs
 from vmmkv.server.engine.core import EngineCore, EngineDied
 from vmmkv.server.engine.loading import load
-from vmmkv.server.protocol import FromEngine, Shutdown, decode_to_engine, encode
+from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
+from vmmkv.server.protocol import AskMap, FromEngine, Shutdown, decode_to_engine, encode
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import format_bytes
 
@@ -28,7 +31,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a ServeConfig as JSON, its model a directory")
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=ServeConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_level, config.log_format)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(arguments.socket)
         try:
@@ -59,21 +62,29 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         loaded.ready.implementation,
     )
     engine = loaded.engine
-    while receive(engine, socket):
+    mapper = MapMaker(engine.cache, engine.request_in, send)
+    while receive(engine, mapper, socket):
         engine.step()
+        mapper.work(SLICE_US)
         if not engine.has_work:
             engine.settle()
+            mapper.work(math.inf)
     loaded.close()
     return 0
 
 
-def receive(engine: EngineCore, socket: "zmq.Socket[Any]") -> bool:
+def receive(engine: EngineCore, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool:
     """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
     wait = not engine.has_work
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):
             return False
+        if isinstance(message, AskMap):
+            mapper.ask()
+            if wait:
+                mapper.work(math.inf)
+            continue
         engine.receive(message)
         wait = False
     return True

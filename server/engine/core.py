@@ -142,6 +142,11 @@ class EngineCore:
         """Requests that have memory."""
         return len(self._scheduler.running)
 
+    def request_in(self, slot: int) -> str | None:
+        """The request that runs in a slot, if any; a search has one slot under its name, whatever its beams have."""
+        request = self._ledger.requests[slot]
+        return None if request is None else request.ask.request_id
+
     def receive(self, message: Generate | Abort) -> None:
         """A request comes, or its client goes."""
         if isinstance(message, Abort):
@@ -394,7 +399,8 @@ class EngineCore:
         found = request.beams.take(strand, candidates)
         if found is not None:
             self._generated_tokens += sum(len(beam.token_ids) for beam in found)
-            self._send(Beams(request_id=request.ask.request_id, beams=found, cached_tokens=request.num_cached))
+            first = {"cached_tokens": request.num_cached, "queued_us": request.queued_us}
+            self._send(Beams(request_id=request.ask.request_id, beams=found, **first))
             self._scheduler.end(request)
 
     def _refuse(self, message: Generate, reason: str) -> None:
@@ -422,6 +428,7 @@ def _output(request: Request, token: int, reason: FinishReason | None, logprobs:
         token_ids=() if reason == "stop" else (token,),
         finish_reason=reason,
         cached_tokens=0 if request.num_answered else request.num_cached,
+        queued_us=0 if request.num_answered else request.queued_us,
         logprobs=() if logprobs is None else (logprobs.chosen,),
         top_logprobs=(tuple(logprobs.likeliest),) if logprobs is not None and logprobs.likeliest else (),
     )

@@ -1,5 +1,6 @@
 """What the engine knows of one request."""
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -61,6 +62,9 @@ class Request:
     """Where it runs."""
     num_cached: int = 0
     """Tokens of its prompt that it was given from the prefix cache when it was admitted first: what its client is told."""
+    arrived_s: float = field(default_factory=time.perf_counter)
+    queued_us: int = 0
+    """How long it waited before it began for the first time."""
     num_answered: int = 0
     """Tokens that its client has."""
     num_admitted: int = 0
@@ -132,6 +136,8 @@ class Request:
     def enter(self, ledger: Ledger, sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
         self.sequence, self.ledger, self.decodes = sequence, ledger, False
+        if not self.num_admitted:
+            self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1
         ledger.enter(self, sequence.slot, num_rows)
 

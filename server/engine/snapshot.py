@@ -35,5 +35,9 @@ def snapshot(
         stall_us=stats.stall_us,
         driver_calls=stats.driver_calls,
         prefix_hit_tokens=0 if known is None else known.hit_tokens,
+        prefix_missed_tokens=0 if known is None else known.missed_tokens,
         prefix_pages=0 if known is None else known.held_bytes // PAGE_BYTES,
+        kv_used_bytes=stats.pool_used_bytes,
+        attached={} if known is None else known.attached,
+        attach_us={} if known is None else known.attach_us,
     )

@@ -17,6 +17,7 @@ from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
 from vmmkv.server.engine.memory import Wanted
+from vmmkv.server.protocol import Beams
 
 PAGED, STATIC = PagedMemory.open, StaticMemory.open
 BASELINES = {"paged": PAGED, "static": STATIC}
@@ -131,7 +132,7 @@ def test_beams_over_blocks_are_those_over_slots(over: Callable[..., Harness], ha
         while one.engine.has_work:
             one.engine.step()
             one.cache.check()
-        said.append([message for message in one.sent if hasattr(message, "beams")])
+        said.append([message.beams for message in one.sent if isinstance(message, Beams)])
     assert said[0] == said[1] and said[0]
 
 

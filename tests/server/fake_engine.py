@@ -17,12 +17,14 @@ import zmq
 
 from vmmkv.server.protocol import (
     Abort,
+    AskMap,
     Beam,
     Beams,
     Failed,
     FinishReason,
     Generate,
     Loading,
+    MemoryMap,
     Message,
     Output,
     Outputs,
@@ -74,6 +76,8 @@ class FakeEngine:
         """What is said to have been the likeliest at a place."""
         self.cached: Callable[[Generate], int] = lambda request: 0
         """Tokens of the prompt that are said to be cached."""
+        self.memory_map: MemoryMap | None = MemoryMap(num_slots=4, slot_pages=[64], slots=[], requests={}, took_us=1.0)
+        """What it says is mapped; None: it does not say."""
         self.endless = False
         """Repeat the answer up to max_new_tokens."""
         self.step_s = 0.0
@@ -123,6 +127,9 @@ class FakeEngine:
                     self._running[request_id] = (message, [])
             case Abort(request_id=request_id):
                 self._running.pop(request_id, None)
+            case AskMap():
+                if self.memory_map is not None:
+                    self._send(self.memory_map)
             case Shutdown():
                 self._stop.set()
 

@@ -1,5 +1,6 @@
 """Laws of starting and stopping the two processes, with real ones and real signals."""
 
+import contextlib
 import json
 import re
 import signal
@@ -65,11 +66,18 @@ class Served:
         return self.process.wait(within_s)
 
     def engine_pid(self) -> int:
-        """The server's only child; waits until it is there."""
+        """The server's child; waits until it is there. Before it others come and go: triton's import runs ldconfig."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        assert eventually(lambda: children.read_text() != "", within_s=60)
-        (pid,) = children.read_text().split()
-        return int(pid)
+
+        def engines() -> list[int]:
+            with contextlib.suppress(FileNotFoundError):
+                pids = map(int, children.read_text().split())
+                return [pid for pid in pids if b"--socket" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            return []
+
+        assert eventually(lambda: engines() != [], within_s=60)
+        (pid,) = engines()
+        return pid
 
 
 def alive(pid: int) -> bool:
@@ -204,3 +212,18 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tmp_path: P
         port = taken.getsockname()[1]
         assert run(ServeConfig(model=str(tmp_path / "nothing"), port=port)) == 1
     assert f"port {port}" in caplog.text
+
+
+def test_who_looks_does_not_keep_the_server_from_its_end(model_dir: Path) -> None:
+    with serving(model_dir) as served:
+        url = served.url()
+        with httpx.stream("GET", f"{url}/events", timeout=20) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: state"
+            began_s = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            for _ in lines:  # to its end, which is no error
+                pass
+            assert served.ends() == 0
+        assert time.monotonic() - began_s < 6, "the stream was waited for"
+        assert served.is_quiet(), served.log()

@@ -28,7 +28,7 @@ LAYERS = (
     ("mapper", "mapper_thread"),
     ("memory",),
     ("sharing", "scratch"),
-    ("cache", "occupancy", "sequence", "stats"),
+    ("cache", "memory_map", "occupancy", "sequence", "stats"),
     ("prefix_plan",),
     ("prefix_costs", "promotion"),
     ("prefix_nodes",),

@@ -32,7 +32,7 @@ def test_without_options_the_defaults_are_those_of_the_config(launched: list[Ser
 def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
     options = "--model ./m --host 0.0.0.0 --port 0 --device cuda:1 --dtype float16 --kv-budget 512MiB --max-tokens 99"
     options += " --max-num-seqs 7 --max-num-batched-tokens 640 --model-impl transformers --load-format dummy --seed 5"
-    main(["serve", *options.split(), "--no-prefix-cache", "--log-level", "debug"])
+    main(["serve", *options.split(), "--no-prefix-cache", "--log-level", "debug", "--log-format", "json"])
     assert launched == [
         ServeConfig(
             model="./m",
@@ -49,6 +49,7 @@ def test_every_option_reaches_its_field(launched: list[ServeConfig]) -> None:
             load_format="dummy",
             seed=5,
             log_level="debug",
+            log_format="json",
         )
     ]
     changed = dataclasses.asdict(launched[0])

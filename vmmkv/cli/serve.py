@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", default=absent, help="auto, or dummy for random weights (default: auto, the model's safetensors)")
     add("--seed", metavar="N", type=int, default=absent, help="of dummy weights (default: 0)")
     add("--log-level", default=absent, help="debug, info, warning or error (default: $VMMKV_LOG_LEVEL, else info)")
+    add("--log-format", default=absent, help="console, or json for an object a line (default: console)")
 
 
 def run(arguments: argparse.Namespace) -> int:

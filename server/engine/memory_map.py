@@ -1,0 +1,85 @@
+"""The map of memory that somebody asked for, made between steps, a slice at a time.
+
+    ask ── work, work, work ... ── send                 a slice: slots, until SLICE_US have passed
+
+A step is never kept waiting for more than a slice and one slot. However often somebody asks, and however much is mapped, maps
+take at most `1 / REST` of the time of an engine that has work.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from vmmkv import KVCache
+from vmmkv.memory_map import SlotMap
+from vmmkv.server.engine.kv import KV
+from vmmkv.server.protocol import FromEngine, MemoryMap
+from vmmkv.slots import SlotState
+
+SLICE_US: Final = 250.0
+"""How long slots are looked at between two steps."""
+_AT_ONCE: Final = 16
+REST: Final = 100.0
+"""How many times as long as a map took there is no other, while there is work."""
+
+
+class MapMaker:
+    """Answers `AskMap`. `request_in` names the request that runs in a slot. A memory that is no `KVCache` has an empty map."""
+
+    def __init__(self, cache: KV, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
+        self._cache = cache if isinstance(cache, KVCache) else None
+        self._request_in = request_in
+        self._send = send
+        self._slot_pages = [] if self._cache is None else self._cache.slot_pages
+        self._is_wanted = False
+        self._left: list[int] | None = None
+        """Slots still to be looked at, in order; None if no map is being made."""
+        self._slots: list[SlotMap] = []
+        self._requests: dict[int, str] = {}
+        self._took_us = 0.0
+        self._rest_until_s = 0.0
+
+    def ask(self) -> None:
+        """Somebody wants a map."""
+        self._is_wanted = True
+
+    def work(self, budget_us: float) -> None:
+        """Go on with the map that is wanted, if one is, for about so long; send it when it is done. Infinite: at once."""
+        if not self._is_wanted:
+            return
+        began_s = time.perf_counter()
+        if self._left is None:
+            if began_s < self._rest_until_s and budget_us < float("inf"):
+                return
+            self._left, self._took_us = [] if self._cache is None else self._cache.taken_slots(), 0.0
+        until_s = began_s + budget_us / 1e6
+        while self._left:
+            assert self._cache is not None, "there are no slots"
+            some, self._left = self._left[:_AT_ONCE], self._left[_AT_ONCE:]
+            for found in self._cache.slot_maps(some):
+                if any(found.groups):
+                    self._slots.append(found)
+                if found.state is SlotState.LIVE and (name := self._request_in(found.slot)) is not None:
+                    self._requests[found.slot] = name
+            if time.perf_counter() >= until_s:  # asked last, so that it gets on, however short the slice
+                break
+        self._took_us += (time.perf_counter() - began_s) * 1e6
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        cache, began_s = self._cache, time.perf_counter()
+        slots, requests = self._slots, self._requests
+        self._slots, self._requests, self._left, self._is_wanted = [], {}, None, False
+        self._send(
+            MemoryMap(
+                num_slots=0 if cache is None else cache.num_slots,
+                slot_pages=self._slot_pages,
+                slots=slots,
+                requests=requests,
+                took_us=self._took_us,
+            )
+        )
+        now_s = time.perf_counter()
+        self._took_us += (now_s - began_s) * 1e6
+        self._rest_until_s = now_s + self._took_us * REST / 1e6

@@ -1,0 +1,178 @@
+"""The page of a real server, as Chromium shows it: a chat, shared memory on the map, no complaint of the console or of axe."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.end_to_end.test_serve import Served
+from tests.end_to_end.test_serve import _until as until
+from vmmkv.server.models import resolve
+
+SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
+"""Some 330 tokens: three full pages of 91 and more."""
+PHONE = 390
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    resolve("smollm2-135m")
+    one = Served(tmp_path_factory.mktemp("page") / "log")
+    try:
+        one.wait()
+        yield one
+    finally:
+        one.process.terminate()
+        one.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no chromium here: tests/end_to_end/get-chromium.sh installs it, as root on Debian")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
+    """The page in a window of its own, without a word on its console."""
+    said: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+    page = context.new_page()
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(url)
+    expect(page.locator("#status")).to_have_text("serving", timeout=15_000)
+    yield page
+    context.close()
+    assert said == []
+
+
+def ask(page: Page, question: str, max_tokens: int) -> None:
+    page.locator("#options > summary").click()
+    page.fill("#system", SYSTEM)
+    page.fill("#max-tokens", str(max_tokens))
+    page.fill("#temperature", "0")
+    page.locator("#options > summary").click()
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    expect(page.locator(".said.assistant")).to_have_text(re.compile(r"\w"), timeout=20_000)
+
+
+def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browser: Browser) -> None:
+    with opened(browser, served.url) as first, opened(browser, served.url) as second:
+        ask(first, "Tell a very long story of the sea.", 500)
+        ask(second, "Tell a very long story of the mountains.", 500)
+        running: list[dict[str, Any]] = []
+
+        def both_run() -> bool:
+            slots = httpx.get(f"{served.url}/kv").json()["slots"]
+            running[:] = [slot for slot in slots if slot["state"] == "live"]
+            return len(running) == 2
+
+        until(both_run, seconds=5)
+        for slot in running:
+            group, page, num_pages, state, sharers, prefix = slot["runs"][0]
+            assert (group, page, state, sharers) == (0, 0, "live", 2) and num_pages >= 3 and prefix is not None
+        # The page says the same, reached by the keyboard alone.
+        first.locator("#map").focus()
+        first.keyboard.press("Home")
+        first.keyboard.press("PageDown")
+        expect(first.locator("#slot")).to_contain_text("pages of prefix 1, in 2 slots")
+        assert "in 2 slots" in str(first.locator("#map").get_attribute("aria-valuetext"))
+        first.locator("#slots-box > summary").click()
+        expect(first.locator("#slots tr")).to_have_count(2)
+        expect(first.locator("#flights td.id")).to_have_count(2)
+        assert has_colour(first, "--p0"), "no cell has the prefix's colour"
+        for page in (first, second):
+            page.click("#send")  # Stop
+            expect(page.locator("#send")).to_have_text("Send")
+            expect(page.locator("#chat .meta")).to_contain_text("stopped")
+        # A chat that comes to its end tells what was known of its prompt.
+        second.click("#new")
+        ask(second, "And a short one.", 6)
+        meta = second.locator("#chat .meta")
+        expect(meta).to_have_text(re.compile(r"^\d+ tokens? · first after"), timeout=20_000)
+        known = re.search(r"(\d+) of (\d+) prompt tokens known", meta.inner_text())
+        assert known is not None and int(known[1]) >= 3 * 91
+
+
+def has_colour(page: Page, name: str) -> bool:
+    """Is a pixel of the map exactly of a colour of the style sheet?"""
+    found: bool = page.evaluate(
+        """name => {
+            const canvas = document.querySelector('#map canvas'), pen = canvas.getContext('2d');
+            const wanted = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+            const [r, g, b] = [1, 3, 5].map(at => parseInt(wanted.slice(at, at + 2), 16));
+            const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+            for (let at = 0; at < data.length; at += 4)
+                if (data[at] === r && data[at + 1] === g && data[at + 2] === b) return true;
+            return false;
+        }""",
+        name,
+    )
+    return found
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (PHONE, "light"), (PHONE, "dark")])
+def test_it_is_legible_and_axe_finds_nothing_serious(
+    served: Served, browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    with opened(browser, served.url, width=width, scheme=scheme) as page:
+        for box in ("#slots-box", "#options", "#key-box"):
+            page.locator(f"{box} > summary").click()
+        results = Axe().run(page).response
+        assert len(results["passes"]) > 20
+        serious = [each for each in results["violations"] if each["impact"] in ("serious", "critical")]
+        assert not serious, [(each["id"], [node["html"] for node in each["nodes"]]) for each in serious]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "something is wider than the window"
+        page.screenshot(path=tmp_path / "page.png")
+        picture = np.asarray(Image.open(tmp_path / "page.png").convert("L"))
+        assert (np.median(picture) > 200) if scheme == "light" else (np.median(picture) < 60)
+
+
+def test_every_control_can_be_reached_by_the_keyboard_and_shows_it(served: Served, browser: Browser) -> None:
+    with opened(browser, served.url) as page:
+        reached = []
+        for _ in range(14):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.id || document.activeElement.closest('[id]')?.id"))
+            if reached[-1] in ("map", "send"):
+                outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+                assert outline != "none", reached[-1]
+        for name in ("key-box", "map", "slots-box", "new", "log", "options", "question", "send"):
+            assert name in reached, reached
+
+
+def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: Served, browser: Browser) -> None:
+    with opened(browser, served.url) as page:
+        page.locator("#key-box > summary").click()
+        keys: list[str | None] = []
+        page.on("request", lambda request: keys.append(request.headers.get("authorization")))
+        page.fill("#key", "sk-of-mine")
+        page.press("#key", "Tab")
+        page.fill("#question", "Hi")
+        page.locator("#options > summary").click()
+        page.fill("#max-tokens", "4")
+        page.click("#send")
+        expect(page.locator("#chat .meta")).to_be_visible(timeout=20_000)
+        assert keys and set(keys) == {"Bearer sk-of-mine"}
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie, location.href]") == [
+            0,
+            0,
+            "",
+            f"{served.url}/",
+        ]

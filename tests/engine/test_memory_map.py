@@ -1,0 +1,130 @@
+"""The engine's map of memory: it is what is mapped, and to make it keeps no step waiting."""
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine.conftest import Harness, prompt_of
+from vmmkv.server.engine import memory_map
+from vmmkv.server.engine.memory_map import MapMaker
+from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
+
+PAGE_TOKENS = 2048
+
+
+def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:
+    """A maker, and what it sends: as it comes over the wire."""
+    maps: list[MemoryMap] = []
+
+    def send(message: FromEngine) -> None:
+        found = decode_from_engine(encode(message))
+        assert isinstance(found, MemoryMap)
+        maps.append(found)
+
+    return MapMaker(one.cache, one.engine.request_in, send), maps
+
+
+def test_nobody_asks_and_nothing_is_sent(harness: Callable[..., Harness]) -> None:
+    mapper, maps = maker(harness())
+    mapper.work(math.inf)
+    assert maps == []
+    mapper.ask()
+    mapper.ask()
+    mapper.work(math.inf)
+    mapper.work(math.inf)
+    assert [(each.num_slots, each.slot_pages, each.slots) for each in maps] == [(8, [4], [])]
+
+
+def test_the_map_has_every_mapped_page_and_names_who_runs(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=8192)
+    mapper, maps = maker(one)
+    one.ask("a", prompt_of(3000, 1), 8)
+    one.ask("b", prompt_of(100, 2), 8)
+    one.engine.step()
+    mapper.ask()
+    mapper.work(math.inf)
+    (found,) = maps
+    assert sorted(found.requests.values()) == ["a", "b"]
+    assert {each.num_tokens for each in found.slots} == {3000, 100}
+    pages = sum(run.num_pages for each in found.slots for runs in each.groups for run in runs)
+    assert pages * 2**21 == one.cache.stats().mapped_bytes
+    one.run()
+
+
+def test_two_with_one_prefix_map_the_same_memory(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=8192, share=True, budget_pages=32)
+    one.prefix.costs.alias_us, one.prefix._is_measured = 0.1, False
+    common = prompt_of(2 * PAGE_TOKENS, 1)
+    mapper, maps = maker(one)
+    one.ask("a", common + prompt_of(50, 2), 30)
+    for _ in range(4):
+        one.engine.step()
+    one.ask("b", common + prompt_of(50, 3), 30)
+    for _ in range(4):
+        one.engine.step()
+    mapper.ask()
+    mapper.work(math.inf)
+    first, second = (each.groups[0] for each in maps[0].slots)
+    assert (first[0].page, first[0].num_pages, first[0].handle) == (0, 2, second[0].handle)
+    assert first[1].handle != second[1].handle
+    one.run()
+
+
+def test_a_map_is_made_in_slices_and_is_whole_in_the_end(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_map, "_AT_ONCE", 1)
+    one = harness(slots=8)
+    for index in range(6):
+        one.ask(str(index), prompt_of(9, index), 40)
+    one.engine.step()
+    mapper, maps = maker(one)
+    mapper.ask()
+    num_slices = 0
+    while not maps:
+        mapper.work(0.001)
+        one.engine.step()
+        num_slices += 1
+    assert num_slices >= 3
+    assert len(maps[0].slots) == 6
+    one.run()
+
+
+def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(harness: Callable[..., Harness]) -> None:
+    mapper, maps = maker(harness())
+    mapper.ask()
+    mapper.work(1e6)
+    mapper._rest_until_s = time.perf_counter() + 60
+    mapper.ask()
+    mapper.work(1e6)
+    assert len(maps) == 1
+    mapper.work(math.inf)
+    assert len(maps) == 2
+
+
+def test_the_first_answer_says_how_long_it_was_queued(harness: Callable[..., Harness]) -> None:
+    one = harness(slots=1)
+    for name in ("a", "b"):
+        one.ask(name, prompt_of(5), 6)
+    time.sleep(0.02)
+    one.run()
+    for name in ("a", "b"):
+        first, *others = one.outputs(name)
+        assert first.queued_us >= 20_000
+        assert {each.queued_us for each in others} == {0}
+    assert one.outputs("b")[0].queued_us > one.outputs("a")[0].queued_us
+
+
+def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Callable[..., Harness]) -> None:
+    one = harness(step_tokens=8192, share=True)
+    prompt = prompt_of(PAGE_TOKENS + 10)
+    one.ask("a", prompt, 2)
+    one.run()
+    one.ask("b", prompt, 2)
+    one.run()
+    last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
+    assert sum(last.attached.values()) == 2 and last.attached["recompute"] == 1
+    assert last.prefix_hit_tokens + last.prefix_missed_tokens == 2 * len(prompt)
+    assert last.kv_used_bytes == 0

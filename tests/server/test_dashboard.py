@@ -1,0 +1,80 @@
+"""deploy/grafana.json asks for what /metrics has, and for all of it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.support import Running, eventually
+from vmmkv.server.latency import Times
+
+DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text())
+
+
+def expressions() -> list[str]:
+    asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    return asked + [variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable]
+
+
+@pytest.fixture
+def exported(server: Running) -> dict[str, set[str]]:
+    """By name of a sample, the labels that it has, after a request."""
+    server.openai.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    assert eventually(lambda: "vmmkv_requests_running" in server.http.get("/metrics").text)
+    families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+    names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    # These have a sample for each rung or call that there was.
+    labelled = {"vmmkv_attaches_total": {"rung"}, "vmmkv_attach_seconds_total": {"rung"}}
+    assert {name.removesuffix("_total") for name in labelled} <= {family.name for family in families}
+    return names | labelled
+
+
+def test_every_metric_that_is_asked_for_exists(exported: dict[str, set[str]]) -> None:
+    for expression in expressions():
+        names = set(re.findall(r"vmmkv_\w+", expression))
+        assert names and names <= exported.keys(), expression
+        for label in re.findall(r"by \((\w+)\)", expression):
+            assert all(label in exported[name] for name in names), expression
+
+
+def test_every_metric_is_asked_for(exported: dict[str, set[str]]) -> None:
+    asked = set(re.findall(r"vmmkv_\w+", " ".join(expressions())))
+    shown = {re.sub("_(count|sum)$", "_bucket", name) for name in exported if not name.endswith("_created")}
+    assert shown <= asked
+
+
+def test_panels_stand_side_by_side_and_have_ids_of_their_own() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in panels):
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken and place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+def test_a_histogram_counts_each_time_in_its_bucket_and_those_above() -> None:
+    times = Times("waiting", "How long.", (0.1, 1.0))
+    for time_s in (0.05, 0.1, 0.5, 7.0):
+        times.observe(time_s)
+    samples = {(each.name, each.labels.get("le")): each.value for each in times.family().samples}
+    assert samples == {
+        ("vmmkv_waiting_seconds_bucket", "0.1"): 2.0,
+        ("vmmkv_waiting_seconds_bucket", "1.0"): 3.0,
+        ("vmmkv_waiting_seconds_bucket", "+Inf"): 4.0,
+        ("vmmkv_waiting_seconds_count", None): 4.0,
+        ("vmmkv_waiting_seconds_sum", None): pytest.approx(7.65),
+    }
+
+
+def test_times_between_tokens_and_in_the_queue_are_counted(server: Running) -> None:
+    server.engine.endless, server.engine.step_s = True, 0.01
+    server.openai.completions.create(model="tiny", prompt="abc", max_tokens=8, n=2, seed=1)
+    text = server.http.get("/metrics").text
+    count = re.search(r"^vmmkv_inter_token_latency_seconds_count (\S+)$", text, re.MULTILINE)
+    # Two choices come in the same messages, seven gaps between eight; the second may begin a step later, or two.
+    assert count is not None and 7 <= float(count[1]) <= 9
+    assert "vmmkv_request_queue_time_seconds_count 0.0" in text  # this engine does not say

@@ -1,0 +1,114 @@
+"""What is mapped under a slot, in runs: for whoever wants to draw the address space.
+
+pages   0    1    2    3    4    5    6    7
+      | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vmmkv.memory import SlotMemory
+from vmmkv.occupancy import Occupancy
+from vmmkv.ranges import Span
+from vmmkv.slots import SlotState
+from vmmkv.units import PAGE_BYTES
+
+
+class RunState(enum.StrEnum):
+    """What mapped memory is there for."""
+
+    LIVE = "live"
+    """A running sequence has rows in it."""
+    AHEAD = "ahead"
+    """Past the rows of a running sequence: mapped before it is needed."""
+    PARKED = "parked"
+    """Of a parked slot."""
+    RETIRING = "retiring"
+    """Nobody's any more; unmapped when its fence has passed."""
+
+
+class Run(NamedTuple):
+    """Extents side by side that are alike: of one state, with as many holders, as many of which use them."""
+
+    page: int
+    """The first, counted from the slot's first address."""
+    num_pages: int
+    state: RunState
+    num_holders: int
+    """Of each of its extents: mappings under this slot and others, and the prefix tree."""
+    handle: int
+    """Of its first extent. Where runs of several slots begin with the same handle, they are the same memory."""
+
+
+class SlotMap(NamedTuple):
+    """A slot at one moment."""
+
+    slot: int
+    state: SlotState
+    num_tokens: int
+    """Whose rows it has: of its sequence, or parked."""
+    groups: list[list[Run]]
+    """By group of layers, in the order of addresses; what retires comes last."""
+
+
+_STATES = tuple(SlotState)
+_new = tuple.__new__
+"""Of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
+
+
+def slot_maps(memory: SlotMemory, occupancy: Occupancy, slots: Sequence[int]) -> list[SlotMap]:
+    """Look at some slots. The pool's lock is held."""
+    table, parked = memory.table, occupancy.parked
+    states, lengths = table.states[slots].tolist(), table.lengths[slots].tolist()
+    arenas = [(arena.spans, arena.group.row_bytes) for arena in memory.arenas]
+    found: list[SlotMap] = []
+    for slot, state, num_tokens in zip(slots, states, lengths, strict=True):
+        if state == SlotState.LIVE:
+            # Rounded up: the page that the last row ends in is written.
+            groups = [
+                _runs(spans[slot], RunState.LIVE, -(num_tokens * row_bytes // -PAGE_BYTES)) for spans, row_bytes in arenas
+            ]
+        else:
+            groups = [_runs(spans[slot], RunState.PARKED, spans[slot].end_page) for spans, _ in arenas]
+            num_tokens = parked[slot].length if slot in parked else 0
+        found.append(_new(SlotMap, (slot, _STATES[state], num_tokens, groups)))
+    return found
+
+
+def _runs(span: Span, state: RunState, written_end_page: int) -> list[Run]:
+    """Live extents that begin at or past `written_end_page` are ahead. One pass, that does little for each extent."""
+    runs: list[Run] = []
+    mappings, page, end_page = span.mappings, span.first_page, span.end_page
+    first, num_live, num_holders, num_users, handle = page, 0, 0, -1, 0
+    while page < end_page:
+        extent = mappings[page].extent
+        is_ahead = page >= written_end_page
+        if extent.holders != num_holders or extent.users != num_users or is_ahead:
+            if page > first:
+                runs.append(_new(Run, (first, page - first, state, num_holders, handle)))
+                first = page
+            num_holders, num_users, handle = extent.holders, extent.users, extent.handle
+            if is_ahead:
+                state, written_end_page = RunState.AHEAD, end_page
+        num_live += 1
+        page += extent.num_pages
+    if page > first:
+        runs.append(_new(Run, (first, page - first, state, num_holders, handle)))
+    if len(mappings) > num_live:
+        runs += _retiring(span)
+    return runs
+
+
+def _retiring(span: Span) -> list[Run]:
+    runs: list[Run] = []
+    for page in sorted(span.mappings):
+        mapping = span.mappings[page]
+        if mapping.fence is None:
+            continue
+        extent, last = mapping.extent, runs[-1] if runs else None
+        if last is not None and last.page + last.num_pages == page and last.num_holders == extent.holders:
+            runs[-1] = last._replace(num_pages=last.num_pages + extent.num_pages)
+        else:
+            runs.append(Run(page, extent.num_pages, RunState.RETIRING, extent.holders, extent.handle))
+    return runs
