@@ -65,7 +65,7 @@ class Conversation:
         """Read and answer, until /exit or the end of the input."""
         while True:
             try:
-                said = self._console.input(_PROMPT).strip()
+                said = input(_PROMPT).strip()
             except EOFError:
                 self._console.print()
                 return
