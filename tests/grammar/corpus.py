@@ -91,7 +91,10 @@ SCHEMAS: Final[dict[str, Any]] = {
     "either of two": {"anyOf": [_object(kind={"const": "circle"}, r=_DIGIT), _object(kind={"const": "square"}, side=_DIGIT)]},
     "nullable object": {"anyOf": [_object(id=_DIGIT), {"type": "null"}]},
     "all of one": {"allOf": [_object(a=_DIGIT)]},
-    "reference": {"$defs": {"point": _object(x=_DIGIT, y=_DIGIT)}, **_object(**{"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}})},
+    "reference": {
+        "$defs": {"point": _object(x=_DIGIT, y=_DIGIT)},
+        **_object(**{"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}}),
+    },
     "tree": {
         "$defs": {
             "leaf": {"enum": ["leaf"]},
@@ -99,10 +102,18 @@ SCHEMAS: Final[dict[str, Any]] = {
         },
         "$ref": "#/$defs/node",
     },
-    "list of a schema of its own": {"definitions": {"tag": {"enum": ["x", "y"]}}, **_object(tags=_array({"$ref": "#/definitions/tag"}, maxItems=3))},
+    "list of a schema of its own": {
+        "definitions": {"tag": {"enum": ["x", "y"]}},
+        **_object(tags=_array({"$ref": "#/definitions/tag"}, maxItems=3)),
+    },
     # as clients ask
-    "tool call": _object(name={"enum": ["get_weather", "get_time"]}, arguments=_object(city=_SHORT, unit={"enum": ["celsius", "fahrenheit"]})),
-    "classification": _object(label={"enum": ["positive", "neutral", "negative"]}, confidence={"type": "number", "minimum": 0, "maximum": 1}),
+    "tool call": _object(
+        name={"enum": ["get_weather", "get_time"]},
+        arguments=_object(city=_SHORT, unit={"enum": ["celsius", "fahrenheit"]}),
+    ),
+    "classification": _object(
+        label={"enum": ["positive", "neutral", "negative"]}, confidence={"type": "number", "minimum": 0, "maximum": 1}
+    ),
     "extraction": _object(
         people=_array(_object(name=_SHORT, role={"enum": ["author", "editor"]}), maxItems=2),
         year={"type": "integer", "minimum": 1900, "maximum": 2100},
