@@ -47,33 +47,46 @@ class GrammarCompiler:
         self._cache: OrderedDict[Grammar, bytes] = OrderedDict()
         self._cache_bytes = 0
         self._one_at_a_time = asyncio.Lock()
-        self._num_waiting = 0
+        self._coming: dict[Grammar, asyncio.Task[bytes]] = {}
         self._process: Process | None = None
 
     async def compile(self, grammar: Grammar) -> bytes:
         """For `Generate.grammar`. Raises: GrammarRefused if it is none or takes too long; CompilerBusy."""
         if (known := self._cached(grammar)) is not None:
             return known
-        if self._num_waiting >= MAX_WAITING:
-            raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled already; try again in a while")
-        self._num_waiting += 1
-        try:
-            async with self._one_at_a_time:
-                if (known := self._cached(grammar)) is not None:  # somebody before asked for the same
-                    return known
-                data = await self._ask(grammar)
-                self._keep(grammar, data)
-                return data
-        finally:
-            self._num_waiting -= 1
+        if grammar not in self._coming:
+            if len(self._coming) >= MAX_WAITING:
+                raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled already; try again in a while")
+            task = self._coming[grammar] = asyncio.create_task(self._make(grammar))
+            task.add_done_callback(lambda done: self._made(grammar, done))
+        # Who asked may go away; others may have asked for the same, and to stop halfway would cost the child.
+        return await asyncio.shield(self._coming[grammar])
 
     async def close(self) -> None:
-        """End the child. Idempotent."""
+        """End the child, and what waits for it. Idempotent."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+    async def _make(self, grammar: Grammar) -> bytes:
+        async with self._one_at_a_time:
+            data = await self._ask(grammar)
+        self._keep(grammar, data)
+        return data
+
+    def _made(self, grammar: Grammar, task: "asyncio.Task[bytes]") -> None:
+        del self._coming[grammar]
+        if not task.cancelled():
+            task.exception()  # has been looked at, also where nobody waits any more
 
     def _cached(self, grammar: Grammar) -> bytes | None:
         if (known := self._cache.get(grammar)) is not None:
@@ -95,14 +108,11 @@ class GrammarCompiler:
             process.stdin.write(LENGTH.pack(len(data)) + data)
             answer = await asyncio.wait_for(_answer(process), self._compile_s)
         except TimeoutError as error:
-            await self.close()
+            await self._end()
             raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            await self.close()
+            await self._end()
             raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
-        except asyncio.CancelledError:
-            await self.close()  # its answer would be taken for that to the next job
-            raise
         if isinstance(answer, Compiled):
             if len(answer.data) > MAX_COMPILED_BYTES:
                 raise GrammarRefused(f"compiled it takes {len(answer.data)} bytes and may take {MAX_COMPILED_BYTES}")
@@ -116,13 +126,10 @@ class GrammarCompiler:
         try:
             answer = await asyncio.wait_for(_answer(self._process), START_S)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
-            await self.close()
+            await self._end()
             raise GrammarRefused("grammars cannot be compiled here; the server's log says why") from error
-        except asyncio.CancelledError:
-            await self.close()
-            raise
         if isinstance(answer, Refused):
-            await self.close()
+            await self._end()
             raise GrammarRefused(answer.reason)
         return self._process
 

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from vmmkv.server.grammar.json_strings import FORMATS, as_pattern, check_pattern
 
-MAX_DEPTH: Final = 32
-"""Of nested schemas."""
+MAX_DEPTH: Final = 64
+"""Of values within values."""
 MAX_NODES: Final = 4096
 """Values in all, of which a schema is made."""
 MAX_COUNT: Final = 4096
@@ -89,8 +89,7 @@ def _check_size(schema: Any) -> None:
     while waiting:
         node, depth = waiting.pop()
         num_nodes += 1
-        # A schema in `properties` lies two levels below the one around it.
-        if depth > 2 * MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
         if num_nodes > MAX_NODES:
             raise ValueError(f"it is made of more than {MAX_NODES} values")
