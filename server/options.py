@@ -1,8 +1,9 @@
-"""The options of `vmmkv serve`, derived from ServeConfig: a field of it is a flag, a variable and a key of the file at once.
+"""The options of `vmmkv serve`, derived from CONFIGS: a field of one is a flag, a variable and a key of the file at once.
 
     max_num_seqs     --max-num-seqs 7       VMMKV_MAX_NUM_SEQS=7      max_num_seqs = 7
     kv_budget_bytes  --kv-budget 4GiB       VMMKV_KV_BUDGET=4GiB      kv_budget = "4GiB"
     prefix_cache     --no-prefix-cache      VMMKV_PREFIX_CACHE=false  prefix_cache = false
+    deadline_s       --deadline 3           VMMKV_DEADLINE=3          deadline = 3
 
 A flag goes before a variable, that before the file, that before the field's default. The command line (`vmmkv.cli.serve`)
 reads flags and variables; this module knows their names, reads the file and puts all together.
@@ -27,7 +28,16 @@ CONFIG_VARIABLE: Final = f"{PREFIX}CONFIG"
 URL_VARIABLE: Final = f"{PREFIX}URL"
 API_KEY_VARIABLE: Final = f"{PREFIX}API_KEY"
 
+CONFIGS: Final = (ServeConfig,)
+"""What the options make, in the order in which `launch.run` takes them; no two have a field of one name."""
+
 _BYTES: Final = "_bytes"
+_UNITS: Final = (_BYTES, "_s")
+"""That names of fields end with, and those of options do not."""
+
+_NAMES: Final[Mapping[str, str]] = {}
+"""Of options that have another name than their field and its unit."""
+
 _WANTED: Final[Mapping[Any, str]] = {
     str: "a text",
     int: "a whole number",
@@ -42,11 +52,11 @@ _NORMALISED: Final[Mapping[str, Callable[[str], str]]] = {"log_level": str.lower
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One field of ServeConfig, as people give it."""
+    """One field of one of CONFIGS, as people give it."""
 
     field: str
     name: str
-    """Of its key in the file; the field's, but sizes are given with their unit and named without it."""
+    """Of its key in the file; the field's, without its unit: sizes are given with theirs, times are in seconds."""
     kind: Any
     """A key of _WANTED: the field's type, without None; of sizes, text."""
     default: Any
@@ -96,20 +106,22 @@ def _option(field: "dataclasses.Field[Any]", annotation: Any) -> Option:
     if isinstance(annotation, types.UnionType):
         (kind,) = [one for one in typing.get_args(annotation) if one is not types.NoneType]
     if kind not in _WANTED:
-        raise TypeError(f"ServeConfig.{field.name} is a {kind}, and options are {', '.join(map(str, _WANTED))}, or None")
+        raise TypeError(f"the field {field.name} is a {kind}, and options are {', '.join(map(str, _WANTED))}, or None")
     is_size = field.name.endswith(_BYTES)
+    unit = next((unit for unit in _UNITS if field.name.endswith(unit)), "")
+    name = _NAMES.get(field.name, field.name.removesuffix(unit))
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     return Option(
-        field=field.name, name=field.name.removesuffix(_BYTES), kind=str if is_size else kind, default=default
+        field=field.name, name=name, kind=str if is_size else kind, default=default
     )  # fmt: skip
 
 
-def _all_options() -> tuple[Option, ...]:
-    annotations = typing.get_type_hints(ServeConfig)
-    return tuple(_option(field, annotations[field.name]) for field in dataclasses.fields(ServeConfig))
+def _options(config: type[Any]) -> tuple[Option, ...]:
+    annotations = typing.get_type_hints(config)
+    return tuple(_option(field, annotations[field.name]) for field in dataclasses.fields(config))
 
 
-OPTIONS: Final = _all_options()
+OPTIONS: Final = tuple(option for config in CONFIGS for option in _options(config))
 VARIABLES: Final = tuple(dict.fromkeys((*(one.variable for one in OPTIONS), CONFIG_VARIABLE, URL_VARIABLE, API_KEY_VARIABLE)))
 """Of the environment, that commands read: all but those of `vmmkv.config`."""
 
@@ -134,8 +146,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def make_config(given: Mapping[str, Any], sources: Mapping[str, str], file: Path | None) -> ServeConfig:
-    """The settings, from what flags and variables gave, by field, and a file for what they did not.
+def make_configs(given: Mapping[str, Any], sources: Mapping[str, str], file: Path | None) -> tuple[Any, ...]:
+    """One of each of CONFIGS, from what flags and variables gave, by field, and a file for what they did not.
 
     `sources` names the variable that a field came from; fields that came from a flag are not in it.
     Raises: ValueError, that says where a wrong value came from unless it was a flag.
@@ -149,7 +161,8 @@ def make_config(given: Mapping[str, Any], sources: Mapping[str, str], file: Path
         for field, value in {**found, **given}.items():
             values[field] = by_field[field].value(value)
         field = ""
-        return ServeConfig(**values)
+        fields = {config: {field.name for field in dataclasses.fields(config)} for config in CONFIGS}
+        return tuple(config(**{name: values[name] for name in fields[config] & values.keys()}) for config in CONFIGS)
     except ValueError as error:
         at_fault = [one for one in OPTIONS if one.field == field or re.search(rf"{one.flag}(?![\w-])", str(error))]
         origins = [f"{one.flag} is from {sources[one.field]}" for one in at_fault if sources.get(one.field)]

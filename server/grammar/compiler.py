@@ -137,4 +137,5 @@ class GrammarCompiler:
 async def _answer(process: Process) -> _Answer:
     assert process.stdout is not None
     (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=_Answer)
+    answer: _Answer = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=_Answer)
+    return answer

@@ -41,7 +41,8 @@ class Matcher:
         # It says whether there is anything to apply; where all is allowed it may leave the mask as it was.
         self._words.fill(-1)
         self._matcher.fill_next_token_bitmask(self._words, 0)
-        return self._words[0]
+        words: Words = self._words[0]
+        return words
 
     def must_end(self) -> bool:
         """Is the answer whole, and can nothing be added to it?"""

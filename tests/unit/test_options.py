@@ -9,7 +9,7 @@ import pytest
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
-from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_config, read_file
+from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_configs, read_file
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import GIB, MIB
 
@@ -168,7 +168,7 @@ def test_a_new_field_of_any_kind_is_an_option() -> None:
         _option(field, kind)
         for field, kind in zip(dataclasses.fields(Later), [float | None, int, tuple[str, ...]], strict=True)
     )
-    assert (deadline.flag, deadline.variable, deadline.of_file(3)) == ("--deadline-s", "VMMKV_DEADLINE_S", 3.0)
+    assert (deadline.flag, deadline.variable, deadline.of_file(3)) == ("--deadline", "VMMKV_DEADLINE", 3.0)
     assert (size.flag, size.value("2MiB"), size.default) == ("--pool", 2 * MIB, 7)
     assert keys.value(["a", "b"]) == ("a", "b") and keys.of_file(["a"]) == ["a"]
     with pytest.raises(ValueError, match="wanted a list of texts"):
@@ -181,5 +181,5 @@ def test_reading_and_merging_need_no_command_line(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("port = 9\nseed = 3\n")
     assert read_file(file) == {"port": 9, "seed": 3}
-    assert make_config({"seed": 4}, {}, file) == ServeConfig(port=9, seed=4)
+    assert make_configs({"seed": 4}, {}, file) == (ServeConfig(port=9, seed=4),)
     assert len(set(VARIABLES)) == len(VARIABLES)

@@ -2,7 +2,7 @@
 
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -28,9 +28,8 @@ class ChatClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        host, port = parts.hostname, parts.port
-        self._connect = lambda: connection(host, port, timeout=_CONNECT_S)
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
 
     def model(self) -> str:
         """The name of the first model that it serves. Raises: ServerError."""
@@ -41,7 +40,7 @@ class ChatClient:
         except (KeyError, IndexError, TypeError) as error:
             raise ServerError(f"{self._url} serves no model that it names; is it an OpenAI-shaped server?") from error
 
-    def answer(self, model: str, messages: Sequence[dict[str, str]]) -> Iterator[str]:
+    def answer(self, model: str, messages: Sequence[dict[str, str]]) -> Generator[str, None, None]:
         """The assistant's next turn, piece by piece. To leave the iterator is to hang up, and the server stops then.
 
         Raises: ServerError, also in the middle of an answer.
@@ -59,6 +58,9 @@ class ChatClient:
             except (OSError, http.client.HTTPException) as error:
                 raise ServerError(f"the connection broke: {error}") from error
             raise ServerError("the answer has no end: the server went away")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return self._kind(self._host, self._port, timeout=_CONNECT_S)
 
     def _ask(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None

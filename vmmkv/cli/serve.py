@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, VARIABLES, Option, make_config
+from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, VARIABLES, Option, make_configs
 
 SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
 
@@ -72,7 +72,7 @@ HELP: Final[Mapping[str, Words]] = {
     "seed": Words("of dummy weights", "N"),
     "log_level": Words("debug, info, warning or error"),
 }
-"""Of each field of ServeConfig. One that is not here is an option all the same, without words."""
+"""Of each field of what options make. One that is not here is an option all the same, without words."""
 
 
 def run(context: typer.Context, config: Path | None, **options: Any) -> int:
@@ -83,14 +83,14 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     given = {field: value for field, value in options.items() if value not in (None, [])}
     variables = {one.field: one.variable for one in OPTIONS}
     sources = {field: variables[field] for field in given if _is_from_environment(context, field)}
-    settings = make_config(given, sources, config)
+    configs = make_configs(given, sources, config)
     try:
         from vmmkv.server.launch import run as launch
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("vmmkv"):
             raise
         raise ValueError(f"serving needs {error.name}, which is not installed: pip install 'vmmkv[server,hf]'") from error
-    return launch(settings)
+    return launch(*configs)
 
 
 def _is_from_environment(context: typer.Context, field: str) -> bool:
@@ -104,7 +104,7 @@ def flags(option: Option) -> list[str]:
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    """Of `run`, as typer reads them: an option for each field of ServeConfig, all of them absent by default."""
+    """Of `run`, as typer reads them: an option for each of OPTIONS, all of them absent by default."""
     kind = inspect.Parameter.KEYWORD_ONLY
     yield inspect.Parameter("context", kind, annotation=typer.Context)
     file = typer.Option(envvar=CONFIG_VARIABLE, metavar="FILE", help="a TOML file of options; see below")
