@@ -93,6 +93,7 @@ class Option:
         if self.is_size:
             fits, wanted = isinstance(found, str) or is_number, 'a size, such as "4GiB", or a number of bytes'
         elif self.kind == tuple[str, ...]:
+            found = [found] if isinstance(found, str) else found
             fits, wanted = isinstance(found, list) and all(isinstance(one, str) for one in found), _WANTED[self.kind]
         else:
             fits, wanted = is_number if self.kind is int else isinstance(found, self.kind), _WANTED[self.kind]

@@ -9,7 +9,7 @@ The thread is one, and starts with the first grammar; who asks for none has none
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -125,8 +125,3 @@ def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) ->
     may_GV = ((bytes_GE1 >> places) & 1).view(num_rows, 32 * num_words)[:, : logits_BV.shape[1]]
     rows_G = rows_G.long()
     logits_BV.index_copy_(0, rows_G, logits_BV.index_select(0, rows_G).masked_fill_(may_GV == 0, -torch.inf))
-
-
-def stacked(rows: Sequence[int], words: Sequence[npt.NDArray[np.int32]]) -> TokenMasks | None:
-    """Of single rows; None of none."""
-    return TokenMasks(list(rows), np.stack(words)) if rows else None

@@ -24,7 +24,7 @@ import torch
 from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.capacity import why_never_fits
-from vmmkv.server.engine.constraints import Constraints, TokenMasks, jumps, stacked
+from vmmkv.server.engine.constraints import Constraints, TokenMasks, jumps
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk
@@ -513,8 +513,9 @@ class _Masks:
     def __call__(self, rows: Slots) -> TokenMasks | None:
         """Read what is under way, and have the matchers say. `rows` are the slots of the rows that are given a token."""
         self._book()
-        engine, asking, words = self._engine, list[int](), []
+        engine, asking = self._engine, list[int]()
         engine._drain()
+        words_GW: npt.NDArray[np.int32] | None = None
         outputs: list[Output] = []
         speaking = [place for place, chunk in enumerate(self._chunks) if chunk.is_last]
         for row, slot in enumerate(rows.tolist()):
@@ -533,11 +534,13 @@ class _Masks:
                     engine._tell(request, forced, outputs)
                     self._disown(row, place)
                     continue
+            if words_GW is None:
+                words_GW = np.empty((len(rows), request.matcher.num_words), np.int32)
+            request.matcher.fill(words_GW, len(asking))
             asking.append(row)
-            words.append(request.matcher.mask().copy())
         if outputs:
             engine._send(Outputs(outputs=outputs))
-        return stacked(asking, words)
+        return None if words_GW is None else TokenMasks(asking, words_GW[: len(asking)])
 
     def launched(self, readback: Readback) -> _Launched:
         """All of the step is under way."""

@@ -36,11 +36,20 @@ class Matcher:
         self._tokens.append(token)
         return True
 
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._vocabulary.num_words
+
+    def fill(self, words_GW: Words, row: int) -> None:
+        """What may come next, into a row of C-contiguous masks. Tens of microseconds."""
+        # Where all is allowed xgrammar may leave the mask as it was.
+        words_GW[row] = -1
+        self._matcher.fill_next_token_bitmask(words_GW, row)
+
     def mask(self) -> Words:
-        """What may come next; a view that the next call writes over. Tens of microseconds."""
-        # It says whether there is anything to apply; where all is allowed it may leave the mask as it was.
-        self._words.fill(-1)
-        self._matcher.fill_next_token_bitmask(self._words, 0)
+        """What may come next; a view that the next call writes over."""
+        self.fill(self._words, 0)
         words: Words = self._words[0]
         return words
 

@@ -4,12 +4,14 @@ import functools
 import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.conftest import Harness, tiny_model
 from tests.grammar.corpus import SCHEMAS
@@ -226,3 +228,35 @@ def test_masks_leave_allowed_logits_as_they_are_and_forbid_the_others(size: int,
     expected[[3, 1]] = expected[[3, 1]].masked_fill(torch.from_numpy(~may), -torch.inf)
     apply_masks(logits, TokenMasks([3, 1], words), Uploads(torch.device("cpu")))
     assert torch.equal(logits, expected)
+
+
+def test_a_tokenizer_with_several_ways_to_write_a_text_gives_valid_answers_with_jumps_and_without(
+    smollm2: Path, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is forced is the same text. The model chooses behind other tokens of it, so that its choices may be others."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    reader = Vocabulary.load(smollm2, len(tokenizer), [int(tokenizer.eos_token_id)])
+    smol = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    names = ("classification", "tool call", "four deep", "constant object", "unicode constant")
+    answers, steps = [], []
+    for jump in (True, False):
+        if not jump:
+            without_jumps(monkeypatch)
+        one = harness(smol, eos_ids=frozenset([int(tokenizer.eos_token_id)]), ours=True, max_tokens=1024, slots=len(names))
+        one.engine._constraints = Constraints(lambda: reader)
+        for name in names:
+            question = [{"role": "user", "content": f"Give me an example of {name} as JSON."}]
+            prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+            grammar = of_schema(SCHEMAS[name])
+            one.ask(name, prompt, 200, grammar=Compilation(reader).compile(grammar.kind, grammar.source))
+        one.run()
+        assert one.failures() == {}
+        texts = {name: reader.rust.decode(one.tokens(name)) for name in names}
+        for name in names:
+            assert one.finish_reasons(name)[-1] == "stop"
+            assert jsonschema_rs.is_valid(SCHEMAS[name], json.loads(texts[name])), (name, texts[name])
+        answers.append({name: json.loads(texts[name]) for name in names})
+        steps.append(one.engine._num_steps)
+    for name in ("constant object", "unicode constant"):
+        assert answers[0][name] == answers[1][name] == SCHEMAS[name]["const"]
+    assert 2 * steps[0] < steps[1], steps

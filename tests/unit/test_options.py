@@ -170,9 +170,9 @@ def test_a_new_field_of_any_kind_is_an_option() -> None:
     )
     assert (deadline.flag, deadline.variable, deadline.of_file(3)) == ("--deadline", "VMMKV_DEADLINE", 3.0)
     assert (size.flag, size.value("2MiB"), size.default) == ("--pool", 2 * MIB, 7)
-    assert keys.value(["a", "b"]) == ("a", "b") and keys.of_file(["a"]) == ["a"]
+    assert keys.value(["a", "b"]) == ("a", "b") and keys.of_file(["a"]) == keys.of_file("a") == ["a"]
     with pytest.raises(ValueError, match="wanted a list of texts"):
-        keys.of_file("a")
+        keys.of_file(["a", 1])
     with pytest.raises(TypeError, match="options are"):
         _option(dataclasses.fields(Later)[0], dict[str, str])
 
