@@ -29,8 +29,10 @@ FORMATS: Final[Mapping[str, str]] = {
 }
 """Of RFC 3339, 4122 and 2673, and common addresses."""
 
-_CHARACTER: Final = "[ !#-\\[\\]-~\u00a0-\ud7ff\ue000-\U0010ffff]"
-"""Of a JSON string, without those that are escaped. What is excluded here could be had as bytes that are no UTF-8."""
+_CHARACTER: Final = r'[^"\\\x00-\x1f]'
+"""Of a JSON string, without those that are escaped. A class that says what it has, instead of what it has not, takes a thousand
+times as long to make a mask of.
+"""
 
 _PART: Final = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\(.)|(.)", re.DOTALL)
 

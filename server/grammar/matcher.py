@@ -46,6 +46,11 @@ class Matcher:
         # Where all is allowed xgrammar may leave the mask as it was.
         words_GW[row] = -1
         self._matcher.fill_next_token_bitmask(words_GW, row)
+        if (
+            self._tokens
+            and (after := self._vocabulary.after.get(int(self._vocabulary.last_bytes[self._tokens[-1]]))) is not None
+        ):
+            words_GW[row] &= after
 
     def mask(self) -> Words:
         """What may come next; a view that the next call writes over."""

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as RustTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_NOT_UTF8: Final = ((0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F))
+"""A first byte, and the bytes that begin with it no character: halves of surrogate pairs, and overlong forms."""
 
 
 class Vocabulary:
@@ -40,6 +45,12 @@ class Vocabulary:
         """int32 words of a mask."""
         self.num_bytes = np.array([len(token) for token in self.info.decoded_vocab], np.int32)
         """Of each token."""
+        self.last_bytes = np.array([token[-1] if token else 0 for token in self.info.decoded_vocab], np.uint8)
+        """Of each token."""
+        firsts = np.zeros(32 * self.num_words, np.uint8)
+        firsts[:size] = [token[0] if token else 0 for token in self.info.decoded_vocab]
+        self.after = {lead: _bits((firsts < low) | (firsts > high)) for lead, low, high in _NOT_UTF8}
+        """By the last byte of a text the masks that allow what is UTF-8 behind it, where xgrammar 0.2.8 allows more."""
         self.ends = np.zeros(self.num_words, np.int32)
         """The mask that allows the end tokens alone."""
         for token_id in ends:
@@ -52,3 +63,9 @@ class Vocabulary:
 
         tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(tokenizer, size, end_tokens)
+
+
+def _bits(may: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """A mask, of one truth for each token."""
+    words: npt.NDArray[np.int32] = np.packbits(may, bitorder="little").view(np.int32)
+    return words
