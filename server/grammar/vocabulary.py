@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_NOT_UTF8: Final = ((0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F))
-"""A first byte, and the bytes that begin with it no character: halves of surrogate pairs, and overlong forms."""
+_NOT_UTF8: Final = ((0xE0, 0x80, 0x9F), (0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F), (0xF4, 0x90, 0xBF))
+"""A first byte, and those that make no character with it: overlong forms, halves of surrogate pairs, beyond the last."""
 
 
 class Vocabulary:
