@@ -20,6 +20,7 @@ from vmmkv.server.api_errors import ApiError, bad_request
 from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_new_tokens
+from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -44,6 +45,7 @@ class Service:
         self.model = model
         self.metrics = Metrics(engine)
         self.viewers = Viewers(engine, self.metrics, self.health, model)
+        self.grammars = GrammarService()
         self.tokenizer: Tokenizer | None = None
         self.created = int(time.time())
 
@@ -173,7 +175,8 @@ async def _respond(
     ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
     fit_beams(body, ready)
     check_token_ids(body, tokenizer.vocab_size)
-    requests = engine_requests(body, answer.id, prompts, new_tokens)
+    grammar = await service.grammars.compiled(body, ready)
+    requests = engine_requests(body, answer.id, prompts, new_tokens, grammar=grammar)
     candidates = [
         Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)
         for prompt in prompts

@@ -58,7 +58,12 @@ def fit_beams(request: GenerationRequest, ready: Ready) -> None:
 
 
 def engine_requests(
-    request: GenerationRequest, base_id: str, prompts: Sequence[list[int]], new_tokens: Sequence[int]
+    request: GenerationRequest,
+    base_id: str,
+    prompts: Sequence[list[int]],
+    new_tokens: Sequence[int],
+    *,
+    grammar: bytes = b"",
 ) -> list[Generate]:
     """The engine's part of a request: for each prompt a Generate for each candidate, or one for its beam search.
 
@@ -90,6 +95,7 @@ def engine_requests(
             cache_salt=request.cache_salt,
             beam_width=request.num_beams,
             length_penalty=request.length_penalty,
+            grammar=grammar,
         )
         for prompt_index, (prompt, max_new_tokens) in enumerate(zip(prompts, new_tokens, strict=True))
         for index in range(num_each)

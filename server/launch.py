@@ -138,6 +138,7 @@ class _Launch:
             gc.unfreeze()
             await engine.stop(self._client.shutdown if self._client.was_ready else None)
             await self._client.close()
+            await self._service.grammars.close()
         return self._exit_code
 
     def _stop(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from vmmkv.config import read_environment
 from vmmkv.errors import VmmkvError
+from vmmkv.server.options import VARIABLES
 from vmmkv.units import MIB
 
 MANIFEST_NAME: Final = "vmmkv-model.json"
@@ -101,7 +102,7 @@ def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path
     if model in KNOWN_MODELS:
         from vmmkv.server.fetch import fetch
 
-        return fetch(KNOWN_MODELS[model], cache_dir=read_environment().cache_dir)
+        return fetch(KNOWN_MODELS[model], cache_dir=read_environment(others=VARIABLES).cache_dir)
     path = Path(model).expanduser()
     if path.exists():
         return check_model_dir(path, weights=weights, tokenizer=tokenizer)

@@ -51,6 +51,8 @@ class Generate(Message, frozen=True, kw_only=True):
     """Above 0, search for the best answers with so many beams, instead of sampling; `Beams` is the answer then."""
     length_penalty: float = 1.0
     """Of a beam search: answers compare by log-probability / (number of tokens) ** length_penalty."""
+    grammar: bytes = b""
+    """If any, what every answer follows: as `server.grammar` compiled it for this model's vocabulary."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -90,6 +92,10 @@ class Ready(Message, frozen=True, kw_only=True):
     implementation: str = "transformers"
     """Whose code computes the model: `vmmkv` for the decoder that is driven by configuration, `transformers` for that
     library's own, unmodified."""
+    vocabulary_size: int = 0
+    """Of its logits."""
+    end_tokens: list[int] = []
+    """That end an answer."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

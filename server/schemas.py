@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from vmmkv.server.grammar.asked import Grammar
+from vmmkv.server.grammar.schemas import OLDER_NAMES, ResponseFormat, StructuredOutputs
 from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
@@ -136,6 +138,34 @@ class GenerationRequest(SamplingFields):
             )
         return self
 
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's: a JSON schema, a regular expression, choices or a grammar that the answer follows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names_say_the_newer(cls, data: Any) -> Any:
+        given = [name for name in OLDER_NAMES if isinstance(data, dict) and data.get(name) is not None]
+        if given:
+            raise refusal(given[0], f'send "structured_outputs": {{"{OLDER_NAMES[given[0]]}": ...}}, which says the same')
+        return data
+
+    @model_validator(mode="after")
+    def _a_grammar_can_be_followed(self) -> Self:
+        param, _ = self.grammar
+        if not param:
+            return self
+        for name, is_set in (("use_beam_search", self.use_beam_search), ("ignore_eos", self.ignore_eos)):
+            if is_set:
+                raise refusal(name, f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out")
+        return self
+
+    @property
+    def grammar(self) -> tuple[str, Grammar | None]:
+        """What the answer follows, after the name of the parameter that says so; "" if it is free."""
+        if self.structured_outputs is None:
+            return "", None
+        return f"structured_outputs.{self.structured_outputs.param}", self.structured_outputs.grammar()
+
     @model_validator(mode="after")
     def _choices_are_not_too_many(self) -> Self:
         param, each = self.widest
@@ -257,7 +287,6 @@ class ChatRequest(GenerationRequest):
         "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -277,6 +306,21 @@ class ChatRequest(GenerationRequest):
     """Have the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """And of so many of the likeliest at its place."""
+
+    response_format: ResponseFormat | None = None
+    """JSON, of a schema or any object."""
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
+            raise refusal("response_format", "response_format and structured_outputs both say what the answer is: send one")
+        return self
+
+    @property
+    def grammar(self) -> tuple[str, Grammar | None]:
+        """As for all requests, or by `response_format`."""
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        return super().grammar if grammar is None else ("response_format", grammar)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

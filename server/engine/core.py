@@ -6,20 +6,25 @@
 
 What a step is planned from is what earlier ones will have done: only which tokens they gave is not known yet, and no step
 but one with beams depends on that. Where a token ends its sequence, the steps launched meanwhile have computed for nobody.
+
+Where an answer follows a grammar, what may come next depends on the tokens before: the forward half of such a step is launched
+ahead as any, then the earlier steps are read, and then it samples (`_Masks`).
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.capacity import why_never_fits
+from vmmkv.server.engine.constraints import Constraints, TokenMasks, jumps
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk
@@ -46,6 +51,8 @@ _SLOT_STEPS = 8
 
 _NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
 
+_NO_TOKEN = "the model's vocabulary has no token that the grammar allows here"
+
 _NO_ROOM = "the device had no room for a row that the host had: this is a bug"
 
 
@@ -62,6 +69,8 @@ class _Chunk:
     end: int
     """Rows that it has then."""
     is_last: bool
+    is_answered: bool = True
+    """Does what is sampled behind it count, if it is its strand's last? Not where a grammar has forced other tokens."""
 
     @property
     def is_live(self) -> bool:
@@ -107,7 +116,9 @@ class EngineCore:
         step_tokens: int,
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
+        constraints: Constraints | None = None,
     ) -> None:
+        """`constraints` reads grammars; without it requests that have one are refused."""
         self.cache = cache
         self._runner = runner
         self._prefix = prefix
@@ -123,6 +134,9 @@ class EngineCore:
         self._eos_ids = eos_ids
         self._eos = np.array(sorted(eos_ids), np.int32)
         self._send = send
+        self._constraints = constraints
+        self._begun: list[Request] = []
+        """Those that begin with tokens which their grammar forced, and that nobody was told."""
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._arrangement = Arrangement(self._ledger)
         self._num_steps = 0
@@ -135,7 +149,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step under way?"""
-        return self._scheduler.has_work or bool(self._under_way)
+        is_reading = self._constraints is not None and bool(self._constraints.num_coming)
+        return self._scheduler.has_work or bool(self._under_way) or is_reading
 
     @property
     def num_running(self) -> int:
@@ -153,6 +168,8 @@ class EngineCore:
             request = self._scheduler.find(message.request_id)
             if request is not None:
                 self._scheduler.end(request)
+            elif self._constraints is not None:
+                self._constraints.forget(message.request_id)
             return
         num_prompt, num_new = len(message.prompt), message.max_new_tokens
         if num_prompt < 1 or num_new < 1 or num_prompt + num_new > self.cache.max_tokens:
@@ -177,7 +194,14 @@ class EngineCore:
         if reason := self._why_never_fits(message, may_stop=bool(stop_ids)):
             self._refuse(message, reason)
             return
-        self._scheduler.waiting.append(Request(message, stop_ids))
+        if not message.grammar:
+            self._scheduler.waiting.append(Request(message, stop_ids))
+        elif self._constraints is None:
+            self._refuse(message, "this engine knows no grammars")
+        elif message.beam_width or message.ignore_eos:
+            self._refuse(message, "an answer by a grammar is sampled, and ends where its grammar does: no beams, no ignore_eos")
+        else:
+            self._constraints.begin(Request(message, stop_ids))
 
     def _why_never_fits(self, message: Generate, *, may_stop: bool) -> str | None:
         def why() -> str | None:
@@ -200,6 +224,8 @@ class EngineCore:
 
         Raises: EngineDied.
         """
+        if self._constraints is not None and self._constraints.num_coming:
+            self._open(self._constraints)
         try:
             plan = self._scheduler.plan()
         except CannotRun as error:
@@ -210,6 +236,8 @@ class EngineCore:
         except Exception:
             self._check_device()
             raise
+        if self._begun:
+            self._tell_begun()
         if plan:
             self._launch(plan)
             self._pump()
@@ -219,8 +247,42 @@ class EngineCore:
                 break
         self.report(only_if_due=True)
 
+    def _open(self, constraints: Constraints) -> None:
+        """Queue those whose grammars have been read, with what these force already."""
+        for request, matcher in constraints.opened():
+            if isinstance(matcher, Exception):
+                log.warning("request %s: its grammar cannot be read: %s", request.ask.request_id, matcher)
+                self._refuse(request.ask, f"its grammar cannot be read: {matcher}")
+                continue
+            request.matcher = matcher
+            if jumps(request) and (forced := matcher.force(request.ask.max_new_tokens - 1)):
+                request.begin_with(forced)
+                self._begun.append(request)
+            self._scheduler.waiting.append(request)
+        if constraints.num_coming and not self._scheduler.has_work and not self._under_way:
+            constraints.nap()
+
+    def _tell_begun(self) -> None:
+        """Those that run by now: what was cached of their prompts is known."""
+        running = [request for request in self._begun if request.sequence is not None]
+        alive = set(map(id, self._scheduler.waiting))
+        self._begun = [request for request in self._begun if id(request) in alive]
+        outputs: list[Output] = []
+        for request in running:
+            self._tell(request, request.tokens[len(request.prompt) :].tolist(), outputs)
+        if outputs:
+            self._send(Outputs(outputs=outputs))
+
+    def _tell(self, request: Request, forced: list[int], outputs: list[Output]) -> None:
+        """Tokens that were forced go to the client as those that are sampled do."""
+        cached_tokens = 0 if request.num_answered else request.num_cached
+        outputs.append(Output(request_id=request.ask.request_id, token_ids=tuple(forced), cached_tokens=cached_tokens))
+        request.num_answered += len(forced)
+        self._generated_tokens += len(forced)
+
     def _launch(self, plan: Plan) -> None:
         lengths = self.cache.lengths
+        masks = None
         slots, chunks = plan.decoding, list[_Chunk]()
         try:
             slots = self._arranged(slots)
@@ -230,7 +292,13 @@ class EngineCore:
                 start, tokens = strand.memory.length, strand.next_tokens(count)
                 asked.append(Chunk(strand.memory.slot, start, tokens, is_last, strand.num_candidates if is_last else 0))
                 chunks.append(_Chunk(strand, strand.request.num_admitted, start + count, is_last))
-            if chunks:
+            if self._ledger.num_constrained and (self._ledger.constrained[slots].any() or _any_constrained(chunks)):
+                masks = _Masks(self, plan, slots, chunks)
+            if masks is not None and chunks:
+                readback = self._runner.mixed(slots, lengths[slots], asked, masks)
+            elif masks is not None:
+                readback = self._runner.decode(slots, lengths[slots], masks)
+            elif chunks:
                 readback = self._runner.mixed(slots, lengths[slots], asked)
             else:
                 readback = self._runner.decode(slots, lengths[slots])
@@ -246,6 +314,9 @@ class EngineCore:
             return
         if not self._under_way:
             self._read_s = time.perf_counter()  # the device was idle until now, and that is no step's time
+        if masks is not None:
+            self._under_way.append(masks.launched(readback))
+            return
         self._scheduler.launched(plan)
         self._under_way.append(_Launched(readback, slots, self._ledger.epochs[slots], lengths[slots], chunks))
 
@@ -314,7 +385,7 @@ class EngineCore:
             self._prompt_tokens += num_prompt
             if num_prompt and not (chunk.is_last and tokens[row] == NOT_A_NUMBER):
                 self._scheduler.share(request)
-        if not chunk.is_last:
+        if not chunk.is_last or not chunk.is_answered:
             return
         if request.beams is None:
             self._answer(np.array([request.memory.slot]), tokens[row : row + 1], [logprobs.get(row)], outputs)
@@ -338,11 +409,15 @@ class EngineCore:
         self._generated_tokens += int(is_kept.sum())
         ends = stops | (ledger.known[slots] >= ledger.ends[slots])
         ended: list[Request] = []
+        strays = self._strays(slots, tokens, is_kept) if ledger.num_constrained else ()
         for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
             request = ledger.requests[slot]
             assert request is not None, "nobody runs there"
             if token < 0:
                 self._fail([request], _NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM)
+                continue
+            if index in strays:
+                self._fail([request], _NO_TOKEN)
                 continue
             reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
             outputs.append(_output(request, token, reason, logprobs[index] if logprobs else None))
@@ -351,6 +426,16 @@ class EngineCore:
                 ended.append(request)
         for request in ended:
             self._scheduler.end(request)
+
+    def _strays(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> list[int]:
+        """The matchers of those that follow a grammar accept what was sampled; places where one does not."""
+        strays = []
+        for index in np.flatnonzero(self._ledger.constrained[slots] & is_kept).tolist():
+            request = self._ledger.requests[slots[index]]
+            assert request is not None and request.matcher is not None, "nobody with a grammar runs there"
+            if not request.matcher.accept(int(tokens[index])):
+                strays.append(index)
+        return strays
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
@@ -420,6 +505,80 @@ class EngineCore:
             torch.cuda.synchronize(self.cache.device)
         except Exception as error:
             raise EngineDied(f"the device's context is lost: {error}") from error
+
+
+class _Masks:
+    """What may come next in the rows of one step, when its forward half is under way; and that step, when all of it is."""
+
+    def __init__(self, engine: EngineCore, plan: Plan, slots: Slots, chunks: list[_Chunk]) -> None:
+        self._engine, self._plan, self._slots, self._chunks = engine, plan, slots, chunks
+        self._epochs: Slots | None = None
+        """Of the slots, when the forward half was launched; none that is, of those who go on with forced tokens instead."""
+        self._ends = slots
+
+    def __call__(self, rows: Slots) -> TokenMasks | None:
+        """Read what is under way, and have the matchers say. `rows` are the slots of the rows that are given a token."""
+        self._book()
+        engine, asking = self._engine, list[int]()
+        engine._drain()
+        words_GW: npt.NDArray[np.int32] | None = None
+        outputs: list[Output] = []
+        speaking = [place for place, chunk in enumerate(self._chunks) if chunk.is_last]
+        for row, slot in enumerate(rows.tolist()):
+            place = None if row < len(self._slots) else speaking[row - len(self._slots)]
+            request = self._still(row, slot, place)
+            if request is None or request.matcher is None:
+                continue
+            if jumps(request):
+                if place is None and request.matcher.must_end():
+                    outputs.append(_output(request, -1, "stop", None))
+                    engine._scheduler.end(request)
+                    continue
+                room = int(engine._ledger.ends[slot] - engine._ledger.known[slot]) - 1
+                if forced := request.matcher.force(room):
+                    engine._scheduler.force(request, forced)
+                    engine._tell(request, forced, outputs)
+                    self._disown(row, place)
+                    continue
+            if words_GW is None:
+                words_GW = np.empty((len(rows), request.matcher.num_words), np.int32)
+            request.matcher.fill(words_GW, len(asking))
+            asking.append(row)
+        if outputs:
+            engine._send(Outputs(outputs=outputs))
+        return None if words_GW is None else TokenMasks(asking, words_GW[: len(asking)])
+
+    def launched(self, readback: Readback) -> _Launched:
+        """All of the step is under way."""
+        self._book()
+        assert self._epochs is not None, "it is in the books"
+        return _Launched(readback, self._slots, self._epochs, self._ends, self._chunks)
+
+    def _book(self) -> None:
+        """Once: from now on the books have the step's rows, and who ends ends behind them."""
+        if self._epochs is None:
+            self._engine._scheduler.launched(self._plan)
+            self._epochs, self._ends = self._engine._ledger.epochs[self._slots], self._engine.cache.lengths[self._slots]
+
+    def _still(self, row: int, slot: int, place: int | None) -> Request | None:
+        """Who had a part in the step when it was launched, and still runs."""
+        assert self._epochs is not None, "it is in the books"
+        if place is not None:
+            chunk = self._chunks[place]
+            return chunk.strand.request if chunk.is_live else None
+        return self._engine._ledger.requests[slot] if self._engine._ledger.epochs[slot] == self._epochs[row] else None
+
+    def _disown(self, row: int, place: int | None) -> None:
+        """What is sampled in this row is nobody's."""
+        assert self._epochs is not None, "it is in the books"
+        if place is None:
+            self._epochs[row] = -1
+        else:
+            self._chunks[place] = replace(self._chunks[place], is_answered=False)
+
+
+def _any_constrained(chunks: Sequence[_Chunk]) -> bool:
+    return any(chunk.is_last and chunk.strand.request.matcher is not None for chunk in chunks)
 
 
 def _output(request: Request, token: int, reason: FinishReason | None, logprobs: Logprobs | None) -> Output:

@@ -9,6 +9,7 @@
 Once a step has sampled for it, a request's last token is on the device, and `coming` is one more than its launched rows.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +46,10 @@ class Ledger:
         self.ignores_eos = np.zeros(1 + num_slots, np.bool_)
         self.has_stops = np.zeros(1 + num_slots, np.bool_)
         """Are there tokens that end this request alone?"""
+        self.constrained = np.zeros(1 + num_slots, np.bool_)
+        """Does its answer follow a grammar?"""
+        self.num_constrained = 0
+        """How many do."""
 
     def enter(self, request: "Request", slot: int, num_rows: int) -> None:
         """A request runs in a slot that has the first rows of its tokens."""
@@ -57,12 +62,16 @@ class Ledger:
         self.epochs[slot] += 1
         self.ignores_eos[slot] = request.ask.ignore_eos
         self.has_stops[slot] = bool(request.ask.stop_token_ids)
+        self.constrained[slot] = request.matcher is not None
+        self.num_constrained += request.matcher is not None
 
     def leave(self, slot: int) -> TokenIds:
         """It does not run any more; its tokens, as a copy."""
         tokens = self.tokens_ST[slot, : self.known[slot]].copy()
         self.requests[slot] = None
         self.epochs[slot] += 1
+        self.num_constrained -= int(self.constrained[slot])
+        self.constrained[slot] = False
         self.known[slot] = self.coming[slot] = self.confirmed[slot] = self.ends[slot] = 0
         return tokens
 
@@ -74,6 +83,12 @@ class Ledger:
         """A further token of each."""
         self.tokens_ST[slots, self.known[slots]] = tokens
         self.known[slots] += 1
+
+    def take_forced(self, slot: int, tokens: Sequence[int]) -> None:
+        """Several further tokens of one, which no step has sampled: the host alone has them."""
+        first = int(self.known[slot])
+        self.tokens_ST[slot, first : first + len(tokens)] = tokens
+        self.known[slot] = self.coming[slot] = first + len(tokens)
 
 
 def _room_for(num_slots: int, max_tokens: int) -> TokenIds:

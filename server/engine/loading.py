@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, VmmkvError
 from vmmkv.server.engine import decoder
+from vmmkv.server.engine.constraints import Constraints
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
 from vmmkv.server.engine.kv import KV
@@ -24,6 +25,9 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
+
+if TYPE_CHECKING:
+    from vmmkv.server.grammar.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +104,7 @@ def assemble(
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
             send=send,
+            constraints=Constraints(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
         )
     except BaseException:
         with contextlib.suppress(VmmkvError):  # what was raised first is what matters
@@ -114,6 +119,8 @@ def assemble(
         budget_bytes=memory.budget_bytes,
         max_sequences=config.max_num_seqs,
         implementation=model.implementation,
+        vocabulary_size=model.vocabulary_size,
+        end_tokens=sorted(source.end_tokens),
     )
     return Loaded(engine, ready, memory)
 
@@ -215,6 +222,13 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
         generation = transformers.GenerationConfig.from_model_config(hf_config)
     ends = generation.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or [])
+
+
+def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Vocabulary":
+    """What a grammar must know of the model's tokens. Takes seconds. Raises: OSError, ValueError, ModuleNotFoundError."""
+    from vmmkv.server.grammar.vocabulary import Vocabulary
+
+    return Vocabulary.load(Path(config.model), size, sorted(ends))
 
 
 def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:

@@ -13,6 +13,7 @@ from vmmkv.server.protocol import Generate
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beam_group import BeamGroup
+    from vmmkv.server.grammar.matcher import Matcher
 
 
 class Strand(Protocol):
@@ -80,6 +81,8 @@ class Request:
     much memory it will take: then one that ran beside it, or displaced it, must have ended."""
     beams: "BeamGroup | None" = None
     """Its search, while it runs; None if it samples."""
+    matcher: "Matcher | None" = None
+    """Where it stands in its grammar, of all tokens that the host knows; None without one."""
 
     def __post_init__(self) -> None:
         self.prompt = self.saved = np.array(self.ask.prompt, dtype=np.int32)
@@ -132,6 +135,11 @@ class Request:
     def strands(self) -> Sequence[Strand]:
         """What can be computed of it: its own tokens, or when the prompt is, those of its live beams."""
         return [self] if self.beams is None else self.beams.strands
+
+    def begin_with(self, forced: Sequence[int]) -> None:
+        """The first tokens of its answer are known before it begins; they are computed with the prompt."""
+        assert self.num_admitted == 0, "it has begun"
+        self.saved = np.concatenate([self.prompt, np.array(forced, np.int32)])
 
     def enter(self, ledger: Ledger, sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""

@@ -6,14 +6,15 @@
 Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vmmkv.server.engine.constraints import TokenMasks, apply_masks
 from vmmkv.server.engine.decode_steps import DecodeSteps
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.ledger import Slots, TokenIds
@@ -25,6 +26,9 @@ from vmmkv.server.engine.sharers import Group
 from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import Generate
+
+Masks: TypeAlias = Callable[[Slots], TokenMasks | None]
+"""Of a step's rows, by the slots of those, which tokens may come next; None if all may."""
 
 
 @dataclass(slots=True)
@@ -89,29 +93,38 @@ class Runner:
         self.steps.share(slots, groups)
 
     @torch.inference_mode()
-    def decode(self, slots: Slots, lengths: Slots) -> Readback:
-        """A step of one token for each of these slots, whose last token is on the device, behind `lengths` rows."""
+    def decode(self, slots: Slots, lengths: Slots, masks: Masks | None = None) -> Readback:
+        """A step of one token for each of these slots, whose last token is on the device, behind `lengths` rows.
+
+        `masks` is called when the forward half is under way, and says which tokens may come next.
+        """
         logits_BV = self.steps.forward(slots, lengths)
         num_rows, size = len(slots), len(logits_BV)
         greedy = bool(self._options.is_greedy[slots].all())
-        if self._options.adjusts[slots].any():
-            sampled_B = self._choose(logits_BV, self.steps.slots_B[:size], self.steps.ends_B[:size], slots)
+        if masks is not None or self._options.adjusts[slots].any():
+            sampled_B = self._choose(logits_BV, self.steps.slots_B[:size], self.steps.ends_B[:size], slots, masks=masks)
             tokens_B = self.steps.finish(num_rows, sampled_B)
         else:
             tokens_B = self.steps.sample(num_rows, logits_BV, greedy=greedy)
         return self._read(tokens_B, logits_BV, slots, [])
 
     @torch.inference_mode()
-    def mixed(self, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> Readback:
+    def mixed(self, slots: Slots, lengths: Slots, chunks: Sequence[Chunk], masks: Masks | None = None) -> Readback:
         """A step of one token for each of these slots, as `decode`, and of the chunks.
 
-        It gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
+        It gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order; `masks` is
+        not called if there are none.
         """
         step = self.mixed_steps.forward(slots, lengths, chunks)
         if not len(step.slots):
             return self._read(step.slots_R[:0], step.logits_RV, step.slots, [])
         sampled_R = self._choose(
-            step.logits_RV, step.slots_R, step.ends_R, step.slots, searching=[row for row, _ in step.candidates]
+            step.logits_RV,
+            step.slots_R,
+            step.ends_R,
+            step.slots,
+            searching=[row for row, _ in step.candidates],
+            masks=masks,
         )
         out_R = torch.empty_like(sampled_R)
         self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
@@ -125,16 +138,21 @@ class Runner:
         slots: Slots,
         *,
         searching: Sequence[int] = (),
+        masks: Masks | None = None,
     ) -> torch.Tensor:
         """Sample for rows whose first ones are these slots, after what changes the logits of some.
 
         What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
         """
+        allowed = None if masks is None else masks(slots)
         adjusts = bool(self._options.adjusts[slots].any())
         adjusted_BV = logits_BV
         if adjusts:
             adjusted_BV = logits_BV.to(torch.float32, copy=True)  # log-probabilities are of the model's own
             self._sampler.adjust(adjusted_BV, slots_B)
+        if allowed is not None:
+            adjusted_BV = adjusted_BV if adjusts else logits_BV.clone()
+            apply_masks(adjusted_BV, allowed, self.uploads)
         greedy = bool(self._options.is_greedy[slots].all())
         sampled_B = self._sampler.sample(adjusted_BV, slots_B, ends_B, greedy=greedy)
         if adjusts:

@@ -1,6 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,6 +141,12 @@ class Scheduler:
                 self.ledger.coming[strand.memory.slot] += 1
                 self._decoding = None
 
+    def force(self, request: Request, tokens: Sequence[int]) -> None:
+        """A running request goes on with these, instead of what a launched step samples for it: they are its next chunk."""
+        self.ledger.take_forced(request.memory.slot, tokens)
+        request.decodes = False
+        self._decoding = None
+
     def share(self, request: Request) -> None:
         """What a running request has computed of its prompt is confirmed: from now on others may have it."""
         if self._prefix is not None:
@@ -227,7 +233,7 @@ class Scheduler:
             except Exception as error:
                 raise CannotRun(request, f"this request could not begin: {error}") from error
             if request.num_admitted == 0:
-                request.num_cached = num_known
+                request.num_cached = min(num_known, len(request.prompt))
             self.waiting.remove(request)
             self.running.append(request)
             request.enter(self.ledger, sequence, num_known)

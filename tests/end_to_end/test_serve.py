@@ -1,5 +1,6 @@
 """`vmmkv serve` as a user runs it: a real process, a real model, the official client."""
 
+import json
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import jsonschema_rs
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.grammar.corpus import SCHEMAS
 from vmmkv.server.models import resolve
 
 MODEL = "smollm2-135m"
@@ -226,3 +229,26 @@ def _until(condition: object, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(served: Served, stream: bool) -> None:
+    names = ("three keys", "address", "receipt", "unicode enum", "steps")
+
+    def ask(number: int) -> str:
+        name = names[number % len(names)]
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
+        reply = served.openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"An example of {name}, as JSON."}], max_tokens=300,
+            temperature=1, seed=number, stream=stream, response_format=form,  # type: ignore[call-overload]
+        )  # fmt: skip
+        if not stream:
+            return str(reply.choices[0].message.content)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+
+    with ThreadPoolExecutor(9) as clients:
+        free = [clients.submit(served.answer, question) for question in QUESTIONS[:2]]
+        answers = list(clients.map(ask, range(2 * len(names))))
+        assert "Paris" in free[0].result()
+    for number, answer in enumerate(answers):
+        assert jsonschema_rs.is_valid(SCHEMAS[names[number % len(names)]], json.loads(answer)), answer

@@ -349,7 +349,6 @@ class TestRefusals:
         [
             ("tools", [{"type": "function", "function": {"name": "f"}}]),
             ("tool_choice", "auto"),
-            ("response_format", {"type": "json_object"}),
             ("logprobs", 2),
             ("top_logprobs", 2),
             ("logit_bias.5", {"5": 101}),

@@ -13,15 +13,13 @@ def test_defaults_follow_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) 
     assert read_environment({}).cache_dir == Path("/home/somebody/.cache/vmmkv")
     assert read_environment({"XDG_CACHE_HOME": "/var/cache"}).cache_dir == Path("/var/cache/vmmkv")
     assert read_environment({"XDG_CACHE_HOME": "relative"}).cache_dir == Path("/home/somebody/.cache/vmmkv")
-    assert read_environment({}).log_level == "info"
 
 
 def test_own_variables_win_and_empty_ones_count_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    settings = read_environment({"VMMKV_CACHE_DIR": "~/models", "XDG_CACHE_HOME": "/var/cache", "VMMKV_LOG_LEVEL": "DEBUG"})
+    settings = read_environment({"VMMKV_CACHE_DIR": "~/models", "XDG_CACHE_HOME": "/var/cache"})
     assert settings.cache_dir == Path("/home/somebody/models")
-    assert settings.log_level == "debug"
-    assert read_environment({"VMMKV_CACHE_DIR": "", "VMMKV_LOG_LEVEL": ""}) == read_environment({})
+    assert read_environment({"VMMKV_CACHE_DIR": ""}) == read_environment({})
 
 
 def test_an_unknown_variable_is_an_error_that_names_the_known_ones() -> None:
@@ -30,12 +28,15 @@ def test_an_unknown_variable_is_an_error_that_names_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"), [("VMMKV_CACHE_DIR", "here", "absolute"), ("VMMKV_LOG_LEVEL", "loud", "warning")]
-)
-def test_a_value_that_cannot_be_used_is_an_error_that_says_what_can(name: str, value: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*{value}.*{remedy}"):
-        read_environment({name: value})
+def test_a_variable_that_somebody_else_reads_is_none_of_its_business() -> None:
+    assert read_environment({"VMMKV_PORT": "x"}, others=["VMMKV_PORT"]) == read_environment({})
+    with pytest.raises(ValueError, match="VMMKV_PROT; vmmkv knows VMMKV_CACHE_DIR, VMMKV_PORT"):
+        read_environment({"VMMKV_PROT": "1"}, others=["VMMKV_PORT"])
+
+
+def test_a_value_that_cannot_be_used_is_an_error_that_says_what_can() -> None:
+    with pytest.raises(ValueError, match=r"VMMKV_CACHE_DIR.*here.*absolute"):
+        read_environment({"VMMKV_CACHE_DIR": "here"})
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,4 +46,4 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch,
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        read_environment({}).log_level = "debug"  # type: ignore[misc]
+        read_environment({}).cache_dir = Path("/x")  # type: ignore[misc]

@@ -170,7 +170,7 @@ def test_an_editable_install_works_from_elsewhere_and_from_the_root(checkout: Pa
 
 def test_a_bare_checkout_works_from_its_root(checkout: Path, environment: Path) -> None:
     assert Path(look(environment, checkout)["where"]) == checkout / "vmmkv" / "__init__.py"
-    assert "usage: vmmkv" in run(environment, "-m", "vmmkv", "--help", cwd=checkout)
+    assert "Usage: vmmkv" in run(environment, "-m", "vmmkv", "--help", cwd=checkout)
 
 
 def test_a_bare_checkout_works_from_elsewhere(checkout: Path, environment: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """What the launcher is called with, in place of launching."""
     configs: list[ServeConfig] = []
     monkeypatch.setattr(launch, "run", lambda config: configs.append(config) or 3)
-    monkeypatch.delenv("VMMKV_LOG_LEVEL", raising=False)
     return configs
 
 
@@ -138,17 +137,18 @@ def test_a_config_is_frozen_and_can_be_sent_to_another_process() -> None:
         config.port = 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["plan", "--help"], ["fetch", "--help"], ["--version"]])
-def test_help_is_there_for_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 0
-    assert "vmmkv" in capsys.readouterr().out
+@pytest.mark.parametrize("command", [[], ["serve"], ["plan"], ["fetch"], ["chat"]])
+def test_help_with_an_example_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert f"vmmkv {' '.join(command)}" in capsys.readouterr().out.partition("examples:")[2]
+
+
+def test_the_version_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("vmmkv ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["play"], ["serve", "--port", "x"], ["plan"]])
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: vmmkv" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "Usage: vmmkv" in capsys.readouterr().err

@@ -1,11 +1,16 @@
 """Parsing the command line, and what every command does with errors."""
 
-import argparse
+import functools
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Annotated, Final
 
-from vmmkv.cli import fetch, plan, serve
+import typer
+from rich.markup import escape
+
+from vmmkv.cli import chat, fetch, plan, serve
 from vmmkv.errors import VmmkvError
 
 DESCRIPTION = """\
@@ -15,42 +20,68 @@ under it as it grows."""
 EXAMPLES = """\
 examples:
   vmmkv serve                                   serve SmolLM2-135M on http://127.0.0.1:8000
+  vmmkv chat                                    talk to it
   vmmkv plan --model ./my-model --memory 80GiB  how many sequences fit
   vmmkv fetch smollm2-135m                      bring the small model here, and print where it is
 
 environment:
   VMMKV_CACHE_DIR   where fetched models are kept (default: ~/.cache/vmmkv)
-  VMMKV_LOG_LEVEL   debug, info, warning or error (default: info)
+  VMMKV_...         every option of serve: see vmmkv serve --help
 """
+
+_COMMANDS: Final = (serve, chat, plan, fetch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 for an error that was printed, 2 for wrong usage, 130 for Ctrl-C."""
-    arguments = _parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
-    except (VmmkvError, ValueError) as error:
-        print(f"vmmkv {arguments.command}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nvmmkv {arguments.command}: interrupted", file=sys.stderr)
-        return 130
-    return status
+        _app()(args=None if argv is None else list(argv), prog_name="vmmkv")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    raise AssertionError("every command ends with a status")
 
 
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="vmmkv", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"vmmkv {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, plan, fetch):
+def _app() -> typer.Typer:
+    app = typer.Typer(
+        help=DESCRIPTION, epilog=escape(EXAMPLES), add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+    )
+    app.callback()(_all_commands)
+    for module in _COMMANDS:
         name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(
-            name, help=module.SUMMARY, description=module.SUMMARY, epilog=module.EXAMPLES, formatter_class=raw
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    return parser
+        app.command(name, help=module.SUMMARY, epilog=escape(module.EXAMPLES))(_guarded(name, module))
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vmmkv {_version()}")
+        raise typer.Exit(0)
+
+
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """The options of `vmmkv` itself."""
+
+
+def _guarded(name: str, module: ModuleType) -> Callable[..., None]:
+    """A command whose errors are a line each, and whose status is the process's."""
+
+    @functools.wraps(module.run)
+    def run(*args: object, **options: object) -> None:
+        try:
+            status: int = module.run(*args, **options)
+        except (VmmkvError, ValueError) as error:
+            print(f"vmmkv {name}: {error}", file=sys.stderr)
+            status = 1
+        except KeyboardInterrupt:
+            print(f"\nvmmkv {name}: interrupted", file=sys.stderr)
+            status = 130
+        raise typer.Exit(status)
+
+    return run
 
 
 def _version() -> str:

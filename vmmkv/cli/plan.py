@@ -1,11 +1,12 @@
 """`vmmkv plan`: what a model's KV cache takes, and how many sequences fit in some memory."""
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from vmmkv.kv_type import KV_KINDS, KV_SCALES, KVType
 from vmmkv.units import PAGE_BYTES, format_bytes, parse_bytes
@@ -21,10 +22,11 @@ EXAMPLES = """\
 examples:
   vmmkv plan --model ./Llama-3.1-8B --memory 60GiB
   vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-dtype int4
-  vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --kv-dtype fp16 --memory 320GiB --lengths 4096,100000
-  vmmkv plan --model ./my-model --memory 8GiB --guard-tokens 128 --json
+  vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --memory 320GiB
+  vmmkv plan --model ./my-model --memory 8GiB --lengths 4096,100000 --json
 
-The memory is that of the KV cache alone: subtract the weights first. Nothing is allocated and no GPU is needed.
+The memory is that of the KV cache alone: subtract the weights first. Nothing
+is allocated and no GPU is needed.
 """
 
 DEFAULT_LENGTHS = "1024,4096,32768"
@@ -38,6 +40,17 @@ DTYPE_NAMES = {
     "bf16": "bfloat16",
 }
 """What they are otherwise kept in, as configurations name it and as people do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What is planned for, as it was given: a model, or its numbers."""
+
+    model: Path | None
+    layers: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    window: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,52 +94,56 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe this command's options."""
-    add = parser.add_argument
-    add("--model", metavar="DIR", type=Path, help="a directory with a transformers config.json, or that file")
-    add("--layers", metavar="N", type=int, help="instead of --model: the number of layers")
-    add("--kv-heads", metavar="N", type=int, help="instead of --model: KV heads of a layer")
-    add("--head-dim", metavar="N", type=int, help="instead of --model: elements of a head")
-    add("--window", metavar="N", type=int, help="instead of --model: last tokens that all layers attend to (default: all)")
-    add("--memory", metavar="SIZE", required=True, help="memory for the KV cache, such as 80GiB")
-    add(
-        "--max-tokens",
-        metavar="N",
-        type=int,
-        help="the longest sequence allowed (default: the model's, else the longest length)",
-    )
-    add(
-        "--kv-dtype",
-        metavar="TYPE",
-        default="auto",
-        help=f"{', '.join(KV_KINDS)} to quantise; {', '.join(DTYPE_NAMES)}; or auto (the default): the model's, else bf16",
-    )
-    add(
-        "--kv-scale",
-        metavar="WHOSE",
-        help="of quantised KV: token (the default), each head of each token has one in its row; or head, static, for fp8 alone",
-    )
-    add("--guard-tokens", metavar="N", type=int, default=0, help="rows kept mapped past the end for TMA kernels (default: 0)")
-    add("--lengths", metavar="N,N", default=DEFAULT_LENGTHS, help=f"sequence lengths to plan for (default: {DEFAULT_LENGTHS})")
-    add("--json", action="store_true", help="print the plan as JSON")
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="memory for the KV cache, such as 80GiB")],
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="a directory with a transformers config.json, or that file")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="instead of --model: the number of layers")] = None,
+    kv_heads: Annotated[int | None, typer.Option(metavar="N", help="instead of --model: KV heads of a layer")] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="instead of --model: elements of a head")] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="instead of --model: last tokens that all layers attend to", show_default="all"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="the longest sequence allowed", show_default="the model's, else the longest length"),
+    ] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help=f"{', '.join(KV_KINDS)} to quantise; {', '.join(DTYPE_NAMES)}; or auto: the model's, else bf16",
+        ),
+    ] = "auto",
+    kv_scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHOSE",
+            help="of quantised KV: token, each head of each token has one in its row; or head, static, for fp8 alone",
+            show_default="token",
+        ),
+    ] = None,
+    guard_tokens: Annotated[int, typer.Option(metavar="N", help="rows kept mapped past the end for TMA kernels")] = 0,
+    lengths: Annotated[str, typer.Option(metavar="N,N", help="sequence lengths to plan for")] = DEFAULT_LENGTHS,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+) -> int:
     """Print the plan on stdout."""
-    config = _read_config(arguments)
-    dtype = _kv_dtype(arguments.kv_dtype, arguments.kv_scale, config)
-    lengths = _parse_lengths(arguments.lengths)
-    default_limit = config.get("max_position_embeddings") or max(lengths)
+    geometry = Geometry(model=model, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=window)
+    config = _read_config(geometry)
+    dtype = _kv_dtype(kv_dtype, kv_scale, config)
+    planned = _parse_lengths(lengths)
+    default_limit = config.get("max_position_embeddings") or max(planned)
     plan = make_plan(
-        layout=_layout(arguments, config, dtype),
+        layout=_layout(geometry, config, dtype),
         dtype=dtype,
-        memory_bytes=parse_bytes(arguments.memory),
-        max_tokens=default_limit if arguments.max_tokens is None else arguments.max_tokens,
-        guard_tokens=arguments.guard_tokens,
-        lengths=lengths,
+        memory_bytes=parse_bytes(memory),
+        max_tokens=default_limit if max_tokens is None else max_tokens,
+        guard_tokens=guard_tokens,
+        lengths=planned,
     )
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if arguments.json else format_plan(plan))
+    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
     return 0
 
 
@@ -222,22 +239,20 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _read_config(arguments: argparse.Namespace) -> Mapping[str, Any]:
+def _read_config(geometry: Geometry) -> Mapping[str, Any]:
     """The model's configuration; empty if the geometry is given by options."""
-    geometry = {
-        f"--{name.replace('_', '-')}": getattr(arguments, name) for name in ("layers", "kv_heads", "head_dim", "window")
-    }
-    if arguments.model is None:
-        missing = [name for name, value in geometry.items() if value is None and name != "--window"]
+    options = {f"--{name.replace('_', '-')}": getattr(geometry, name) for name in ("layers", "kv_heads", "head_dim", "window")}
+    if geometry.model is None:
+        missing = [name for name, value in options.items() if value is None and name != "--window"]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing; give --model DIR, or all of --layers, --kv-heads and --head-dim")
         return {}
-    given = [name for name, value in geometry.items() if value is not None]
+    given = [name for name, value in options.items() if value is not None]
     if given:
         raise ValueError(
             f"--model and {', '.join(given)} were both given; the model's config.json says the same: leave one out"
         )
-    path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
+    path = geometry.model / "config.json" if geometry.model.is_dir() else geometry.model
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -251,15 +266,15 @@ def _read_config(arguments: argparse.Namespace) -> Mapping[str, Any]:
     return text_config if isinstance(text_config, dict) else config
 
 
-def _layout(arguments: argparse.Namespace, config: Mapping[str, Any], dtype: "torch.dtype | KVType") -> "KVLayout":
+def _layout(geometry: Geometry, config: Mapping[str, Any], dtype: "torch.dtype | KVType") -> "KVLayout":
     from vmmkv.layout import KVLayout
 
-    if arguments.model is not None:
+    if geometry.model is not None:
         return KVLayout.from_config(config, dtype)
-    everything = KVLayout.uniform(
-        layers=arguments.layers, kv_heads=arguments.kv_heads, head_dim=arguments.head_dim, dtype=dtype
-    )
-    return KVLayout(groups=tuple(dataclasses.replace(group, window=arguments.window) for group in everything.groups))
+    layers, kv_heads, head_dim = geometry.layers, geometry.kv_heads, geometry.head_dim
+    assert layers is not None and kv_heads is not None and head_dim is not None, "`_read_config` has refused that"
+    everything = KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    return KVLayout(groups=tuple(dataclasses.replace(group, window=geometry.window) for group in everything.groups))
 
 
 def _kv_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":

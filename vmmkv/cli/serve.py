@@ -1,77 +1,129 @@
 """`vmmkv serve`: a model over HTTP, with the API that OpenAI's clients speak."""
 
-import argparse
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, VARIABLES, Option, make_configs
 
 SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
 
 EXAMPLES = """\
 examples:
-  vmmkv serve                                        SmolLM2-135M, fetched first if need be
-  vmmkv serve --model ./my-model --device cuda:1     a transformers directory, on the second GPU
-  vmmkv serve --port 0 --kv-budget 512MiB            any free port, and little memory
-  vmmkv serve --model ./my-model --max-num-seqs 512 --max-num-batched-tokens 8192
-                                                     more requests at once, and larger steps
-  vmmkv serve --model ./my-model --load-format dummy random weights in this shape, to measure speed
+  vmmkv serve                          SmolLM2-135M, fetched first if need be
+  vmmkv serve --model ./my-model --device cuda:1
+                                       a transformers directory, another GPU
+  vmmkv serve --port 0 --kv-budget 512MiB
+                                       any free port, and little memory
+  vmmkv serve --model ./my-model --load-format dummy
+                                       random weights, to measure speed
+  vmmkv serve --config serve.toml --port 8080
+                                       as the file says, on another port
 
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-       -d '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+  curl http://127.0.0.1:8000/v1/chat/completions \\
+       -H 'Content-Type: application/json' \\
+       -d '{"model": "smollm2-135m", "messages":
+            [{"role": "user", "content": "What is the capital of France?"}]}'
+
+configuration:
+  Every option can be a flag, a variable of the environment or a key of a
+  TOML file. A flag goes before a variable, that before the file, that before
+  the default. Unknown VMMKV_ variables and unknown keys are refused.
+
+  flag                variable                   in the file of --config
+  --max-num-seqs 64   VMMKV_MAX_NUM_SEQS=64      max_num_seqs = 64
+  --kv-budget 4GiB    VMMKV_KV_BUDGET=4GiB       kv_budget = "4GiB"
+  --no-prefix-cache   VMMKV_PREFIX_CACHE=false   prefix_cache = false
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe this command's options; the defaults are those of ServeConfig."""
-    add, absent = parser.add_argument, argparse.SUPPRESS
-    add("--model", metavar="NAME|DIR", default=absent, help="smollm2-135m (default), a transformers directory, or a hub name")
-    add("--host", default=absent, help="address to listen on (default: 127.0.0.1, this machine alone)")
-    add("--port", type=int, default=absent, help="port to listen on, 0 for any that is free (default: 8000)")
-    add("--device", default=absent, help="auto, cpu, cuda or cuda:INDEX (default: auto, a GPU if there is one)")
-    add("--dtype", default=absent, help="auto, float32, bfloat16 or float16 (default: auto, float32 on the CPU, else bfloat16)")
-    add(
-        "--kv-budget", metavar="SIZE", default=absent, help="memory for the KV cache, such as 4GiB (default: from what is free)"
-    )
-    add("--max-tokens", metavar="N", type=int, default=absent, help="longest prompt and answer together (default: the model's)")
-    add("--max-num-seqs", metavar="N", type=int, default=absent, help="sequences that run at once (default: 256)")
-    add(
-        "--max-num-batched-tokens",
-        metavar="N",
-        type=int,
-        default=absent,
-        help="tokens that a step computes at most: more is faster in all, fewer keep answers flowing while prompts are "
-        "computed (default: by the device)",
-    )
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_false",
-        default=absent,
-        help="compute every prompt from its first token, and share nothing",
-    )
-    add(
-        "--model-impl",
-        default=absent,
-        help="auto, vmmkv (the decoder driven by the model's configuration) or transformers (its own code, unmodified) "
-        "(default: auto, vmmkv for the models that it knows)",
-    )
-    add("--load-format", default=absent, help="auto, or dummy for random weights (default: auto, the model's safetensors)")
-    add("--seed", metavar="N", type=int, default=absent, help="of dummy weights (default: 0)")
-    add("--log-level", default=absent, help="debug, info, warning or error (default: $VMMKV_LOG_LEVEL, else info)")
-    add("--log-format", default=absent, help="console, or json for an object a line (default: console)")
+class Words(NamedTuple):
+    """What `--help` says of an option."""
+
+    does: str
+    metavar: str | None = None
+    default: str | None = None
+    """In words, where the field's is None."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal."""
+HELP: Final[Mapping[str, Words]] = {
+    "model": Words("smollm2-135m, a transformers directory, or a hub name", "NAME|DIR"),
+    "host": Words("address to listen on; the default is this machine alone"),
+    "port": Words("port to listen on, 0 for any that is free"),
+    "device": Words("auto (a GPU if there is one), cpu, cuda or cuda:INDEX"),
+    "dtype": Words("auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16"),
+    "kv_budget_bytes": Words("memory for the KV cache, such as 4GiB", "SIZE", "from what is free"),
+    "max_tokens": Words("longest prompt and answer together", "N", "the model's"),
+    "max_num_seqs": Words("sequences that run at once", "N"),
+    "max_num_batched_tokens": Words(
+        "tokens that a step computes at most: more is faster in all, fewer keep answers flowing while prompts are computed",
+        "N",
+        "by the device",
+    ),
+    "prefix_cache": Words("share what prompts have in common; without, every prompt is computed from its first token"),
+    "model_impl": Words(
+        "auto (vmmkv for the models that it knows), vmmkv (the decoder driven by the model's configuration) or transformers "
+        "(its own code, unmodified)",
+    ),
+    "load_format": Words("auto (the model's safetensors), or dummy for random weights"),
+    "seed": Words("of dummy weights", "N"),
+    "log_level": Words("debug, info, warning or error"),
+    "log_format": Words("console, or json for an object a line"),
+}
+"""Of each field of what options make. One that is not here is an option all the same, without words."""
+
+
+def run(context: typer.Context, config: Path | None, **options: Any) -> int:
+    """Serve until a signal. Options that are None were given neither as a flag nor in the environment."""
     from vmmkv.config import read_environment
-    from vmmkv.server.settings import ServeConfig
-    from vmmkv.units import parse_bytes
 
-    options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
-    if "kv_budget" in options:
-        options["kv_budget_bytes"] = parse_bytes(options.pop("kv_budget"))
-    config = ServeConfig(**{"log_level": read_environment().log_level, **options})
+    read_environment(others=VARIABLES)
+    given = {field: value for field, value in options.items() if value not in (None, [])}
+    variables = {one.field: one.variable for one in OPTIONS}
+    sources = {field: variables[field] for field in given if _is_from_environment(context, field)}
+    configs = make_configs(given, sources, config)
     try:
         from vmmkv.server.launch import run as launch
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("vmmkv"):
             raise
         raise ValueError(f"serving needs {error.name}, which is not installed: pip install 'vmmkv[server,hf]'") from error
-    return launch(config)
+    return launch(*configs)
+
+
+def _is_from_environment(context: typer.Context, field: str) -> bool:
+    source = context.get_parameter_source(field)
+    return source is not None and source.name == "ENVIRONMENT"
+
+
+def flags(option: Option) -> list[str]:
+    """As they are written: of what can be switched both, for the file may have said either."""
+    return [option.flag, f"--no-{option.flag.removeprefix('--')}"] if option.kind is bool else [option.flag]
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    """Of `run`, as typer reads them: an option for each of OPTIONS, all of them absent by default."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    yield inspect.Parameter("context", kind, annotation=typer.Context)
+    file = typer.Option(envvar=CONFIG_VARIABLE, metavar="FILE", help="a TOML file of options; see below")
+    yield inspect.Parameter("config", kind, annotation=Annotated[Path | None, file], default=None)
+    for one in OPTIONS:
+        words = HELP.get(one.field, Words(""))
+        shown = words.default or _shown(one.default)
+        info = typer.Option(
+            "/".join(flags(one)), envvar=one.variable, metavar=words.metavar, help=words.does, show_default=shown
+        )  # fmt: skip
+        of_kind = list[str] if one.kind == tuple[str, ...] else one.kind
+        yield inspect.Parameter(one.field, kind, annotation=Annotated[of_kind | None, info], default=None)
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default is None or default == () else str(default)
+
+
+run.__signature__ = inspect.Signature(list(_parameters()), return_annotation=int)  # type: ignore[attr-defined]

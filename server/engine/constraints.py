@@ -1,0 +1,127 @@
+"""Answers that follow a grammar, in the engine: grammars made ready beside the loop, masks for a step's rows.
+
+    Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
+    forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
+
+The thread is one, and starts with the first grammar; who asks for none has none. Legend: G rows with a grammar, W words.
+"""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.uploads import Uploads
+
+if TYPE_CHECKING:
+    from vmmkv.server.grammar.matcher import Matcher
+    from vmmkv.server.grammar.vocabulary import Vocabulary
+
+CACHE_BYTES: Final = 64 << 20
+"""Of grammars that are kept ready, by what came over the wire."""
+
+_NAP_S: Final = 0.0005
+"""While nothing else is to do; reading a grammar takes some ten milliseconds."""
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens may come next, of some rows of a step."""
+
+    rows: list[int]
+    words_GW: npt.NDArray[np.int32]
+
+
+class Constraints:
+    """Reads grammars for one model. `load` gives its vocabulary, and is called in the thread when the first grammar comes."""
+
+    def __init__(self, load: "Callable[[], Vocabulary]") -> None:
+        self._load = load
+        self._vocabulary: Vocabulary | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: dict[str, tuple[Request, Future[Any]]] = {}
+        self._ready: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+
+    @property
+    def num_coming(self) -> int:
+        """Requests whose grammars are being read."""
+        return len(self._coming)
+
+    def begin(self, request: Request) -> None:
+        """Have a request's grammar read."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._coming[request.ask.request_id] = request, self._thread.submit(self._compiled, request.ask.grammar)
+
+    def forget(self, request_id: str) -> None:
+        """Its client is gone."""
+        self._coming.pop(request_id, None)
+
+    def opened(self) -> "list[tuple[Request, Matcher | Exception]]":
+        """Those whose grammar has been read since, each with where its answer begins, or why it cannot."""
+        done = [name for name, (_, future) in self._coming.items() if future.done()]
+        found: list[tuple[Request, Matcher | Exception]] = []
+        for name in done:
+            request, future = self._coming.pop(name)
+            error = future.exception()
+            if error is None:
+                try:
+                    found.append((request, self._matcher(future.result())))
+                    continue
+                except Exception as failure:
+                    error = failure
+            if not isinstance(error, Exception):
+                raise error
+            found.append((request, error))
+        return found
+
+    def nap(self) -> None:
+        """Leave the interpreter to the thread for a moment: there is nothing else to do."""
+        time.sleep(_NAP_S)
+
+    def _matcher(self, compiled: Any) -> "Matcher":
+        from vmmkv.server.grammar.matcher import Matcher
+
+        assert self._vocabulary is not None, "it was there to read the grammar"
+        return Matcher(compiled, self._vocabulary)
+
+    def _compiled(self, data: bytes) -> Any:
+        """In the thread, which alone has the cache."""
+        import xgrammar
+
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        name = hashlib.sha256(data).digest()
+        if name in self._ready:
+            self._ready.move_to_end(name)
+            return self._ready[name][0]
+        compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.info)
+        self._ready[name] = compiled, len(data)
+        while sum(size for _, size in self._ready.values()) > CACHE_BYTES:
+            self._ready.popitem(last=False)
+        return compiled
+
+
+def jumps(request: Request) -> bool:
+    """May what is forced be appended without being sampled? Not if each token is to be counted, or has a log-probability."""
+    ask = request.ask
+    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
+    return not ask.want_logprobs and penalties == (0.0, 0.0, 1.0)
+
+
+def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
+    """-inf, in place, for the tokens that may not come next. One copy to the device, a few launches; waits for nothing."""
+    num_rows, num_words = masks.words_GW.shape
+    rows_G, words = uploads.pack([masks.rows, masks.words_GW.reshape(-1)])
+    # Bit i of a word is token i of its 32: on little-endian machines, as both are, bit i % 8 of its byte i // 8.
+    bytes_GE1 = words.view(torch.uint8).view(num_rows, 4 * num_words, 1)
+    places = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
+    may_GV = ((bytes_GE1 >> places) & 1).view(num_rows, 32 * num_words)[:, : logits_BV.shape[1]]
+    rows_G = rows_G.long()
+    logits_BV.index_copy_(0, rows_G, logits_BV.index_select(0, rows_G).masked_fill_(may_GV == 0, -torch.inf))

@@ -1,0 +1,141 @@
+"""Compiling off the event loop: one child process, a deadline for each grammar, and a cache of what came out.
+
+The child starts when the first grammar is asked for, and takes seconds to: who asks for none pays nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+
+from vmmkv.server.grammar.asked import Grammar, GrammarRefused
+from vmmkv.server.grammar.compile_process import LENGTH, Compiled, Job, Refused, Started
+
+COMPILE_S: Final = 5.0
+START_S: Final = 60.0
+MAX_COMPILED_BYTES: Final = 8 << 20
+"""Of one grammar, as it goes to the engine."""
+CACHE_BYTES: Final = 64 << 20
+MAX_WAITING: Final = 64
+"""Grammars that wait to be compiled."""
+
+_Answer: TypeAlias = Compiled | Refused | Started
+
+
+class CompilerBusy(Exception):
+    """Too many grammars wait: try again in a while."""
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model. Use and close it within one event loop."""
+
+    def __init__(
+        self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int], *, compile_s: float = COMPILE_S
+    ) -> None:
+        self._command = [
+            *(sys.executable, "-m", "vmmkv.server.grammar.compile_process", "--model", str(model_dir)),
+            *("--vocabulary-size", str(vocabulary_size), "--end-tokens", json.dumps(sorted(end_tokens))),
+        ]
+        self._compile_s = compile_s
+        self._cache: OrderedDict[Grammar, bytes] = OrderedDict()
+        self._cache_bytes = 0
+        self._one_at_a_time = asyncio.Lock()
+        self._coming: dict[Grammar, asyncio.Task[bytes]] = {}
+        self._process: Process | None = None
+
+    async def compile(self, grammar: Grammar) -> bytes:
+        """For `Generate.grammar`. Raises: GrammarRefused if it is none or takes too long; CompilerBusy."""
+        if (known := self._cached(grammar)) is not None:
+            return known
+        if grammar not in self._coming:
+            if len(self._coming) >= MAX_WAITING:
+                raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled already; try again in a while")
+            task = self._coming[grammar] = asyncio.create_task(self._make(grammar))
+            task.add_done_callback(lambda done: self._made(grammar, done))
+        # Who asked may go away; others may have asked for the same, and to stop halfway would cost the child.
+        return await asyncio.shield(self._coming[grammar])
+
+    async def close(self) -> None:
+        """End the child, and what waits for it. Idempotent."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _make(self, grammar: Grammar) -> bytes:
+        async with self._one_at_a_time:
+            data = await self._ask(grammar)
+        self._keep(grammar, data)
+        return data
+
+    def _made(self, grammar: Grammar, task: "asyncio.Task[bytes]") -> None:
+        del self._coming[grammar]
+        if not task.cancelled():
+            task.exception()  # has been looked at, also where nobody waits any more
+
+    def _cached(self, grammar: Grammar) -> bytes | None:
+        if (known := self._cache.get(grammar)) is not None:
+            self._cache.move_to_end(grammar)
+        return known
+
+    def _keep(self, grammar: Grammar, data: bytes) -> None:
+        self._cache[grammar] = data
+        self._cache_bytes += len(data) + len(grammar.source)
+        while self._cache_bytes > CACHE_BYTES:
+            old, dropped = self._cache.popitem(last=False)
+            self._cache_bytes -= len(dropped) + len(old.source)
+
+    async def _ask(self, grammar: Grammar) -> bytes:
+        process = await self._started()
+        data = msgspec.msgpack.encode(Job(grammar.kind, grammar.source))
+        try:
+            assert process.stdin is not None
+            process.stdin.write(LENGTH.pack(len(data)) + data)
+            answer = await asyncio.wait_for(_answer(process), self._compile_s)
+        except TimeoutError as error:
+            await self._end()
+            raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
+        except (asyncio.IncompleteReadError, OSError) as error:
+            await self._end()
+            raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
+        if isinstance(answer, Compiled):
+            if len(answer.data) > MAX_COMPILED_BYTES:
+                raise GrammarRefused(f"compiled it takes {len(answer.data)} bytes and may take {MAX_COMPILED_BYTES}")
+            return answer.data
+        raise GrammarRefused(answer.reason if isinstance(answer, Refused) else "the compiler answered out of turn")
+
+    async def _started(self) -> Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        try:
+            answer = await asyncio.wait_for(_answer(self._process), START_S)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await self._end()
+            raise GrammarRefused("grammars cannot be compiled here; the server's log says why") from error
+        if isinstance(answer, Refused):
+            await self._end()
+            raise GrammarRefused(answer.reason)
+        return self._process
+
+
+async def _answer(process: Process) -> _Answer:
+    assert process.stdout is not None
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    answer: _Answer = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=_Answer)
+    return answer

@@ -1,0 +1,262 @@
+"""Answers that follow a grammar: whole and valid whatever the model, the same without jumps, and nobody else touched."""
+
+import functools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engine.conftest import Harness, tiny_model
+from tests.grammar.corpus import SCHEMAS
+from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv.server.engine import core
+from vmmkv.server.engine.constraints import Constraints, TokenMasks, apply_masks
+from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
+from vmmkv.server.grammar.compiling import Compilation
+from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.protocol import Abort
+
+SIZE = 263
+"""Of the model's logits: more than the tokenizer has."""
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    tokenizer = byte_tokenizer()
+    return Vocabulary(tokenizer, SIZE, [int(tokenizer.eos_token_id)])
+
+
+@functools.cache
+def compiled(grammar: Grammar) -> bytes:
+    return Compilation(vocabulary()).compile(grammar.kind, grammar.source)
+
+
+def of(schema: Any) -> bytes:
+    return compiled(of_schema(schema))
+
+
+@functools.cache
+def model() -> Any:
+    return tiny_model(vocab_size=SIZE)
+
+
+@pytest.fixture
+def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
+    def make(**options: Any) -> Harness:
+        ends = frozenset([int(byte_tokenizer().eos_token_id)])
+        one = harness(model(), eos_ids=ends, **{"ours": True, **options})
+        one.engine._constraints = Constraints(vocabulary)
+        return one
+
+    yield make
+
+
+def text(one: Harness, name: str) -> str:
+    return str(vocabulary().rust.decode(one.tokens(name)))
+
+
+def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "jumps", lambda request: False)
+
+
+BIAS = dict.fromkeys(token_ids('"]}'), 4.0)
+"""So that strings and lists of a model that knows nothing end."""
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_every_answer_to_the_corpus_is_valid_at_temperature_1(engine: Callable[..., Harness], lookahead: int) -> None:
+    assert len(SCHEMAS) >= 60
+    one = engine(slots=16, lookahead=lookahead)
+    for index, (name, schema) in enumerate(SCHEMAS.items()):
+        options = {"temperature": 1.0, "seed": index, "logit_bias": BIAS}
+        one.ask(name, token_ids(name), 1000, grammar=of(schema), **options)
+    one.run()
+    assert one.failures() == {}
+    for name, schema in SCHEMAS.items():
+        assert one.finish_reasons(name)[-1] == "stop", name
+        assert jsonschema_rs.is_valid(schema, json.loads(text(one, name)), validate_formats=True), (name, text(one, name))
+
+
+def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tokenizer that has one way to write a text, and so the same answer is the same tokens."""
+    answers = []
+    for jump in (True, False):
+        if not jump:
+            without_jumps(monkeypatch)
+        one = engine(slots=8)
+        for name, schema in SCHEMAS.items():
+            one.ask(name, token_ids(name), 300, grammar=of(schema), logit_bias=BIAS)
+        one.run()
+        assert one.failures() == {}
+        answers.append({name: (one.tokens(name), one.finish_reasons(name)[-1]) for name in SCHEMAS})
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["long keys", "tool call", "classification", "four deep", "constant"])
+def test_what_is_forced_takes_no_steps(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    steps = []
+    for jump in (True, False):
+        if not jump:
+            without_jumps(monkeypatch)
+        one = engine()
+        one.ask(name, token_ids(name), 300, grammar=of(SCHEMAS[name]), logit_bias=BIAS)
+        one.run()
+        assert one.finish_reasons(name)[-1] == "stop"
+        steps.append(one.engine._num_steps)
+    assert 1.5 * steps[0] <= steps[1], steps
+
+
+def test_neighbours_without_a_grammar_get_what_they_would_alone(engine: Callable[..., Harness]) -> None:
+    one = engine(slots=6, share=True)
+    one.ask("free", token_ids("free"), 40)
+    one.ask("random", token_ids("random"), 40, temperature=1.0, seed=3)
+    one.run()
+    alone = {name: one.tokens(name) for name in ("free", "random")}
+    both = engine(slots=6, share=True)
+    for index in range(3):
+        both.ask(f"bound {index}", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=index)
+    both.ask("free", token_ids("free"), 40)
+    both.ask("random", token_ids("random"), 40, temperature=1.0, seed=3)
+    both.run()
+    assert {name: both.tokens(name) for name in alone} == alone
+
+
+def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(core, "_Masks", lambda *arguments: calls.append(arguments))
+    one = engine()
+    one.ask("free", token_ids("free"), 20)
+    one.run()
+    assert not calls and one.engine._constraints is not None and one.engine._constraints._thread is None
+
+
+def test_who_gives_way_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
+    schema = {"type": "array", "items": {"enum": ["a rather long text", "another text"]}, "minItems": 40, "maxItems": 40}
+    one = engine(slots=4, budget_pages=2, step_tokens=4096)
+    for name in "ab":
+        one.ask(name, token_ids("x" * 1900), 1200, grammar=of(schema), temperature=1.0, seed=ord(name))
+    one.run()
+    assert one.engine._scheduler.num_preempted >= 1 and one.failures() == {}
+    for name in "ab":
+        assert jsonschema_rs.is_valid(schema, json.loads(text(one, name))), name
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 14))
+def test_an_answer_that_is_cut_is_as_long_as_was_allowed(engine: Callable[..., Harness], max_new_tokens: int) -> None:
+    one = engine()
+    one.ask("a", token_ids("?"), max_new_tokens, grammar=of({"const": "0123456789"}))
+    one.run()
+    whole = '"0123456789"'
+    assert text(one, "a") == whole[:max_new_tokens]
+    assert one.finish_reasons("a")[-1] == ("stop" if max_new_tokens > len(whole) else "length")
+
+
+def test_log_probabilities_and_penalties_count_every_token(engine: Callable[..., Harness]) -> None:
+    one = engine()
+    one.ask("scored", token_ids("?"), 40, grammar=of({"const": "aaaa"}), want_logprobs=True)
+    one.ask("penalised", token_ids("?"), 40, grammar=of({"const": "aaaa"}), frequency_penalty=2.0)
+    one.run()
+    assert text(one, "scored") == text(one, "penalised") == '"aaaa"'
+    assert len(one.logprobs("scored")) == 7 and max(one.logprobs("scored")) < 0, "the end token has one too"
+
+
+def test_choices_expressions_and_grammars_are_followed(engine: Callable[..., Harness]) -> None:
+    one = engine()
+    one.ask(
+        "choice",
+        token_ids("?"),
+        40,
+        grammar=compiled(of_choices(["yes", "no", 'a "quoted"\none', "日本"])),
+        seed=5,
+        temperature=1.0,
+    )
+    one.ask("regex", token_ids("?"), 40, grammar=compiled(Grammar("regex", "(19|20)[0-9]{2}-[01][0-9]")))
+    one.ask("ebnf", token_ids("?"), 40, grammar=compiled(Grammar("ebnf", 'root ::= "<" [a-c]{3} ">"')))
+    one.run()
+    assert text(one, "choice") in ("yes", "no", 'a "quoted"\none', "日本")
+    assert len(text(one, "regex")) == 7 and text(one, "regex")[:2] in ("19", "20")
+    assert text(one, "ebnf")[0] == "<" and len(text(one, "ebnf")) == 5
+
+
+def test_what_cannot_follow_a_grammar_is_refused(engine: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
+    one = engine()
+    one.ask("beams", token_ids("?"), 9, grammar=of(True), beam_width=2)
+    one.ask("endless", token_ids("?"), 9, grammar=of(True), ignore_eos=True)
+    one.ask("garbage", token_ids("?"), 9, grammar=b"{}")
+    one.ask("good", token_ids("?"), 9, grammar=of({"const": 1}))
+    one.run()
+    assert one.failures().keys() == {"beams", "endless", "garbage"} and text(one, "good") == "1"
+    none = harness(model())
+    none.ask("a", token_ids("?"), 9, grammar=of(True))
+    assert "knows no grammars" in none.failures()["a"]
+
+
+def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> None:
+    numbers = random.Random(1)
+    one = engine(slots=3, share=True)
+    for index in range(12):
+        one.ask(str(index), token_ids("who is it"), 80, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=index)
+    while one.engine.has_work:
+        one.step()
+        if numbers.random() < 0.3:
+            one.engine.receive(Abort(request_id=str(numbers.randrange(12))))
+    one.engine.settle()
+    assert one.engine._ledger.num_constrained == 0 and not one.engine._begun
+    assert one.cache.stats().num_sequences == 0 and one.failures() == {}
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 263, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_leave_allowed_logits_as_they_are_and_forbid_the_others(size: int, dtype: torch.dtype) -> None:
+    numbers = np.random.default_rng(size)
+    logits = torch.from_numpy(numbers.standard_normal((5, size))).to(dtype)
+    may = numbers.random((2, size)) < 0.5
+    bits = np.zeros((2, 32 * -(-size // 32)), np.bool_)
+    bits[:, :size] = may
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    expected = logits.clone()
+    expected[[3, 1]] = expected[[3, 1]].masked_fill(torch.from_numpy(~may), -torch.inf)
+    apply_masks(logits, TokenMasks([3, 1], words), Uploads(torch.device("cpu")))
+    assert torch.equal(logits, expected)
+
+
+def test_a_tokenizer_with_several_ways_to_write_a_text_gives_valid_answers_with_jumps_and_without(
+    smollm2: Path, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is forced is the same text. The model chooses behind other tokens of it, so that its choices may be others."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    reader = Vocabulary.load(smollm2, len(tokenizer), [int(tokenizer.eos_token_id)])
+    smol = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    names = ("classification", "tool call", "four deep", "constant object", "unicode constant")
+    answers, steps = [], []
+    for jump in (True, False):
+        if not jump:
+            without_jumps(monkeypatch)
+        one = harness(smol, eos_ids=frozenset([int(tokenizer.eos_token_id)]), ours=True, max_tokens=1024, slots=len(names))
+        one.engine._constraints = Constraints(lambda: reader)
+        for name in names:
+            question = [{"role": "user", "content": f"Give me an example of {name} as JSON."}]
+            prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+            grammar = of_schema(SCHEMAS[name])
+            one.ask(name, prompt, 200, grammar=Compilation(reader).compile(grammar.kind, grammar.source))
+        one.run()
+        assert one.failures() == {}
+        texts = {name: reader.rust.decode(one.tokens(name)) for name in names}
+        for name in names:
+            assert one.finish_reasons(name)[-1] == "stop"
+            assert jsonschema_rs.is_valid(SCHEMAS[name], json.loads(texts[name])), (name, texts[name])
+        answers.append({name: json.loads(texts[name]) for name in names})
+        steps.append(one.engine._num_steps)
+    for name in ("constant object", "unicode constant"):
+        assert answers[0][name] == answers[1][name] == SCHEMAS[name]["const"]
+    assert 2 * steps[0] < steps[1], steps

@@ -1,0 +1,148 @@
+"""`vmmkv chat` as a user runs it: a process, with lines for it to read, against a server."""
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.support import Running, eventually
+from tests.server.tiny import token_ids
+from vmmkv.cli.chat import printable
+from vmmkv.cli.chat_client import ChatClient, ServerError
+from vmmkv.server.protocol import Generate
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def chatting(*arguments: str, **environment: str) -> "Iterator[subprocess.Popen[str]]":
+    with subprocess.Popen(
+        [sys.executable, "-m", "vmmkv", "chat", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def prompts(server: Running) -> list[str]:
+    """What the engine was asked, as text."""
+    asked = [message.prompt for message in server.engine.received if isinstance(message, Generate)]
+    tokenizer = server.service.tokenizer
+    assert tokenizer is not None
+    return [tokenizer.rust.decode(prompt, skip_special_tokens=False) for prompt in asked]
+
+
+def test_a_conversation_has_a_history_until_it_is_reset(server: Running) -> None:
+    server.engine.answer = lambda request: token_ids("well [said]")
+    with chatting("--url", f"{server.url}/v1/", "--system", "Be brief.") as chat:
+        out, err = chat.communicate("one\n\n/what\ntwo\n/reset\nthree\n/exit\nfour\n", timeout=60)
+    assert (chat.returncode, err) == (0, "there is no /what; there are /reset and /exit\n")
+    assert out.startswith("tiny at ")
+    assert out.count("> well [said]\n") == 3 and "forgotten" in out
+    one, two, three = prompts(server)
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert one == f"{system}<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert two == f"{one}well [said]<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert three == one.replace("one", "three")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(server: Running) -> None:
+    server.engine.answer = lambda request: token_ids("la ")
+    server.engine.endless, server.engine.step_s = True, 0.02
+    with chatting("--url", server.url) as chat:
+        assert chat.stdin is not None and chat.stdout is not None
+        chat.stdin.write("sing\n")
+        chat.stdin.flush()
+        assert chat.stdout.readline().startswith("tiny at ")
+        assert eventually(lambda: bool(prompts(server)), within_s=20)
+        assert chat.stdout.read(8) == "> la la "
+        chat.send_signal(signal.SIGINT)
+        assert eventually(lambda: len(server.engine.aborted()) == 1), "the server goes on answering nobody"
+        server.engine.endless = False
+        out, err = chat.communicate("again\n", timeout=60)
+    assert (chat.returncode, err) == (0, "")
+    assert " [stopped]\n> la \n> " in out
+    assert "<|im_start|>assistant\nla la" in prompts(server)[1], "what it had said is part of the conversation"
+
+
+def test_an_answer_comes_as_it_is_made(server: Running) -> None:
+    server.engine.answer = lambda request: token_ids("a")
+    server.engine.endless, server.engine.step_s = True, 0.05
+    with contextlib.closing(ChatClient(server.url).answer("tiny", [{"role": "user", "content": "x"}])) as pieces:
+        assert next(pieces) == "a"
+    assert eventually(lambda: len(server.engine.aborted()) == 1)
+
+
+def test_without_a_server_it_says_how_to_start_one() -> None:
+    with chatting("--url", "http://127.0.0.1:9") as chat:
+        _, err = chat.communicate("", timeout=60)
+    assert chat.returncode == 1
+    assert err.startswith("vmmkv chat: no server answers at http://127.0.0.1:9") and err.count("\n") == 1
+    assert "start one with `vmmkv serve`" in err
+
+
+def test_what_is_no_address_is_refused() -> None:
+    for url in ("localhost:8000", "ftp://x", ""):
+        with pytest.raises(ValueError, match="write it as http://"):
+            ChatClient(url)
+
+
+def test_an_error_in_the_conversation_leaves_it_where_it_was(server: Running) -> None:
+    server.engine.answer = lambda request: token_ids("yes")
+    with chatting("--url", server.url) as chat:
+        out, err = chat.communicate(f"{'long ' * 300}\nshort\n", timeout=60)
+    assert chat.returncode == 0
+    assert "256" in err and "(status 400)" in err
+    assert out.count("> yes\n") == 1
+    assert "long" not in prompts(server)[0]
+
+
+class Guarded(http.server.BaseHTTPRequestHandler):
+    """Serves the key it is given, and nobody without one."""
+
+    def do_GET(self) -> None:
+        key = self.headers.get("Authorization", "")
+        body: Any = {"data": [{"id": key}]} if key else {"error": {"message": "no key"}}
+        self.send_response(200 if key else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_key_is_sent_and_its_lack_is_explained(guarded: str) -> None:
+    assert ChatClient(guarded, "secret").model() == "Bearer secret"
+    with pytest.raises(ServerError, match=r"no key \(status 401\); give its key with --api-key or VMMKV_API_KEY"):
+        ChatClient(guarded).model()
+    with chatting(VMMKV_URL=guarded, VMMKV_API_KEY="from-outside") as chat:
+        out, _ = chat.communicate("", timeout=60)
+    assert out.startswith("Bearer from-outside at ") and chat.returncode == 0
+
+
+def test_what_a_model_says_cannot_move_the_cursor() -> None:
+    assert printable("a\x1b[2Jb\rc\td\né\u202e") == "a[2Jbc\td\né"

@@ -1,0 +1,233 @@
+"""Answers by a grammar over HTTP: how they are asked for, what is refused, what is sent; and the compiler's limits."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import READY
+from tests.server.support import Running, running_server
+from tests.server.tiny import byte_tokenizer
+from vmmkv.server.grammar.asked import Grammar, GrammarRefused, of_choices, of_object, of_schema
+from vmmkv.server.grammar.compiler import MAX_WAITING, CompilerBusy, GrammarCompiler
+from vmmkv.server.protocol import Generate
+
+HELLO = [{"role": "user", "content": "hello"}]
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+HUGE = Grammar("regex", "(" * 200 + "a" + "{1,9})" * 200)
+"""Short, and more than ten seconds of work."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama", "vocab_size": 258}')
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Running]:
+    ends = [int(byte_tokenizer().eos_token_id)]
+    ready = type(READY)(
+        **{name: getattr(READY, name) for name in READY.__struct_fields__}
+        | {"model": str(model_dir), "vocabulary_size": 258, "end_tokens": ends}
+    )
+    with running_server(ready=ready) as running:
+        yield running
+        asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(10)
+
+
+def post(server: Running, **body: Any) -> Any:
+    return server.http.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "max_tokens": 4, **body}, timeout=90
+    )
+
+
+def sent(server: Running) -> Generate:
+    return [message for message in server.engine.received if isinstance(message, Generate)][-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR, "strict": True}}},
+        {"structured_outputs": {"json": COLOUR}},
+        {"structured_outputs": {"regex": "[0-9]{4}"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}},
+    ],
+)
+def test_the_engine_is_sent_what_was_asked_for(server: Running, body: dict[str, Any]) -> None:
+    assert post(server, **body).status_code == 200
+    assert sent(server).grammar.startswith(b"{")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}, {"guided_json": None}]
+)
+def test_a_free_answer_has_no_grammar(server: Running, body: dict[str, Any]) -> None:
+    if "guided_json" in body:
+        assert post(server, **body).status_code == 400
+        return
+    assert post(server, **body).status_code == 200
+    assert sent(server).grammar == b""
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "null"}
+    for _ in range(depth):
+        value = {"type": "array", "items": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (schema({"type": "strange"}), "response_format.json_schema.schema", "type 'strange'"),
+        (schema({"type": "object", "minProperties": 2}), "response_format.json_schema.schema", "minProperties"),
+        (schema({"type": "object", "properties": {"a": {"not": {}}}}), "response_format.json_schema.schema", "/a has not"),
+        (schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
+        (schema({"type": "number", "multipleOf": 2}), "response_format.json_schema.schema", "multipleOf"),
+        (schema({"oneOf": [{"type": "null"}]}), "response_format.json_schema.schema", "oneOf"),
+        (schema({"minLength": 3}), "response_format.json_schema.schema", 'without "type": "string"'),
+        (schema({"type": "string", "format": "color"}), "response_format.json_schema.schema", "date"),
+        (schema({"type": "string", "pattern": 'a"b'}), "response_format.json_schema.schema", "JSON escapes"),
+        (schema({"type": "object", "required": ["z"]}), "response_format.json_schema.schema", "required 'z'"),
+        (schema({"type": "integer", "enum": ["a"]}), "response_format.json_schema.schema", "'a', which is not of its type"),
+        (schema({"$ref": "https://example.org/x"}), "response_format.json_schema.schema", "within the schema"),
+        (schema({"$ref": "#/$defs/none"}), "response_format", "Cannot find field"),
+        (schema(nested(70)), "response_format.json_schema.schema", "64 levels"),
+        (schema({"enum": list(range(5000))}), "response_format.json_schema.schema", "4096 values"),
+        (schema({"const": "x" * 70000}), "response_format.json_schema.schema", "65536"),
+        (schema({"type": "string", "maxLength": 100000}), "response_format.json_schema.schema", "4096"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format", "minimum greater than maximum"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"structured_outputs": {"regex": "([a"}}, "structured_outputs.regex", "Unclosed"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "Lookahead is not supported"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "not defined"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1024"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "none of them empty"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark", "Unknown parameter"),
+        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
+        ({"guided_json": {}}, "guided_json", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "send one"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave ignore_eos out"),
+        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True, "temperature": 0}, "use_beam_search", "sampled"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
+    server: Running, body: dict[str, Any], param: str, said: str
+) -> None:
+    num_sent = len(server.engine.received)
+    reply = post(server, **body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].rstrip(".") == param and said in error["message"], error
+    assert len(server.engine.received) == num_sent
+
+
+def test_completions_have_structured_outputs_too(server: Running) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "structured_outputs": {"choice": ["a", "b"]}}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    assert sent(server).grammar
+
+
+class Compiling:
+    """A compiler in an event loop of its own; one child for several tests, for it takes seconds to start."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.compiler = GrammarCompiler(model_dir, 258, [257], compile_s=2.0)
+
+    def run(self, law: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(law)
+
+
+@pytest.fixture(scope="module")
+def compiling(model_dir: Path) -> Iterator[Compiling]:
+    one = Compiling(model_dir)
+    yield one
+    one.run(one.compiler.close())
+    one.loop.close()
+
+
+def test_a_grammar_is_compiled_once_however_often_it_is_asked_for(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
+        await asyncio.sleep(0)
+        assert len(compiler._coming) == 1
+        assert len(set(await asyncio.gather(*same))) == 1 and await compiler.compile(of_object()) == same[0].result()
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_who_goes_away_while_it_is_compiled_spoils_nothing(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        process = compiler._process
+        gone = asyncio.create_task(compiler.compile(of_choices(["gone"])))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        kept = await compiler.compile(of_schema(COLOUR))
+        assert compiler._cached(of_choices(["gone"])) not in (None, kept)
+        assert kept == await compiler._ask(of_schema(COLOUR)) and compiler._process is process
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_the_cache_is_bounded_and_forgets_the_oldest(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        first = await compiler.compile(of_choices(["number 0"]))
+        monkeypatch.setattr("vmmkv.server.grammar.compiler.CACHE_BYTES", 4 * len(first))
+        for number in range(1, 9):
+            await compiler.compile(of_choices([f"number {number}"]))
+        assert 0 < compiler._cache_bytes <= 4 * len(first)
+        assert compiler._cached(of_choices(["number 8"])) and compiler._cached(of_choices(["number 0"])) is None
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_too_many_that_wait_are_turned_away(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        waiting = [compiler.compile(of_choices([str(number)])) for number in range(MAX_WAITING + 3)]
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(one, CompilerBusy) for one in ended) == 3
+        assert sum(isinstance(one, bytes) for one in ended) == MAX_WAITING
+        assert not compiler._coming
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_what_takes_too_long_ends_in_time_and_the_next_is_served(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        assert await compiler.compile(of_object())
+        process = compiler._process
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(GrammarRefused, match=r"takes more than 2 s|too much memory"):
+            await compiler.compile(HUGE)
+        assert asyncio.get_running_loop().time() - began_s < 4
+        assert process is not None and process.returncode is not None, "it would go on for nobody"
+        assert await compiler.compile(of_choices(["a"]))
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_without_a_model_grammars_are_refused_and_say_so(tmp_path: Path) -> None:
+    async def law() -> None:
+        compiler = GrammarCompiler(tmp_path, 258, [257])
+        with pytest.raises(GrammarRefused, match="cannot be compiled here"):
+            await compiler.compile(of_object())
+        await compiler.close()
+
+    asyncio.run(law())
