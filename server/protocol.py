@@ -61,6 +61,16 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """HTTP -> engine: finish now."""
 
 
+class Forget(Message, frozen=True, kw_only=True):
+    """HTTP -> engine: forget every prefix that no running request uses; `Managed` is the answer."""
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    """HTTP -> engine: have another KV budget; `Managed` is the answer."""
+
+    budget_bytes: int
+
+
 class Loading(Message, frozen=True, kw_only=True):
     """Engine -> HTTP, while it starts: what it is at, and how far."""
 
@@ -138,6 +148,16 @@ class Failed(Message, frozen=True, kw_only=True):
     message: str
 
 
+class Managed(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP: a `Forget` or `Resize` is done, or is not. They are answered in the order in which they came."""
+
+    error: str | None = None
+    freed_bytes: int
+    budget_bytes: int
+    pool_tokens: int
+    """As in `Ready`."""
+
+
 class Snapshot(Message, frozen=True, kw_only=True):
     """Engine -> HTTP, at least once a second while busy, and once when it becomes idle: what /metrics shows."""
 
@@ -162,8 +182,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """That the prefix cache holds now."""
 
 
-ToEngine: TypeAlias = Generate | Abort | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Snapshot
+ToEngine: TypeAlias = Generate | Abort | Forget | Resize | Shutdown
+FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Managed | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

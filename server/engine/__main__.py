@@ -12,9 +12,10 @@ import msgspec
 import zmq
 
 from vmmkv import VmmkvError
-from vmmkv.server.engine.core import EngineCore, EngineDied
-from vmmkv.server.engine.loading import load
-from vmmkv.server.protocol import FromEngine, Shutdown, decode_to_engine, encode
+from vmmkv.server.engine.administration import manage
+from vmmkv.server.engine.core import EngineDied
+from vmmkv.server.engine.loading import Loaded, load
+from vmmkv.server.protocol import Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import format_bytes
 
@@ -59,7 +60,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         loaded.ready.implementation,
     )
     engine = loaded.engine
-    while receive(engine, socket):
+    while receive(loaded, socket):
         engine.step()
         if not engine.has_work:
             engine.settle()
@@ -67,14 +68,18 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     return 0
 
 
-def receive(engine: EngineCore, socket: "zmq.Socket[Any]") -> bool:
+def receive(loaded: Loaded, socket: "zmq.Socket[Any]") -> bool:
     """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
+    engine = loaded.engine
     wait = not engine.has_work
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
         if isinstance(message, Shutdown):
             return False
-        engine.receive(message)
+        if isinstance(message, Forget | Resize):
+            socket.send(encode(manage(loaded, message)))
+        else:
+            engine.receive(message)
         wait = False
     return True
 

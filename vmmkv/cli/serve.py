@@ -2,6 +2,8 @@
 
 import argparse
 
+from vmmkv.cli import serve_front
+
 SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
 
 EXAMPLES = """\
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--load-format", default=absent, help="auto, or dummy for random weights (default: auto, the model's safetensors)")
     add("--seed", metavar="N", type=int, default=absent, help="of dummy weights (default: 0)")
+    serve_front.add_arguments(parser)
     add("--log-level", default=absent, help="debug, info, warning or error (default: $VMMKV_LOG_LEVEL, else info)")
 
 
@@ -64,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vmmkv.units import parse_bytes
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
+    front = serve_front.take(options)
     if "kv_budget" in options:
         options["kv_budget_bytes"] = parse_bytes(options.pop("kv_budget"))
     config = ServeConfig(**{"log_level": read_environment().log_level, **options})
@@ -73,4 +77,4 @@ def run(arguments: argparse.Namespace) -> int:
         if error.name is None or error.name.startswith("vmmkv"):
             raise
         raise ValueError(f"serving needs {error.name}, which is not installed: pip install 'vmmkv[server,hf]'") from error
-    return launch(config)
+    return launch(config, front)
