@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -22,6 +22,7 @@ from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
 from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv.server.document import document
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_key, fit_new_tokens
 from vmmkv.server.guard import AT_END, CALLER, Guard
@@ -114,9 +115,19 @@ class Service:
         return Model(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
 
 
+class _App(FastAPI):
+    """With a document of its own."""
+
+    def openapi(self) -> dict[str, Any]:
+        """What /openapi.json shows."""
+        service = self.state.service
+        assert isinstance(service, Service)
+        return document(self, model=service.model, has_keys=service.keys.are_required)
+
+
 def create_app(service: Service) -> FastAPI:
     """The application over one service. It starts nothing; `launch` does."""
-    app = FastAPI(title="vmmkv", docs_url=None, redoc_url=None)
+    app = _App(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
     app.include_router(token_routes.router(service.require))
@@ -139,7 +150,7 @@ def _service(request: Request) -> Service:
     return service
 
 
-@router.get("/health")
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> JSONResponse:
     """200 when requests are taken, else 503 with the reason."""
     state = _service(request).health()
@@ -152,7 +163,7 @@ async def version() -> Version:
     return Version(version=__version__)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus; answers in every state."""
     return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -4,9 +4,9 @@ A parameter of OpenAI's that is not served is refused, unless it has the value t
 `tools=[]`): a client that sets it would else get something other than it asked for and never know. `user` asks for nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
@@ -20,6 +20,18 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_NAME_CHARS = 1024
 """Of `cache_salt` and `user`."""
 MAX_TIMEOUT_S = 86_400.0
+
+
+_TOKEN_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_FORMS: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_CHOICES},
+    ]
+}
+"""Of `prompt`, for the OpenAPI document."""
 
 
 def _as_prompts(value: Any) -> list[Prompt]:
@@ -203,7 +215,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
     unserved: ClassVar[Unserved] = {"suffix": ("",), "min_tokens": (0,), "response_format": ({"type": "text"},)}
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
     best_of: Annotated[int, Field(ge=1)] | None = None
