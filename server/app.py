@@ -31,6 +31,7 @@ from vmmkv.server.keys import Caller, Keys
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from vmmkv.server.stalls import Stalls
 from vmmkv.server.tokenizer import PromptError, Tokenizer
 from vmmkv.server.watchdog import Watchdog
 
@@ -57,6 +58,7 @@ class Service:
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
         self.intake = Intake(engine, self.front)
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
+        self.stalls = Stalls()
         self.tokenizer: Tokenizer | None = None
         self.created = int(time.time())
         self._drained_by_s: float | None = None
@@ -140,6 +142,7 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=service.front.max_body_bytes,
         queued_paths=QUEUED_PATHS,
         check_room=service.check_room,
+        stalls=service.stalls,
     )
     return app
 

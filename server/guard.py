@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vmmkv.server import api_errors, request_id
 from vmmkv.server.api_errors import ApiError
 from vmmkv.server.keys import Keys
+from vmmkv.server.stalls import Stalls
 from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,14 @@ class Guard:
         max_body_bytes: int,
         queued_paths: frozenset[str],
         check_room: Callable[[], None],
+        stalls: Stalls | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._queued_paths = queued_paths
         self._check_room = check_room
+        self._stalls = stalls or Stalls()
         self._held_bytes = 0
         """Of all bodies, from their first byte to the end of their answers."""
 
@@ -71,11 +74,14 @@ class Guard:
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message.get("headers", ()), (request_id.HEADER, name.encode())]
+            answering.since_s = loop.time()
             await send(message)
+            answering.since_s = None
 
-        body = _Body(self)
+        body, loop = _Body(self), asyncio.get_running_loop()
         try:
-            await self._pass(scope, headers, body, receive, send_named)
+            with self._stalls.watched() as answering:
+                await self._pass(scope, headers, body, receive, send_named)
         except ApiError as error:
             await error.response()(scope, receive, send_named)
         except _ClientLeft:

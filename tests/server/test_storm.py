@@ -2,9 +2,12 @@
 
 import asyncio
 import collections
+import json
 import random
+import socket
 
 import httpx
+import msgspec
 import pytest
 
 from tests.server.fake_engine import READY
@@ -136,3 +139,23 @@ def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
         assert statuses.count(429) == len(statuses) - held
         assert eventually(lambda: server.http.get("/health").status_code == 200)
         assert server.openai.completions.create(model="tiny", prompt="abc").choices[0].text == "abc"
+
+
+def test_a_client_that_reads_nothing_loses_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    long = msgspec.structs.replace(READY, max_tokens=100_000, pool_tokens=200_000)
+    with running_server(ready=long) as server:
+        server.service.stalls._stall_s = 0.5
+        server.engine.endless = True
+        content = json.dumps({**body(True, 1), "max_tokens": 90_000})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+            assert eventually(lambda: server.service.intake.num_sequences == 1)
+            assert eventually(lambda: nothing_is_left(server), within_s=20)
+        assert "has read nothing for 0.5 s" in caplog.text
+        assert "Exception in ASGI" not in caplog.text
+        reply = server.openai.completions.create(model="tiny", prompt="abc", max_tokens=3)
+        assert reply.choices[0].text == "abc"
