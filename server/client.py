@@ -156,7 +156,10 @@ def _ignore(_: int) -> None:
 def _has_moved(before: Snapshot, now: Snapshot) -> bool:
     """Has the engine computed anything in between, or nothing left to do? One that only turns round says so too."""
     is_idle = not now.running and not now.waiting
-    return is_idle or (before.prompt_tokens, before.generated_tokens) != (now.prompt_tokens, now.generated_tokens)
+    # A search says nothing before its end, but has other tokens after each step.
+    return is_idle or any(
+        getattr(before, name) != getattr(now, name) for name in ("prompt_tokens", "generated_tokens", "kv_tokens")
+    )
 
 
 def _is_last(news: Output | Beams) -> bool:

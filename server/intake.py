@@ -66,6 +66,7 @@ class Intake:
         self._tokens_of: Counter[Caller] = Counter()
         self._ended = Rate()
         self._begun = Rate()
+        self._given_back = Rate()
         engine.on_begun = self._begun.add
 
     def check_room(self, num_sequences: int = 1) -> None:
@@ -106,7 +107,7 @@ class Intake:
                 f"This key has {own} tokens in flight, this request can come to {num_tokens}, and {limit} is the most for a "
                 "key: wait for its other requests, or lower max_tokens.",
                 of="tokens",
-                retry_after_s=self._begun.seconds_for(own + num_tokens - limit),
+                retry_after_s=self._given_back.seconds_for(own + num_tokens - limit),
             )
         self._tokens_of[caller] += num_tokens
 
@@ -115,6 +116,7 @@ class Intake:
         self.num_sequences -= num_sequences
         if num_tokens:  # else it was turned away
             self._ended.add(num_sequences)
+            self._given_back.add(num_tokens)
         self._tokens_of[caller] -= num_tokens
         if not self._tokens_of[caller]:
             del self._tokens_of[caller]

@@ -132,7 +132,9 @@ class SlotsInPool:
         pool, least_bytes = self.cache.pool, _least_bytes(self._wanted)
         if budget_bytes < least_bytes:
             raise BudgetError(f"{format_bytes(budget_bytes)} do not hold one step; the least is {least_bytes} bytes")
-        most_bytes = (pool.driver.memory().free_bytes + pool.created_bytes) // PAGE_BYTES * PAGE_BYTES
+        free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
+        margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
+        most_bytes = max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
         if budget_bytes > max(most_bytes, pool.budget_bytes):
             raise BudgetError(
                 f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
