@@ -27,9 +27,9 @@ from rich.console import Console
 
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
+from vmmkv.server.connections import uvicorn_options
 from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.guard import MAX_HEADER_BYTES
 from vmmkv.server.models import KNOWN_MODELS, resolve
 from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
@@ -105,9 +105,7 @@ class _Launch:
                 log_level="info" if config.log_level.lower() == "debug" else "warning",
                 access_log=config.log_level.lower() == "debug",
                 timeout_graceful_shutdown=GRACE_S,
-                # httptools, which uvicorn would take if it were there, has no limit on headers.
-                http="h11",
-                h11_max_incomplete_event_size=4 * MAX_HEADER_BYTES,
+                **uvicorn_options(config.max_num_seqs + front.max_queued_requests),
             )
         )
         self._draining: asyncio.Task[None] | None = None

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import openai
@@ -18,6 +17,7 @@ from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
+from vmmkv.server.connections import uvicorn_options
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.protocol import Ready
 from vmmkv.server.tokenizer import Tokenizer
@@ -60,8 +60,8 @@ def running_server(*, ready: Ready = READY, start_engine: bool = True, front: Fr
             client.start()
             service = Service(client, "tiny", front)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            options: Any = {"lifespan": "off", "log_level": "warning", "http": "h11", "h11_max_incomplete_event_size": 1 << 16}
-            server = uvicorn.Server(uvicorn.Config(create_app(service), **options))
+            options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
+            server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_level="warning", **options))
             servers.append(server)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             running.append(Running(url, engine, client, service, asyncio.get_running_loop()))

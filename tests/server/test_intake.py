@@ -1,6 +1,7 @@
 """Laws of what is let in: the queue's ends, keys' shares, deadlines, and the limits on bodies and headers."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
 from tests.server.support import Running, eventually, running_server
+from vmmkv.server.connections import PatientProtocol
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.intake import MOST_RETRY_S, WINDOW_S, Rate
 from vmmkv.server.protocol import Abort, Generate
@@ -171,6 +173,23 @@ class TestSizes:
             connection.sendall(b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 70_000)
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
         assert server.http.get("/v1/models").status_code == 200
+
+    @pytest.mark.parametrize("drips", [False, True])
+    def test_headers_that_do_not_come_are_not_waited_for(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch, drips: bool
+    ) -> None:
+        monkeypatch.setattr(PatientProtocol, "header_s", 0.5)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection, httpx.Client(base_url=server.url) as http:
+            began = time.monotonic()
+            assert http.get("/health").status_code == 200
+            for letter in "GET /health HTTP" if drips else "":
+                with contextlib.suppress(OSError):
+                    connection.send(letter.encode())
+                time.sleep(0.05)
+            assert connection.recv(10) == b""
+            assert time.monotonic() - began < 3
+            assert http.get("/health").status_code == 200  # on the connection that it has
 
     def test_bodies_that_do_not_come_are_let_go_of(self, server: Running) -> None:
         host, port = server.url.removeprefix("http://").split(":")
