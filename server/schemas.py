@@ -31,7 +31,16 @@ _PROMPT_FORMS: Final = {
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_CHOICES},
     ]
 }
-"""Of `prompt`, for the OpenAPI document."""
+"""Of `prompt`, for the OpenAPI document; and of `stop` and `content`."""
+_STOP: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_FORMS: Final = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
+_TEXT_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT_FORMS: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
 
 
 def _as_prompts(value: Any) -> list[Prompt]:
@@ -102,6 +111,7 @@ class GenerationRequest(SamplingFields):
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
         BeforeValidator(_as_list),
         Field(max_length=MAX_STOP_STRINGS),
+        WithJsonSchema(_STOP_FORMS),
     ] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -279,7 +289,7 @@ class ChatMessage(WireRequest):
         "annotations": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text)]
+    content: Annotated[str, BeforeValidator(_as_text), WithJsonSchema(_CONTENT_FORMS)]
 
 
 class ChatRequest(GenerationRequest):

@@ -67,7 +67,7 @@ def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: SmallServer)
                 model=NAME, prompt="a", max_tokens=1000, stream=stream, extra_body={"timeout": 0.3, **ENDLESS}
             )
             list(answer)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         until(standing.is_empty)
 
 
