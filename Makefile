@@ -26,7 +26,8 @@ help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
 	@echo "make test  [JOBS=2] [ARGS=...]     lint, types, then all tests, in so many processes; ARGS go to pytest"
 	@echo "make check                         lint, format and types alone"
-	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes"
+	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes;"
+	@echo "                                   and schemathesis against a small server, ten more"
 	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
 	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
@@ -45,7 +46,8 @@ check: $(VENV)/.dev-installed
 	$(BIN)/mypy
 
 nightly: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py tests/engine/test_soak.py $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py tests/engine/test_soak.py \
+		tests/end_to_end/test_openapi.py $(ARGS)
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)

@@ -156,8 +156,14 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     """The answer of /health: 200 when `ok`, else 503 and why."""
 
-    status: Literal["ok", "loading", "dead"]
+    status: Literal["ok", "loading", "draining", "stuck", "dead"]
     reason: str | None = None
+
+
+class Version(BaseModel):
+    """The answer of /version."""
+
+    version: str
 
 
 class ErrorDetail(BaseModel):

@@ -1,5 +1,6 @@
 """The two forms of an answer, each whole or in chunks."""
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -55,10 +56,22 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """Of /v1/completions. `echoes` are what the text of each choice begins with, if anything."""
+
+    def __init__(self, id: str, model: str, tokens: TokenTexts, echoes: Sequence[str] | None = None) -> None:
+        super().__init__(id, model, tokens)
+        self._echoes = echoes
+
+    def opening(self, num_choices: int) -> list[BaseModel]:
+        """What is echoed."""
+        return [self.chunk(TextDelta(index, echo, None)) for index, echo in enumerate(self._echoes or ())]
 
     def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Completion:
         """Every choice, in the order of the prompts, those of one prompt side by side."""
+        if self._echoes is not None:
+            choices = [
+                dataclasses.replace(choice, text=echo + choice.text) for echo, choice in zip(self._echoes, choices, strict=True)
+            ]
         return Completion(**self._head, choices=[self._choice(choice) for choice in choices], usage=usage)
 
     def chunk(self, delta: TextDelta) -> Completion:

@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,15 +16,24 @@ RETRY_AFTER_S = 1
 class ApiError(Exception):
     """A request's end with an HTTP status other than 200; `param` names the parameter at fault, if it is one's fault."""
 
-    def __init__(self, status: int, message: str, *, type: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
+        self.headers = headers
 
     def response(self) -> JSONResponse:
-        """The error as an HTTP response; a 503 says when to try again."""
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else None
-        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=headers)
+        """The error as an HTTP response."""
+        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=self.headers)
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -48,9 +57,35 @@ def unexpected(error: Exception) -> ApiError:
     return internal_error(f"The server failed on this request ({type(error).__name__}); its log has the details.")
 
 
-def unavailable(message: str) -> ApiError:
-    """503: the engine is loading or gone."""
-    return ApiError(503, message, type="server_error", code="service_unavailable")
+def unavailable(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """503: the engine is loading or gone, or the server is about to stop."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, type="server_error", code="service_unavailable", headers=headers)
+
+
+def too_many(message: str, *, of: Literal["requests", "tokens"], retry_after_s: int) -> ApiError:
+    """429: it may work later. The type says of what there were too many, as OpenAI has it."""
+    message = f"{message} Try again in {retry_after_s} s."
+    return ApiError(429, message, type=of, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
+
+
+def too_late(seconds: float) -> ApiError:
+    """408: the request's time is over. OpenAI's client, which would send it again by itself, is told not to."""
+    message = f"The answer was not finished within {seconds:g} s."
+    return ApiError(408, message, type="timeout", code="request_timeout", headers={"x-should-retry": "false"})
+
+
+def no_key() -> ApiError:
+    """401."""
+    message = "This server wants an API key that it knows: send 'Authorization: Bearer KEY'."
+    headers = {"WWW-Authenticate": 'Bearer, Basic realm="vmmkv"'}
+    return ApiError(401, message, type="invalid_request_error", code="invalid_api_key", headers=headers)
+
+
+def not_the_administrator() -> ApiError:
+    """403: a key that may ask for completions may not do everything."""
+    message = "This route is for the administrator: send the server's admin key as 'Authorization: Bearer KEY'."
+    return ApiError(403, message, type="invalid_request_error", code="insufficient_permissions")
 
 
 def install(app: FastAPI) -> None:

@@ -1,31 +1,41 @@
 """The routes: OpenAI's completions and chat completions, models, health and metrics."""
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from vmmkv.server import api_errors, logs, seeing
-from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList
+from vmmkv import __version__
+from vmmkv.server import admin_routes, api_errors, logs, request_id, seeing, token_routes
+from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList, Version
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
 from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_new_tokens
+from vmmkv.server.document import document
+from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_key, fit_new_tokens
 from vmmkv.server.grammar.service import GrammarService
+from vmmkv.server.guard import AT_END, CALLER, Guard
+from vmmkv.server.intake import Intake, Ticket
+from vmmkv.server.keys import Caller, Keys
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from vmmkv.server.stalls import Stalls
 from vmmkv.server.tokenizer import PromptError, Tokenizer
 from vmmkv.server.viewers import Viewers
+from vmmkv.server.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +43,29 @@ T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat may go on as long as it fits."""
 CLIENT_CLOSED_REQUEST = 499
+QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""What the engine works on."""
 
 router = APIRouter()
 
 
 class Service:
-    """What the routes work with: one model, its engine, and its tokenizer once that is loaded."""
+    """What the routes work with: one model, its engine, and its tokenizer once that is loaded; who may ask for how much."""
 
-    def __init__(self, engine: EngineClient, model: str) -> None:
+    def __init__(self, engine: EngineClient, model: str, front: FrontConfig | None = None) -> None:
+        self.front = front or FrontConfig()
         self.engine = engine
         self.model = model
         self.metrics = Metrics(engine)
         self.viewers = Viewers(engine, self.metrics, self.health, model)
         self.grammars = GrammarService()
+        self.keys = Keys(self.front.api_keys, self.front.admin_key)
+        self.intake = Intake(engine, self.front)
+        self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
+        self.stalls = Stalls()
         self.tokenizer: Tokenizer | None = None
         self.created = int(time.time())
+        self._drained_by_s: float | None = None
 
     def health(self) -> Health:
         """Whether requests can be taken, and if not, why."""
@@ -57,12 +75,34 @@ class Service:
             case Loading(stage=stage, done=done, total=total):
                 return Health(status="loading", reason=f"{stage}: {done} of {total}")
             case Ready():
+                if self._drained_by_s is not None:
+                    return Health(status="draining", reason=f"{self.intake.num_sequences} sequences are still in flight")
+                if (complaint := self.watchdog.complaint()) is not None:
+                    return Health(status="stuck", reason=complaint)
                 loading = self.tokenizer is None
                 return Health(status="loading", reason="the tokenizer") if loading else Health(status="ok")
 
-    def require(self, model: str) -> tuple[Ready, Tokenizer]:
+    async def drain(self) -> bool:
+        """Take no more requests, and wait for those in flight, up to the drain timeout; have they all ended?"""
+        self._drained_by_s = time.monotonic() + self.front.drain_timeout_s
+        while self.intake.num_sequences and time.monotonic() < self._drained_by_s:
+            await asyncio.sleep(0.02)
+        return not self.intake.num_sequences
+
+    def check_room(self) -> None:
+        """Raises: ApiError if no request can be taken now: 503 while draining, 429 while the queue is full."""
+        if self._drained_by_s is not None:
+            left_s = max(1, math.ceil(self._drained_by_s - time.monotonic()))
+            raise api_errors.unavailable("The server is shutting down.", retry_after_s=left_s)
+        self.intake.check_room()
+
+    def timeout_s(self, wanted_s: float | None) -> float | None:
+        """How long a request may take that asked for so much."""
+        return min((each for each in (wanted_s, self.front.request_timeout_s) if each is not None), default=None)
+
+    def require(self, model: str | None) -> tuple[Ready, Tokenizer]:
         """The engine's limits and the tokenizer. Raises: ApiError, 404 for another model, 503 while not ready."""
-        if model != self.model:
+        if model is not None and model != self.model:
             raise api_errors.model_not_found(model, self.model)
         try:
             ready = self.engine.require_ready()
@@ -81,13 +121,34 @@ class Service:
         return Model(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
 
 
+class _App(FastAPI):
+    """With a document of its own."""
+
+    def openapi(self) -> dict[str, Any]:
+        """What /openapi.json shows."""
+        service = self.state.service
+        assert isinstance(service, Service)
+        return document(self, model=service.model, has_keys=service.keys.are_required)
+
+
 def create_app(service: Service) -> FastAPI:
     """The application over one service. It starts nothing; `launch` does."""
-    app = FastAPI(title="vmmkv", docs_url=None, redoc_url=None)
+    app = _App(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
-    seeing.install(app, service.engine, service.viewers)
+    seeing.install(app, service.engine, service.viewers, service.keys)
+    app.include_router(token_routes.router(service.require))
+    if service.front.admin_key is not None:
+        app.include_router(admin_routes.router(service.engine))
     api_errors.install(app)
+    app.add_middleware(
+        Guard,
+        keys=service.keys,
+        max_body_bytes=service.front.max_body_bytes,
+        queued_paths=QUEUED_PATHS,
+        check_room=service.check_room,
+        stalls=service.stalls,
+    )
     return app
 
 
@@ -97,14 +158,20 @@ def _service(request: Request) -> Service:
     return service
 
 
-@router.get("/health")
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> JSONResponse:
     """200 when requests are taken, else 503 with the reason."""
     state = _service(request).health()
     return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
 
 
-@router.get("/metrics")
+@router.get("/version")
+async def version() -> Version:
+    """Of the package."""
+    return Version(version=__version__)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus; answers in every state."""
     return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -130,6 +197,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue each prompt; each has `n` choices of the answer."""
     service, arrived_s = _service(request), time.perf_counter()
     ready, tokenizer = service.require(body.model)
+    ticket = _enter(request, body)
     try:
         prompts = await tokenizer.encode(body.prompt)
     except PromptError as error:
@@ -140,8 +208,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         )
         for prompt in prompts
     ]
-    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
-    return await _respond(request, body, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
+    echoes = [tokenizer.text(prompt) for prompt in body.prompt for _ in range(body.num_choices)] if body.echo else None
+    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, echoes)
+    return await _respond(request, body, ticket, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
@@ -149,19 +218,30 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """The assistant's next turn."""
     service, arrived_s = _service(request), time.perf_counter()
     ready, tokenizer = service.require(body.model)
+    ticket = _enter(request, body)
     try:
         prompt = await tokenizer.encode_chat(body.messages)
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    wanted = body.wanted_tokens
     new_tokens = fit_new_tokens(len(prompt), wanted, None, ready, model=service.model, prompt_param="messages")
     answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
-    return await _respond(request, body, answer, [prompt], [new_tokens], continues=False, arrived_s=arrived_s)
+    return await _respond(request, body, ticket, answer, [prompt], [new_tokens], continues=False, arrived_s=arrived_s)
+
+
+def _enter(request: Request, body: GenerationRequest) -> Ticket:
+    """A place for a request until its answer is sent. Raises: ApiError (429)."""
+    caller, at_end = getattr(request.state, CALLER), getattr(request.state, AT_END)
+    assert isinstance(caller, Caller) and isinstance(at_end, contextlib.ExitStack)
+    ticket = _service(request).intake.enter(caller, body.widest[1] * body.num_prompts)
+    at_end.callback(ticket.close)
+    return ticket
 
 
 async def _respond(
     request: Request,
     body: GenerationRequest,
+    ticket: Ticket,
     answer: Answer,
     prompts: list[list[int]],
     new_tokens: list[int],
@@ -171,12 +251,18 @@ async def _respond(
 ) -> Response:
     """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text."""
     service = _service(request)
-    logs.bind_request(answer.id)
-    ready, tokenizer = service.require(body.model)  # again: the engine may have died while the prompt was tokenised
+    ready, tokenizer = service.require(body.model)
     fit_beams(body, ready)
     check_token_ids(body, tokenizer.vocab_size)
+    limit = service.intake.key_limit(ticket.caller)
+    new_tokens = fit_key(body, prompts, new_tokens, limit)
+    num_each = body.widest[1]
+    num_prompt = num_each * sum(map(len, prompts))
+    ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
+    namespace = service.keys.namespace(ticket.caller, body.cache_salt)
     grammar = await service.grammars.compiled(body, ready)
-    requests = engine_requests(body, answer.id, prompts, new_tokens, grammar=grammar)
+    service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
+    requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
         Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)
         for prompt in prompts
@@ -190,6 +276,7 @@ async def _respond(
         num_prompts=len(prompts),
         num_choices=body.num_choices,
         arrived_s=arrived_s,
+        timeout_s=service.timeout_s(body.timeout),
         at_end=not body.stream and not body.stop,
     )
     if body.stream:
@@ -225,10 +312,12 @@ async def _events(
             yield _event(answer.chunk(delta))
         if include_usage:
             yield _event(answer.closing(generation.usage()))
+    except ApiError as error:
+        yield _event(error.body)
     except (RequestFailed, EngineDead) as error:
         yield _event(_api_error(error).body)
     except Exception as error:
-        log.exception("A stream failed.")
+        log.exception("the stream of request %s failed", request_id.current.get())
         yield _event(api_errors.unexpected(error).body)
     yield "data: [DONE]\n\n"
 

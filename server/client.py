@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -25,13 +26,16 @@ from vmmkv.server.protocol import (
     Abort,
     Beams,
     Failed,
+    Forget,
     FromEngine,
     Generate,
     Loading,
+    Managed,
     MemoryMap,
     Output,
     Outputs,
     Ready,
+    Resize,
     Shutdown,
     Snapshot,
     decode_from_engine,
@@ -152,6 +156,19 @@ class Answers:
             self._waiting.set_result(None)
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
+def _has_moved(before: Snapshot, now: Snapshot) -> bool:
+    """Has the engine computed anything in between, or nothing left to do? One that only turns round says so too."""
+    is_idle = not now.running and not now.waiting
+    # A search says nothing before its end, but has other tokens after each step.
+    return is_idle or any(
+        getattr(before, name) != getattr(now, name) for name in ("prompt_tokens", "generated_tokens", "kv_tokens")
+    )
+
+
 def _is_last(news: Output | Beams) -> bool:
     return isinstance(news, Beams) or news.finish_reason is not None
 
@@ -175,8 +192,17 @@ class EngineClient:
         """What is mapped where, for whoever asks."""
         self.token_times = Times("inter_token_latency", "Between a request's news and the next.", OF_TOKENS)
         self.queue_times = Times("request_queue_time", "From a request's arrival in the engine to its start.", OF_QUEUE)
+        self.waiting_tokens = 0
+        """Of the prompts of requests that have no answer yet."""
+        self.on_begun: Callable[[int], None] = _ignore
+        """Called with the tokens of a prompt when its answer begins."""
+        self._waiting: dict[str, int] = {}
+        """Requests without an answer yet, and the tokens of their prompts."""
+        self._owed_since_s: float | None = None
+        """Since when the engine has said nothing of what it has to do, of time.monotonic; None if that is nothing."""
         self._on_loading = on_loading
         self._answers: dict[str, Answers] = {}
+        self._managing: deque[asyncio.Future[Managed]] = deque()
         self._settled = asyncio.Event()
         self._receiving: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -206,6 +232,12 @@ class EngineClient:
             case Dead(reason=reason):
                 raise EngineDead(reason)
 
+    def silent_s(self) -> float:
+        """For how long the engine has had something to do and made no step; 0 if it has nothing to do."""
+        if self._owed_since_s is None or not isinstance(self.phase, Ready):
+            return 0.0
+        return time.monotonic() - self._owed_since_s
+
     def submit(self, requests: Sequence[Generate], *, at_end: bool = False) -> Answers:
         """Send requests to the engine. Their answers come through one iterator, which is to be closed; `at_end`: see there.
 
@@ -217,14 +249,28 @@ class EngineClient:
         for request in requests:
             assert request.request_id not in self._answers, f"request id {request.request_id} is in use"
             self._answers[request.request_id] = answers
+            self._waiting[request.request_id] = len(request.prompt)
+            self.waiting_tokens += len(request.prompt)
         for data in encoded:
-            self._send(data)
+            self._ask(data)
         return answers
+
+    async def manage(self, message: Forget | Resize) -> Managed:
+        """Have the engine do something between two steps. Raises: EngineNotReady, EngineDead; RequestFailed with its reason."""
+        self.require_ready()
+        done: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
+        self._managing.append(done)
+        self._send(encode(message))
+        managed = await done
+        if managed.error is not None:
+            raise RequestFailed(managed.error)
+        return managed
 
     def abort(self, request_id: str) -> None:
         """Forget a request and have the engine stop it; nothing if it has ended."""
+        self._leaves_queue(request_id)
         if self._answers.pop(request_id, None) is not None and isinstance(self.phase, Ready):
-            self._send(encode(Abort(request_id=request_id)))
+            self._ask(encode(Abort(request_id=request_id)))
 
     def fail(self, reason: str) -> None:
         """The engine is dead: everybody who waits for it gets EngineDead with this reason. Only the first one counts."""
@@ -236,6 +282,12 @@ class EngineClient:
         for answers in set(self._answers.values()):
             answers.fail(EngineDead(reason))
         self._answers.clear()
+        self._waiting.clear()
+        self.waiting_tokens = 0
+        for done in self._managing:
+            if not done.done():  # else whoever waited was cancelled
+                done.set_exception(EngineDead(reason))
+        self._managing.clear()
 
     async def engine_ended(self, reason: str) -> None:
         """The engine's process is gone: take what it said last from the socket, then `fail`."""
@@ -258,6 +310,26 @@ class EngineClient:
             self._socket.close(linger=100)
             self._socket = None
             self._context.term()
+
+    def _ask(self, data: bytes) -> None:
+        """Send what the engine answers with a step, at the least."""
+        if self._owed_since_s is None:
+            self._owed_since_s = time.monotonic()
+        self._send(data)
+
+    def _leaves_queue(self, request_id: str) -> int | None:
+        """The tokens of its prompt, if it had no answer yet."""
+        num_tokens = self._waiting.pop(request_id, None)
+        if num_tokens is not None:
+            self.waiting_tokens -= num_tokens
+        return num_tokens
+
+    def _began(self, request_id: str) -> None:
+        if (num_tokens := self._leaves_queue(request_id)) is not None:
+            self.on_begun(num_tokens)
+
+    def _made_a_step(self) -> None:
+        self._owed_since_s = time.monotonic() if self._answers else None
 
     def _send(self, data: bytes) -> None:
         """Send at once or not at all; when there is nobody at the other end, who watches the process will say so."""
@@ -289,23 +361,37 @@ class EngineClient:
             case Outputs(outputs=outputs):
                 now_s = time.perf_counter()
                 for output in outputs:
+                    if output.request_id in self._waiting:
+                        self._began(output.request_id)
                     is_last = output.finish_reason is not None
                     find = self._answers.pop if is_last else self._answers.get
                     if (answers := find(output.request_id, None)) is not None:
                         answers.put(output, now_s, is_last=is_last)
                     if output.queued_us:
                         self.queue_times.observe(output.queued_us / 1e6)
+                self._made_a_step()
             case Beams(request_id=request_id, queued_us=queued_us):
+                self._began(request_id)
                 if (answers := self._answers.pop(request_id, None)) is not None:
                     answers.put(message, time.perf_counter(), is_last=True)
                 self.queue_times.observe(queued_us / 1e6)
+                self._made_a_step()
             case Failed(request_id=request_id, message=text):
+                self._leaves_queue(request_id)
                 if (answers := self._answers.pop(request_id, None)) is not None:
                     answers.fail(RequestFailed(text))
+                self._made_a_step()
             case Snapshot():
+                if self.snapshot is None or _has_moved(self.snapshot, message):
+                    self._made_a_step()
                 self.snapshot, self.snapshot_s = message, time.monotonic()
             case MemoryMap():
                 self.maps.take(message)
+            case Managed(budget_bytes=budget_bytes, pool_tokens=pool_tokens):
+                if isinstance(self.phase, Ready):
+                    self.phase = msgspec.structs.replace(self.phase, budget_bytes=budget_bytes, pool_tokens=pool_tokens)
+                if not (done := self._managing.popleft()).done():
+                    done.set_result(message)
             case Loading():
                 if isinstance(self.phase, Loading):
                     self.phase = message

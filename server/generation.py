@@ -1,5 +1,6 @@
 """One HTTP request's way through the engine: what it needs, whether it can fit, and its text as it comes."""
 
+import asyncio
 import logging
 import secrets
 import time
@@ -7,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from vmmkv.server.answer_schemas import PromptTokensDetails, Usage
-from vmmkv.server.api_errors import bad_request
+from vmmkv.server.api_errors import bad_request, too_late
 from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Answers, EngineClient, RequestFailed
 from vmmkv.server.limits import DoesNotFit, Limits
@@ -49,6 +50,26 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise bad_request(message, param=param, code="invalid_value")
 
 
+def fit_key(request: GenerationRequest, prompts: Sequence[list[int]], new_tokens: list[int], limit: int | None) -> list[int]:
+    """The new tokens of each prompt under what a key may have in flight: fewer, where nobody asked for so many by number.
+
+    Raises: ApiError (400) if the request alone is more than that.
+    """
+    if limit is None:
+        return new_tokens
+    _, num_each = request.widest
+    num_prompt = num_each * sum(map(len, prompts))
+    share = (limit - num_prompt) // (num_each * len(prompts))
+    if request.wanted_tokens is None and share >= 1:
+        return [min(count, share) for count in new_tokens]
+    num_tokens = num_prompt + num_each * sum(new_tokens)
+    if num_tokens <= limit:
+        return new_tokens
+    remedy = f"lower max_tokens to {share}" if share >= 1 else "shorten the prompt or ask for fewer choices"
+    message = f"This request can come to {num_tokens} tokens, and a key may have {limit} in flight here: {remedy}."
+    raise bad_request(message, param="max_tokens", code="key_limit_exceeded")
+
+
 def fit_beams(request: GenerationRequest, ready: Ready) -> None:
     """Raises: ApiError (400) if the engine has fewer slots than a search has beams, which all run at once."""
     if request.num_beams > ready.max_sequences:
@@ -64,11 +85,13 @@ def engine_requests(
     new_tokens: Sequence[int],
     *,
     grammar: bytes = b"",
+    namespace: str | None,
 ) -> list[Generate]:
     """The engine's part of a request: for each prompt a Generate for each candidate, or one for its beam search.
 
     Candidate i of the first prompt has the request's seed + i, so that it is what a request for it alone would give. Later
-    prompts begin at seeds of their own, that equal ones may get different answers.
+    prompts begin at seeds of their own, that equal ones may get different answers. Requests of one
+    `namespace` share what is known of their prompts.
     """
     first_seed = secrets.randbits(63) if request.seed is None else request.seed
     temperature = 1.0 if request.temperature is None else request.temperature
@@ -92,7 +115,7 @@ def engine_requests(
             want_logprobs=request.num_logprobs is not None or request.num_candidates > request.num_choices,
             num_logprobs=request.num_logprobs or 0,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=namespace,
             beam_width=request.num_beams,
             length_penalty=request.length_penalty,
             grammar=grammar,
@@ -118,13 +141,18 @@ class Generation:
         num_prompts: int,
         num_choices: int,
         arrived_s: float,
+        timeout_s: float | None = None,
         at_end: bool = False,
     ) -> None:
         """Sends the requests to the engine. Of the candidates each prompt has `num_choices` returned.
 
-        `arrived_s` is of time.perf_counter. `at_end`: the text is wanted when it is whole, and no stop string ends it before.
-        Raises: EngineNotReady, EngineDead.
+        `arrived_s` is of time.perf_counter; `timeout_s` counts from then. `at_end`: the text is wanted when it is whole,
+        and no stop string ends it before.
+        Raises: EngineNotReady, EngineDead; ApiError (408) if the time is over already.
         """
+        left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
+        if timeout_s is not None and left_s is not None and left_s <= 0:
+            raise too_late(timeout_s)
         self._metrics = metrics
         self._candidates = candidates
         self._num_each = len(candidates) // num_prompts
@@ -140,9 +168,12 @@ class Generation:
         self._outcome: str | None = None
         self._answers: Answers = engine.submit(requests, at_end=at_end)
         metrics.in_flight.add(self)
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None and left_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._answers.fail, too_late(timeout_s))
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """New text as it comes, of all candidates mixed. Raises: RequestFailed, EngineDead."""
+        """New text as it comes, of all candidates mixed. Raises: RequestFailed, EngineDead; ApiError when the time is over."""
         told = False
         try:
             async for news in self._answers:
@@ -192,6 +223,8 @@ class Generation:
     def close(self) -> None:
         """Abort what still runs. Idempotent, never blocks."""
         self._answers.close()
+        if self._timer is not None:
+            self._timer.cancel()
         self._end("aborted")
 
     def _took(self, news: Sequence[Output | Beams]) -> Iterator[TextDelta]:

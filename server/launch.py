@@ -3,14 +3,16 @@
 run ── listen ── resolve the model ── start the engine ── bind its socket ── uvicorn
                                             │                                   │
              the engine ends: /health says 503, requests are answered, then exit 1
-             SIGINT, SIGTERM: requests get GRACE_S to finish, the rest an error, then exit 0
+             SIGINT, SIGTERM: requests in flight get the drain timeout, new ones 503; the rest an error, then exit 0
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import gc
+import ipaddress
 import logging
+import resource
 import signal
 import socket
 import tempfile
@@ -26,7 +28,9 @@ from rich.console import Console
 from vmmkv.server import logs
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
+from vmmkv.server.connections import uvicorn_options
 from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.models import KNOWN_MODELS, resolve
 from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
@@ -37,16 +41,16 @@ from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 5.0
-"""How long requests in flight may go on after the first SIGINT or SIGTERM. A second one ends them at once."""
+GRACE_S: Final = 5
+"""How long answers that are finished may take to be sent, when the server stops."""
 LAST_ANSWERS_S: Final = 3.0
 """How long /health and requests are answered with 503 after the engine has died, before this process ends too."""
 
 
-def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies. Returns the process's exit code: 0, or 1 with a log line.
 
-    Blocks; to be called in the main thread. `engine_command` is for tests.
+    Blocks; to be called in the main thread. `front` is what the engine's process is not told. `engine_command` is for tests.
     Raises: ModelUnavailable if there is no such model.
     """
     logs.configure(config.log_level, config.log_format)
@@ -55,10 +59,19 @@ def run(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) 
     except OSError as error:
         log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
         return 1
+    front = front or FrontConfig()
+    if not front.api_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        log.warning(
+            "Whoever reaches %s port %d may use this server: it listens beyond this machine and has no keys; "
+            "add --api-key-file, or --host 127.0.0.1.",
+            *listener.getsockname()[:2],
+        )
+    _raise_file_limit()
     with listener, _private_directory() as directory:
         model_dir = resolve(config.model, weights=config.load_format != "dummy")
         service_name = served_name(config.model)
-        launch = _Launch(dataclasses.replace(config, model=str(model_dir)), service_name, listener, f"ipc://{directory}/engine")
+        config = dataclasses.replace(config, model=str(model_dir))
+        launch = _Launch(config, front, service_name, listener, f"ipc://{directory}/engine")
         return asyncio.run(launch.serve(engine_command))
 
 
@@ -88,7 +101,7 @@ class _Server(uvicorn.Server):
 class _Launch:
     """One run of the server: `config.model` is a directory here, `name` what clients call it."""
 
-    def __init__(self, config: ServeConfig, name: str, listener: socket.socket, address: str) -> None:
+    def __init__(self, config: ServeConfig, front: FrontConfig, name: str, listener: socket.socket, address: str) -> None:
         self._config = config
         self._listener = listener
         console = Console(stderr=True)
@@ -96,7 +109,7 @@ class _Launch:
             console = Console(file=cast(IO[str], logs.LogLines(log)), width=1000)
         self._progress = LoadingProgress(console)
         self._client = EngineClient(address, on_loading=self._progress.show)
-        self._service = Service(self._client, name)
+        self._service = Service(self._client, name, front)
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._service),
@@ -105,10 +118,12 @@ class _Launch:
                 # A scraper asks every few seconds: its lines would bury the others.
                 log_level="info" if config.log_level.lower() == "debug" else "warning",
                 access_log=config.log_level.lower() == "debug",
-                timeout_graceful_shutdown=int(GRACE_S) + 2,
+                timeout_graceful_shutdown=GRACE_S,
+                **uvicorn_options(config.max_num_seqs + front.max_queued_requests),
             ),
             self._service.viewers.close,
         )
+        self._draining: asyncio.Task[None] | None = None
         self._stopping = False
         self._exit_code = 0
 
@@ -127,6 +142,7 @@ class _Launch:
                 asyncio.create_task(self._watch(engine)),
                 asyncio.create_task(self._load()),
                 asyncio.create_task(tell(self._client)),
+                asyncio.create_task(self._service.watchdog.watch()),
             ]
             await self._server.serve(sockets=[self._listener])
         finally:
@@ -145,13 +161,19 @@ class _Launch:
         """A signal came: finish what is in flight for a while; the second time, at once."""
         if self._stopping:
             self._client.fail("The server is shutting down.")
-            self._server.force_exit = True
+            self._server.should_exit = self._server.force_exit = True
             return
         self._stopping = True
-        self._server.should_exit = True
-        say = f"stopping: requests in flight get up to {GRACE_S:g} s; once more (Ctrl-C) stops at once"
+        self._draining = asyncio.create_task(self._drain())
+        timeout_s = self._service.front.drain_timeout_s
+        say = f"stopping: requests in flight get up to {timeout_s:g} s; once more (Ctrl-C) stops at once"
         self._progress.console.print(say, highlight=False)
-        asyncio.get_running_loop().call_later(GRACE_S, self._client.fail, "The server is shutting down.")
+
+    async def _drain(self) -> None:
+        """Answer new requests, and whoever asks for the health, with 503, until those in flight have ended or may no more."""
+        if not await self._service.drain():
+            self._client.fail("The server is shutting down.")
+        self._server.should_exit = True
 
     def _give_up(self, message: str) -> None:
         log.error("%s", message)
@@ -203,6 +225,13 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, opened before all else: a port that is taken shows before minutes of fetching and loading."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=2048)
+
+
+def _raise_file_limit() -> None:
+    """Each client takes a file descriptor, and the usual limit is from days when a thousand were many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

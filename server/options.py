@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vmmkv.config import PREFIX
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import parse_bytes
 
@@ -28,14 +29,14 @@ CONFIG_VARIABLE: Final = f"{PREFIX}CONFIG"
 URL_VARIABLE: Final = f"{PREFIX}URL"
 API_KEY_VARIABLE: Final = f"{PREFIX}API_KEY"
 
-CONFIGS: Final = (ServeConfig,)
+CONFIGS: Final = (ServeConfig, FrontConfig)
 """What the options make, in the order in which `launch.run` takes them; no two have a field of one name."""
 
 _BYTES: Final = "_bytes"
 _UNITS: Final = (_BYTES, "_s")
 """That names of fields end with, and those of options do not."""
 
-_NAMES: Final[Mapping[str, str]] = {}
+_NAMES: Final[Mapping[str, str]] = {"api_keys": "api_key", "max_body_bytes": "max_body_size"}
 """Of options that have another name than their field and its unit."""
 
 _WANTED: Final[Mapping[Any, str]] = {

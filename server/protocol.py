@@ -69,6 +69,16 @@ class AskMap(Message, frozen=True, kw_only=True):
     """HTTP -> engine: a `MemoryMap` is wanted. Who asks before it has come gets the same one."""
 
 
+class Forget(Message, frozen=True, kw_only=True):
+    """HTTP -> engine: forget every prefix that no running request uses; `Managed` is the answer."""
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    """HTTP -> engine: have another KV budget; `Managed` is the answer."""
+
+    budget_bytes: int
+
+
 class Loading(Message, frozen=True, kw_only=True):
     """Engine -> HTTP, while it starts: what it is at, and how far."""
 
@@ -154,6 +164,16 @@ class Failed(Message, frozen=True, kw_only=True):
     message: str
 
 
+class Managed(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP: a `Forget` or `Resize` is done, or is not. They are answered in the order in which they came."""
+
+    error: str | None = None
+    freed_bytes: int
+    budget_bytes: int
+    pool_tokens: int
+    """As in `Ready`."""
+
+
 class Snapshot(Message, frozen=True, kw_only=True):
     """Engine -> HTTP, at least once a second while busy, and once when it becomes idle: what /metrics shows."""
 
@@ -200,8 +220,8 @@ class MemoryMap(Message, frozen=True, kw_only=True):
     """Of the engine's time, to look at the slots."""
 
 
-ToEngine: TypeAlias = Generate | Abort | AskMap | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Snapshot | MemoryMap
+ToEngine: TypeAlias = Generate | Abort | AskMap | Forget | Resize | Shutdown
+FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Managed | Snapshot | MemoryMap
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

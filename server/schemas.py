@@ -4,9 +4,9 @@ A parameter of OpenAI's that is not served is refused, unless it has the value t
 `tools=[]`): a client that sets it would else get something other than it asked for and never know. `user` asks for nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from vmmkv.server.grammar.asked import Grammar
@@ -17,7 +17,32 @@ from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 
 Prompt = str | list[int]
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_NAME_CHARS = 1024
+"""Of `cache_salt` and `user`."""
+MAX_TIMEOUT_S = 86_400.0
+
+
+_TOKEN_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_FORMS: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_CHOICES},
+    ]
+}
+"""Of `prompt`, for the OpenAPI document; and of `stop` and `content`."""
+_STOP: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_FORMS: Final = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
+_TEXT_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT_FORMS: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
 
 
 def _as_prompts(value: Any) -> list[Prompt]:
@@ -85,7 +110,10 @@ class GenerationRequest(SamplingFields):
     """Choices for each prompt: sampled with seeds that follow each other, or the best that a beam search finds."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+        BeforeValidator(_as_list),
+        Field(max_length=MAX_STOP_STRINGS),
+        WithJsonSchema(_STOP_FORMS),
     ] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,10 +125,13 @@ class GenerationRequest(SamplingFields):
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     """Not OpenAI's: requests of a lower one go first, whenever they came."""
-    user: str | None = None
-    """Whom the client asks for, which changes nothing here: there is nobody to tell apart but by `cache_salt`."""
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    """Not OpenAI's: only requests of one salt, or those without, share what the prefix cache holds."""
+    user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """Whom the client asks for, which changes nothing here: callers are told apart by their keys, and by `cache_salt`."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    """Not OpenAI's: only requests of one salt, or those without, share what the prefix cache holds. Those of different API
+    keys share nothing."""
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None
+    """Not OpenAI's: seconds from the request's arrival, after which it ends with an error (408), or its stream with one."""
     use_beam_search: bool = False
     """Not OpenAI's: answer with the likeliest texts that a search finds, sampling nothing. Stop strings cut the texts that
     it found; the search itself knows `stop_token_ids`."""
@@ -180,6 +211,11 @@ class GenerationRequest(SamplingFields):
         return self
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """New tokens of each answer at most, if that was said."""
+        return self.max_tokens
+
+    @property
     def num_prompts(self) -> int:
         """Texts to continue."""
         return 1
@@ -218,12 +254,20 @@ class GenerationRequest(SamplingFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"echo": (False,), "suffix": ("",)}
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    unserved: ClassVar[Unserved] = {"suffix": ("",), "min_tokens": (0,), "response_format": ({"type": "text"},)}
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Sample so many for each prompt, and return the `n` whose tokens have the highest mean log-probability, best first."""
+    echo: bool | None = None
+    """Have each answer begin with its prompt."""
+
+    @model_validator(mode="after")
+    def _prompts_have_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise refusal("echo", "log-probabilities of a prompt are not computed here: leave echo out, or logprobs")
+        return self
 
     @model_validator(mode="after")
     def _best_of_can_choose(self) -> Self:
@@ -275,7 +319,7 @@ class ChatMessage(WireRequest):
         "annotations": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text)]
+    content: Annotated[str, BeforeValidator(_as_text), WithJsonSchema(_CONTENT_FORMS)]
 
 
 class ChatRequest(GenerationRequest):
@@ -287,6 +331,7 @@ class ChatRequest(GenerationRequest):
         "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none",),
+        "min_tokens": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -333,6 +378,11 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only for logprobs=true")
         return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """By either of its names."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:

@@ -8,11 +8,13 @@ from importlib import resources
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from vmmkv.server import api_errors
 from vmmkv.server.client import EngineClient, EngineDead, EngineNotReady
+from vmmkv.server.guard import CALLER
+from vmmkv.server.keys import Keys
 from vmmkv.server.memory_maps import MapUnavailable
 from vmmkv.server.viewers import TooManyViewers, Viewers, memory_of
 from vmmkv.units import PAGE_BYTES
@@ -45,10 +47,16 @@ FILES: Final = _files()
 router = APIRouter()
 
 
-def install(app: FastAPI, engine: EngineClient, viewers: Viewers) -> None:
-    """Add the routes."""
-    app.state.engine, app.state.viewers = engine, viewers
+def install(app: FastAPI, engine: EngineClient, viewers: Viewers, keys: Keys) -> None:
+    """Add the routes. What all are doing is shown to whom `keys` says."""
+    app.state.engine, app.state.viewers, app.state.keys = engine, viewers, keys
     app.include_router(router)
+
+
+async def _may_see(request: Request) -> None:
+    keys: Keys = request.app.state.keys
+    if not keys.sees_all(getattr(request.state, CALLER)):
+        raise api_errors.not_the_administrator()
 
 
 @router.get("/", include_in_schema=False)
@@ -70,7 +78,7 @@ def _file(name: str) -> Response:
     return Response(content, media_type=media_type, headers=HEADERS)
 
 
-@router.get("/kv")
+@router.get("/kv", dependencies=[Depends(_may_see)])
 async def kv(request: Request) -> Response:
     """The live memory map: what is mapped under each slot, and what memory is for."""
     engine: EngineClient = request.app.state.engine
@@ -83,7 +91,7 @@ async def kv(request: Request) -> Response:
     return Response(msgspec.json.encode(told), media_type="application/json")
 
 
-@router.get("/events", include_in_schema=False)
+@router.get("/events", include_in_schema=False, dependencies=[Depends(_may_see)])
 async def events(request: Request) -> Response:
     """State and map for as long as somebody looks, as server-sent events."""
     viewers: Viewers = request.app.state.viewers

@@ -50,19 +50,21 @@ class Tokenizer:
 
         return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
         """See `encode_one`, for several. Does not hold up the event loop. Raises: PromptError."""
         if sum(map(len, prompts)) <= INLINE_CHARS:
-            return [self.encode_one(prompt) for prompt in prompts]
-        return await asyncio.to_thread(lambda: [self.encode_one(prompt) for prompt in prompts])
+            return [self.encode_one(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+        return await asyncio.to_thread(
+            lambda: [self.encode_one(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+        )
 
-    def encode_one(self, prompt: Prompt) -> list[int]:
+    def encode_one(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt as given to /v1/completions: with the model's own start token where it is text.
 
         Raises: PromptError for a token id that the model does not have, or what is no text.
         """
         if isinstance(prompt, str):
-            return self._encode_text(prompt, add_special_tokens=True)
+            return self._encode_text(prompt, add_special_tokens=add_special_tokens)
         unknown = next((token_id for token_id in prompt if not 0 <= token_id < self.vocab_size), None)
         if unknown is not None:
             raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
@@ -98,6 +100,10 @@ class Tokenizer:
             raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
         assert isinstance(text, str)
         return text
+
+    def text(self, prompt: Prompt) -> str:
+        """What a prompt says."""
+        return prompt if isinstance(prompt, str) else self.rust.decode(prompt, skip_special_tokens=True)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.

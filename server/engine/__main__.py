@@ -14,10 +14,11 @@ import zmq
 
 from vmmkv import VmmkvError
 from vmmkv.server import logs
-from vmmkv.server.engine.core import EngineCore, EngineDied
-from vmmkv.server.engine.loading import load
+from vmmkv.server.engine.administration import manage
+from vmmkv.server.engine.core import EngineDied
+from vmmkv.server.engine.loading import Loaded, load
 from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
-from vmmkv.server.protocol import AskMap, FromEngine, Shutdown, decode_to_engine, encode
+from vmmkv.server.protocol import AskMap, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import format_bytes
 
@@ -63,7 +64,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     )
     engine = loaded.engine
     mapper = MapMaker(engine.cache, engine.request_in, send)
-    while receive(engine, mapper, socket):
+    while receive(loaded, mapper, socket):
         engine.step()
         mapper.work(SLICE_US)
         if not engine.has_work:
@@ -73,8 +74,9 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     return 0
 
 
-def receive(engine: EngineCore, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool:
+def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool:
     """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
+    engine = loaded.engine
     wait = not engine.has_work
     while wait or socket.poll(0):
         message = decode_to_engine(socket.recv())
@@ -85,7 +87,10 @@ def receive(engine: EngineCore, mapper: MapMaker, socket: "zmq.Socket[Any]") -> 
             if wait:
                 mapper.work(math.inf)
             continue
-        engine.receive(message)
+        if isinstance(message, Forget | Resize):
+            socket.send(encode(manage(loaded, message)))
+        else:
+            engine.receive(message)
         wait = False
     return True
 

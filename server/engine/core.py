@@ -459,6 +459,11 @@ class EngineCore:
             self._prefix.evict()
         self.settle()
 
+    def budget_changed(self) -> None:
+        """The memory has another budget than before: requests are held against that from now on."""
+        self._budget_bytes = self.cache.stats().pool_budget_bytes
+        self.report()
+
     def report(self, *, only_if_due: bool = False) -> None:
         """Send a snapshot, at most every SNAPSHOT_S while there is work."""
         now_s = time.monotonic()

@@ -127,6 +127,20 @@ class SlotsInPool:
             most_bytes = wanted.layout.peak_pages(wanted.max_tokens, sliding=False) * wanted.max_sequences * PAGE_BYTES
             self.cache.pool.resize(max(_least_bytes(wanted), min(default_budget_bytes(self.cache.pool), most_bytes)))
 
+    def resize(self, budget_bytes: int) -> None:
+        """Have another budget, while sequences run. Raises: BudgetError for one that cannot be had, and nothing has changed."""
+        pool, least_bytes = self.cache.pool, _least_bytes(self._wanted)
+        if budget_bytes < least_bytes:
+            raise BudgetError(f"{format_bytes(budget_bytes)} do not hold one step; the least is {least_bytes} bytes")
+        free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
+        margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
+        most_bytes = max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
+        if budget_bytes > max(most_bytes, pool.budget_bytes):
+            raise BudgetError(
+                f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
+            )
+        pool.resize(budget_bytes)
+
     def share(self) -> PrefixCache | None:
         """See EngineMemory."""
         return PrefixCache(self.cache) if self._wanted.shares_prefixes else None

@@ -22,13 +22,16 @@ from vmmkv.server.protocol import (
     Beams,
     Failed,
     FinishReason,
+    Forget,
     Generate,
     Loading,
+    Managed,
     MemoryMap,
     Message,
     Output,
     Outputs,
     Ready,
+    Resize,
     Shutdown,
     Snapshot,
     ToEngine,
@@ -38,6 +41,8 @@ from vmmkv.server.protocol import (
 
 FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
 """A request with one of these fails, gets no answer, or ends the engine."""
+SILENT_SEEDS = range(2000, 3000)
+"""Nor do these, of which a request has several."""
 DIE_CODE = 3
 
 READY = Ready(
@@ -82,6 +87,8 @@ class FakeEngine:
         """Repeat the answer up to max_new_tokens."""
         self.step_s = 0.0
         self.received: list[ToEngine] = []
+        self.most_running = 0
+        """Requests at once, at the worst."""
         self._ready = ready
         self._address = address
         self._running: dict[str, tuple[Generate, list[int]]] = {}
@@ -123,13 +130,19 @@ class FakeEngine:
                     self._send(Failed(request_id=request_id, message="the fake engine was told to fail"))
                 elif seed == DIE_SEED:
                     os._exit(DIE_CODE)
-                elif seed != SILENT_SEED:
+                elif seed != SILENT_SEED and seed not in SILENT_SEEDS:
                     self._running[request_id] = (message, [])
+                    self.most_running = max(self.most_running, len(self._running))
             case Abort(request_id=request_id):
                 self._running.pop(request_id, None)
             case AskMap():
                 if self.memory_map is not None:
                     self._send(self.memory_map)
+            case Forget():
+                self._send(Managed(freed_bytes=7, budget_bytes=self._ready.budget_bytes, pool_tokens=self._ready.pool_tokens))
+            case Resize(budget_bytes=budget_bytes):
+                error = "that is too little" if budget_bytes < 1 << 21 else None
+                self._send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
             case Shutdown():
                 self._stop.set()
 

@@ -17,6 +17,8 @@ from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
+from vmmkv.server.connections import uvicorn_options
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.protocol import Ready
 from vmmkv.server.tokenizer import Tokenizer
 
@@ -44,7 +46,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(*, ready: Ready = READY, start_engine: bool = True) -> Iterator[Running]:
+def running_server(*, ready: Ready = READY, start_engine: bool = True, front: FrontConfig | None = None) -> Iterator[Running]:
     """Start all of it, and stop all of it; nothing is left of either."""
     with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"ipc://{directory}/engine"
@@ -56,9 +58,10 @@ def running_server(*, ready: Ready = READY, start_engine: bool = True) -> Iterat
         async def serve() -> None:
             client = EngineClient(address)
             client.start()
-            service = Service(client, "tiny")
+            service = Service(client, "tiny", front)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_level="warning"))
+            options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
+            server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_level="warning", **options))
             servers.append(server)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             running.append(Running(url, engine, client, service, asyncio.get_running_loop()))

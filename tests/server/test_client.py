@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -218,5 +219,33 @@ def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(address: 
             got = await asyncio.gather(*(one(number) for number in range(1000)))
             assert all(messages[-1].finish_reason == "stop" for messages in got)
             assert client._answers == {}
+
+    asyncio.run(check())
+
+
+def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing_is_left() -> None:
+    async def check() -> None:
+        client = EngineClient("ipc:///nobody/is/there")
+        client.phase = READY
+        working = FakeEngine("ipc:///nobody/is/there")._snapshot()
+        working = msgspec.structs.replace(working, running=1)
+        client._handle(working)
+        assert client.silent_s() == 0
+        answers = client.submit([request("a")])
+        client._handle(working)  # it turns round, and computes nothing
+        await asyncio.sleep(0.05)
+        client._handle(working)
+        assert client.silent_s() >= 0.05
+        for change in ({"kv_tokens": 1}, {"prompt_tokens": 1}, {"generated_tokens": 1}):
+            await asyncio.sleep(0.02)
+            before_s = client.silent_s()
+            working = msgspec.structs.replace(working, **change)  # type: ignore[arg-type]
+            client._handle(working)
+            assert client.silent_s() < before_s
+        answers.close()  # and this the engine is to hear of
+        await asyncio.sleep(0.02)
+        assert client.silent_s() >= 0.02
+        client._handle(msgspec.structs.replace(working, running=0))
+        assert client.silent_s() == 0
 
     asyncio.run(check())

@@ -28,9 +28,11 @@ from vmmkv.server.settings import ServeConfig
 ROOT = Path(__file__).parents[2]
 SERVE = """\
 import json, sys
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.launch import run
 from vmmkv.server.settings import ServeConfig
-sys.exit(run(ServeConfig(**json.loads(sys.argv[1])), engine_command=json.loads(sys.argv[2])))
+config, front, command = map(json.loads, sys.argv[1:])
+sys.exit(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
 """
 
 
@@ -98,11 +100,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model_dir: Path, *engine_arguments: str, **settings: Any) -> Iterator[Served]:
+def serving(model_dir: Path, *engine_arguments: str, front: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
     config = json.dumps({"model": str(model_dir), "port": 0, **settings})
     engine = json.dumps([sys.executable, "-m", fake_engine.__name__, *engine_arguments])
     with subprocess.Popen(
-        [sys.executable, "-c", SERVE, config, engine], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVE, config, json.dumps(front or {}), engine], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         served = Served(process)
         try:
@@ -139,6 +141,39 @@ def test_requests_in_flight_at_a_signal_get_an_answer(model_dir: Path) -> None:
         assert got[0].status_code == 503
         assert "shutting down" in got[0].json()["error"]["message"]
         assert served.ends() == 0
+
+
+def test_requests_in_flight_at_a_signal_have_the_drain_timeout_and_no_more(model_dir: Path) -> None:
+    with serving(model_dir, front={"drain_timeout_s": 1}) as served:
+        url = served.url()
+        got: list[httpx.Response] = []
+        body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
+        waiting = Thread(target=lambda: got.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+        waiting.start()
+        time.sleep(0.5)
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "1 sequences are still in flight"}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
+        waiting.join(20)
+        assert got[0].status_code == 503
+        assert served.ends() == 0
+
+
+@pytest.mark.parametrize(("front", "warns"), [({}, True), ({"api_keys": ["a-key-of-one"]}, False)])
+def test_a_server_that_all_networks_reach_without_a_key_warns(model_dir: Path, front: dict[str, Any], warns: bool) -> None:
+    with serving(model_dir, host="0.0.0.0", front=front) as served:
+        served.url()
+        assert ("has no keys" in served.log()) is warns
+
+
+def test_a_stuck_engine_is_logged(model_dir: Path) -> None:
+    with serving(model_dir, front={"stuck_after_s": 0.5}) as served:
+        url = served.url()
+        body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED, "timeout": 10}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=2)
+        assert "has made no step" in served.log()
 
 
 def test_when_the_engine_dies_requests_are_answered_health_says_so_and_the_exit_code_is_not_zero(model_dir: Path) -> None:

@@ -18,7 +18,7 @@ launch = pytest.importorskip("vmmkv.server.launch")
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """What the launcher is called with, in place of launching."""
     configs: list[ServeConfig] = []
-    monkeypatch.setattr(launch, "run", lambda config: configs.append(config) or 3)
+    monkeypatch.setattr(launch, "run", lambda config, front: configs.append(config) or 3)
     return configs
 
 

@@ -70,6 +70,24 @@ HELP: Final[Mapping[str, Words]] = {
     ),
     "load_format": Words("auto (the model's safetensors), or dummy for random weights"),
     "seed": Words("of dummy weights", "N"),
+    "api_keys": Words(
+        "answer only who has this key, on every route but /health; may be given several times. Other users of this machine "
+        "can see it in the list of processes",
+        "KEY",
+        "answer everybody",
+    ),
+    "api_key_file": Words("the same, with a key on each line of a file", "FILE"),
+    "admin_key": Words("opens /kv/reset and /kv/resize, which are not there without it", "KEY"),
+    "admin_key_file": Words("the same, in a file", "FILE"),
+    "max_tokens_per_key": Words(
+        "tokens, of prompts and of answers at their longest, that one key may have in flight", "N", "any number"
+    ),
+    "max_queued_requests": Words("sequences in flight beyond --max-num-seqs, before requests get 429", "N"),
+    "max_queued_tokens": Words("tokens of prompts whose answers have not begun, before requests get 429", "N"),
+    "max_body_bytes": Words("of a request", "SIZE", "16MiB"),
+    "request_timeout_s": Words("from a request to the end of its answer, after which it gets 408", "SECONDS", "any time"),
+    "drain_timeout_s": Words("how long requests in flight may go on after a signal to stop", "SECONDS"),
+    "stuck_after_s": Words("report an engine that has work and makes no step for so long", "SECONDS"),
     "log_level": Words("debug, info, warning or error"),
     "log_format": Words("console, or json for an object a line"),
 }

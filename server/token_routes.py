@@ -1,0 +1,102 @@
+"""/tokenize and /detokenize, as vLLM has them: what a prompt or a conversation is to the model, and back."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Self
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, model_validator
+
+from vmmkv.server.api_errors import bad_request
+from vmmkv.server.protocol import Ready
+from vmmkv.server.schema_base import Unserved, WireRequest, refusal
+from vmmkv.server.schemas import ChatMessage
+from vmmkv.server.tokenizer import INLINE_CHARS, PromptError, Tokenizer
+
+Require = Callable[[str | None], tuple[Ready, Tokenizer]]
+"""The engine's limits and the tokenizer of a model, the one there is if None. Raises: ApiError."""
+
+
+class TokenizeRequest(WireRequest):
+    """POST /tokenize: one prompt, or one conversation in the model's chat template."""
+
+    unserved: ClassVar[Unserved] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "tools": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    """Whether a prompt gets the model's own start token, as /v1/completions gives it one; templates write their own."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "send either prompt or messages")
+        return self
+
+
+class Tokens(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    """Tokens that one request can have, with its answer."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(WireRequest):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Text(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+def router(require: Require) -> APIRouter:
+    """The two routes."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Tokens:
+        """The token ids of a text."""
+        ready, tokenizer = require(body.model)
+        try:
+            if body.messages is not None:
+                ids = await tokenizer.encode_chat(body.messages)
+            else:
+                assert body.prompt is not None
+                (ids,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        except PromptError as error:
+            param = "prompt" if body.messages is None else "messages"
+            raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
+        texts = [tokenizer.texts.text_of(token_id) for token_id in ids] if body.return_token_strs else None
+        limit = min(ready.max_tokens, ready.pool_tokens)
+        return Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Text:
+        """The text of token ids, special tokens among it."""
+        _, tokenizer = require(body.model)
+        try:
+            ids = tokenizer.encode_one(body.tokens)
+        except PromptError as error:
+            raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
+        arguments: dict[str, Any] = {"skip_special_tokens": False}
+        if len(ids) <= INLINE_CHARS:
+            return Text(prompt=tokenizer.rust.decode(ids, **arguments))
+        return Text(prompt=await asyncio.to_thread(tokenizer.rust.decode, ids, **arguments))
+
+    return routes

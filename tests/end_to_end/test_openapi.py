@@ -1,0 +1,39 @@
+"""schemathesis asks a real server whatever its own OpenAPI document allows, and much that it does not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+
+from tests.end_to_end.small import ADMIN, ONE, small_server, until
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance,ignored_auth"
+)
+"""All that a server without objects to look up can fail, but that whatever fits the document be taken: a document cannot say
+that a parameter is only for some value of another, or how many tokens a text has."""
+
+COMMAND = (sys.executable, "-m", "schemathesis.cli", "run", "--header", f"Authorization: Bearer {ADMIN}", "--checks", CHECKS,
+           "--request-timeout", "30", "--max-response-time", "20", "--continue-on-failure", "--no-shrink")  # fmt: skip
+RUNS = ((), ("--mode", "positive", "--phases", "fuzzing", "--include-path-regex", "^/v1/c"))
+"""Everything; and then what the engine is to work on, for most of the first is refused before."""
+
+
+def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
+    """Ten minutes in `make nightly`, with several clients."""
+    is_nightly = hypothesis.settings.get_current_profile_name() == "nightly"
+    seconds, workers = (300, 4) if is_nightly else (10, 1)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    with small_server(directory, "--api-key", ONE, "--admin-key", ADMIN, "--max-num-seqs", "8") as server:
+        for options in RUNS:
+            command = [*COMMAND, *options, "--max-time", str(seconds), "--workers", str(workers), f"{server.url}/openapi.json"]
+            ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds + 120)
+            assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+        until(server.is_empty)
+        assert server.metric('requests_total{outcome="finished"}') > 10, "hardly anything reached the engine"
+        assert server.http(ADMIN).post("/kv/reset", json={}).status_code == 200
+        until(lambda: server.metric("kv_free_bytes") == server.metric("kv_created_bytes"))
+        assert server.openai().completions.create(model="model", prompt="a", max_tokens=2).choices

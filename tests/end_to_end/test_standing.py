@@ -1,0 +1,193 @@
+"""What a server must bear that is left running: keys, storms, floods, late answers, an administrator, a signal."""
+
+import asyncio
+import collections
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.small import ADMIN, ONE, TWO, SmallServer, small_server, until
+
+NAME = "model"
+NUM_RUNNING, NUM_QUEUED = 4, 4
+CAPACITY = NUM_RUNNING + NUM_QUEUED
+ENDLESS: Any = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallServer]:
+    directory = tmp_path_factory.mktemp("standing") / NAME
+    directory.mkdir()
+    keys = directory / "keys"
+    keys.write_text(f"{ONE}\n{TWO}\n")
+    options = ["--api-key-file", str(keys), "--admin-key", ADMIN, "--max-num-seqs", str(NUM_RUNNING)]
+    with small_server(directory, *options, "--max-queued-requests", str(NUM_QUEUED)) as server:
+        yield server
+
+
+def test_who_has_no_key_is_told_so_and_the_engine_never_sees_one(standing: SmallServer) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        standing.openai("another-key").models.list()
+    assert [model.id for model in standing.openai(TWO).models.list()] == [NAME]
+    assert httpx.get(f"{standing.url}/health").json() == {"status": "ok", "reason": None}
+    _, engine = standing.pids()
+    for part in ("cmdline", "environ"):
+        data = Path(f"/proc/{engine}/{part}").read_bytes()
+        assert not any(key.encode() in data for key in (ONE, TWO, ADMIN))
+
+
+def test_keys_do_not_see_what_others_have_asked(standing: SmallServer) -> None:
+    def cached(key: str, **extra: Any) -> int:
+        usage = standing.openai(key).completions.create(model=NAME, prompt="a" * 700, max_tokens=2, extra_body=extra).usage
+        assert usage is not None and usage.prompt_tokens_details is not None  # type: ignore[attr-defined]
+        count: int = usage.prompt_tokens_details.cached_tokens  # type: ignore[attr-defined]
+        return count
+
+    assert cached(ONE) == 0
+    assert cached(ONE) > 600
+    assert cached(TWO) == 0
+    assert cached(ONE, cache_salt="s") == 0
+    assert cached(TWO, cache_salt="s") == 0
+    assert cached(TWO) > 600
+
+
+def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: SmallServer) -> None:
+    for stream in (False, True):
+        began = time.monotonic()
+        with pytest.raises(openai.APIError, match=r"within 0\.3 s"):
+            answer = standing.openai(max_retries=2).completions.create(
+                model=NAME, prompt="a", max_tokens=1000, stream=stream, extra_body={"timeout": 0.3, **ENDLESS}
+            )
+            list(answer)
+        assert time.monotonic() - began < 10
+        until(standing.is_empty)
+
+
+def test_a_storm_of_clients_that_leave_leaves_nothing(standing: SmallServer) -> None:
+    chance = random.Random(2)
+
+    async def leave(index: int) -> None:
+        body = {"model": NAME, "prompt": f"{index} " * 50, "max_tokens": 500, "stream": index % 2 == 0, **ENDLESS}
+        await asyncio.sleep(chance.random() * 2)
+        try:
+            async with asyncio.timeout(chance.random()), httpx.AsyncClient(timeout=60) as client:
+                headers = {"Authorization": f"Bearer {ONE}"}
+                async with client.stream("POST", f"{standing.url}/v1/completions", json=body, headers=headers) as answer:
+                    async for _ in answer.aiter_bytes():
+                        pass
+        except TimeoutError:
+            pass
+
+    async def storm() -> None:
+        await asyncio.gather(*(leave(index) for index in range(60)))
+
+    asyncio.run(storm())
+    until(standing.is_empty)
+    assert standing.metric('requests_total{outcome="aborted"}') > 5
+    assert standing.openai().completions.create(model=NAME, prompt="a", max_tokens=3).choices
+
+
+def test_ten_times_too_many_are_each_answered_and_memory_does_not_grow_with_them(standing: SmallServer) -> None:
+    def flood() -> collections.Counter[int]:
+        answers: collections.Counter[int] = collections.Counter()
+
+        async def ask(client: httpx.AsyncClient, index: int) -> None:
+            body = {"model": NAME, "prompt": f"{index} " * 100, "max_tokens": 100, **ENDLESS}
+            answer = await client.post("/v1/completions", json=body)
+            answers[answer.status_code] += 1
+            if answer.status_code == 429:
+                assert 1 <= int(answer.headers["Retry-After"]) <= 60
+            else:
+                assert answer.json()["usage"]["completion_tokens"] == 100
+
+        async def all_at_once() -> None:
+            headers, limits = {"Authorization": f"Bearer {ONE}"}, httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=standing.url, timeout=120, headers=headers, limits=limits) as client:
+                await asyncio.gather(*(ask(client, index) for index in range(10 * CAPACITY)))
+
+        asyncio.run(all_at_once())
+        return answers
+
+    flood()
+    before_bytes = standing.resident_bytes()
+    for _ in range(3):
+        answers = flood()
+        assert sum(answers.values()) == 10 * CAPACITY and answers.keys() == {200, 429}
+        assert answers[200] >= CAPACITY
+    assert standing.resident_bytes() - before_bytes < 32 << 20
+    until(standing.is_empty)
+
+
+def test_a_client_that_comes_again_when_it_is_told_to_is_answered(standing: SmallServer) -> None:
+    """OpenAI's own, which knows Retry-After."""
+    made: list[int] = []
+
+    def ask() -> None:
+        answer = standing.openai(max_retries=10).completions.create(
+            model=NAME, prompt="a", max_tokens=100, extra_body={**ENDLESS}, timeout=120
+        )
+        assert answer.usage is not None
+        made.append(answer.usage.completion_tokens)
+
+    threads = [threading.Thread(target=ask) for _ in range(3 * CAPACITY)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert made == [100] * len(threads)
+
+
+def test_the_administrator_empties_the_cache_and_changes_the_budget_while_it_serves(standing: SmallServer) -> None:
+    ask = standing.openai().completions.create
+    ask(model=NAME, prompt="b" * 900, max_tokens=2)
+    until(standing.is_empty)
+    assert standing.metric("kv_cached_bytes") > 0
+    assert standing.http(ONE).post("/kv/reset", json={}).status_code == 403
+    forgotten = standing.http(ADMIN).post("/kv/reset", json={}).json()
+    assert forgotten["freed_bytes"] > 0
+    until(lambda: standing.metric("kv_cached_bytes") == 0)
+    usage: Any = ask(model=NAME, prompt="b" * 900, max_tokens=2).usage
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+    def resize(budget_bytes: int) -> httpx.Response:
+        return standing.http(ADMIN).post("/kv/resize", json={"budget_bytes": budget_bytes})
+
+    stream = standing.openai().completions.create(model=NAME, prompt="c", max_tokens=900, stream=True, extra_body=ENDLESS)
+    texts = iter(stream)
+    next(texts)
+    for budget_bytes in (16 << 20, 128 << 20, 64 << 20):
+        answer = resize(budget_bytes)
+        assert answer.json()["budget_bytes"] == budget_bytes, answer.text
+        until(lambda wanted=budget_bytes: standing.metric("kv_budget_bytes") == wanted)  # type: ignore[misc]
+        assert standing.metric("kv_created_bytes") <= budget_bytes
+    assert sum(1 for _ in texts) > 0
+    for budget_bytes in (1, 1 << 60):
+        refused = resize(budget_bytes)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "budget_bytes"), refused.text
+    assert standing.metric("kv_budget_bytes") == 64 << 20
+
+
+def test_a_signal_lets_those_who_run_finish_and_turns_others_away(tmp_path: Path) -> None:
+    directory = tmp_path / NAME
+    directory.mkdir()
+    with small_server(directory, "--drain-timeout", "60") as server:
+        stream = iter(
+            server.openai().completions.create(model=NAME, prompt="a", max_tokens=1000, stream=True, extra_body=ENDLESS)
+        )
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": NAME, "prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
+        assert 1 <= int(refused.headers["Retry-After"]) <= 60
+        *_, last = stream
+        assert last.choices[0].finish_reason == "length"
+        assert server.process.wait(20) == 0

@@ -1,0 +1,161 @@
+"""Laws of a bad day: clients that leave at random moments, and ten times as many as there is room for."""
+
+import asyncio
+import collections
+import json
+import random
+import socket
+
+import httpx
+import msgspec
+import pytest
+
+from tests.server.fake_engine import READY
+from tests.server.support import Running, eventually, running_server
+from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.guard import MAX_BODIES
+from vmmkv.server.protocol import Abort, Generate
+
+NUM_LEAVING = 500
+QUEUE = 36
+CAPACITY = READY.max_sequences + QUEUE
+
+
+def body(stream: bool, index: int) -> dict[str, object]:
+    return {"model": "tiny", "prompt": f"client {index}", "max_tokens": 100, "stream": stream}
+
+
+def nothing_is_left(server: Running) -> bool:
+    """Neither here nor in the engine."""
+    asked = {message.request_id for message in server.engine.received if isinstance(message, Generate)}
+    told = {message.request_id for message in server.engine.received if isinstance(message, Abort)}
+    return (
+        server.service.intake.num_sequences == 0
+        and server.client.waiting_tokens == 0
+        and not server.client._answers
+        and not server.engine._running
+        and told <= asked
+    )
+
+
+def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them() -> None:
+    with running_server(front=FrontConfig(max_queued_requests=NUM_LEAVING)) as server:
+        server.engine.endless, server.engine.step_s = True, 0.005
+        chance = random.Random(1)
+
+        async def leave(index: int) -> None:
+            """Without a word, at any moment from before the request is sent to after its answer."""
+            host, port = server.url.removeprefix("http://").split(":")
+            content = httpx.Request("POST", "http://x", json=body(index % 2 == 0, index)).content
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            data = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+            await asyncio.sleep(chance.random())
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data if index % 5 else data[: chance.randrange(len(data))])
+            try:
+                async with asyncio.timeout(chance.random() ** 2 * 2):
+                    while await reader.read(1000):
+                        pass
+            except TimeoutError:
+                pass
+            writer.transport.abort()
+
+        async def storm() -> None:
+            await asyncio.gather(*(leave(index) for index in range(NUM_LEAVING)))
+
+        asyncio.run(storm())
+        assert eventually(lambda: nothing_is_left(server), within_s=10)
+        told = sum(isinstance(message, Abort) for message in server.engine.received)
+        assert told > NUM_LEAVING // 4, "hardly anybody left in the middle"
+        server.engine.endless = False
+        assert server.openai.completions.create(model="tiny", prompt="abc").choices[0].text == "abc"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_ten_times_as_many_as_there_is_room_for_each_has_an_answer_and_the_engine_never_has_more(stream: bool) -> None:
+    with running_server(front=FrontConfig(max_queued_requests=QUEUE)) as server:
+        server.engine.endless, server.engine.step_s = True, 0.002
+        answers: collections.Counter[int] = collections.Counter()
+        retries: list[int] = []
+
+        async def ask(client: httpx.AsyncClient, index: int) -> None:
+            answer = await client.post("/v1/completions", json=body(stream, index))
+            answers[answer.status_code] += 1
+            if answer.status_code == 429:
+                retries.append(int(answer.headers["Retry-After"]))
+                assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            else:
+                assert answer.status_code == 200
+                if stream:
+                    assert answer.text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in answer.text
+                else:
+                    assert answer.json()["usage"]["completion_tokens"] == 100
+
+        async def flood() -> None:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+                await asyncio.gather(*(ask(client, index) for index in range(10 * CAPACITY)))
+
+        asyncio.run(flood())
+        assert sum(answers.values()) == 10 * CAPACITY
+        assert answers.keys() == {200, 429}
+        assert answers[200] >= CAPACITY
+        assert server.engine.most_running <= CAPACITY
+        assert all(1 <= retry <= 60 for retry in retries)
+        assert eventually(lambda: nothing_is_left(server))
+
+
+def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
+    """Ten times as much as may be held, sent at once by clients that do not finish."""
+    size_bytes = 1 << 20
+    with running_server(front=FrontConfig(max_body_bytes=size_bytes)) as server:
+
+        async def send(stop: asyncio.Event) -> int:
+            host, port = server.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            chunk = b"a" * 65_536
+            for _ in range(size_bytes // len(chunk) - 1):
+                writer.write(b"10000\r\n" + chunk + b"\r\n")
+                await asyncio.sleep(0.001)
+                if writer.transport.is_closing():
+                    break
+            refused = asyncio.create_task(reader.read(12))
+            stopped = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait((refused, stopped), return_when=asyncio.FIRST_COMPLETED)
+            status = int(refused.result()[9:12] or b"0") if refused in done else 0
+            refused.cancel()
+            writer.transport.abort()
+            return status
+
+        async def flood() -> list[int]:
+            stop = asyncio.Event()
+            asyncio.get_running_loop().call_later(3, stop.set)
+            return await asyncio.gather(*(send(stop) for _ in range(160)))
+
+        statuses = asyncio.run(flood())
+        held = statuses.count(0)
+        assert 0 < held <= MAX_BODIES * size_bytes // (size_bytes - (1 << 16)) + 1, collections.Counter(statuses)
+        assert statuses.count(429) == len(statuses) - held
+        assert eventually(lambda: server.http.get("/health").status_code == 200)
+        assert server.openai.completions.create(model="tiny", prompt="abc").choices[0].text == "abc"
+
+
+def test_a_client_that_reads_nothing_loses_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    long = msgspec.structs.replace(READY, max_tokens=100_000, pool_tokens=200_000)
+    with running_server(ready=long) as server:
+        server.service.stalls._stall_s = 0.5
+        server.engine.endless = True
+        content = json.dumps({**body(True, 1), "max_tokens": 90_000})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+            assert eventually(lambda: server.service.intake.num_sequences == 1)
+            assert eventually(lambda: nothing_is_left(server), within_s=20)
+        assert "has read nothing for 0.5 s" in caplog.text
+        assert "Exception in ASGI" not in caplog.text
+        reply = server.openai.completions.create(model="tiny", prompt="abc", max_tokens=3)
+        assert reply.choices[0].text == "abc"

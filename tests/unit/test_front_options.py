@@ -1,0 +1,73 @@
+"""Laws of the options of `vmmkv serve` that the HTTP process alone is told."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from vmmkv.cli.main import main
+from vmmkv.server import launch
+from vmmkv.server.front_settings import FrontConfig
+from vmmkv.units import MIB
+
+ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
+
+
+@pytest.fixture
+def fronts(monkeypatch: pytest.MonkeyPatch) -> list[FrontConfig]:
+    """What the launcher is called with, in place of launching."""
+    given: list[FrontConfig] = []
+    monkeypatch.setattr(launch, "run", lambda config, front: given.append(front) or 3)
+    return given
+
+
+def test_without_options_the_defaults_are_those_of_the_config(fronts: list[FrontConfig]) -> None:
+    assert main(["serve"]) == 3
+    assert fronts == [FrontConfig()]
+
+
+def test_every_option_reaches_its_field(fronts: list[FrontConfig], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{ONE}\n{TWO}\n")
+    (tmp_path / "admin").write_text(f"{ADMIN}\n")
+    options = f"--api-key {ONE} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin --max-tokens-per-key 9"
+    options += " --max-queued-requests 0 --max-queued-tokens 5 --max-body-size 1MiB --request-timeout 2.5 --drain-timeout 0"
+    assert main(["serve", *options.split(), "--stuck-after", "7"]) == 3
+    assert fronts == [
+        FrontConfig(
+            api_keys=(ONE, TWO),
+            admin_key=ADMIN,
+            max_tokens_per_key=9,
+            max_queued_requests=0,
+            max_queued_tokens=5,
+            max_body_bytes=MIB,
+            request_timeout_s=2.5,
+            drain_timeout_s=0,
+            stuck_after_s=7,
+        )
+    ]
+    changed = dataclasses.asdict(fronts[0])
+    defaults = dataclasses.asdict(FrontConfig())
+    assert [name for name, value in defaults.items() if changed[name] == value] == ["api_key_file", "admin_key_file"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--api-key short", "--api-key has a key of 5 characters"),
+        ("--api-key-file ./none", "--api-key-file none cannot be read"),
+        ("--max-tokens-per-key 100", "add --api-key"),
+        (f"--api-key {ONE} --admin-key {ONE}", "--admin-key is one of the API keys"),
+        ("--max-queued-requests -1", "at least 0"),
+        ("--max-body-size 1B", "--max-body-size is 1 B"),
+        ("--request-timeout 0", "--request-timeout 0: wanted a number of seconds above 0"),
+        ("--drain-timeout nan", "--drain-timeout nan"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_says_what_is_right(
+    options: str, message: str, fronts: list[FrontConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options.split()]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert fronts == []
