@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from vmmkv import __version__
-from vmmkv.server import admin_routes, api_errors, logs, request_id, seeing, token_routes
+from vmmkv.server import admin_routes, api_errors, request_id, seeing, token_routes
 from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList, Version
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request

@@ -9,6 +9,7 @@ import pytest
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_configs, read_file
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import GIB, MIB
@@ -30,15 +31,32 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "load_format": ("dummy", "auto", "dummy"),
     "seed": (1, 2, 3),
     "log_level": ("debug", "warning", "error"),
+    "log_format": ("json", "console", "json"),
+    "max_queued_requests": (31, 32, 33),
+    "max_queued_tokens": (41, 42, 43),
+    "max_body_bytes": ("1GiB", "2GiB", "3GiB"),
+    "request_timeout_s": (1.5, 2.5, 3.5),
+    "drain_timeout_s": (4.5, 5.5, 6.5),
+    "stuck_after_s": (7.5, 8.5, 9.5),
 }
 """Of each option what a flag, a variable and a file say here."""
 
 
+Configs = tuple[ServeConfig, FrontConfig]
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
-    configs: list[ServeConfig] = []
-    monkeypatch.setattr(launch, "run", lambda config: configs.append(config) or 0)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Configs]:
+    configs: list[Configs] = []
+    monkeypatch.setattr(launch, "run", lambda config, front: configs.append((config, front)) or 0)
     return configs
+
+
+def configs_of(**values: Any) -> Configs:
+    """Both, with these values in the one that has them."""
+    fields = [field.name for field in dataclasses.fields(ServeConfig)]
+    of_engine = {name: value for name, value in values.items() if name in fields}
+    return ServeConfig(**of_engine), FrontConfig(**{name: values[name] for name in values.keys() - of_engine.keys()})
 
 
 def toml(value: Any) -> str:
@@ -56,7 +74,7 @@ def expected(option: Option, value: Any) -> Any:
 
 
 def test_there_is_an_option_for_every_field_with_words_and_no_other() -> None:
-    fields = [field.name for field in dataclasses.fields(ServeConfig)]
+    fields = [field.name for config in (ServeConfig, FrontConfig) for field in dataclasses.fields(config)]
     assert [one.field for one in OPTIONS] == fields
     assert sorted(serve.HELP) == sorted(fields)
 
@@ -66,7 +84,7 @@ def test_there_is_an_option_for_every_field_with_words_and_no_other() -> None:
 def test_a_flag_goes_before_a_variable_that_before_the_file_that_before_the_default(
     option: Option,
     given: tuple[bool, bool, bool],
-    launched: list[ServeConfig],
+    launched: list[Configs],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -77,24 +95,23 @@ def test_a_flag_goes_before_a_variable_that_before_the_file_that_before_the_defa
         monkeypatch.setenv(option.variable, str(in_variable))
     assert main(["serve", "--config", str(file), *(as_flags(option, in_flag) if given[0] else [])]) == 0
     wins = next((value for value, is_given in zip(OTHERS[option.field], given, strict=True) if is_given), None)
-    config = ServeConfig() if wins is None else ServeConfig(**{option.field: expected(option, wins)})
-    assert launched == [config]
+    assert launched == [configs_of(**({} if wins is None else {option.field: expected(option, wins)}))]
 
 
 def test_the_file_itself_can_come_from_the_environment(
-    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "serve.toml").write_text('port = 9\nkv_budget = 4194304\nlog_level = "DEBUG"\n')
     monkeypatch.setenv("VMMKV_CONFIG", str(tmp_path / "serve.toml"))
     assert main(["serve"]) == 0
-    assert launched == [ServeConfig(port=9, kv_budget_bytes=4 * MIB, log_level="debug")]
+    assert launched == [configs_of(port=9, kv_budget_bytes=4 * MIB, log_level="debug")]
 
 
-def test_an_empty_variable_counts_as_absent(launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_absent(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
     for option in OPTIONS:
         monkeypatch.setenv(option.variable, "")
     assert main(["serve"]) == 0
-    assert launched == [ServeConfig()]
+    assert launched == [configs_of()]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +134,7 @@ def test_an_empty_variable_counts_as_absent(launched: list[ServeConfig], monkeyp
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_line_that_names_the_file(
-    text: str, message: str, launched: list[ServeConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, launched: list[Configs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
@@ -128,13 +145,13 @@ def test_what_is_wrong_in_a_file_is_one_line_that_names_the_file(
     assert launched == []
 
 
-def test_a_file_that_is_not_there_is_one_line(launched: list[ServeConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there_is_one_line(launched: list[Configs], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", "/nowhere/serve.toml"]) == 1
     assert "/nowhere/serve.toml cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_a_wrong_value_of_the_environment_names_its_variable(
-    launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VMMKV_KV_BUDGET", "lots")
     assert main(["serve"]) == 1
@@ -181,5 +198,5 @@ def test_reading_and_merging_need_no_command_line(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("port = 9\nseed = 3\n")
     assert read_file(file) == {"port": 9, "seed": 3}
-    assert make_configs({"seed": 4}, {}, file) == (ServeConfig(port=9, seed=4),)
+    assert make_configs({"seed": 4}, {}, file) == configs_of(port=9, seed=4)
     assert len(set(VARIABLES)) == len(VARIABLES)
