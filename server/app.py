@@ -125,10 +125,12 @@ class _App(FastAPI):
     """With a document of its own."""
 
     def openapi(self) -> dict[str, Any]:
-        """What /openapi.json shows."""
-        service = self.state.service
-        assert isinstance(service, Service)
-        return document(self, model=service.model, has_keys=service.keys.are_required)
+        """What /openapi.json shows: made once, for it takes a tenth of a second of the event loop."""
+        if self.openapi_schema is None:
+            service = self.state.service
+            assert isinstance(service, Service)
+            self.openapi_schema = document(self, model=service.model, has_keys=service.keys.are_required)
+        return self.openapi_schema
 
 
 def create_app(service: Service) -> FastAPI:
@@ -208,7 +210,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         )
         for prompt in prompts
     ]
-    echoes = [tokenizer.text(prompt) for prompt in body.prompt for _ in range(body.num_choices)] if body.echo else None
+    said = await tokenizer.said(body.prompt) if body.echo else None
+    echoes = None if said is None else [text for text in said for _ in range(body.num_choices)]
     answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, echoes)
     return await _respond(request, body, ticket, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
 
@@ -230,10 +233,11 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 
 def _enter(request: Request, body: GenerationRequest) -> Ticket:
-    """A place for a request until its answer is sent. Raises: ApiError (429)."""
-    caller, at_end = getattr(request.state, CALLER), getattr(request.state, AT_END)
+    """A place for a request until its answer is sent. Raises: ApiError (429; 503: a drain may have begun since its headers)."""
+    service, caller, at_end = _service(request), getattr(request.state, CALLER), getattr(request.state, AT_END)
     assert isinstance(caller, Caller) and isinstance(at_end, contextlib.ExitStack)
-    ticket = _service(request).intake.enter(caller, body.widest[1] * body.num_prompts)
+    service.check_room()
+    ticket = service.intake.enter(caller, body.widest[1] * body.num_prompts)
     at_end.callback(ticket.close)
     return ticket
 
@@ -260,7 +264,9 @@ async def _respond(
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
-    grammar = await service.grammars.compiled(body, ready)
+    grammar = await _compiled(request, body, ready, arrived_s)
+    if grammar is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
@@ -291,6 +297,21 @@ async def _respond(
     if whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return Response(whole.model_dump_json(), media_type="application/json")
+
+
+async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arrived_s: float) -> bytes | None:
+    """What the answer follows, for the engine; None if the client went away. Raises: ApiError, also when the time is over."""
+    service = _service(request)
+    if body.grammar[1] is None:
+        return b""
+    timeout_s = service.timeout_s(body.timeout)
+    left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
+    try:
+        async with asyncio.timeout(left_s):
+            return await _unless_disconnected(request, service.grammars.compiled(body, ready))
+    except TimeoutError as error:
+        assert timeout_s is not None
+        raise api_errors.too_late(timeout_s) from error
 
 
 async def _whole(answer: Answer, generation: Generation) -> BaseModel:

@@ -48,6 +48,9 @@ _WANTED: Final[Mapping[Any, str]] = {
 }
 """What a field can be, and how that is said."""
 
+SECRETS: Final = ("api_keys", "admin_key")
+"""Fields that no message shows, and that no other process is to inherit."""
+
 _NORMALISED: Final[Mapping[str, Callable[[str], str]]] = {"log_level": str.lower}
 
 
@@ -99,7 +102,8 @@ class Option:
         else:
             fits, wanted = is_number if self.kind is int else isinstance(found, self.kind), _WANTED[self.kind]
         if not fits:
-            raise ValueError(f"{self.name} is {found!r}; wanted {wanted}")
+            shown = "something else" if self.field in SECRETS else repr(found)
+            raise ValueError(f"{self.name} is {shown}; wanted {wanted}")
         return found
 
 

@@ -37,4 +37,5 @@ class WireRequest(BaseModel):
 
 def refusal(param: str, message: str) -> PydanticCustomError:
     """A complaint about what several parameters say together, with the one to name."""
-    return PydanticCustomError("combination", "{why}", {"why": message, "param": param})
+    why = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    return PydanticCustomError("combination", "{why}", {"why": why, "param": param})

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
 
 from vmmkv.server.api_errors import bad_request
@@ -69,8 +69,8 @@ def router(require: Require) -> APIRouter:
     """The two routes."""
     routes = APIRouter()
 
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Tokens:
+    @routes.post("/tokenize", response_model=Tokens)
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text."""
         ready, tokenizer = require(body.model)
         try:
@@ -82,21 +82,23 @@ def router(require: Require) -> APIRouter:
         except PromptError as error:
             param = "prompt" if body.messages is None else "messages"
             raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
-        texts = [tokenizer.texts.text_of(token_id) for token_id in ids] if body.return_token_strs else None
         limit = min(ready.max_tokens, ready.pool_tokens)
-        return Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
+
+        def answer() -> Response:
+            texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
+            tokens = Tokens.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
+            return Response(tokens.model_dump_json(), media_type="application/json")
+
+        return answer() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(answer)
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Text:
         """The text of token ids, special tokens among it."""
         _, tokenizer = require(body.model)
         try:
-            ids = tokenizer.encode_one(body.tokens)
+            (text,) = await tokenizer.said([body.tokens], skip_special_tokens=False)
         except PromptError as error:
             raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
-        arguments: dict[str, Any] = {"skip_special_tokens": False}
-        if len(ids) <= INLINE_CHARS:
-            return Text(prompt=tokenizer.rust.decode(ids, **arguments))
-        return Text(prompt=await asyncio.to_thread(tokenizer.rust.decode, ids, **arguments))
+        return Text(prompt=text)
 
     return routes

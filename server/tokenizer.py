@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 INLINE_CHARS = 4096
 """Texts of fewer characters together are tokenised in about a millisecond: not worth the way to another thread and back."""
+MESSAGE_CHARS = 64
+"""What a message takes beside its content, in the time of so many characters."""
 
 
 class PromptError(ValueError):
@@ -65,10 +67,7 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return self._encode_text(prompt, add_special_tokens=add_special_tokens)
-        unknown = next((token_id for token_id in prompt if not 0 <= token_id < self.vocab_size), None)
-        if unknown is not None:
-            raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
-        return prompt
+        return self._known(prompt)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
@@ -77,9 +76,15 @@ class Tokenizer:
         """
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
-        if sum(len(message.content) for message in messages) <= INLINE_CHARS:
+        if sum(MESSAGE_CHARS + len(message.content) for message in messages) <= INLINE_CHARS:
             return self._encode_chat(messages)
         return await asyncio.to_thread(self._encode_chat, messages)
+
+    def _known(self, token_ids: list[int]) -> list[int]:
+        unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
+        if unknown is not None:
+            raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
+        return token_ids
 
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self._encode_text(self._render(messages), add_special_tokens=False)
@@ -101,9 +106,19 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def text(self, prompt: Prompt) -> str:
-        """What a prompt says."""
-        return prompt if isinstance(prompt, str) else self.rust.decode(prompt, skip_special_tokens=True)
+    async def said(self, prompts: Sequence[Prompt], *, skip_special_tokens: bool = True) -> list[str]:
+        """What prompts say. Does not hold up the event loop. Raises: PromptError."""
+
+        def decode() -> list[str]:
+            return [
+                prompt
+                if isinstance(prompt, str)
+                # A batch of one, as in `_encode_text`.
+                else self.rust.decode_batch([self._known(prompt)], skip_special_tokens=skip_special_tokens)[0]
+                for prompt in prompts
+            ]
+
+        return decode() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(decode)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.

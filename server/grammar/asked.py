@@ -1,6 +1,7 @@
 """What an answer must be, as it was asked for: a grammar's kind and its source."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -30,6 +31,8 @@ class Grammar:
             raise GrammarRefused(f"it has {len(self.source)} characters and may have {MAX_SOURCE_CHARS}")
         if not self.source:
             raise GrammarRefused("it is empty")
+        if re.search("[\ud800-\udfff]", self.source):
+            raise GrammarRefused("it holds half of a surrogate pair, which is no character; send valid Unicode")
 
 
 def of_schema(schema: dict[str, Any] | bool) -> Grammar:

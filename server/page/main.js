@@ -4,7 +4,7 @@ import { Sparkline } from "./charts.js";
 import { Chat } from "./chat.js";
 import { bytes, count, element, plural, seconds } from "./format.js";
 import { AddressMap } from "./map.js";
-import { events, useKey } from "./stream.js";
+import { events, request, useKey } from "./stream.js";
 
 const find = (id) => document.getElementById(id);
 const milliseconds = (value) => (value < 0.01 ? (value * 1000).toFixed(1) : count(value * 1000));
@@ -95,6 +95,17 @@ function askForKey() {
   find("key").focus();
 }
 
+// A key among several may ask, and not see what the others do.
+async function chatAlone() {
+  try {
+    chat.model = (await (await request("/v1/models")).json()).data[0].id;
+    find("model").textContent = chat.model;
+    setStatus("ok", "chat alone: what all are doing is for the administrator's key");
+  } catch {
+    setStatus("dead", "no connection");
+  }
+}
+
 async function watch() {
   let delay = 1000;
   while (true) {
@@ -107,7 +118,8 @@ async function watch() {
       }
       setStatus("dead", "the server has stopped");
     } catch (error) {
-      if (error.status === 401 || error.status === 403) askForKey();
+      if (error.status === 403) await chatAlone();
+      else if (error.status === 401) askForKey();
       else if (error.name !== "AbortError") setStatus("dead", "no connection");
     }
     await new Promise((resolve) => {

@@ -11,7 +11,8 @@ export class Refused extends Error {
 export async function request(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key) headers.set("Authorization", `Bearer ${key}`);
-  const answer = await fetch(path, { ...options, headers, cache: "no-store" });
+  // Without credentials the browser asks for no password of its own when a key is wanted: the page does.
+  const answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
   if (!answer.ok) {
     const body = await answer.json().catch(() => null);
     throw new Refused(answer.status, body?.error?.message ?? `The server answered ${answer.status}.`);

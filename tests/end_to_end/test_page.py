@@ -14,6 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.end_to_end.small import ADMIN, ONE, TWO, small_server
 from tests.end_to_end.test_serve import Served
 from tests.end_to_end.test_serve import _until as until
 from vmmkv.server.models import resolve
@@ -176,3 +177,25 @@ def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: Served, brows
             "",
             f"{served.url}/",
         ]
+
+
+def test_the_page_asks_for_the_key_itself_and_one_of_several_may_chat(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    with small_server(tmp_path / "small", "--api-key", ONE, "--api-key", TWO, "--admin-key", ADMIN) as server:
+        # What a browser answers by itself when it is asked for a password: here that would be a window, again and again.
+        context = browser.new_context(http_credentials={"username": "me", "password": ONE})
+        page = context.new_page()
+        page.goto(server.url)
+        expect(page.locator("#status")).to_have_text("this server wants an API key", timeout=15_000)
+        page.fill("#key", TWO)
+        page.press("#key", "Tab")
+        expect(page.locator("#status")).to_contain_text("chat alone", timeout=15_000)
+        page.fill("#question", "Hi")
+        page.locator("#options > summary").click()
+        page.fill("#max-tokens", "4")
+        page.click("#send")
+        expect(page.locator("#chat .meta")).to_be_visible(timeout=20_000)
+        page.fill("#key", ADMIN)
+        page.press("#key", "Tab")
+        expect(page.locator("#status")).to_have_text("serving", timeout=15_000)
+        context.close()

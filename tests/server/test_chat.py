@@ -123,6 +123,11 @@ class Guarded(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
+    def do_POST(self) -> None:
+        self.send_response(400)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": {"message": "said \x1b[2J"}}).encode())
+
     def log_message(self, *arguments: Any) -> None:
         pass
 
@@ -142,6 +147,20 @@ def test_the_key_is_sent_and_its_lack_is_explained(guarded: str) -> None:
     with chatting(VMMKV_URL=guarded, VMMKV_API_KEY="from-outside") as chat:
         out, _ = chat.communicate("", timeout=60)
     assert out.startswith("Bearer from-outside at ") and chat.returncode == 0
+
+
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(guarded: str) -> None:
+    assert ChatClient(guarded, "from-a-file\n").model() == "Bearer from-a-file"
+    for key in ("two\nlines", "mon-clé", "a b"):
+        with pytest.raises(ValueError, match="--api-key has spaces") as refused:
+            ChatClient(guarded, key)
+        assert key not in str(refused.value)
+
+
+def test_what_a_server_says_cannot_move_the_cursor(guarded: str) -> None:
+    with chatting("--url", guarded, "--api-key", "a-key") as chat:
+        _, err = chat.communicate("hi\n", timeout=60)
+    assert "said [2J" in err and "\x1b" not in err
 
 
 def test_what_a_model_says_cannot_move_the_cursor() -> None:

@@ -1,14 +1,16 @@
 """Answers by a grammar over HTTP: how they are asked for, what is refused, what is sent; and the compiler's limits."""
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.fake_engine import READY
-from tests.server.support import Running, running_server
+from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.grammar.asked import Grammar, GrammarRefused, of_choices, of_object, of_schema
 from vmmkv.server.grammar.compiler import MAX_WAITING, CompilerBusy, GrammarCompiler
@@ -41,9 +43,9 @@ def server(model_dir: Path) -> Iterator[Running]:
 
 
 def post(server: Running, **body: Any) -> Any:
-    return server.http.post(
-        "/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "max_tokens": 4, **body}, timeout=90
-    )
+    content = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 4, **body})
+    headers = {"Content-Type": "application/json"}
+    return server.http.post("/v1/chat/completions", content=content, headers=headers, timeout=90)
 
 
 def sent(server: Running) -> Generate:
@@ -109,6 +111,9 @@ def nested(depth: int) -> Any:
         (schema({"const": "x" * 70000}), "response_format.json_schema.schema", "65536"),
         (schema({"type": "string", "maxLength": 100000}), "response_format.json_schema.schema", "4096"),
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format", "minimum greater than maximum"),
+        (schema({"const": "\ud800"}), "response_format.json_schema.schema", "half of a surrogate pair"),
+        (schema({"\ud800": 1}), "response_format.json_schema.schema", "\\ud800"),
+        ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice", "half of a surrogate pair"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"structured_outputs": {"regex": "([a"}}, "structured_outputs.regex", "Unclosed"),
@@ -135,6 +140,30 @@ def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
     assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["param"].rstrip(".") == param and said in error["message"], error
     assert len(server.engine.received) == num_sent
+
+
+class TestWhileItIsCompiled:
+    @pytest.fixture
+    def slow(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+        async def never(*_: object) -> bytes:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+        monkeypatch.setattr(server.service.grammars, "compiled", never)
+        return server
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_request_has_its_time_and_no_more(self, slow: Running, stream: bool) -> None:
+        late = post(slow, structured_outputs={"regex": "a"}, timeout=0.2, stream=stream)
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
+        assert eventually(lambda: slow.service.intake.num_sequences == 0)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_who_goes_away_gives_the_place_back(self, slow: Running, stream: bool) -> None:
+        body = {"model": "tiny", "messages": HELLO, "structured_outputs": {"regex": "a"}, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout):
+            slow.http.post("/v1/chat/completions", json=body, timeout=0.3)
+        assert eventually(lambda: slow.service.intake.num_sequences == 0)
 
 
 def test_completions_have_structured_outputs_too(server: Running) -> None:

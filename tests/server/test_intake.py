@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -250,6 +251,17 @@ class TestEnding:
         assert 1 <= int(refused.headers["Retry-After"]) <= 25
         assert sum(len(chunk.choices[0].text) for chunk in stream) == 39
         assert draining.result(10) is True
+
+    def test_a_request_whose_body_comes_after_the_drain_began_is_turned_away(self, server: Running) -> None:
+        body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            client.sendall(head.encode() + b"\r\n\r\n" + body[:1])
+            time.sleep(0.2)  # it has passed the check that requests without a body in sight have
+            assert asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(10) is True
+            client.sendall(body[1:])
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        assert not generates(server)
 
     def test_a_drain_ends_in_time_though_requests_do_not(self) -> None:
         with running_server(front=FrontConfig(drain_timeout_s=0.3)) as server, InFlight(server, 1):

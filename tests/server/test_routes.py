@@ -1,5 +1,6 @@
 """Laws of the smaller routes, of echo, and of the names that requests have."""
 
+import asyncio
 import json
 import logging
 import re
@@ -56,6 +57,30 @@ class TestTokens:
     def test_what_cannot_be_is_a_400_with_its_name(self, server: Running, path: str, body: Any, param: str) -> None:
         refused = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert (refused.status_code, refused.json()["error"]["param"].split(".")[0]) == (400, param)
+
+    @pytest.mark.parametrize(
+        ("path", "body", "worker"),
+        [
+            ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 500}, "_render"),
+            ("/tokenize", {"prompt": "a" * 5000, "return_token_strs": True}, "text_of"),
+            ("/detokenize", {"tokens": [97] * 5000}, "_known"),
+            ("/v1/completions", {"model": "tiny", "prompt": [[97] * 200] * 30, "max_tokens": 1, "echo": True}, "_known"),
+        ],
+    )
+    def test_what_takes_long_is_not_done_on_the_event_loop(
+        self, server: Running, path: str, body: Any, worker: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert server.service.tokenizer is not None
+        owner = server.service.tokenizer.texts if worker == "text_of" else server.service.tokenizer
+        work, on_loop = getattr(owner, worker), []
+
+        def watched(given: Any) -> Any:
+            on_loop.append(asyncio._get_running_loop() is not None)
+            return work(given)
+
+        monkeypatch.setattr(owner, worker, watched)
+        assert server.http.post(path, json=body).status_code == 200
+        assert on_loop and not any(on_loop)
 
     def test_another_model_is_not_found(self, server: Running) -> None:
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):

@@ -1,6 +1,7 @@
 """Laws of the options of `vmmkv serve` that the HTTP process alone is told."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,21 @@ def test_a_wrong_option_is_one_line_that_says_what_is_right(
     assert message in error
     assert error.count("\n") == 1
     assert fronts == []
+
+
+@pytest.mark.parametrize("text", ["api_key = 12345678", 'api_key = ["ok", 12345678]', "admin_key = 12345678"])
+def test_a_key_of_a_wrong_type_is_in_no_message(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "serve.toml").write_text(text)
+    assert main(["serve", "--config", f"{tmp_path}/serve.toml"]) == 1
+    said = capsys.readouterr().err
+    assert "_key is something else; wanted a" in said and "12345678" not in said
+
+
+def test_keys_of_the_environment_are_used_and_not_left_there_for_other_processes(
+    fronts: list[FrontConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VMMKV_API_KEY", ONE)
+    monkeypatch.setenv("VMMKV_ADMIN_KEY", ADMIN)
+    assert main(["serve"]) == 3
+    assert (fronts[0].api_keys, fronts[0].admin_key) == ((ONE,), ADMIN)
+    assert not any(key in os.environ.values() for key in (ONE, ADMIN))

@@ -47,8 +47,9 @@ def run(
     try:
         model = client.model()
     except ServerError as error:
-        raise ValueError(str(error)) from error
-    console.print(f"{model} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer", style="dim", markup=False)
+        raise ValueError(printable(str(error))) from error
+    hello = f"{printable(model)} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"
+    console.print(hello, style="dim", markup=False)
     Conversation(client, model, system, console, errors).go_on()
     return 0
 
@@ -96,12 +97,12 @@ class Conversation:
         except ServerError as error:
             if answer:
                 self._console.print()
-            self._errors.print(str(error), style="red", markup=False)
+            self._errors.print(printable(str(error)), style="red", markup=False)
             return
         self._console.print()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor or change the terminal: what a model says is not trusted."""
+    """Without what would move the cursor or change the terminal: what a model says is not trusted, nor a server."""
     return "".join(one for one in text if one.isprintable() or one in "\n\t")

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -19,14 +20,16 @@ class ChatClient:
     """One server, by its address with or without `/v1`; each request has a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises: ValueError if that is no address."""
+        """Raises: ValueError if that is no address, or no key; the key is in no message."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url!r} is no address; write it as http://127.0.0.1:8000")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._path = urlsplit(self._url).path
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
+        if api_key := (api_key or "").strip():  # a variable that was read from a file may end its line
+            if not re.fullmatch(r"[\x21-\x7e]+", api_key):
+                raise ValueError("--api-key has spaces, or what is no ASCII, in it: no server has such a key")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, parts.port

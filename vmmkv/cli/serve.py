@@ -1,13 +1,14 @@
 """`vmmkv serve`: a model over HTTP, with the API that OpenAI's clients speak."""
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, VARIABLES, Option, make_configs
+from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
 
 SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
 
@@ -103,6 +104,8 @@ def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     variables = {one.field: one.variable for one in OPTIONS}
     sources = {field: variables[field] for field in given if _is_from_environment(context, field)}
     configs = make_configs(given, sources, config)
+    for field in SECRETS:  # the engine and the compiler of grammars inherit the environment, and are to see no key
+        os.environ.pop(variables[field], None)
     try:
         from vmmkv.server.launch import run as launch
     except ModuleNotFoundError as error:
