@@ -6,13 +6,15 @@
 The thread is one, and starts with the first grammar; who asks for none has none. Legend: G rows with a grammar, W words.
 """
 
+import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,6 +31,16 @@ CACHE_BYTES: Final = 64 << 20
 
 _NAP_S: Final = 0.0005
 """While nothing else is to do; reading a grammar takes some ten milliseconds."""
+
+FOLLOW_S: Final = 0.2
+FOLLOW_TOKEN_S: Final = 0.002
+"""Of the loop's time, what one answer's grammar may take in all: so much, and so much more for each token. Most take tens of
+microseconds a token; a short expression can take seconds, and everybody waits for them.
+"""
+
+
+class TooSlow(Exception):
+    """A grammar takes more of the loop's time than one answer may have."""
 
 
 class TokenMasks(NamedTuple):
@@ -54,14 +66,17 @@ class Constraints:
         return len(self._coming)
 
     def begin(self, request: Request) -> None:
-        """Have a request's grammar read."""
+        """Have a request's grammar read. The request itself does not keep it: it can have megabytes."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._coming[request.ask.request_id] = request, self._thread.submit(self._compiled, request.ask.grammar)
+        future = self._thread.submit(self._compiled, request.ask.grammar)
+        request.ask = msgspec.structs.replace(request.ask, grammar=b"")
+        self._coming[request.ask.request_id] = request, future
 
     def forget(self, request_id: str) -> None:
         """Its client is gone."""
-        self._coming.pop(request_id, None)
+        if (gone := self._coming.pop(request_id, None)) is not None:
+            gone[1].cancel()  # if it has not begun: nobody would want what is read
 
     def opened(self) -> "list[tuple[Request, Matcher | Exception]]":
         """Those whose grammar has been read since, each with where its answer begins, or why it cannot."""
@@ -109,10 +124,23 @@ class Constraints:
 
 
 def jumps(request: Request) -> bool:
-    """May what is forced be appended without being sampled? Not if each token is to be counted, or has a log-probability."""
+    """May what is forced be appended without being sampled?
+
+    Not if each token is to be counted, has a log-probability, or may be one that ends the answer.
+    """
     ask = request.ask
     penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
-    return not ask.want_logprobs and penalties == (0.0, 0.0, 1.0)
+    return not ask.want_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
+
+
+@contextlib.contextmanager
+def charged(request: Request) -> Iterator[None]:
+    """What its grammar does is charged to a request. Raises: TooSlow, when that has taken too long in all."""
+    began_s = time.thread_time()
+    yield
+    request.grammar_s += time.thread_time() - began_s
+    if request.grammar_s > FOLLOW_S + FOLLOW_TOKEN_S * request.num_generated:
+        raise TooSlow("it takes too long to follow; make it simpler")
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:

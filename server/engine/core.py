@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import torch
 from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.capacity import why_never_fits
-from vmmkv.server.engine.constraints import Constraints, TokenMasks, jumps
+from vmmkv.server.engine.constraints import Constraints, TokenMasks, charged, jumps
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk
@@ -36,6 +37,9 @@ from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
+
+if TYPE_CHECKING:
+    from vmmkv.server.grammar.matcher import Matcher
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ _SLOT_STEPS = 8
 _NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
 
 _NO_TOKEN = "the model's vocabulary has no token that the grammar allows here"
+
+_STRAY = NOT_A_NUMBER - 1000
+"""In place of a token that the grammar of its request does not allow."""
 
 _NO_ROOM = "the device had no room for a row that the host had: this is a bug"
 
@@ -255,7 +262,14 @@ class EngineCore:
                 self._refuse(request.ask, f"its grammar cannot be read: {matcher}")
                 continue
             request.matcher = matcher
-            if jumps(request) and (forced := matcher.force(request.ask.max_new_tokens - 1)):
+            try:
+                with charged(request):
+                    forced = matcher.force(request.ask.max_new_tokens - 1) if jumps(request) else []
+            except Exception as error:
+                log.warning("request %s: its grammar cannot be followed: %s", request.ask.request_id, error)
+                self._refuse(request.ask, _not_followed(error))
+                continue
+            if forced:
                 request.begin_with(forced)
                 self._begun.append(request)
             self._scheduler.waiting.append(request)
@@ -275,8 +289,15 @@ class EngineCore:
 
     def _tell(self, request: Request, forced: list[int], outputs: list[Output]) -> None:
         """Tokens that were forced go to the client as those that are sampled do."""
-        cached_tokens = 0 if request.num_answered else request.num_cached
-        outputs.append(Output(request_id=request.ask.request_id, token_ids=tuple(forced), cached_tokens=cached_tokens))
+        is_first = not request.num_answered
+        outputs.append(
+            Output(
+                request_id=request.ask.request_id,
+                token_ids=tuple(forced),
+                cached_tokens=request.num_cached if is_first else 0,
+                queued_us=request.queued_us if is_first else 0,
+            )
+        )
         request.num_answered += len(forced)
         self._generated_tokens += len(forced)
 
@@ -308,7 +329,8 @@ class EngineCore:
             requests = [self._ledger.requests[slot] for slot in slots]
             everybody = [
                 *(request for request in requests if request is not None),
-                *(strand.request for strand, _ in plan.chunks),
+                # Who follows a grammar can have ended meanwhile, when earlier steps were read.
+                *(strand.request for strand, _ in plan.chunks if strand.request.sequence is not None),
             ]
             self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
             return
@@ -409,15 +431,15 @@ class EngineCore:
         self._generated_tokens += int(is_kept.sum())
         ends = stops | (ledger.known[slots] >= ledger.ends[slots])
         ended: list[Request] = []
-        strays = self._strays(slots, tokens, is_kept) if ledger.num_constrained else ()
+        why = dict[int, str]()
+        if ledger.num_constrained and (why := self._strays(slots, tokens, is_kept)):
+            tokens = tokens.copy()
+            tokens[list(why)] = _STRAY
         for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
             request = ledger.requests[slot]
             assert request is not None, "nobody runs there"
             if token < 0:
-                self._fail([request], _NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM)
-                continue
-            if index in strays:
-                self._fail([request], _NO_TOKEN)
+                self._fail([request], why.get(index) or (_NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM))
                 continue
             reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
             outputs.append(_output(request, token, reason, logprobs[index] if logprobs else None))
@@ -427,14 +449,19 @@ class EngineCore:
         for request in ended:
             self._scheduler.end(request)
 
-    def _strays(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> list[int]:
-        """The matchers of those that follow a grammar accept what was sampled; places where one does not."""
-        strays = []
+    def _strays(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> dict[int, str]:
+        """The matchers of those that follow a grammar accept what was sampled; places where one does not, and why."""
+        strays: dict[int, str] = {}
         for index in np.flatnonzero(self._ledger.constrained[slots] & is_kept).tolist():
             request = self._ledger.requests[slots[index]]
             assert request is not None and request.matcher is not None, "nobody with a grammar runs there"
-            if not request.matcher.accept(int(tokens[index])):
-                strays.append(index)
+            try:
+                with charged(request):
+                    if not request.matcher.accept(int(tokens[index])):
+                        strays[index] = _NO_TOKEN
+            except Exception as error:
+                log.warning("request %s: its grammar cannot be followed: %s", request.ask.request_id, error)
+                strays[index] = _not_followed(error)
         return strays
 
     def _pump(self) -> None:
@@ -462,6 +489,7 @@ class EngineCore:
     def budget_changed(self) -> None:
         """The memory has another budget than before: requests are held against that from now on."""
         self._budget_bytes = self.cache.stats().pool_budget_bytes
+        self._scheduler.look_again()
         self.report()
 
     def report(self, *, only_if_due: bool = False) -> None:
@@ -521,6 +549,7 @@ class _Masks:
         """Of the slots, when the forward half was launched; none that is, of those who go on with forced tokens instead."""
         self._ends = slots
 
+    @torch.inference_mode(False)  # as steps are read elsewhere: who ends here leaves nothing that was made in another mode
     def __call__(self, rows: Slots) -> TokenMasks | None:
         """Read what is under way, and have the matchers say. `rows` are the slots of the rows that are given a token."""
         self._book()
@@ -534,24 +563,38 @@ class _Masks:
             request = self._still(row, slot, place)
             if request is None or request.matcher is None:
                 continue
-            if jumps(request):
-                if place is None and request.matcher.must_end():
-                    outputs.append(_output(request, -1, "stop", None))
-                    engine._scheduler.end(request)
-                    continue
-                room = int(engine._ledger.ends[slot] - engine._ledger.known[slot]) - 1
-                if forced := request.matcher.force(room):
-                    engine._scheduler.force(request, forced)
-                    engine._tell(request, forced, outputs)
-                    self._disown(row, place)
-                    continue
             if words_GW is None:
                 words_GW = np.empty((len(rows), request.matcher.num_words), np.int32)
-            request.matcher.fill(words_GW, len(asking))
-            asking.append(row)
+            try:
+                with charged(request):
+                    must_end, forced = self._ahead(request, request.matcher, is_decoding=place is None)
+                    if not must_end and not forced:
+                        request.matcher.fill(words_GW, len(asking))
+            except Exception as error:
+                log.warning("request %s: its grammar cannot be followed: %s", request.ask.request_id, error)
+                engine._fail([request], _not_followed(error))
+                continue
+            if must_end:
+                outputs.append(_output(request, -1, "stop", None))
+                engine._scheduler.end(request)
+            elif forced:
+                engine._scheduler.force(request, forced)
+                engine._tell(request, forced, outputs)
+                self._disown(row, place)
+            else:
+                asking.append(row)
         if outputs:
             engine._send(Outputs(outputs=outputs))
-        return None if words_GW is None else TokenMasks(asking, words_GW[: len(asking)])
+        return TokenMasks(asking, words_GW[: len(asking)]) if words_GW is not None and asking else None
+
+    def _ahead(self, request: Request, matcher: "Matcher", *, is_decoding: bool) -> tuple[bool, list[int]]:
+        """Can its answer only end here? And if not, which tokens must come next?"""
+        if not jumps(request):
+            return False, []
+        if is_decoding and matcher.must_end():
+            return True, []
+        ledger, slot = self._engine._ledger, request.memory.slot
+        return False, matcher.force(int(ledger.ends[slot] - ledger.known[slot]) - 1)
 
     def launched(self, readback: Readback) -> _Launched:
         """All of the step is under way."""
@@ -584,6 +627,10 @@ class _Masks:
 
 def _any_constrained(chunks: Sequence[_Chunk]) -> bool:
     return any(chunk.is_last and chunk.strand.request.matcher is not None for chunk in chunks)
+
+
+def _not_followed(error: Exception) -> str:
+    return f"its grammar cannot be followed: {error}"
 
 
 def _output(request: Request, token: int, reason: FinishReason | None, logprobs: Logprobs | None) -> Output:

@@ -19,6 +19,7 @@ from vmmkv.slots import SlotState
 SLICE_US: Final = 250.0
 """How long slots are looked at between two steps."""
 _AT_ONCE: Final = 16
+"""Slots, at most, and no more than should fit into the slice: one that has a thousand extents takes a hundred us."""
 REST: Final = 100.0
 """How many times as long as a map took there is no other, while there is work."""
 
@@ -37,6 +38,8 @@ class MapMaker:
         self._slots: list[SlotMap] = []
         self._requests: dict[int, str] = {}
         self._took_us = 0.0
+        self._slot_us = 0.0
+        """What a slot of this map took to look at, at most; 0 before the first."""
         self._rest_until_s = 0.0
 
     def ask(self) -> None:
@@ -52,16 +55,22 @@ class MapMaker:
             if began_s < self._rest_until_s and budget_us < float("inf"):
                 return
             self._left, self._took_us = [] if self._cache is None else self._cache.taken_slots(), 0.0
-        until_s = began_s + budget_us / 1e6
+            self._slot_us = 0.0
+        until_s, some_began_s = began_s + budget_us / 1e6, began_s
         while self._left:
             assert self._cache is not None, "there are no slots"
-            some, self._left = self._left[:_AT_ONCE], self._left[_AT_ONCE:]
+            left_us = (until_s - some_began_s) * 1e6
+            count = max(1, int(min(_AT_ONCE, left_us / self._slot_us))) if self._slot_us else 1
+            some, self._left = self._left[:count], self._left[count:]
             for found in self._cache.slot_maps(some):
                 if any(found.groups):
                     self._slots.append(found)
                 if found.state is SlotState.LIVE and (name := self._request_in(found.slot)) is not None:
                     self._requests[found.slot] = name
-            if time.perf_counter() >= until_s:  # asked last, so that it gets on, however short the slice
+            now_s = time.perf_counter()
+            self._slot_us = max(self._slot_us, (now_s - some_began_s) * 1e6 / len(some))
+            some_began_s = now_s
+            if now_s >= until_s:  # asked last, so that it gets on, however short the slice
                 break
         self._took_us += (time.perf_counter() - began_s) * 1e6
         if not self._left:

@@ -83,6 +83,8 @@ class Request:
     """Its search, while it runs; None if it samples."""
     matcher: "Matcher | None" = None
     """Where it stands in its grammar, of all tokens that the host knows; None without one."""
+    grammar_s: float = 0.0
+    """Of the loop's time, what its grammar has taken."""
 
     def __post_init__(self) -> None:
         self.prompt = self.saved = np.array(self.ask.prompt, dtype=np.int32)

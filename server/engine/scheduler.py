@@ -171,6 +171,10 @@ class Scheduler:
             self._prefix.park(request.memory, request.confirmed_tokens)
         request.leave()
 
+    def look_again(self) -> None:
+        """There may be room now for those who found none."""
+        self._num_refused = 0
+
     def slide(self) -> bool:
         """Give back the rows that have left the windows of those that run; were there any?"""
         starts = [self._starts(request) for request in self.running]

@@ -2,12 +2,15 @@
 
     stdin:  length (4 bytes), Job as msgpack ──> stdout: length, Compiled or Refused
 
-It ends when its stdin does. Its memory is bounded, so that a grammar cannot take the machine's.
+It ends when its stdin does, or when a job takes much longer than anybody would wait, whoever should have ended it is gone. Its
+memory and its answers are bounded, so that a grammar cannot take the machine's, or the server's.
 """
 
 import argparse
 import json
+import os
 import resource
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -20,6 +23,9 @@ from vmmkv.server.grammar.asked import Kind
 LENGTH: Final = struct.Struct("<I")
 MEMORY_BYTES: Final = 2 << 30
 """Beside what it has when it begins."""
+MAX_COMPILED_BYTES: Final = 8 << 20
+"""Of one grammar, as it goes to the engine."""
+LONGEST_S: Final = 60
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -51,9 +57,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--vocabulary-size", type=int, required=True)
     parser.add_argument("--end-tokens", required=True, help="as JSON")
+    parser.add_argument("--longest-s", type=int, default=LONGEST_S, help="of one job; then this process ends")
     arguments = parser.parse_args()
-    answers = sys.stdout.buffer
-    sys.stdout = sys.stderr  # nobody else writes between two answers
+    # Nobody else writes between two answers, be it from C++.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         from vmmkv.server.grammar.compiling import Compilation
         from vmmkv.server.grammar.vocabulary import Vocabulary
@@ -67,12 +75,20 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
     _write(answers, Started())
     while (job := _read(sys.stdin.buffer)) is not None:
+        signal.alarm(arguments.longest_s)  # it ends a process that is in C++ too
         try:
-            _write(answers, Compiled(compilation.compile(job.kind, job.source)))
+            _write(answers, _checked(compilation.compile(job.kind, job.source)))
         except (ValueError, RuntimeError) as error:
             _write(answers, Refused(str(error)))
         except MemoryError:
             _write(answers, Refused("it takes too much memory to compile"))
+        signal.alarm(0)
+
+
+def _checked(data: bytes) -> Compiled | Refused:
+    if len(data) > MAX_COMPILED_BYTES:
+        return Refused(f"compiled it takes {len(data)} bytes and may take {MAX_COMPILED_BYTES}")
+    return Compiled(data)
 
 
 def _read(file: BinaryIO) -> Job | None:

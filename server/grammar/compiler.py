@@ -20,8 +20,6 @@ from vmmkv.server.grammar.compile_process import LENGTH, Compiled, Job, Refused,
 
 COMPILE_S: Final = 5.0
 START_S: Final = 60.0
-MAX_COMPILED_BYTES: Final = 8 << 20
-"""Of one grammar, as it goes to the engine."""
 CACHE_BYTES: Final = 64 << 20
 MAX_WAITING: Final = 64
 """Grammars that wait to be compiled."""
@@ -110,12 +108,10 @@ class GrammarCompiler:
         except TimeoutError as error:
             await self._end()
             raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
-        except (asyncio.IncompleteReadError, OSError) as error:
+        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
             await self._end()
             raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
         if isinstance(answer, Compiled):
-            if len(answer.data) > MAX_COMPILED_BYTES:
-                raise GrammarRefused(f"compiled it takes {len(answer.data)} bytes and may take {MAX_COMPILED_BYTES}")
             return answer.data
         raise GrammarRefused(answer.reason if isinstance(answer, Refused) else "the compiler answered out of turn")
 

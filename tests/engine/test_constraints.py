@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.conftest import Harness, tiny_model
@@ -18,9 +20,11 @@ from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import core
 from vmmkv.server.engine.constraints import Constraints, TokenMasks, apply_masks
+from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
+from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort
 
@@ -260,3 +264,175 @@ def test_a_tokenizer_with_several_ways_to_write_a_text_gives_valid_answers_with_
     for name in ("constant object", "unicode constant"):
         assert answers[0][name] == answers[1][name] == SCHEMAS[name]["const"]
     assert 2 * steps[0] < steps[1], steps
+
+
+class Broken(Exception):
+    """What a matcher's own code fails with."""
+
+
+@pytest.mark.parametrize("jump", [True, False])
+@pytest.mark.parametrize("method", ["accept", "fill", "force", "must_end"])
+def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, method: str, jump: bool
+) -> None:
+    if not jump and method in ("force", "must_end"):
+        pytest.skip("is not called")
+    if not jump:
+        without_jumps(monkeypatch)
+    real, bad = getattr(Matcher, method), list[Matcher]()
+
+    def failing(matcher: Matcher, *arguments: Any) -> Any:
+        if matcher in bad and len(matcher._tokens) >= 3:
+            raise Broken("as it happens")
+        return real(matcher, *arguments)
+
+    opened = Constraints.opened
+
+    def opening(constraints: Constraints) -> Any:
+        found = opened(constraints)
+        bad.extend(found_matcher for request, found_matcher in found if request.ask.request_id == "bad")
+        return found
+
+    monkeypatch.setattr(Matcher, method, failing)
+    monkeypatch.setattr(Constraints, "opened", opening)
+    one = engine(slots=4, share=True)
+    # Those that end beside it are told, whatever comes of the rows behind theirs.
+    for name in ("first", "bad", "last"):
+        one.ask(name, token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=3, logit_bias=BIAS)
+    one.ask("free", token_ids("free"), 60)
+    one.run()
+    assert one.failures().keys() == {"bad"} and "as it happens" in one.failures()["bad"]
+    assert one.tokens("first") == one.tokens("last") != []
+    assert all(one.finish_reasons(name)[-1] in ("stop", "length") for name in ("first", "last", "free"))
+
+
+def test_a_matcher_that_fails_before_it_begins_is_refused(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(matcher: Matcher, at_most: int) -> list[int]:
+        raise Broken("as it happens")
+
+    monkeypatch.setattr(Matcher, "force", failing)
+    one = engine()
+    one.ask("bad", token_ids("?"), 60, grammar=of({"const": "0123"}))
+    one.ask("free", token_ids("free"), 6)
+    one.run()
+    assert one.failures().keys() == {"bad"} and len(one.tokens("free")) == 6
+
+
+def test_a_grammar_that_takes_the_loops_time_ends_its_request(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compilation, "_try", lambda compilation, compiled: None)
+    slow = Compilation(vocabulary()).compile("regex", "((a{0,60}){0,60}){0,10}")
+    one = engine()
+    one.ask("slow", token_ids("?"), 200, grammar=slow, logit_bias=dict.fromkeys(token_ids("a"), 50.0))
+    one.ask("good", token_ids("?"), 60, grammar=of({"const": "0123"}))
+    one.run()
+    assert "too long to follow" in one.failures()["slow"] and text(one, "good") == '"0123"'
+    assert len(one.tokens("slow")) < 20
+
+
+def test_a_grammar_that_would_take_the_loops_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="too long to follow"):
+        Compilation(vocabulary()).compile("regex", "((a{0,60}){0,60}){0,10}")
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_token_that_ends_an_answer_ends_it_where_it_is_forced_too(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, jump: bool
+) -> None:
+    if not jump:
+        without_jumps(monkeypatch)
+    one = engine()
+    one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123456789"}), stop_token_ids=token_ids("5"))
+    one.run()
+    assert text(one, "a") == '"01234' and one.finish_reasons("a")[-1] == "stop"
+
+
+def test_who_begins_with_forced_tokens_says_how_long_it_was_queued(engine: Callable[..., Harness]) -> None:
+    one = engine(slots=1)
+    for name in "ab":
+        one.ask(name, token_ids("?"), 40, grammar=of(SCHEMAS["long keys"]))
+    one.run()
+    for name in "ab":
+        first, *others = one.outputs(name)
+        assert len(first.token_ids) > 1 and first.queued_us > 0
+        assert {each.queued_us for each in others} == {0}
+
+
+def test_a_grammar_is_kept_once_and_not_read_for_who_is_gone(engine: Callable[..., Harness]) -> None:
+    one = engine()
+    constraints = one.engine._constraints
+    assert constraints is not None
+    go = threading.Event()
+    constraints._load = lambda: vocabulary() if go.wait(30) else pytest.fail("nobody said so")
+    for name in "abc":
+        one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}))
+    futures = {name: future for name, (_, future) in constraints._coming.items()}
+    assert all(request.ask.grammar == b"" for request, _ in constraints._coming.values())
+    one.engine.receive(Abort(request_id="b"))
+    go.set()
+    one.run()
+    assert futures["b"].cancelled() and text(one, "a") == text(one, "c") == "1"
+
+
+def test_filters_see_only_what_is_allowed(engine: Callable[..., Harness]) -> None:
+    """Top-k, top-p and min-p are of the tokens that the grammar leaves."""
+    one = engine(slots=8)
+    for seed in range(8):
+        options = {"temperature": 1.5, "top_k": 3, "top_p": 0.9, "min_p": 0.01, "seed": seed}
+        one.ask(str(seed), token_ids("?"), 200, grammar=of(SCHEMAS["classification"]), **options)
+    one.run()
+    assert one.failures() == {}
+    for seed in range(8):
+        assert jsonschema_rs.is_valid(SCHEMAS["classification"], json.loads(text(one, str(seed))))
+
+
+def test_steps_are_read_in_the_same_mode_whoever_waits_for_them(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made of tensors while a sequence ends is not bound to the mode in which a model runs."""
+    modes = []
+    real = EngineCore._read
+
+    def seen(core: EngineCore) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+        real(core)
+
+    monkeypatch.setattr(EngineCore, "_read", seen)
+    one = engine()
+    one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123"}), want_logprobs=True)
+    one.run()
+    assert modes and not any(modes)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.9, "presence_penalty": 0.3}])
+def test_who_could_read_grammars_launches_the_same_where_nobody_asks(
+    harness: Callable[..., Harness], sampling: dict[str, Any]
+) -> None:
+    found = []
+    for could in (False, True):
+        one = harness(model(), ours=True, slots=4, share=True)
+        if could:
+            one.engine._constraints = Constraints(lambda: pytest.fail("nobody asks"))
+        for index in range(3):
+            one.ask(str(index), token_ids("free"), 30, seed=index, **sampling)
+        with Launched() as launched:
+            for _ in range(20):
+                one.engine.step()
+        found.append((launched.names, one.runner.uploads.count))
+        one.run()
+    assert found[0] == found[1] and len(found[0][0]) > 100
+
+
+class Launched(TorchDispatchMode):
+    """All that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}")
+        return func(*args, **(kwargs or {}))

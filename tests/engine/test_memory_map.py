@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.conftest import Harness, prompt_of
+from vmmkv.memory_map import SlotMap
 from vmmkv.server.engine import memory_map
-from vmmkv.server.engine.memory_map import MapMaker
+from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
 
 PAGE_TOKENS = 2048
@@ -128,3 +129,45 @@ def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Ca
     assert sum(last.attached.values()) == 2 and last.attached["recompute"] == 1
     assert last.prefix_hit_tokens + last.prefix_missed_tokens == 2 * len(prompt)
     assert last.kv_used_bytes == 0
+
+
+def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of long sequences have thousands of extents: sixteen of them are no slice."""
+    one = harness(slots=8)
+    for index in range(8):
+        one.ask(str(index), prompt_of(9, index), 40)
+    one.engine.step()
+    mapper, maps = maker(one)
+    real, looked = one.cache.slot_maps, list[int]()
+
+    def slow(slots: list[int]) -> list[SlotMap]:
+        looked.append(len(slots))
+        time.sleep(0.001 * len(slots))
+        return real(slots)
+
+    monkeypatch.setattr(one.cache, "slot_maps", slow)
+    mapper.ask()
+    while not maps:
+        mapper.work(SLICE_US)
+    assert looked == [1] * 8 and len(maps[0].slots) == 8
+    looked.clear()
+    mapper.ask()
+    mapper.work(math.inf)
+    assert sum(looked) == 8 and len(looked) == 2
+    one.run()
+
+
+def test_who_found_no_room_looks_again_when_the_budget_grows(harness: Callable[..., Harness]) -> None:
+    one = harness(slots=4, budget_pages=2, step_tokens=4096)
+    one.ask("a", prompt_of(1500, 1), 500)
+    one.ask("b", prompt_of(4000, 2), 20)
+    for _ in range(3):
+        one.step()
+    assert one.engine.num_running == 1 and one.engine._scheduler.waiting
+    one.pool.resize(8 * 2**21)
+    one.engine.budget_changed()
+    one.step()
+    assert one.engine.num_running == 2
+    one.run()

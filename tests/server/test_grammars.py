@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vmmkv.server.protocol import Generate
 
 HELLO = [{"role": "user", "content": "hello"}]
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
-HUGE = Grammar("regex", "(" * 200 + "a" + "{1,9})" * 200)
+HUGE = Grammar("regex", "(" * 400 + "[a-z]" + "{1,90}b)" * 400)
 """Short, and more than ten seconds of work."""
 
 
@@ -157,6 +158,20 @@ class TestWhileItIsCompiled:
         late = post(slow, structured_outputs={"regex": "a"}, timeout=0.2, stream=stream)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
         assert eventually(lambda: slow.service.intake.num_sequences == 0)
+
+    def test_a_server_that_ends_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with running_server() as server, ThreadPoolExecutor() as threads:
+
+            async def never(*_: object) -> bytes:
+                await asyncio.sleep(3600)
+                raise AssertionError
+
+            monkeypatch.setattr(server.service.grammars, "compiled", never)
+            asked = threads.submit(post, server, structured_outputs={"regex": "a"})
+            assert eventually(lambda: server.service.intake.num_sequences == 1)
+            server.loop.call_soon_threadsafe(server.client.fail, "The server is shutting down.")
+            answered = asked.result(10)
+        assert (answered.status_code, answered.json()["error"]["code"]) == (503, "service_unavailable")
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_goes_away_gives_the_place_back(self, slow: Running, stream: bool) -> None:
