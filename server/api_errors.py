@@ -78,7 +78,8 @@ def too_late(seconds: float) -> ApiError:
 def no_key() -> ApiError:
     """401."""
     message = "This server wants an API key that it knows: send 'Authorization: Bearer KEY'."
-    headers = {"WWW-Authenticate": 'Bearer, Basic realm="vmmkv"'}
+    # Two headers, told apart by case until they are sent in one: Chromium reads only the first scheme of each.
+    headers = {"WWW-Authenticate": "Bearer", "www-authenticate": 'Basic realm="vmmkv"'}
     return ApiError(401, message, type="invalid_request_error", code="invalid_api_key", headers=headers)
 
 

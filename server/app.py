@@ -308,7 +308,7 @@ async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arr
     left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
     try:
         async with asyncio.timeout(left_s):
-            return await _unless_disconnected(request, service.grammars.compiled(body, ready))
+            return await _unless_disconnected(request, _while_engine_lives(service, service.grammars.compiled(body, ready)))
     except TimeoutError as error:
         assert timeout_s is not None
         raise api_errors.too_late(timeout_s) from error
@@ -363,6 +363,19 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
+
+
+async def _while_engine_lives(service: Service, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, unless the engine dies, or the server ends, before. Raises: ApiError (503)."""
+    working, dying = asyncio.create_task(work), asyncio.create_task(service.engine.dead.wait())
+    try:
+        await asyncio.wait((working, dying), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            service.require(None)
+        return await working
+    finally:
+        working.cancel()
+        dying.cancel()
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -204,6 +204,8 @@ class EngineClient:
         self._answers: dict[str, Answers] = {}
         self._managing: deque[asyncio.Future[Managed]] = deque()
         self._settled = asyncio.Event()
+        self.dead = asyncio.Event()
+        """Set with the phase Dead, for whoever waits for something else meanwhile."""
         self._receiving: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -278,6 +280,7 @@ class EngineClient:
             return
         self.phase = Dead(reason=reason)
         self._settled.set()
+        self.dead.set()
         self.maps.fail(reason)
         for answers in set(self._answers.values()):
             answers.fail(EngineDead(reason))

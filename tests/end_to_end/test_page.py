@@ -182,9 +182,11 @@ def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: Served, brows
 def test_the_page_asks_for_the_key_itself_and_one_of_several_may_chat(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     with small_server(tmp_path / "small", "--api-key", ONE, "--api-key", TWO, "--admin-key", ADMIN) as server:
-        # What a browser answers by itself when it is asked for a password: here that would be a window, again and again.
+        # What a person types where a browser asks for a password: before the page that would be a window, again and again.
         context = browser.new_context(http_credentials={"username": "me", "password": ONE})
         page = context.new_page()
+        answer = page.goto(f"{server.url}/metrics")
+        assert answer is not None and answer.status == 200
         page.goto(server.url)
         expect(page.locator("#status")).to_have_text("this server wants an API key", timeout=15_000)
         page.fill("#key", TWO)
