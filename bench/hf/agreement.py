@@ -76,6 +76,11 @@ class Judge:
             raise WrongNumbers(f"{where}: {100 * same:.0f} % of the tokens are those that a DynamicCache gives")
         self._num_taken += 1
 
+    def go_back(self, num_steps: int) -> None:
+        """The last steps are computed again, in another way. The first system is then held against itself."""
+        self._first = False
+        self._num_taken -= num_steps
+
     def share_same(self, name: str) -> float:
         """Of a name's tokens, how many the first system found likeliest too."""
         return sum(self._same[name]) / len(self._same[name])

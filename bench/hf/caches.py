@@ -15,6 +15,9 @@ VMMKV: Final = "vmmkv VmmCache"
 SYSTEMS: Final = (DYNAMIC, STATIC, VMMKV)
 """The first is what the others' results are held against."""
 
+ATTENDING: Final = ", vmmkv attention"
+"""Behind a system's name: attention is by vmmkv's kernels, and not by torch's SDPA."""
+
 
 class Memory(Protocol):
     """Caches of one system."""

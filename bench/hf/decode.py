@@ -1,24 +1,25 @@
 """The model, token by token: prompts in chunks, then decode steps over each system's cache, eager and compiled.
 
 The first system decodes greedily; the others are given its tokens, so that each of their steps can be held against its own: the
-logits, the likeliest tokens, and at the end the rows of the first and of the last layer.
+logits, the likeliest tokens, and at the end the rows of the first and of the last layer. Prompts are computed with SDPA. On a
+GPU the last steps are then taken back, and once more with vmmkv's attention, over the caches that can be cropped.
 
     B sequences, K kv heads, T tokens, D head dim, V vocabulary
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 
 from bench.hf.agreement import Expected, Judge
-from bench.hf.caches import DYNAMIC, STATIC, SYSTEMS, VMMKV, memory_of
+from bench.hf.caches import ATTENDING, DYNAMIC, STATIC, SYSTEMS, VMMKV, memory_of
 from bench.hf.context import Context
 from bench.hf.meter import Meter, meter_of, release
 from bench.serve import roofline
 from bench.serve.models import ITEM_BYTES
-from bench.timing import now_us
+from bench.timing import WrongNumbers, now_us
 from vmmkv.units import GIB
 
 STEP: Final = "time per token"
@@ -79,14 +80,16 @@ def _measure(context: Context, workload: str, system: str, model: Any, prompt_BT
             prefill_us = _timed_us(device, lambda: judge.take(_prefill(model, prompt_BT, cache, sizes.chunk_tokens)))
             judge.judge(system)
             for name, call in ways:
-                for step in range(sizes.warm_steps + sizes.steps):
-                    ids_B1 = judge.next_ids()
-                    took_us = _timed_us(device, lambda: judge.take(_logits(call, ids_B1, cache)))  # noqa: B023
-                    judge.judge(name)
-                    if step >= sizes.warm_steps:
-                        step_us[name].append(took_us)
+                with _attention_of(model, name):
+                    step_us[name] += _steps_us(context, judge, name, call, cache)
             held_bytes = None if meter is None else meter.peak_bytes + memory.own_bytes
         judge.judge_rows(cache, total)
+        if context.settings.on_gpu and system != STATIC:
+            num_again, name = sizes.warm_steps + sizes.steps, system + ATTENDING
+            cache.crop(-num_again)
+            judge.go_back(num_again)
+            with _attention_of(model, name):
+                step_us[name] = _steps_us(context, judge, name, model, cache)
     context.add_figure(workload, system, PREFILL, "tok/s", batch * num_tokens / prefill_us * 1e6)
     if held_bytes is not None:
         context.add_figure(workload, system, HELD, "GiB", held_bytes / GIB, needed_bytes / GIB)
@@ -95,9 +98,37 @@ def _measure(context: Context, workload: str, system: str, model: Any, prompt_BT
         bounds = (None, None) if bound_s is None else (bound_s * 1e3, batch / bound_s)
         context.add(workload, name, STEP, "ms", [each / 1e3 for each in samples], bounds[0])
         context.add(workload, name, RATE, "tok/s", [batch / each * 1e6 for each in samples], bounds[1])
-        if system != DYNAMIC:
+        if name != DYNAMIC:
             context.add_figure(workload, name, SAME, "%", 100 * judge.share_same(name))
             context.add(workload, name, OFF, "%", [100 * each for each in judge.off[name]])
+
+
+def _steps_us(context: Context, judge: Judge, name: str, call: Call, cache: Any) -> list[float]:
+    """How long steps take, behind what the cache has; those that warm up are not among them."""
+    took_us: list[float] = []
+    for _ in range(context.sizes.warm_steps + context.sizes.steps):
+        ids_B1 = judge.next_ids()
+        took_us.append(_timed_us(context.device, lambda: judge.take(_logits(call, ids_B1, cache))))  # noqa: B023
+        judge.judge(name)
+    return took_us[context.sizes.warm_steps :]
+
+
+@contextmanager
+def _attention_of(model: Any, name: str) -> Iterator[None]:
+    """The model attends as the name says. Raises: WrongNumbers if vmmkv's kernels declined a layer, which others then did."""
+    from vmmkv.adapters import hf_attention
+
+    if ATTENDING not in name:
+        yield
+        return
+    declined = hf_attention.declined.copy()
+    model.set_attn_implementation(hf_attention.NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+    if others := hf_attention.declined - declined:
+        raise WrongNumbers(f"{name}: {others.total()} layers attended by sdpa: {', '.join(others)}")
 
 
 def _warm(context: Context, model: Any) -> None:
@@ -113,29 +144,18 @@ def _warm(context: Context, model: Any) -> None:
 def _ways(context: Context, model: Any, system: str, num_tokens: int) -> Iterator[tuple[str, Call]]:
     """By name, what runs a step: one way after the other, behind one prompt.
 
-    transformers' own `generate` compiles the steps of a StaticCache on a GPU, in the way taken here, and of no other. The graph
-    of a model over a VmmCache breaks at every layer, where memory is mapped; lengths are other ones in each step, so there is
-    no CUDA graph. The first system takes as many steps, all of them eager.
+    transformers' own `generate` compiles the steps of a StaticCache on a GPU, in the way taken here, and of no other. A model
+    over a VmmCache is one graph of torch.compile with vmmkv's attention; memory is mapped while it runs, so there is no CUDA
+    graph. The first system takes as many steps, all of them eager.
     """
     yield system, model
     if num_tokens in context.sizes.compiled:
         if system == STATIC:
             yield system + COMPILED, model.get_compiled_call(None)
         elif system == VMMKV:
-            yield system + COMPILED, _compiled_with_breaks(model)
+            yield system + ATTENDING + COMPILED, torch.compile(model.__call__, fullgraph=True, dynamic=True)
         else:
             yield system, model
-
-
-def _compiled_with_breaks(model: Any) -> Call:
-    """A layer's number is taken as a number, and not as the constant that it is: else every layer would be compiled anew."""
-    compiled = torch.compile(model.__call__)
-
-    def call(**inputs: Any) -> Any:
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-            return compiled(**inputs)  # type: ignore[no-untyped-call]
-
-    return call
 
 
 def _prefill(model: Any, prompt_BT: torch.Tensor, cache: Any, chunk_tokens: int) -> torch.Tensor:

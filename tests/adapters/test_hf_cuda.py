@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
 
-from tests.adapters.hf_models import assert_same, gemma3, llama, mistral, prompts, wide_llama
+from tests.adapters.hf_models import assert_same, gemma3, generated, llama, mistral, prompts, wide_llama
 from vmmkv import GIB, Pool
 from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.hf_attention import attention, declined
 from vmmkv.units import PAGE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to test on")]
@@ -82,3 +84,50 @@ def test_equal_prompts_are_seen_on_the_device(pool: Pool) -> None:
     with VmmCache(model.config, pool) as cache, torch.inference_mode():
         model(ids.expand(6, -1), past_key_values=cache)
         assert pool.held_bytes == 16 * PAGE_BYTES  # 64 rows of 32 KiB a page
+
+
+@pytest.mark.parametrize("make", [llama, lambda: gemma3(16), lambda: mistral(40)], ids=["full", "hybrid", "sliding"])
+def test_vmmkvs_attention_gives_the_tokens_of_sdpa(pool: Pool, make: Any) -> None:
+    model, inputs = make().to("cuda:0"), on_gpu(prompts(70, 70))
+    declined.clear()
+    for options in ({}, {"prefill_chunk_size": 7}, {"num_beams": 3}):
+        model.set_attn_implementation("sdpa")
+        expected = generated(model, DynamicCache(config=model.config), inputs, **options)
+        model.set_attn_implementation("vmmkv")
+        assert generated(model, DynamicCache(config=model.config), inputs, **options) == expected
+        with VmmCache(model.config, pool) as cache:
+            assert generated(model, cache, inputs, **options) == expected
+    assert not declined
+
+
+def test_vmmkvs_attention_launches_two_kernels_in_a_layer_of_a_step(pool: Pool) -> None:
+    q = torch.randn(8, 32, 1, 128, device="cuda:0", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 8, 8, 1000, 128, device="cuda:0", dtype=torch.bfloat16)
+    layer = torch.nn.Module()
+    for _ in range(3):
+        attention(layer, q, k, v, None, scaling=128**-0.5)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(4):
+            out, _ = attention(layer, q, k, v, None, scaling=128**-0.5)
+        torch.cuda.synchronize()
+    assert sum(event.device_type == DeviceType.CUDA for event in profiler.events()) == 2 * 4
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True)
+    torch.testing.assert_close(out.float(), expected.transpose(1, 2), atol=1e-2, rtol=1e-2)
+
+
+def test_a_compiled_step_gives_the_eager_tokens(pool: Pool) -> None:
+    model = llama().to("cuda:0")
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    ids = on_gpu(prompts(40, 40))["input_ids"]
+    answers = []
+    for call in (model, compiled):
+        with VmmCache(model.config, pool) as cache, torch.no_grad():
+            tokens = [model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)]
+            for _ in range(20):
+                tokens.append(call(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+            cache.check()
+        answers.append(torch.cat(tokens, 1).tolist())
+    torch.compiler.reset()
+    assert answers[0] == answers[1]

@@ -34,8 +34,9 @@ LAYERS = (
     ("prefix_nodes",),
     ("prefix",),
     ("tiers",),
+    ("kernels",),
     ("adapters",),
-    ("server", "kernels"),
+    ("server",),
     ("testing",),
     ("cli", "__main__"),
 )

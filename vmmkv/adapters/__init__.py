@@ -8,4 +8,7 @@ hf                 VmmCache: a Cache of transformers, for `model.generate(past_k
     hf_planes      what torch writes and reads of these, for all layers at once
     hf_lineage     which sequence each row of the batch goes on from, and what any two have in common
     hf_twins       which rows of a batch are the same prompt
+    hf_attention   the attention implementation "vmmkv" of transformers: its masks, and what goes to sdpa instead
+    hf_attend      causal attention by vmmkv's kernels over the keys and values of any cache
+    hf_graph       a compiled model's operations
 """

@@ -11,7 +11,10 @@ that takes strided keys and values, as all of transformers' do.
 
 For transformers from 5.17 on. Not supported, and said so: gradients through the cache, models whose layers keep something
 else than keys and values by token (encoder-decoders, Mamba and other recurrent layers), layers on several devices,
-offloading, `torch.compile(fullgraph=True)` over the whole model, capture in a CUDA graph.
+offloading, capture in a CUDA graph.
+
+Importing this module registers the attention implementation "vmmkv": vmmkv's kernels, over any cache (see hf_attention). With
+it a step of `torch.compile(model, dynamic=True)` is one graph; with any other one the graph breaks at every layer.
 """
 
 import warnings
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from vmmkv.adapters import hf_attention, hf_graph
 from vmmkv.adapters.hf_batch import Batch
 from vmmkv.adapters.hf_layers import RowLayer, layers_of
 from vmmkv.adapters.hf_rows import BatchRows
@@ -67,10 +71,12 @@ class VmmCache(Cache):  # type: ignore[misc]
         for window in dict.fromkeys(windows.values()):
             of_window = tuple(index for index, each in windows.items() if each == window)
             groups.append(BatchRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
-        self._start(layers, Batch(groups, share_prompts=share_prompts), pool, max_tokens)
+        self._start(layers, Batch(groups, share_prompts=share_prompts), pool, max_tokens, config)
 
-    def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int) -> None:
+    def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int, config: Any) -> None:
         super().__init__(layers=layers)
+        self._config = config
+        self._number = hf_graph.enter(self)
         self.pool = pool
         self.max_tokens = max_tokens
         self._batch = batch
@@ -78,28 +84,49 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     # a forward pass
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor]:
         """Write a layer's keys and values of the new tokens behind the others; all that the tokens see, as strided views.
+
+        In a graph of torch.compile that is left to the model's attention if it is vmmkv's (see hf_graph); before any other one
+        the graph breaks.
 
         Cost: two copies of the new rows. In the first layer of a pass, memory for all layers: see Sequence.grow; and the copies
         or forks that a reordered, repeated or selected batch takes.
         """
-        if self._closed:
-            raise Closed("this VmmCache is closed; make another")
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise NotImplementedError(
                 "a VmmCache passes no gradients on: run the model under torch.no_grad() or torch.inference_mode(); to train, "
                 "take a DynamicCache"
             )
+        if torch.compiler.is_compiling():
+            if self._is_attended_by_vmmkv:
+                return hf_graph.NewRows(key_states, value_states, self._number, layer_idx), value_states
+            seen: tuple[torch.Tensor, torch.Tensor] = self._append_outside(key_states, value_states, layer_idx)
+            return seen
+        return self.append(key_states, value_states, layer_idx)
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update`, where no graph is made."""
+        if self._closed:
+            raise Closed("this VmmCache is closed; make another")
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
                 "outside the capture"
             )
         return self._batch.append(layer_idx, key_states, value_states)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
+    def _append_outside(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.append(*args)
+
+    @property
+    def _is_attended_by_vmmkv(self) -> bool:
+        """Does the model that has this configuration attend by vmmkv, and each of its layers to what it appends itself?"""
+        config = self._config.get_text_config(decoder=True)
+        return config._attn_implementation == hf_attention.NAME and not getattr(config, "num_kv_shared_layers", 0)
 
     def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
@@ -192,7 +219,7 @@ class VmmCache(Cache):  # type: ignore[misc]
             RowLayer(other, index, layer.sliding_window) if isinstance(layer, RowLayer) else layer
             for index, layer in enumerate(self.layers)
         ]
-        other._start(layers, self._batch.fork(), self.pool, self.max_tokens)
+        other._start(layers, self._batch.fork(), self.pool, self.max_tokens, self._config)
         return other
 
     def close(self) -> None:

@@ -1,0 +1,317 @@
+"""The attention implementation "vmmkv": what sdpa gives, by vmmkv's kernels where they can, and said where they cannot.
+
+Whole models run with the kernels' reference in their place: in Triton's interpreter a launch takes a second. What the kernels
+compute for these calls is tested call by call, and with one model.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function, sdpa_mask
+from transformers.masking_utils import sliding_window_causal_mask_function as window_mask_function
+
+from tests.adapters.hf_models import deepseek, gemma3, gemma4, generated, llama, mistral, prompts
+from vmmkv import Pool
+from vmmkv.adapters import hf_attend
+from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.hf_attention import DeclinedWarning, attention, declined, mask
+from vmmkv.kernels import checks, decode, prefill, reference
+
+MODELS = {
+    "grouped": llama,
+    "multi-head": lambda: llama(num_key_value_heads=4),
+    "multi-query": lambda: llama(num_key_value_heads=1),
+    "sliding": lambda: mistral(16),
+    "sliding and full, head size 256": lambda: gemma3(16),
+    "heads of two sizes, layers that read others' rows": lambda: gemma4(16),
+}
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "chunks": {"prefill_chunk_size": 7},
+}
+
+PADDED = "a mask: padding, or another pattern than causal"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_declined_unseen() -> Iterator[None]:
+    declined.clear()
+    hf_attend._plans.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeclinedWarning)
+        yield
+    declined.clear()
+
+
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reference in the place of both kernels; which of them were called."""
+    calls: list[str] = []
+
+    def decode_in_torch(q: Any, kv: Any, lengths: Any, slots: Any, _: Any, __: Any, options: Any, out: Any, ___: Any) -> None:
+        calls.append("decode")
+        cap = options.softcap_log2 / checks._LOG2_E or None
+        scale = options.scale_log2 / checks._LOG2_E * (1.0 if cap is None else cap / 2.0)
+        window = min(options.rows_seen, 2**30)
+        out.copy_(reference.decode(q, kv.k, kv.v, lengths, slots, scale=scale, window=window, softcap=cap))
+
+    def prefill_in_torch(q: Any, k: Any, v: Any, starts: Any, lengths: Any, slots: Any, **options: Any) -> torch.Tensor:
+        calls.append("prefill")
+        return reference.prefill(q, k, v, starts.diff(), lengths, slots, **options)
+
+    monkeypatch.setattr(decode, "attend_singles", decode_in_torch)
+    monkeypatch.setattr(prefill, "prefill", prefill_in_torch)
+    return calls
+
+
+def answers(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+    """Over both caches the same tokens as sdpa gives over transformers' own."""
+    model.set_attn_implementation("sdpa")
+    expected = generated(model, DynamicCache(config=model.config), inputs, **options)
+    model.set_attn_implementation("vmmkv")
+    assert generated(model, DynamicCache(config=model.config), inputs, **options) == expected
+    with VmmCache(model.config, pool) as cache:
+        assert generated(model, cache, inputs, **options) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokens_are_those_of_sdpa(pool: Pool, in_torch: list[str], name: str, way: str) -> None:
+    inputs = prompts(30)
+    inputs["input_ids"][:, 15:28] = inputs["input_ids"][:, :13]  # so that prompt lookup finds something
+    cuts_masks = name.startswith("heads of two sizes")  # from some release on, in layers that read what others keep
+    with warnings.catch_warnings():
+        if cuts_masks:
+            warnings.simplefilter("ignore", DeclinedWarning)
+        answers(MODELS[name](), pool, inputs, max_new_tokens=10, **WAYS[way])
+    assert {"decode", "prefill"} == set(in_torch)
+    assert set(declined) <= ({PADDED} if cuts_masks else set())
+
+
+def test_a_model_in_the_interpreter(pool: Pool) -> None:
+    model = llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    answers(model, pool, prompts(9), max_new_tokens=3, prefill_chunk_size=5)
+    assert not declined
+
+
+def test_a_batch_that_is_padded_goes_to_sdpa(pool: Pool, in_torch: list[str]) -> None:
+    with pytest.warns(DeclinedWarning, match="padding") as seen:
+        answers(llama(), pool, prompts(30, 3, 17))
+    assert set(declined) == {PADDED} and len(seen) == 1 and not in_torch
+
+
+def test_a_soft_cap_is_kept(pool: Pool, in_torch: list[str]) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    ends = {"vocab_size": 199, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = Gemma2Config(num_key_value_heads=2, sliding_window=16, attn_logit_softcapping=0.5, **sizes, **ends)
+    model = Gemma2ForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model, DynamicCache(config=config), prompts(30))
+    model.set_attn_implementation("vmmkv")
+    with VmmCache(config, pool) as cache:
+        assert generated(model, cache, prompts(30)) == expected
+        cache.reset()
+        with pytest.raises(NotImplementedError, match=r'padding.*set_attn_implementation\("eager"\)'):
+            generated(model, cache, prompts(30, 3))
+        cache.crop(0)
+
+
+# call by call, in the interpreter
+
+
+def states(*, heads: int, kv_heads: int, queries: int, tokens: int, dim: int, batch: int = 2) -> tuple[torch.Tensor, ...]:
+    """q, k and v as a model and a cache give them: strided, and the cache's rows further apart than they are long."""
+    torch.manual_seed(1)
+    q = torch.randn(batch, queries, heads, dim).transpose(1, 2)
+    k, v = torch.randn(2, batch, tokens + 3, kv_heads, dim + 8)[..., :dim].transpose(2, 3)[:, :, :, 2 : tokens + 2].unbind()
+    return q, k, v
+
+
+def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    num_queries, num_tokens = q.shape[2], k.shape[2]
+    i_query = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
+    i_token = torch.arange(num_tokens)
+    seen = (i_token <= i_query) & (i_token > i_query - (window or num_tokens))
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    return ((q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "window"),
+    [
+        ({"heads": 4, "kv_heads": 2, "queries": 1, "tokens": 21, "dim": 32}, 0.2, None),
+        ({"heads": 2, "kv_heads": 2, "queries": 1, "tokens": 9, "dim": 80, "batch": 1}, 0.1, 5),
+        ({"heads": 2, "kv_heads": 1, "queries": 1, "tokens": 17, "dim": 256, "batch": 1}, 0.1, None),
+        ({"heads": 2, "kv_heads": 1, "queries": 7, "tokens": 7, "dim": 16}, 0.3, None),
+        ({"heads": 2, "kv_heads": 1, "queries": 5, "tokens": 18, "dim": 16}, 0.3, None),
+        ({"heads": 2, "kv_heads": 1, "queries": 5, "tokens": 18, "dim": 16}, 0.3, 6),
+    ],
+    ids=["decode", "decode, head size 80, window", "decode, head size 256", "prompt", "chunk", "chunk, window"],
+)
+def test_a_call_gives_what_causal_attention_is(shape: dict[str, int], scale: float, window: int | None) -> None:
+    q, k, v = states(**shape)
+    out, _ = attention(torch.nn.Module(), q, k, v, None, scaling=scale, sliding_window=window)
+    assert out.shape == (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+    torch.testing.assert_close(out, truth(q, k, v, scale, window), atol=1e-5, rtol=1e-5)
+    assert not declined
+
+
+# what is declined
+
+
+@pytest.mark.parametrize("queries", [1, 4, 12], ids=["decode", "chunk", "prompt"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dim": 264}, "heads of 264, over 256"),
+        ({"dim": 18}, "heads of 18, or strides"),
+        ({"heads": 65, "kv_heads": 1}, "65 query heads over 1"),
+    ],
+)
+def test_shapes_that_the_kernels_lack_go_to_sdpa(queries: int, window: int | None, change: Any, reason: str) -> None:
+    q, k, v = states(**({"heads": 4, "kv_heads": 2, "queries": queries, "tokens": 12, "dim": 16} | change))
+    with pytest.warns(DeclinedWarning, match=reason):
+        out, _ = attention(torch.nn.Module(), q, k, v, None, scaling=0.2, sliding_window=window)
+    torch.testing.assert_close(out, truth(q, k, v, 0.2, window), atol=1e-5, rtol=1e-5)
+
+
+def test_a_cpu_without_the_interpreter_goes_to_sdpa(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "INTERPRETED", False)
+    with pytest.warns(DeclinedWarning, match="tensors on cpu"):
+        answers(gemma3(16), pool, prompts(30), prefill_chunk_size=7)
+
+
+def test_keys_wider_than_values_go_to_sdpa(pool: Pool) -> None:
+    with pytest.warns(DeclinedWarning, match="heads of 24 in queries, 24 in keys and 12 in values"):
+        answers(deepseek(), pool, prompts(20), prefill_chunk_size=7, max_new_tokens=6)
+
+
+def test_types_that_the_kernels_lack_go_to_sdpa() -> None:
+    q, k, v = states(heads=2, kv_heads=1, queries=1, tokens=9, dim=16)
+    for dtype, reason in ((torch.float64, "tensors of torch.float64"), (torch.bfloat16, "interpreter computes wrongly")):
+        with pytest.warns(DeclinedWarning, match=reason):
+            out, _ = attention(torch.nn.Module(), q.to(dtype), k.to(dtype), v.to(dtype), None, scaling=0.2)
+        assert out.dtype == dtype
+
+
+def test_training_goes_to_sdpa_and_has_its_gradients() -> None:
+    model, ids = llama(num_hidden_layers=2), prompts(12)["input_ids"]
+    gradients = []
+    for name in ("sdpa", "vmmkv"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        with pytest.warns(DeclinedWarning, match="gradients") if name == "vmmkv" else warnings.catch_warnings():
+            model(ids, labels=ids).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+    with pytest.warns(DeclinedWarning, match="dropout"):
+        attention(torch.nn.Module(), *states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16), None, dropout=0.5)
+
+
+def test_attention_from_both_sides_and_what_is_not_known_go_to_sdpa() -> None:
+    q, k, v = states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    with pytest.warns(DeclinedWarning, match="not causal"):
+        out, _ = attention(module, q, k, v, None, scaling=0.2, is_causal=False)
+    k2, v2 = (each.repeat_interleave(2, dim=1) for each in (k, v))
+    torch.testing.assert_close(out, ((q @ k2.mT * 0.2).softmax(-1) @ v2).transpose(1, 2))
+    with pytest.warns(DeclinedWarning, match="position_bias given"):
+        attention(module, q[:, :, :1], k, v, None, scaling=0.2, position_bias=torch.zeros(1, 2, 1, 9))
+
+
+def test_attention_sinks_are_refused() -> None:
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
+    config = GptOssConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, **sizes, **ends)
+    model = GptOssForCausalLM(config).eval()
+    model.set_attn_implementation("vmmkv")
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"sinks.*eager"):
+        model(torch.ones(1, 5, dtype=torch.long))
+
+
+# masks
+
+
+def made(q_length: int, kv_length: int, *, first: int = 0, **options: Any) -> torch.Tensor | None:
+    offsets = {"q_offset": first + kv_length - q_length, "kv_offset": first}
+    return mask(batch_size=2, q_length=q_length, kv_length=kv_length, **(offsets | options))
+
+
+def test_no_mask_is_made_where_the_kernels_need_none() -> None:
+    nothing_padded = torch.ones(2, 20, dtype=torch.bool)
+    windowed = {"mask_function": window_mask_function(8), "local_size": 8}
+    for attention_mask in (None, nothing_padded):
+        assert made(1, 20, attention_mask=attention_mask) is None
+        assert made(7, 20, attention_mask=attention_mask) is None
+        assert made(1, 8, first=12, attention_mask=attention_mask, **windowed) is None
+    of_a_window = made(5, 12, first=8, attention_mask=nothing_padded, **windowed)
+    assert of_a_window is not None and getattr(of_a_window, hf_attend.WINDOW) == 8
+    assert not hasattr(of_a_window[:, :, :, 1:], hf_attend.WINDOW), "whoever cuts a mask changes it"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_mask": torch.arange(20).expand(2, -1) > 3},
+        {"attention_mask": torch.arange(20).expand(2, -1) > 3, "mask_function": window_mask_function(8)},
+        {"attention_mask": torch.ones(2, 17, dtype=torch.bool)},
+        {"mask_function": chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long))},
+        {"mask_function": and_masks(causal_mask_function, lambda b, h, q, k: k != 5)},
+        {"allow_is_causal_skip": False},
+        {"q_offset": 0},
+        {"q_offset": torch.tensor(0)},
+    ],
+    ids=["padded", "padded, window", "too short", "chunks", "another pattern", "wanted", "not the last", "a static cache"],
+)
+def test_every_other_mask_is_sdpas_own(options: dict[str, Any]) -> None:
+    given = made(7, 20, **options)
+    offsets = {"q_offset": 13, "kv_offset": 0, "allow_is_causal_skip": False}
+    expected = sdpa_mask(batch_size=2, q_length=7, kv_length=20, **(offsets | options | {"allow_is_causal_skip": False}))
+    assert given is not None and not hasattr(given, hf_attend.WINDOW)
+    assert torch.equal(given, expected)
+
+
+# what a step costs on the host
+
+
+class Reads(TorchDispatchMode):  # type: ignore[misc]
+    """Counts what would wait for a device, and tensors that are made from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, launches = [], []
+    plan = hf_attend._plan
+    monkeypatch.setattr(hf_attend, "_plan", lambda *args: plans.append(args) or plan(*args))
+    monkeypatch.setattr(decode, "attend_singles", lambda *args: launches.append(args[0].shape) or args[7].zero_())
+    model = llama()
+    model.set_attn_implementation("vmmkv")
+    for cache in (VmmCache(model.config, pool), DynamicCache(config=model.config)):
+        with torch.no_grad(), Reads() as reads:
+            cache_of = [cache.update(*torch.zeros(2, 2, 2, 9, 32), layer) for layer in range(4)]
+            assert len(cache_of) == 4
+            plans.clear(), launches.clear()
+            reads.waits = 0
+            for step in range(3):
+                model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+                assert (len(plans), len(launches), reads.waits) == (step + 1, 4 * (step + 1), 0)
+        if isinstance(cache, VmmCache):
+            cache.close()

@@ -1,0 +1,122 @@
+"""A compiled step over a VmmCache: one graph whatever the length, and the tokens of the eager model."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from transformers import DynamicCache
+
+from tests.adapters.hf_models import gemma3, gemma4, llama, prompts
+from vmmkv import Pool, SequenceTooLong
+from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.hf_attention import DeclinedWarning
+from vmmkv.kernels import checks
+
+IDS = prompts(10, 10)["input_ids"]
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets what it has compiled. Attention is by sdpa: what runs in the operations is tested elsewhere."""
+    monkeypatch.setattr(checks, "INTERPRETED", False)
+    torch.compiler.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", DeclinedWarning)
+        yield
+    torch.compiler.reset()
+
+
+def steps(model: Any, call: Any, cache: Any, count: int = 20) -> tuple[list[list[int]], torch.Tensor]:
+    """The likeliest tokens behind the prompt, and the last logits. The prompt is not compiled."""
+    logits, tokens = model(IDS, past_key_values=cache).logits, []
+    for _ in range(count):
+        tokens.append(logits[:, -1:].argmax(-1))
+        logits = call(tokens[-1], past_key_values=cache).logits
+    answer: list[list[int]] = torch.cat(tokens, 1).tolist()
+    return answer, logits
+
+
+@pytest.mark.parametrize("make", [lambda: llama(num_hidden_layers=2), lambda: gemma3(16)], ids=["full", "sliding and full"])
+def test_twenty_steps_are_one_graph_and_give_the_eager_tokens(pool: Pool, make: Any) -> None:
+    model, counter = make(), CompileCounter()
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    with VmmCache(model.config, pool) as cache:
+        expected, logits = steps(model, model, cache)
+        cache.reset()
+        for _ in range(2):  # another batch of it is the same graph
+            tokens, ours = steps(model, compiled, cache)
+            assert tokens == expected and torch.allclose(ours, logits, atol=1e-5)
+            assert cache.get_seq_length() == 30
+            cache.check()
+            cache.reset()
+    with VmmCache(model.config, pool) as cache:
+        assert steps(model, compiled, cache)[0] == expected
+    assert counter.frame_count == 1, "over windows' ends, batches and caches"
+
+
+def test_without_asking_for_any_length_one_graph_more_is_made(pool: Pool) -> None:
+    model, counter = llama(num_hidden_layers=1), CompileCounter()
+    model.set_attn_implementation("vmmkv")
+    with VmmCache(model.config, pool) as cache:
+        steps(model, torch.compile(model, backend=counter, fullgraph=True), cache)
+    assert counter.frame_count == 2, "one of the first length, and one of all"
+
+
+def test_what_a_compiler_may_rearrange_keeps_the_rows(pool: Pool) -> None:
+    """By AOTAutograd, which makes the graph functional and drops what nobody reads."""
+    model = llama(num_hidden_layers=2)
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other:
+        assert steps(model, compiled, cache, 5)[0] == steps(model, model, other, 5)[0]
+        for layer in range(2):
+            for one, two in zip(cache.states(layer), other.states(layer), strict=True):
+                assert torch.equal(one, two)
+
+
+def test_a_padded_batch_is_one_graph_too(pool: Pool) -> None:
+    model, counter = llama(num_hidden_layers=1), CompileCounter()
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    inputs = prompts(10, 4)
+    with VmmCache(model.config, pool) as cache, VmmCache(model.config, pool) as other:
+        seen, ids = inputs["attention_mask"], inputs["input_ids"]
+        for each in (cache, other):
+            model(ids, attention_mask=seen, past_key_values=each)
+        for _ in range(4):
+            seen = torch.nn.functional.pad(seen, (0, 1), value=1)
+            given = {"input_ids": ids[:, :1], "attention_mask": seen}
+            ours, theirs = (call(**given, past_key_values=each).logits for call, each in ((compiled, cache), (model, other)))
+            assert torch.allclose(ours, theirs, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_transformers_own_cache_is_compiled_too(pool: Pool) -> None:
+    model = llama(num_hidden_layers=1)
+    model.set_attn_implementation("vmmkv")
+    expected, _ = steps(model, model, DynamicCache(config=model.config), 4)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    assert steps(model, compiled, DynamicCache(config=model.config), 4)[0] == expected
+
+
+def test_errors_come_out_of_the_graph(pool: Pool) -> None:
+    model = llama(num_hidden_layers=1)
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    with VmmCache(model.config, pool, max_tokens=12) as cache:
+        with pytest.raises(SequenceTooLong, match="max_tokens=12"):
+            steps(model, compiled, cache)
+        assert cache.get_seq_length() == 12
+
+
+def test_a_model_whose_layers_read_what_others_keep_breaks_its_graph(pool: Pool) -> None:
+    model = gemma4(16)
+    model.set_attn_implementation("vmmkv")
+    with VmmCache(model.config, pool) as cache:
+        expected, _ = steps(model, model, cache, 3)
+        cache.reset()
+        assert steps(model, torch.compile(model, backend="eager", dynamic=True), cache, 3)[0] == expected
