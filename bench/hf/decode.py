@@ -88,8 +88,10 @@ def _measure(context: Context, workload: str, system: str, model: Any, prompt_BT
             num_again, name = sizes.warm_steps + sizes.steps, system + ATTENDING
             cache.crop(-num_again)
             judge.go_back(num_again)
-            with _attention_of(model, name):
-                step_us[name] = _steps_us(context, judge, name, model, cache)
+            with context.guarded(f"{workload}, {name}"):
+                with _attention_of(model, name):
+                    again_us = _steps_us(context, judge, name, model, cache)
+                step_us[name] = again_us
     context.add_figure(workload, system, PREFILL, "tok/s", batch * num_tokens / prefill_us * 1e6)
     if held_bytes is not None:
         context.add_figure(workload, system, HELD, "GiB", held_bytes / GIB, needed_bytes / GIB)

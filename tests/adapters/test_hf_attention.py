@@ -230,6 +230,31 @@ def test_attention_from_both_sides_and_what_is_not_known_go_to_sdpa() -> None:
         attention(module, q[:, :, :1], k, v, None, scaling=0.2, position_bias=torch.zeros(1, 2, 1, 9))
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_chunk_with_what_is_not_known_sees_what_is_before_it(window: int | None) -> None:
+    """Where mask is None transformers' sdpa would take the queries for the first tokens."""
+    q, k, v = states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    for options in ({"num_items_in_batch": 3}, {"position_bias": torch.zeros(1, 2, 3, 9)}):
+        with pytest.warns(DeclinedWarning, match="given"):
+            out, _ = attention(module, q, k, v, None, scaling=0.2, sliding_window=window, **options)
+        torch.testing.assert_close(out, truth(q, k, v, 0.2, window), atol=1e-5, rtol=1e-5)
+
+
+def test_a_capture_keeps_nothing_for_others_and_has_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes is written when its graph is replayed; what others made goes when they need it no more."""
+    q, k, v = states(heads=2, kv_heads=1, queries=1, tokens=9, dim=16)
+    before = hf_attend.plan_of(q, k, v, 0.2, None, None)
+    masks = hf_attend._mask(q.device, 3, 9, None)
+    monkeypatch.setattr(hf_attend, "_is_capturing", lambda device: True)
+    captured = [hf_attend.plan_of(q, k, v, 0.2, None, None) for _ in range(2)]
+    assert captured[0] is not captured[1] and all(plan is not before for plan in captured)
+    assert hf_attend._mask(q.device, 3, 9, None) is not masks
+    monkeypatch.undo()
+    assert hf_attend.plan_of(q, k, v, 0.2, None, None) is before and hf_attend._mask(q.device, 3, 9, None) is masks
+
+
 def test_attention_sinks_are_refused() -> None:
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}

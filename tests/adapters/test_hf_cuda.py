@@ -116,6 +116,23 @@ def test_vmmkvs_attention_launches_two_kernels_in_a_layer_of_a_step(pool: Pool) 
     torch.testing.assert_close(out.float(), expected.transpose(1, 2), atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("queries", [1, 7], ids=["decode", "chunk"])
+def test_a_captured_attention_reads_its_own_numbers(queries: int) -> None:
+    q = torch.randn(2, 8, queries, 128, device="cuda:0", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 2, 90, 128, device="cuda:0", dtype=torch.bfloat16)
+    layer, graphs, outs = torch.nn.Module(), [], []
+    expected, _ = attention(layer, q, k, v, None, scaling=0.1)
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(attention(layer, q, k, v, None, scaling=0.1)[0])
+        graphs.append(graph)
+    graphs[1].replay()  # not the first, whose numbers are not written
+    torch.cuda.synchronize()
+    assert torch.equal(outs[1], expected)
+    assert torch.equal(attention(layer, q, k, v, None, scaling=0.1)[0], expected)
+
+
 def test_a_compiled_step_gives_the_eager_tokens(pool: Pool) -> None:
     model = llama().to("cuda:0")
     model.set_attn_implementation("vmmkv")

@@ -113,6 +113,63 @@ def test_errors_come_out_of_the_graph(pool: Pool) -> None:
         assert cache.get_seq_length() == 12
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_pass_whose_output_nobody_reads_keeps_its_rows(pool: Pool, backend: str) -> None:
+    model = llama(num_hidden_layers=2)
+    model.set_attn_implementation("vmmkv")
+
+    def fill(ids: torch.Tensor, cache: VmmCache) -> None:
+        model(ids, past_key_values=cache)
+
+    with VmmCache(model.config, pool) as cache:
+        torch.compile(fill, backend=backend, fullgraph=True, dynamic=True)(IDS, cache)
+        assert cache.get_seq_length() == 10
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("of_the_first", [False, True], ids=["the same token", "the next token"])
+def test_a_second_pass_in_a_graph_is_refused(pool: Pool, backend: str, of_the_first: bool) -> None:
+    """It would have the positions of the first."""
+    model = llama(num_hidden_layers=2)
+    model.set_attn_implementation("vmmkv")
+
+    def two_steps(ids: torch.Tensor, cache: VmmCache) -> Any:
+        logits = model(ids, past_key_values=cache).logits
+        return logits, model(logits.argmax(-1) if of_the_first else ids, past_key_values=cache).logits
+
+    with VmmCache(model.config, pool) as cache:
+        model(IDS, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="entered with 10 tokens in the VmmCache, and now there are 11"):
+            torch.compile(two_steps, backend=backend, fullgraph=True, dynamic=True)(IDS[:, :1], cache)
+        assert cache.get_seq_length() == 11
+        model(IDS[:, :1], past_key_values=cache)
+
+
+def test_what_is_more_than_causal_attention_is_not_compiled(pool: Pool) -> None:
+    model = llama(num_hidden_layers=1)
+    model.set_attn_implementation("vmmkv")
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    layer = model.model.layers[0].self_attn
+    with VmmCache(model.config, pool) as cache:
+        model(IDS, past_key_values=cache)
+        with pytest.raises(NotImplementedError, match="num_items_in_batch given to attention: not compiled"):
+            compiled(IDS[:, :1], past_key_values=cache, num_items_in_batch=torch.tensor(1))
+        layer.attention_dropout = 0.5
+        model.train()
+        with pytest.raises(NotImplementedError, match="dropout: not compiled"):
+            compiled(IDS[:, :1], past_key_values=cache)
+        model.eval()
+        layer.is_causal = False
+        with pytest.raises(NotImplementedError, match="not causal: not compiled"):
+            compiled(IDS[:, :2], past_key_values=cache)
+        layer.is_causal = True
+        layer.k_proj.requires_grad_(False), layer.v_proj.requires_grad_(False)
+        model.model.embed_tokens.requires_grad_(False), model.model.layers[0].input_layernorm.requires_grad_(False)
+        with torch.enable_grad(), pytest.raises(NotImplementedError, match="gradients: not compiled"):
+            compiled(IDS[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 10
+
+
 def test_a_model_whose_layers_read_what_others_keep_breaks_its_graph(pool: Pool) -> None:
     model = gemma4(16)
     model.set_attn_implementation("vmmkv")

@@ -123,6 +123,16 @@ def test_a_cache_that_loses_keys_has_no_rows(context: Context, part: str) -> Non
     assert {row.system for row in context.report.rows} == {DYNAMIC, STATIC}
 
 
+@pytest.mark.filterwarnings("ignore:attention by transformers' sdpa")
+def test_attention_that_fails_leaves_the_rows_of_what_ran_before(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last that runs, and the first system's figures are those that all others are held against."""
+    monkeypatch.setattr(Settings, "on_gpu", property(lambda settings: True))  # on a CPU its kernels decline every layer
+    decode.run(context, lambda name: None)
+    assert all(type(error) is WrongNumbers and ATTENDING in error.__notes__[0] for error in context.failures)
+    assert len(context.failures) == 2 * len(context.sizes.contexts)
+    assert {row.system for row in context.report.rows} == set(SYSTEMS)
+
+
 def test_a_run_with_a_wrong_cache_fails_and_says_of_whom(
     forgetful: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

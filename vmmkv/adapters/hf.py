@@ -102,19 +102,27 @@ class VmmCache(Cache):  # type: ignore[misc]
             )
         if torch.compiler.is_compiling():
             if self._is_attended_by_vmmkv:
-                return hf_graph.NewRows(key_states, value_states, self._number, layer_idx), value_states
+                return hf_graph.NewRows(key_states, value_states, self._number, layer_idx, self._batch.num_tokens), value_states
             seen: tuple[torch.Tensor, torch.Tensor] = self._append_outside(key_states, value_states, layer_idx)
             return seen
         return self.append(key_states, value_states, layer_idx)
 
-    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update`, where no graph is made."""
+    def append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, num_past: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update`, where no graph is made. `num_past`: of a graph, the tokens that its positions and masks were made for."""
         if self._closed:
             raise Closed("this VmmCache is closed; make another")
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
                 "outside the capture"
+            )
+        if num_past is not None and num_past != self._batch.num_tokens:
+            raise RuntimeError(
+                f"this graph was entered with {num_past} tokens in the VmmCache, and now there are {self._batch.num_tokens}: "
+                f"what is compiled can run the model once over a cache, and change it in no other way; compile the model, not "
+                f"the loop around it"
             )
         return self._batch.append(layer_idx, key_states, value_states)
 

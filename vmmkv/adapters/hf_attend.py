@@ -90,6 +90,8 @@ def plan_of(
 ) -> Plan:
     """The plan of a call. Cost: for the first layer of a pass up to three small launches; else a look-up on the host."""
     device = q_BHND.device
+    if _is_capturing(device):  # what a graph makes has its numbers when that is replayed, and its memory as long as that lives
+        return _plan(q_BHND, k_BKTD, v_BKTD, scale, window, softcap)
     # A tensor that one stream writes may be read by another before it is written.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (
@@ -152,13 +154,20 @@ def attend_by_sdpa(
     """[B, N, H, D] by transformers' own sdpa function, with `mask`; if that is None, with what causal attention takes."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    num_queries, num_tokens = q_BHND.shape[2], k_BKTD.shape[2]
-    reaches = window is None or num_tokens <= window
-    if mask is None and not (reaches and num_queries in (1, num_tokens)):
-        mask = _mask(q_BHND.device, num_queries, num_tokens, None if reaches else window)
+    if mask is None:
+        mask = mask_for_sdpa(q_BHND, k_BKTD, window)
     layer = SimpleNamespace(num_key_value_groups=q_BHND.shape[1] // k_BKTD.shape[1], is_causal=True)
     out_BNHD: torch.Tensor = sdpa_attention_forward(layer, q_BHND, k_BKTD, v_BKTD, mask, dropout=dropout, scaling=scale)[0]
     return out_BNHD
+
+
+def mask_for_sdpa(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """What transformers' sdpa function needs for causal attention. With None it takes the queries for the first tokens."""
+    num_queries, num_tokens = q_BHND.shape[2], k_BKTD.shape[2]
+    reaches = window is None or num_tokens <= window
+    if reaches and num_queries in (1, num_tokens):
+        return None
+    return _mask(q_BHND.device, num_queries, num_tokens, None if reaches else window)
 
 
 def decline(reason: str, softcap: float | None) -> None:
@@ -254,6 +263,10 @@ def _is_even(states: torch.Tensor) -> bool:
     )
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _even(q_NHD: torch.Tensor) -> torch.Tensor:
     """The same, copied if loads of 16 bytes cannot follow it."""
     return q_NHD if _is_even(q_NHD) else q_NHD.clone(memory_format=torch.contiguous_format)
@@ -269,5 +282,7 @@ def _mask_of(device: torch.device, stream: int, num_queries: int, num_tokens: in
 
 
 def _mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
+    if _is_capturing(device):
+        return _mask_of.__wrapped__(device, 0, num_queries, num_tokens, window)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _mask_of(device, stream, num_queries, num_tokens, window)

@@ -37,7 +37,7 @@ from transformers.masking_utils import (
 )
 
 from vmmkv.adapters import hf_graph
-from vmmkv.adapters.hf_attend import WINDOW, DeclinedWarning, attend_by_sdpa, attend_causally, decline, declined
+from vmmkv.adapters.hf_attend import WINDOW, DeclinedWarning, attend_by_sdpa, attend_causally, decline, declined, mask_for_sdpa
 
 __all__ = ["NAME", "DeclinedWarning", "attention", "declined", "mask"]
 
@@ -73,26 +73,30 @@ def attention(
             "this model's layers have attention sinks, which neither vmmkv's kernels nor sdpa have: "
             'model.set_attn_implementation("eager")'
         )
-    if isinstance(key, hf_graph.NewRows):
-        return hf_graph.append_and_attend(module, query, key, attention_mask, scaling, sliding_window, softcap), None
-    num_queries = query.shape[2]
-    causal = (is_causal if is_causal is not None else getattr(module, "is_causal", True)) and num_queries <= key.shape[2]
+    rows = key if isinstance(key, hf_graph.NewRows) else None
+    new_or_all = key if rows is None else rows.k_BKND
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = causal and query.shape[2] <= new_or_all.shape[2]
     others = [name for name, given in kwargs.items() if given is not None and name not in _IGNORED]
     reason = None
     if dropout > 0.0:
         reason = "dropout"
-    elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    elif torch.is_grad_enabled() and (query.requires_grad or new_or_all.requires_grad or value.requires_grad):
         reason = "gradients"
     elif others:
         reason = f"{', '.join(sorted(others))} given to attention"
-    elif num_queries > 1 and not causal and attention_mask is None:
+    elif query.shape[2] > 1 and not causal and attention_mask is None:
         reason = "attention that is not causal"
+    if rows is not None:
+        return hf_graph.append_and_attend(module, query, rows, attention_mask, scaling, sliding_window, softcap, reason), None
     if reason is None:
         attend_here = hf_graph.attend if torch.compiler.is_compiling() else attend_causally
         return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
     decline(reason, softcap)
-    if causal and attention_mask is None and not others:
-        return attend_by_sdpa(query, key, value, scaling, sliding_window, dropout=dropout), None
+    if causal and attention_mask is None:
+        if not others:
+            return attend_by_sdpa(query, key, value, scaling, sliding_window, dropout=dropout), None
+        attention_mask = mask_for_sdpa(query, key, sliding_window)
     options = kwargs | {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
     out: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
     return out, None

@@ -6,7 +6,8 @@
 Views of the cache are no values of a graph: a compiler takes what an operation returns for memory of its own, which it may
 give to others. So a graph has the new rows, the number of the cache, and what attention computes; it has no length. When it
 runs, the operation does on the host what the eager model does there: the first layer of a pass has memory mapped, the last
-one counts its tokens. A layer's output needs that of the layer before it, so the order is that of the model.
+one counts its tokens. A layer's output needs that of the layer before it, so the order is that of the model. What has changed
+the cache is not seen by what is behind it in the same graph: so a graph has one pass, and a second one in it is refused.
 
 Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D head dim.
 """
@@ -45,6 +46,8 @@ class NewRows:
     v_BKND: torch.Tensor
     cache: int
     layer: int
+    num_past: int
+    """The tokens that the cache had when the graph began, by which the positions and the mask were made."""
 
 
 def append_and_attend(
@@ -55,15 +58,24 @@ def append_and_attend(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    obstacle: str | None,
 ) -> torch.Tensor:
-    """[B, N, H, D]: a layer appends its rows and attends to all that it has. Raises: NotImplementedError."""
+    """[B, N, H, D]: a layer appends its rows and attends to all that it has.
+
+    Raises: NotImplementedError, if there is an obstacle: what is asked for besides causal attention.
+    """
+    if obstacle is not None:
+        raise NotImplementedError(
+            f"{obstacle}: not compiled over a VmmCache with this attention. Leave the model uncompiled, or "
+            f'model.set_attn_implementation("sdpa")'
+        )
     if getattr(module, "layer_idx", rows.layer) != rows.layer:
         raise NotImplementedError(
             "a layer that reads what another one keeps is not compiled over a VmmCache with this attention: "
             'model.set_attn_implementation("sdpa")'
         )
     out: torch.Tensor = torch.ops.vmmkv.append_attend(
-        q_BHND, rows.k_BKND, rows.v_BKND, mask, rows.cache, rows.layer, scale, window, softcap
+        q_BHND, rows.k_BKND, rows.v_BKND, mask, rows.cache, rows.layer, rows.num_past, scale, window, softcap
     )
     return out
 
@@ -87,9 +99,9 @@ def _attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap:
 
 
 def _append_attend(
-    q: Any, k: Any, v: Any, mask: Any, cache: int, layer: int, scale: Any, window: Any, softcap: Any
+    q: Any, k: Any, v: Any, mask: Any, number: int, layer: int, num_past: int, scale: Any, window: Any, softcap: Any
 ) -> torch.Tensor:
-    return _attend(q, *_caches[cache].append(k, v, layer), mask, scale, window, softcap)
+    return _attend(q, *_caches[number].append(k, v, layer, num_past), mask, scale, window, softcap)
 
 
 def _like(q_BHND: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
@@ -110,9 +122,11 @@ torch.library.impl(_ATTEND, "default", _attend)
 torch.library.register_fake(_ATTEND, lambda q, k, v, *_: _like(q, v))
 torch.library.define(
     _APPEND_ATTEND,
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, SymInt cache, int layer, float? scale, SymInt? window, float? softcap)"
-    " -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, SymInt cache, int layer, SymInt num_past, float? scale, SymInt? window,"
+    " float? softcap) -> Tensor",
     tags=_TAGS,
 )
 torch.library.impl(_APPEND_ATTEND, "default", _append_attend)
+# Its rows are wanted even if what it returns is not: a prompt may be computed for the cache alone.
+torch.fx.node.has_side_effect(torch.ops.vmmkv.append_attend.default)
 torch.library.register_fake(_APPEND_ATTEND, lambda q, k, v, *_: _like(q, v))
