@@ -46,8 +46,10 @@ class MemoryMaps:
             self._coming.add_done_callback(_looked_at)
             self._send(AskMap())
         try:
-            # Shielded: one who goes away takes nothing from the others who wait.
-            return await asyncio.wait_for(asyncio.shield(self._coming), within_s)
+            # Not wait_for, which before Python 3.12 loses the cancellation of who goes away just as the map comes. Shielded:
+            # who goes away takes nothing from the others who wait.
+            async with asyncio.timeout(within_s):
+                return await asyncio.shield(self._coming)
         except TimeoutError:
             raise MapUnavailable(f"The engine has sent no map in {within_s:g} s; it may be in a long step.") from None
 

@@ -77,7 +77,8 @@ class Viewers:
                         yield event
                 # A comment now and then finds out who has gone.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), 15)
+                    async with asyncio.timeout(15):
+                        await news.wait()
                     continue
                 yield ": still here\n\n"
         finally:

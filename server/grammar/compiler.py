@@ -104,7 +104,8 @@ class GrammarCompiler:
         try:
             assert process.stdin is not None
             process.stdin.write(LENGTH.pack(len(data)) + data)
-            answer = await asyncio.wait_for(_answer(process), self._compile_s)
+            async with asyncio.timeout(self._compile_s):
+                answer = await _answer(process)
         except TimeoutError as error:
             await self._end()
             raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
@@ -120,7 +121,8 @@ class GrammarCompiler:
             return self._process
         self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         try:
-            answer = await asyncio.wait_for(_answer(self._process), START_S)
+            async with asyncio.timeout(START_S):
+                answer = await _answer(self._process)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
             await self._end()
             raise GrammarRefused("grammars cannot be compiled here; the server's log says why") from error
