@@ -3,6 +3,7 @@
 __main__      the process: loads, connects, runs the loop, and ends it
 core          the loop's body: plan, launch, pump, read an earlier step back, answer
 loading       model, dtype and layout from a configuration, and an engine of them
+administration  another budget, or no cached prefixes: what an administrator asks
 memory        the KV memory of an engine, from its opening to its close: slots in a pool, or another kind
 kv            what the engine wants of it              rows        how attention writes and reads its rows
 snapshot      what is told of it from time to time     memory_map  what is mapped where, when somebody asks
@@ -22,5 +23,6 @@ decoder/      the dense decoders, from their configuration       decoder_model  
 unmodified    any other model, by transformers' own code
 attention     what both call: append and attend
 
+constraints   grammars of the requests that have one: masks, and text that must come
 sampler       logits to tokens, with sampling_state (parameters on the device) and adjust (penalties, biases)
 """

@@ -19,8 +19,8 @@ from vmmkv.server.engine.batch import Batch
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.rows import Rows
 
-NAME: Final = "vmmkv"
-"""Of the attention implementation, as `attn_implementation=NAME`."""
+NAME: Final = "vmmkv-engine"
+"""Of the attention implementation, as `attn_implementation=NAME`; `vmmkv` is that of vmmkv.adapters.hf, for any cache."""
 
 
 class UnsupportedModel(ValueError):

@@ -150,3 +150,11 @@ def test_a_model_that_nobody_can_run_is_refused(tmp_path: Path) -> None:
     settings = ServeConfig(model=str(tmp_path), load_format="dummy", device="cpu", max_num_seqs=4, max_tokens=128)
     with pytest.raises(ValueError, match="softcap"):
         load(dataclasses.replace(settings, kv_budget_bytes=32 * 2**21), lambda message: None)
+
+
+def test_the_engines_attention_takes_nobody_elses_name() -> None:
+    """transformers keeps such functions by name, for the whole process."""
+    from vmmkv.adapters import hf_attention
+    from vmmkv.server.engine import unmodified
+
+    assert unmodified.NAME != hf_attention.NAME
