@@ -37,7 +37,8 @@ serve: $(VENV)/.serve-installed
 	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
 
 test: check model chromium $(NEWEST)/.installed
-	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(if $(ARGS),$(ARGS),--ignore=tests/laws)
+	$(if $(ARGS),,$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/laws)
 	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters/test_hf_*.py)
 
 check: $(VENV)/.dev-installed
