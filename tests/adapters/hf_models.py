@@ -19,6 +19,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from tests.attending import attending_by
 from vmmkv import Pool
 from vmmkv.adapters.hf import VmmCache
 
@@ -119,3 +120,13 @@ def assert_same(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **optio
     with VmmCache(model.config, pool) as cache:
         assert generated(model, cache, inputs, **options) == expected
         cache.check()
+
+
+def assert_attention_is_sdpas(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+    """With vmmkv's attention, over both caches, the same tokens as sdpa gives over transformers' own."""
+    with attending_by(model, "sdpa"):
+        expected = generated(model, DynamicCache(config=model.config), inputs, **options)
+    with attending_by(model, "vmmkv"):
+        assert generated(model, DynamicCache(config=model.config), inputs, **options) == expected
+        with VmmCache(model.config, pool) as cache:
+            assert generated(model, cache, inputs, **options) == expected

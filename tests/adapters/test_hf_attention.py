@@ -15,7 +15,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GptOssCo
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as window_mask_function
 
-from tests.adapters.hf_models import deepseek, gemma3, gemma4, generated, llama, mistral, prompts
+from tests.adapters.hf_models import assert_attention_is_sdpas, deepseek, gemma3, gemma4, generated, llama, mistral, prompts
 from vmmkv import Pool
 from vmmkv.adapters import hf_attend
 from vmmkv.adapters.hf import VmmCache
@@ -72,16 +72,6 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def answers(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **options: Any) -> None:
-    """Over both caches the same tokens as sdpa gives over transformers' own."""
-    model.set_attn_implementation("sdpa")
-    expected = generated(model, DynamicCache(config=model.config), inputs, **options)
-    model.set_attn_implementation("vmmkv")
-    assert generated(model, DynamicCache(config=model.config), inputs, **options) == expected
-    with VmmCache(model.config, pool) as cache:
-        assert generated(model, cache, inputs, **options) == expected
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_those_of_sdpa(pool: Pool, in_torch: list[str], name: str, way: str) -> None:
@@ -91,20 +81,20 @@ def test_the_tokens_are_those_of_sdpa(pool: Pool, in_torch: list[str], name: str
     with warnings.catch_warnings():
         if cuts_masks:
             warnings.simplefilter("ignore", DeclinedWarning)
-        answers(MODELS[name](), pool, inputs, max_new_tokens=10, **WAYS[way])
+        assert_attention_is_sdpas(MODELS[name](), pool, inputs, max_new_tokens=10, **WAYS[way])
     assert {"decode", "prefill"} == set(in_torch)
     assert set(declined) <= ({PADDED} if cuts_masks else set())
 
 
 def test_a_model_in_the_interpreter(pool: Pool) -> None:
     model = llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    answers(model, pool, prompts(9), max_new_tokens=3, prefill_chunk_size=5)
+    assert_attention_is_sdpas(model, pool, prompts(9), max_new_tokens=3, prefill_chunk_size=5)
     assert not declined
 
 
 def test_a_batch_that_is_padded_goes_to_sdpa(pool: Pool, in_torch: list[str]) -> None:
     with pytest.warns(DeclinedWarning, match="padding") as seen:
-        answers(llama(), pool, prompts(30, 3, 17))
+        assert_attention_is_sdpas(llama(), pool, prompts(30, 3, 17))
     assert set(declined) == {PADDED} and len(seen) == 1 and not in_torch
 
 
@@ -188,12 +178,12 @@ def test_shapes_that_the_kernels_lack_go_to_sdpa(queries: int, window: int | Non
 def test_a_cpu_without_the_interpreter_goes_to_sdpa(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "INTERPRETED", False)
     with pytest.warns(DeclinedWarning, match="tensors on cpu"):
-        answers(gemma3(16), pool, prompts(30), prefill_chunk_size=7)
+        assert_attention_is_sdpas(gemma3(16), pool, prompts(30), prefill_chunk_size=7)
 
 
 def test_keys_wider_than_values_go_to_sdpa(pool: Pool) -> None:
     with pytest.warns(DeclinedWarning, match="heads of 24 in queries, 24 in keys and 12 in values"):
-        answers(deepseek(), pool, prompts(20), prefill_chunk_size=7, max_new_tokens=6)
+        assert_attention_is_sdpas(deepseek(), pool, prompts(20), prefill_chunk_size=7, max_new_tokens=6)
 
 
 def test_types_that_the_kernels_lack_go_to_sdpa() -> None:

@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache
 
-from tests.adapters.hf_models import assert_same, gemma3, generated, llama, mistral, prompts, wide_llama
+from tests.adapters.hf_models import (
+    assert_attention_is_sdpas,
+    assert_same,
+    gemma3,
+    llama,
+    mistral,
+    prompts,
+    wide_llama,
+)
 from vmmkv import GIB, Pool
 from vmmkv.adapters.hf import VmmCache
 from vmmkv.adapters.hf_attention import attention, declined
@@ -91,12 +98,7 @@ def test_vmmkvs_attention_gives_the_tokens_of_sdpa(pool: Pool, make: Any) -> Non
     model, inputs = make().to("cuda:0"), on_gpu(prompts(70, 70))
     declined.clear()
     for options in ({}, {"prefill_chunk_size": 7}, {"num_beams": 3}):
-        model.set_attn_implementation("sdpa")
-        expected = generated(model, DynamicCache(config=model.config), inputs, **options)
-        model.set_attn_implementation("vmmkv")
-        assert generated(model, DynamicCache(config=model.config), inputs, **options) == expected
-        with VmmCache(model.config, pool) as cache:
-            assert generated(model, cache, inputs, **options) == expected
+        assert_attention_is_sdpas(model, pool, inputs, **options)
     assert not declined
 
 

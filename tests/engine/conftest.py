@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.core import EngineCore
@@ -187,11 +188,9 @@ class Harness:
 
     def expected(self, prompt: list[int], max_new_tokens: int = 8) -> list[int]:
         """transformers' own greedy answer, with its DynamicCache and its own attention."""
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("sdpa")
         ids = torch.tensor([prompt], device=self.cache.device)
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
-        self.model.set_attn_implementation(before)
+        with attending_by(self.model, "sdpa"):
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
         return out[0, len(prompt) :].tolist()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from vmmkv import DriverError, KVCache
 from vmmkv.server.engine.beams import LiveBeam
@@ -52,23 +53,22 @@ def by_transformers(
 ) -> list[tuple[list[int], float]]:
     """The sequences, without end tokens, and their scores."""
     model = harness.model
-    model.set_attn_implementation("sdpa")
     ids = torch.tensor([prompt], device=harness.cache.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        num_beams=width,
-        num_return_sequences=width,
-        length_penalty=length_penalty,
-        eos_token_id=list(stops) or None,
-        pad_token_id=0,
-        do_sample=False,
-        early_stopping=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    model.set_attn_implementation("vmmkv")
+    with attending_by(model, "sdpa"):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=length_penalty,
+            eos_token_id=list(stops) or None,
+            pad_token_id=0,
+            do_sample=False,
+            early_stopping=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     kept = [
         list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
     ]
@@ -337,10 +337,8 @@ def test_a_vocabulary_smaller_than_the_search(harness: Callable[..., Harness], m
 
 
 def _log_probability(harness: Harness, prompt: list[int], tokens: Sequence[int]) -> float:
-    harness.model.set_attn_implementation("sdpa")
-    with torch.inference_mode():
+    with torch.inference_mode(), attending_by(harness.model, "sdpa"):
         logits_TV = harness.model(torch.tensor([[*prompt, *tokens]])).logits[0]
-    harness.model.set_attn_implementation("vmmkv")
     logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
     return sum(float(row[token]) for row, token in zip(logprobs_TV, tokens, strict=True))
 

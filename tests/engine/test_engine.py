@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of
 from vmmkv import DriverError
 from vmmkv.server.engine.core import EngineDied
@@ -238,10 +239,9 @@ def test_log_probabilities_are_the_models_own_and_only_of_who_asked(harness: Cal
     one.ask("sampled", prompt_of(7, 1), 5, temperature=0.7, top_p=0.8, seed=3, want_logprobs=True)
     one.run()
     assert one.logprobs("beside") == []
-    one.model.set_attn_implementation("sdpa")
     for name, prompt in (("greedy", prompt_of(9)), ("sampled", prompt_of(7, 1))):
         tokens = one.tokens(name)
-        with torch.inference_mode():
+        with torch.inference_mode(), attending_by(one.model, "sdpa"):
             logits_TV = one.model(torch.tensor([prompt + tokens])).logits[0]
         all_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
         wanted = [float(row[token]) for row, token in zip(all_TV, tokens, strict=True)]

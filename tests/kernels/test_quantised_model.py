@@ -12,6 +12,7 @@ import torch
 
 from bench import quality
 from bench.quality import KV_TYPES, Attended, QuantisingAttention
+from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment
 from vmmkv.kernels.append import append
@@ -62,13 +63,8 @@ def test_exact_kv_gives_the_models_own_losses(
     attention: QuantisingAttention, tokens_N: torch.Tensor, exact_loss: float
 ) -> None:
     model = attention.model
-    ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        with torch.inference_mode():
-            own_loss = float(quality.losses(model, tokens_N).mean())
-    finally:
-        model.set_attn_implementation(ours)
+    with torch.inference_mode(), attending_by(model, "sdpa"):
+        own_loss = float(quality.losses(model, tokens_N).mean())
     assert exact_loss == pytest.approx(own_loss, abs=1e-4)
 
 
