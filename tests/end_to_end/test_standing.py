@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import random
 import signal
 import threading
@@ -74,20 +75,23 @@ def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: SmallServer)
 def test_a_storm_of_clients_that_leave_leaves_nothing(standing: SmallServer) -> None:
     chance = random.Random(2)
 
-    async def leave(index: int) -> None:
-        body = {"model": NAME, "prompt": f"{index} " * 50, "max_tokens": 500, "stream": index % 2 == 0, **ENDLESS}
+    async def leave(client: httpx.AsyncClient, index: int) -> None:
+        """In the middle of a stream, or at a random moment of an answer that would come whole."""
+        is_stream, num_chunks = index % 2 == 0, chance.randrange(20)
+        body = {"model": NAME, "prompt": f"{index} " * 50, "max_tokens": 500, "stream": is_stream, **ENDLESS}
         await asyncio.sleep(chance.random() * 2)
-        try:
-            async with asyncio.timeout(chance.random()), httpx.AsyncClient(timeout=60) as client:
-                headers = {"Authorization": f"Bearer {ONE}"}
-                async with client.stream("POST", f"{standing.url}/v1/completions", json=body, headers=headers) as answer:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if is_stream else chance.random()):
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
                     async for _ in answer.aiter_bytes():
-                        pass
-        except TimeoutError:
-            pass
+                        num_chunks -= 1
+                        if is_stream and num_chunks < 0:
+                            break
 
     async def storm() -> None:
-        await asyncio.gather(*(leave(index) for index in range(60)))
+        headers, limits = {"Authorization": f"Bearer {ONE}"}, httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=standing.url, timeout=60, headers=headers, limits=limits) as client:
+            await asyncio.gather(*(leave(client, index) for index in range(60)))
 
     asyncio.run(storm())
     until(standing.is_empty)
