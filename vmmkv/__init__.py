@@ -24,8 +24,9 @@ from vmmkv.errors import (
 from vmmkv.kv_type import KVType
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.pool import Pool, PoolStats
-from vmmkv.prefix import Attached, PrefixCache, PrefixStats
+from vmmkv.prefix import PrefixCache, PrefixStats
 from vmmkv.prefix_costs import Rung
+from vmmkv.prefix_ladder import Attached
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.stats import CacheStats
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB

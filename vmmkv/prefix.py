@@ -11,7 +11,6 @@ more) and, while they last, in the slots of sequences that have or had them: its
 Only what a caller has confirmed is shared: rows that were computed and read back, not merely launched.
 """
 
-import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable
@@ -23,28 +22,17 @@ import torch
 
 from vmmkv.arguments import whole
 from vmmkv.cache import KVCache
-from vmmkv.errors import OutOfPages, SequenceTooLong
+from vmmkv.errors import SequenceTooLong
 from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.prefix_ladder import Attached, Ladder
 from vmmkv.prefix_nodes import PrefixNodes, Running
-from vmmkv.prefix_plan import Placed, Plan, plan
+from vmmkv.prefix_plan import Placed
 from vmmkv.promotion import HOT, promote_some, resident_of
-from vmmkv.radix import Match, Node, Tokens
+from vmmkv.radix import Node, Tokens
 from vmmkv.radix_node import pack
 from vmmkv.scratch import Windows
-from vmmkv.sequence import Parked, Sequence
-from vmmkv.sharing import Pages, SlotRows
+from vmmkv.sequence import Sequence
 from vmmkv.slots import SlotState
-from vmmkv.units import PAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """A new sequence, and how it came to its first tokens."""
-
-    sequence: Sequence
-    num_tokens: int
-    """Rows [0, num_tokens) hold the first tokens of the prompt; the rest is to be computed."""
-    rung: Rung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +81,16 @@ class PrefixCache:
         with cache.pool.lock:
             if occupancy.keeper is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
-            self.costs = costs or Costs()
-            """What decides between the rungs; `recompute_us_per_token` is for the owner of the model to set."""
-            self._is_measured = costs is None
             self._occupancy = occupancy
             self._memory = occupancy.memory
             self._nodes = PrefixNodes(cache.layout, occupancy)
             self._windows = Windows(self._memory)
-            if self._is_measured:
-                self.costs.calibrate(cache.device)
-                self.costs.alias_us = self._windows.measure_us() or self.costs.alias_us
+            self._ladder = Ladder(cache, self._nodes, self._windows, costs)
+            self.costs = self._ladder.costs
+            """What decides between the rungs; `recompute_us_per_token` is for the owner of the model to set."""
             self._counts = _Counts()
             self._hot: list[Node[Placed]] = []
             """Hit often enough to be promoted, and not looked at since."""
-            self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
             occupancy.keeper = self._nodes
 
     # in
@@ -116,7 +100,7 @@ class PrefixCache:
         tokens = _checked(tokens)
         with self.cache.pool.lock:
             self.cache._check_open()
-            found = self._plan(namespace, tokens)
+            found = self._ladder.plan(namespace, tokens)
             return found[1].num_tokens if found else 0
 
     def attach(
@@ -152,17 +136,7 @@ class PrefixCache:
             end = self.cache._check_end(max_tokens)
             if len(tokens) > end:
                 raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
-            found = self._plan(namespace, tokens)
-            taken, parked = self._choose(found, rung, num_steps)
-            attached: Attached | None = None
-            # What has the rows cannot make room for the rest of them; it can for all of them, computed anew.
-            with contextlib.suppress(OutOfPages):
-                if found and taken is Rung.ADOPT and parked is not None:
-                    attached = self._adopt(found[0], found[1], parked, end)
-                elif taken in (Rung.ALIAS, Rung.COPY):
-                    attached = self._attach_new(namespace, tokens, taken, end)
-            if attached is None:
-                attached = Attached(self.cache.open(max_tokens=end, tenant=namespace), 0, Rung.RECOMPUTE)
+            attached = self._ladder.attach(tokens, namespace, rung=rung, num_steps=num_steps, end=end)
             self._enter(attached, namespace, tokens)
             counts, name = self._counts, attached.rung.value
             counts.attached[name] += 1
@@ -170,101 +144,6 @@ class PrefixCache:
             counts.hit_tokens += attached.num_tokens
             counts.missed_tokens += len(tokens) - attached.num_tokens
             return attached
-
-    def _plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
-        match = self._nodes.tree.match(namespace, tokens[: len(tokens) - 1])
-        found = plan(self._memory, self.cache.layout, match)
-        return None if found is None else (match, found)
-
-    def _choose(
-        self, found: tuple[Match[Placed], Plan] | None, rung: Rung | None, num_steps: int
-    ) -> tuple[Rung, Parked | None]:
-        if found is None:
-            return Rung.RECOMPUTE, None
-        match, best = found
-        parked = self._adoptable(match, best) if rung in (None, Rung.ADOPT) else None
-        possible = [Rung.ALIAS, Rung.RECOMPUTE]
-        if parked is not None:
-            possible.append(Rung.ADOPT)
-        if best.resident is not None:
-            possible.append(Rung.COPY)
-        if rung is not None:
-            return (rung if rung in possible else Rung.RECOMPUTE), parked
-        if parked is not None:  # nothing is cheaper, and what could be aliased need not be looked up
-            return Rung.ADOPT, parked
-        pool = self.cache.pool
-        scarcity = pool.held_bytes / pool.budget_bytes
-        if self._is_measured:
-            self.costs.map_us = self._memory.mapper.map_us
-
-        def cost(each: Rung) -> float:
-            return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps)
-
-        return min(possible, key=cost), parked
-
-    def _adoptable(self, match: Match[Placed], best: Plan) -> Parked | None:
-        """A parked slot with these rows, of which nothing that others need would be written over; the shortest."""
-        deepest = match.deepest
-        assert deepest is not None
-        slots = [slot for slot in deepest.residents if slot in self._nodes.kept] if deepest.has_residents else []
-        parked = [self._occupancy.parked[slot] for slot in slots if isinstance(slot, int)]
-        starts = [self.cache.layout.start_for(group, best.num_tokens) for group in self.cache.layout.groups]
-        fitting = [
-            each
-            for each in parked
-            if all(self._memory.table.starts[index, each.slot] <= start for index, start in enumerate(starts))
-            and self._nodes.is_free_past(each.slot, best.num_tokens)
-        ]
-        return min(fitting, key=lambda each: (each.length, -each.stamp), default=None)
-
-    def _adopt(self, match: Match[Placed], best: Plan, parked: Parked, end: int) -> Attached:
-        """The nodes past the match go, for their rows will be written over; what they held is the slot's alone."""
-        slot, num_tokens = parked.slot, best.num_tokens
-        self._nodes.shorten(slot, num_tokens, discard=True)
-        parked.length = num_tokens
-        node = self._nodes.kept.pop(slot)
-        self._nodes.tree.lock(node)  # making room does not evict what is being adopted
-        try:
-            sequence = self._occupancy.take_over(parked, num_tokens, end)
-        except BaseException:
-            self._nodes.kept[slot] = node
-            raise
-        finally:
-            self._nodes.tree.unlock(node)
-        return Attached(sequence, num_tokens, Rung.ADOPT)
-
-    def _attach_new(self, namespace: Hashable, tokens: Tokens, rung: Rung, end: int) -> Attached | None:
-        """By alias or copy, into a slot with nothing in it; None if the match has gone while one was cleared."""
-        occupancy, memory = self._occupancy, self._memory
-        slot = occupancy.clear_run(1)
-        found = self._plan(namespace, tokens)
-        if found is None or (rung is Rung.COPY and found[1].resident is None):
-            return None
-        match, best = found
-        deepest = match.deepest
-        assert deepest is not None
-        pages: tuple[Pages, ...] = best.pages if rung is Rung.ALIAS else tuple({} for _ in best.pages)
-        for index, group in enumerate(self.cache.layout.groups):
-            memory.table.starts[index, slot] = self.cache.layout.start_for(group, best.num_tokens)
-        tails = [tail.extent for tail in best.tails if tail is not None]
-        self._nodes.tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
-        for extent in tails:  # nor extents of nodes below
-            self.cache.pool.hold(extent)
-        self._nodes.source = best.resident
-        try:
-            sequence = occupancy.open_with(slot, end, namespace, best.num_tokens, pages, _Rest(self, best))
-            if best.resident in occupancy.parked:
-                try:
-                    occupancy.parked[best.resident].fence = memory.fence()
-                except BaseException:
-                    sequence.close()
-                    raise
-        finally:
-            self._nodes.source = None
-            self._nodes.tree.unlock(deepest)
-            for extent in tails:
-                self.cache.pool.drop(extent)
-        return Attached(sequence, best.num_tokens, rung)
 
     def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
         """The tree knows the sequence; what was copied for it is shared at once, for it is a copy of what was confirmed."""
@@ -424,23 +303,6 @@ class PrefixCache:
             unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._nodes.is_pinned(slot)]
             for parked in unpinned[: max(0, missing)]:
                 self._occupancy.evict(parked)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """Where the rows of a plan are copied from that are not aliased: a resident's slot, or an extent of the tree."""
-
-    prefix: PrefixCache
-    plan: Plan
-
-    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
-        """See sharing.Source."""
-        if self.plan.resident is not None:
-            SlotRows(self.prefix._memory, self.plan.resident).copy(group, first_byte, target)
-        else:
-            tail = self.plan.tails[group]
-            assert tail is not None, "rows are missing and nobody has them"
-            self.prefix._windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, target)
 
 
 def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:

@@ -56,7 +56,7 @@ def test_the_map_has_every_mapped_page_and_names_who_runs(harness: Callable[...,
 
 def test_two_with_one_prefix_map_the_same_memory(harness: Callable[..., Harness]) -> None:
     one = harness(step_tokens=8192, share=True, budget_pages=32)
-    one.prefix.costs.alias_us, one.prefix._is_measured = 0.1, False
+    one.prefix.costs.alias_us = 0.1
     common = prompt_of(2 * PAGE_TOKENS, 1)
     mapper, maps = maker(one)
     one.ask("a", common + prompt_of(50, 2), 30)

@@ -23,7 +23,7 @@ from bench.serve.requests import Requests
 from bench.serve.sizes import Sizes
 from bench.settings import SHAPES, Settings
 from bench.timing import WrongNumbers, exact, middle, summarize
-from vmmkv.prefix import Attached, PrefixCache
+from vmmkv import Attached, PrefixCache
 from vmmkv.server import Completion, Engine
 
 ROOT = Path(__file__).parents[2]

@@ -32,6 +32,7 @@ LAYERS = (
     ("prefix_plan",),
     ("prefix_costs", "promotion"),
     ("prefix_nodes",),
+    ("prefix_ladder",),
     ("prefix",),
     ("tiers",),
     ("kernels",),
