@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.arguments import Parser
 from bench.recorded import Key, Recorded, newest, read
 from bench.report import console
-from bench.rows import FAILED, short_commit
+from bench.rows import FAILED, origin_of
 from bench.table import figure
 from bench.timing import middle
 from bench.verdict import change, differ, higher_is_better, is_difference
@@ -116,7 +116,7 @@ def lines(comparison: Comparison) -> Iterator[str]:
     """What there is to say before the table: first what stands on either side."""
     for name, side in (("A", "before"), ("B", "after")):
         origins = Counter(
-            f"{provenance.device}, commit {short_commit(provenance.commit)} of {provenance.date[: len('2026-01-01')]}"
+            f"{provenance.device}, {origin_of(provenance.commit, provenance.date)}"
             for provenance in (getattr(pair, side).provenance for pair in comparison.pairs)
         )
         if origins:

@@ -100,6 +100,11 @@ def short_commit(commit: str) -> str:
     return digits[:_COMMIT_DIGITS] + changed
 
 
+def origin_of(commit: str, date: str) -> str:
+    """As it stands under a figure."""
+    return f"commit {short_commit(commit)} of {date[: len('2026-01-01')]}"
+
+
 class RowFile:
     """Appends rows to `<folder>/<suite>.jsonl`. What is there stays: rows of other machines and commits, rows that lose."""
 

@@ -34,8 +34,8 @@ class Expected:
 
     logits_BV: list[torch.Tensor] = field(default_factory=list)
     """Behind the prompt, and behind each step."""
-    rows: list[torch.Tensor] = field(default_factory=list)
-    """K and V of the first and of the last layer, [B, K, T, D]."""
+    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """By the number of tokens, K and V of the first and of the last layer, [B, K, T, D]."""
 
 
 class Judge:
@@ -92,8 +92,12 @@ class Judge:
             plane[:, :, :num_tokens] for layer in layers for plane in (cache.layers[layer].keys, cache.layers[layer].values)
         ]
         if self._first:
-            self._expected.rows.extend(rows)
-        for number, (given, wanted) in enumerate(zip(rows, self._expected.rows, strict=True)):
+            self._expected.rows[num_tokens] = rows
+        if num_tokens not in self._expected.rows:
+            raise WrongNumbers(
+                f"{num_tokens} tokens were written, and a DynamicCache had {', '.join(map(str, self._expected.rows))}"
+            )
+        for number, (given, wanted) in enumerate(zip(rows, self._expected.rows[num_tokens], strict=True)):
             what = f"{'KV'[number % 2]} of layer {layers[number // 2]}"
             if given.shape != wanted.shape or wanted.shape[2] != num_tokens:
                 raise WrongNumbers(f"{what}: rows {list(given.shape)}, and {num_tokens} tokens were written")

@@ -1,15 +1,16 @@
 """The model, token by token: prompts in chunks, then decode steps over each system's cache, eager and compiled.
 
 The first system decodes greedily; the others are given its tokens, so that each of their steps can be held against its own: the
-logits, the likeliest tokens, and at the end the rows of the first and of the last layer. Prompts are computed with SDPA. On a
-GPU the last steps are then taken back, and once more with vmmkv's attention, over the caches that can be cropped.
+logits, the likeliest tokens, and behind each way the rows of the first and of the last layer. Prompts are computed with SDPA.
+On a GPU steps are taken back, and once more with vmmkv's attention, over the caches that can be cropped. A system's compiled
+steps come behind these: where they fail, what does not compile has been measured.
 
     B sequences, K kv heads, T tokens, D head dim, V vocabulary
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -33,6 +34,14 @@ COMPILED: Final = ", compiled"
 """Behind a system's name: its decode steps are compiled. Prompts never are."""
 
 Call = Callable[..., Any]
+
+
+class Way(NamedTuple):
+    """One way to take steps. `again`: those of the way before are taken back first."""
+
+    name: str
+    call: Call
+    again: bool = False
 
 
 def num_steps(context: Context) -> int:
@@ -68,30 +77,33 @@ def run(context: Context, begin: Callable[[str], None]) -> None:
 def _measure(context: Context, workload: str, system: str, model: Any, prompt_BT: torch.Tensor, expected: Expected) -> None:
     sizes, device = context.sizes, context.device
     batch, num_tokens = prompt_BT.shape
-    ways = list(_ways(context, model, system, num_tokens))
-    total = num_tokens + len(ways) * (sizes.warm_steps + sizes.steps)
-    needed_bytes = total * batch * context.decoder.row_bytes // ITEM_BYTES * model.dtype.itemsize
+    ways, per_way = _ways(context, model, system, num_tokens), sizes.warm_steps + sizes.steps
+    total = num_tokens + sum(per_way for way in ways if not way.again)
+    token_bytes = batch * context.decoder.row_bytes // ITEM_BYTES * model.dtype.itemsize
     judge = Judge(expected, model.dtype, first=system == DYNAMIC)
-    step_us: dict[str, list[float]] = {name: [] for name, _ in ways}
     # A budget that nothing here should come near: what is taken is measured elsewhere, and not forced.
-    with memory_of(system, model.config, device, needed_bytes + GIB) as memory:
+    with memory_of(system, model.config, device, total * token_bytes + GIB) as memory:
         cache = memory.open(batch, total)
         with _metered(context) as meter:
             prefill_us = _timed_us(device, lambda: judge.take(_prefill(model, prompt_BT, cache, sizes.chunk_tokens)))
             judge.judge(system)
-            for name, call in ways:
-                with _attention_of(model, name):
-                    step_us[name] += _steps_us(context, judge, name, call, cache)
+            step_us = {system: _steps_us(context, judge, ways[0], model, cache)}
             held_bytes = None if meter is None else meter.peak_bytes + memory.own_bytes
-        judge.judge_rows(cache, total)
-        if context.settings.on_gpu and system != STATIC:
-            num_again, name = sizes.warm_steps + sizes.steps, system + ATTENDING
-            cache.crop(-num_again)
-            judge.go_back(num_again)
-            with context.guarded(f"{workload}, {name}"):
-                with _attention_of(model, name):
-                    again_us = _steps_us(context, judge, name, model, cache)
-                step_us[name] = again_us
+        written = num_tokens + per_way
+        needed_bytes = written * token_bytes
+        judge.judge_rows(cache, written)
+        for way in ways[1:]:
+            with context.guarded(f"{workload}, {way.name}") if way.name != system else nullcontext():
+                if way.again:
+                    cache.crop(-per_way)
+                    judge.go_back(per_way)
+                    written -= per_way
+                took_us = _steps_us(context, judge, way, model, cache)
+                written += per_way
+                judge.judge_rows(cache, written)
+                step_us.setdefault(way.name, []).extend(took_us)
+            if way.name not in step_us:
+                break  # nobody knows what the cache has now
     context.add_figure(workload, system, PREFILL, "tok/s", batch * num_tokens / prefill_us * 1e6)
     if held_bytes is not None:
         context.add_figure(workload, system, HELD, "GiB", held_bytes / GIB, needed_bytes / GIB)
@@ -105,13 +117,14 @@ def _measure(context: Context, workload: str, system: str, model: Any, prompt_BT
             context.add(workload, name, OFF, "%", [100 * each for each in judge.off[name]])
 
 
-def _steps_us(context: Context, judge: Judge, name: str, call: Call, cache: Any) -> list[float]:
-    """How long steps take, behind what the cache has; those that warm up are not among them."""
+def _steps_us(context: Context, judge: Judge, way: Way, model: Any, cache: Any) -> list[float]:
+    """How long steps take, behind what the cache has; those that warm up are not among them. Raises: WrongNumbers."""
     took_us: list[float] = []
-    for _ in range(context.sizes.warm_steps + context.sizes.steps):
-        ids_B1 = judge.next_ids()
-        took_us.append(_timed_us(context.device, lambda: judge.take(_logits(call, ids_B1, cache))))  # noqa: B023
-        judge.judge(name)
+    with _attention_of(model, way.name):
+        for _ in range(context.sizes.warm_steps + context.sizes.steps):
+            ids_B1 = judge.next_ids()
+            took_us.append(_timed_us(context.device, lambda: judge.take(_logits(way.call, ids_B1, cache))))  # noqa: B023
+            judge.judge(way.name)
     return took_us[context.sizes.warm_steps :]
 
 
@@ -143,21 +156,23 @@ def _warm(context: Context, model: Any) -> None:
     _wait(context.device)
 
 
-def _ways(context: Context, model: Any, system: str, num_tokens: int) -> Iterator[tuple[str, Call]]:
-    """By name, what runs a step: one way after the other, behind one prompt.
+def _ways(context: Context, model: Any, system: str, num_tokens: int) -> list[Way]:
+    """One way after the other, behind one prompt.
 
     transformers' own `generate` compiles the steps of a StaticCache on a GPU, in the way taken here, and of no other. A model
     over a VmmCache is one graph of torch.compile with vmmkv's attention; memory is mapped while it runs, so there is no CUDA
     graph. The first system takes as many steps, all of them eager.
     """
-    yield system, model
-    if num_tokens in context.sizes.compiled:
-        if system == STATIC:
-            yield system + COMPILED, model.get_compiled_call(None)
-        elif system == VMMKV:
-            yield system + ATTENDING + COMPILED, torch.compile(model.__call__, fullgraph=True, dynamic=True)
-        else:
-            yield system, model
+    eager, on_gpu = [Way(system, model)], context.settings.on_gpu
+    attending = [Way(system + ATTENDING, model, again=True)] if on_gpu and system != STATIC else []
+    if num_tokens not in context.sizes.compiled:
+        return eager + attending
+    if system == STATIC:
+        return [*eager, Way(system + COMPILED, model.get_compiled_call(None))]
+    if system == VMMKV:
+        compiled = torch.compile(model.__call__, fullgraph=True, dynamic=True)
+        return [*eager, *attending, Way(system + ATTENDING + COMPILED, compiled)]
+    return [*eager, *eager, *attending]
 
 
 def _prefill(model: Any, prompt_BT: torch.Tensor, cache: Any, chunk_tokens: int) -> torch.Tensor:

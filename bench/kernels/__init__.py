@@ -1,7 +1,7 @@
 """What the kernels cost on a GPU: attention over each kind of memory, by each system; append; copy.
 
 cases     batches by their lengths          formats   what a row holds         fill      random rows, fast
-memories  where rows lie                    batch     queries, and the check   systems   what reads them (fa3: one of them)
+memories  where rows lie                    batch     queries, and the check   systems   what reads them (fa3, from_flashinfer)
 measure   prepare, check, time, report      attention, attending, appending, copying: the parts of the suite
 bars      what the project has promised, computed from rows
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from bench.kernels import appending, attending, copying, fa3
+from bench.kernels import appending, attending, copying, fa3, from_flashinfer
 from bench.kernels.measure import Measurer
 from bench.report import Report
 from bench.settings import Settings
@@ -70,6 +70,8 @@ def run(settings: Settings, report: Report) -> None:
             settings = replace(settings, fa3=None)
     elif settings.on_gpu:
         report.say("absent: FlashAttention-3, whose library --fa3 names")
+    if settings.on_gpu and not from_flashinfer.is_installed():
+        report.say(f"absent: {from_flashinfer.NAME}: the package flashinfer (flashinfer-python) is not installed")
     shapes = settings.kernel_shapes
     steps = [
         (shape, part)

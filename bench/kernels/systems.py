@@ -1,4 +1,5 @@
-"""What reads a memory: the project's kernels, torch's SDPA, FlashAttention-3 (see fa3), and the reference on a CPU.
+"""What reads a memory: the project's kernels, torch's SDPA, FlashAttention-3 (see fa3), FlashInfer (see from_flashinfer), and
+the reference on a CPU.
 
 Each is a function that is bound to one copy of a batch and then called for each layer. What does not apply raises
 Inapplicable, which is no failure: SDPA knows no lengths, no slots and no blocks.
@@ -13,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels.batch import Attend, Batch
 from bench.kernels.fa3 import bind_fa3
+from bench.kernels.from_flashinfer import NAME as FLASHINFER
+from bench.kernels.from_flashinfer import bind_flashinfer, is_installed
 from bench.kernels.measure import Inapplicable
 from bench.kernels.memories import Planes, rows_of
 from bench.settings import Settings
@@ -41,6 +44,8 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
     }
     if settings.fa3 is not None:
         systems["FA3"] = bind_fa3
+    if is_installed():
+        systems[FLASHINFER] = bind_flashinfer
     return systems
 
 

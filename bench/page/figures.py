@@ -4,12 +4,14 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from bench.kernels.attending import AGAIN
 from bench.page.charts import Series, SeriesByNumber, bars, lines
 from bench.page.drawing import Figure, slug_of
 from bench.page.serving import serving_figures
+from bench.prefix.naming import PROMISED, shape_of, without_shape
 from bench.rows import Row
 from bench.timing import Summary
 
@@ -18,6 +20,8 @@ _LABEL_CHARACTERS: Final = 34
 _HF_DECODE: Final = re.compile(r"(?P<model>.+?) decode: (?P<tokens>\d+) tokens, batch (?P<batch>\d+)")
 _HF_BY_CONTEXT: Final = {"time per token": "time per token", "peak memory beyond the weights": "most memory beyond the weights"}
 """What is drawn against the context, and how it is headed."""
+
+_TREE: Final = re.compile(r"a tree of ([\d,]+) nodes")
 
 Namer = Callable[[Row], str | None]
 """How a row is called in a figure; None if it is not in it."""
@@ -132,6 +136,17 @@ def _kernels(rows: Sequence[Row], name: str) -> Iterator[Figure]:
 
 
 def _prefix(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    by_shape: dict[str, list[Row]] = defaultdict(list)
+    trees = [row for row in rows if _TREE.fullmatch(row.workload)]
+    for row in (row for row in rows if row not in trees):
+        by_shape[shape_of(row.workload)].append(replace(row, workload=without_shape(row.workload)))
+    for shape, of_shape in by_shape.items():
+        of_another = shape != PROMISED and len(by_shape) > 1
+        yield from _prefix_of(of_shape, f"{name}-{slug_of(shape)}" if of_another else name, "" if shape == PROMISED else shape)
+    yield from _by_nodes(trees, name)
+
+
+def _prefix_of(rows: Sequence[Row], name: str, shape: str) -> Iterator[Figure]:
     requests = [row for row in rows if " requests of " in row.workload]
     for metric, unit, title in (
         ("total", "s", "Requests that share a prefix: time until the last answer"),
@@ -143,26 +158,33 @@ def _prefix(rows: Sequence[Row], name: str) -> Iterator[Figure]:
             if series := gathered(of_state, metric, _system, _shared_tokens):
                 panels[f"{metric}, {state}"] = series
         if panels:
-            yield bars(f"{name}-{slug_of(metric)}", title, unit, panels)
-    yield from _by_size(rows, name)
+            yield bars(f"{name}-{slug_of(metric)}", _of(shape, title), unit, panels)
+    yield from _by_size(rows, name, shape)
     if attention := gathered(rows, "attention", _system, _workload):
-        yield bars(f"{name}-attention", "Attention over a shared prefix", "ms", {"": attention})
+        yield bars(f"{name}-attention", _of(shape, "Attention over a shared prefix"), "ms", {"": attention})
 
 
-def _by_size(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """Attaching, by the prefix's tokens; the tree's calls, by its nodes."""
+def _of(shape: str, title: str) -> str:
+    return f"{shape}: {title}" if shape else title
+
+
+def _by_size(rows: Sequence[Row], name: str, shape: str) -> Iterator[Figure]:
+    """Attaching, by the prefix's tokens."""
     attach: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row.unit == "us" and (match := re.fullmatch(r"attach (\d+) tokens", row.workload)):
+            attach[row.metric, row.unit][row.system][int(match[1])] = row.summary
+    if attach:
+        title = _of(shape, "Attaching a prefix, by each rung")
+        yield lines(f"{name}-attach", title, attach, "tokens", log_x=True, log_y=[metric for metric, _ in attach])
+
+
+def _by_nodes(rows: Sequence[Row], name: str) -> Iterator[Figure]:
+    """The tree's calls: no shape has anything to do with them."""
     tree: dict[str, dict[float, Summary]] = defaultdict(dict)
     for row in rows:
-        if row.unit != "us":
-            continue
-        if match := re.fullmatch(r"attach (\d+) tokens", row.workload):
-            attach[row.metric, row.unit][row.system][int(match[1])] = row.summary
-        elif match := re.fullmatch(r"a tree of ([\d,]+) nodes", row.workload):
+        if row.unit == "us" and (match := _TREE.fullmatch(row.workload)):
             tree[row.metric][int(match[1].replace(",", ""))] = row.summary
-    if attach:
-        title = "Attaching a prefix, by each rung"
-        yield lines(f"{name}-attach", title, attach, "tokens", log_x=True, log_y=[metric for metric, _ in attach])
     if tree:
         of_tree: dict[tuple[str, str], SeriesByNumber] = {("a call", "us"): tree}
         yield lines(f"{name}-tree", "The radix tree alone", of_tree, "nodes", log_x=True, log_y=["a call"])

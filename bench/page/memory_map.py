@@ -14,6 +14,7 @@ from typing import Any, Final
 from matplotlib.patches import Patch
 
 from bench.page.drawing import COLOURS, INK, Figure, drawing, finished
+from bench.rows import origin_of
 from vmmkv.units import MIB
 
 MAP: Final = "memory_map.json"
@@ -63,9 +64,10 @@ def map_figures(record: Mapping[str, Any], where: str) -> list[Figure]:
     try:
         frames = [_vmmkv(record), _paged(record)]
         moment = f"{record['workload']}, {record['shape']}, behind {record['step']} decode steps"
+        origin = origin_of(record["commit"], record["date"])
     except KeyError as error:
         raise ValueError(f"{where}: a memory map without {error}; run the suite waste again") from error
-    return [_draw(frame, moment, name) for frame, name in zip(frames, ("map-vmmkv", "map-paged"), strict=True)]
+    return [_draw(frame, moment, origin, name) for frame, name in zip(frames, ("map-vmmkv", "map-paged"), strict=True)]
 
 
 def _vmmkv(record: Mapping[str, Any]) -> _Frame:
@@ -127,7 +129,7 @@ def _stacked(sizes: Iterator[tuple[float, int]]) -> Iterator[_Piece]:
         start_mib += size_mib
 
 
-def _draw(frame: _Frame, moment: str, name: str) -> Figure:
+def _draw(frame: _Frame, moment: str, origin: str, name: str) -> Figure:
     columns = list(dict.fromkeys(piece.column for piece in frame.pieces))
     top_mib = max((piece.start_mib + piece.size_mib for piece in frame.pieces), default=1.0)
     with drawing(4.6) as (figure, (axis,)):
@@ -159,5 +161,5 @@ def _draw(frame: _Frame, moment: str, name: str) -> Figure:
         shares = sum(piece.shared for piece in frame.pieces)
         counted = f"{len(columns)} columns, {len(frame.pieces)} rectangles, {shares} of them shared"
         alt = f"{frame.heading}, {moment}: {counted}. {frame.said}"
-        caption = f"{moment}. {frame.said} Thick lines: where a sequence's rows end."
+        caption = f"{moment}. {frame.said} Thick lines: where a sequence's rows end. From {origin}."
         return finished(figure, name, frame.heading, alt, caption)

@@ -11,8 +11,9 @@ from bench.page.drawing import Figure, slug_of
 from bench.page.figures import figures
 from bench.page.lines import Line, absent, lines
 from bench.page.promises import Ratio, over_blocks, promises
+from bench.prefix.naming import without_shape
 from bench.recorded import Recorded
-from bench.rows import FAILED, Provenance, short_commit
+from bench.rows import FAILED, Provenance, origin_of
 from bench.suites import SUITES
 
 
@@ -170,7 +171,7 @@ def _origins(recorded: Sequence[Recorded]) -> tuple[tuple[str, int], ...]:
 
 
 def _origin(one: Recorded) -> str:
-    return f"commit {short_commit(one.provenance.commit)} of {one.provenance.date[: len('2026-01-01')]}"
+    return origin_of(one.provenance.commit, one.provenance.date)
 
 
 def _group(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -> Group:
@@ -218,6 +219,6 @@ def _part(suite: str, workload: str) -> str:
     if suite in ("serve", "hf"):
         return workload.partition(":")[0]
     if suite == "prefix":
-        match = re.search(r" (requests) of |^(attention|chat|attach|a tree)", workload)
+        match = re.search(r" (requests) of |^(attention|chat|attach|a tree)", without_shape(workload))
         return (match[1] or match[2]) if match else workload
     return ""

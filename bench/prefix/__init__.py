@@ -3,7 +3,8 @@
 sizes       how large everything is          model       a decoder with random weights     addressing   where its rows lie
 systems     what a loop asks of memory       contiguous  vmmkv                             paged        blocks
 loop        one serving loop for all         filling     rows without a model              context      what parts share
-requests, attention, chat, attaching, and bench/radix: the parts                           bars         what was promised
+naming      whose shape a row is of          bars        what was promised
+requests, attention, chat, attaching, and bench/radix: the parts
 """
 
 from collections.abc import Callable

@@ -26,9 +26,9 @@ _ENDED: Final = ((AGAIN, Rung.ALIAS), ("copy", Rung.COPY), ("recompute", Rung.RE
 """Whose sequences are closed each time; those that adopt are parked again."""
 
 
-def workload(num_tokens: int) -> str:
+def workload(context: Context, num_tokens: int) -> str:
     """How rows name it."""
-    return f"attach {num_tokens} tokens"
+    return context.named(f"attach {num_tokens} tokens")
 
 
 def num_steps(context: Context) -> int:
@@ -39,8 +39,8 @@ def num_steps(context: Context) -> int:
 def run(context: Context, begin: Callable[[str], None]) -> None:
     """Every length."""
     for num_tokens in context.sizes.attach_prefixes:
-        begin(workload(num_tokens))
-        with context.guarded(workload(num_tokens)):
+        begin(workload(context, num_tokens))
+        with context.guarded(workload(context, num_tokens)):
             max_tokens = num_tokens + _SPARE_TOKENS
             # The source, its promoted copy, and one that attaches; and some that retire.
             num_pages = 5 * context.pages_for(max_tokens) + 64
@@ -77,7 +77,7 @@ class _Attaching:
             self._sample(name, tokens, rung, source, self._end)
         self._park(self._attach(None, tokens, Rung.ALIAS, source))
         self._sample("adopt", tokens, Rung.ADOPT, source, self._park)
-        name = workload(self._num_tokens)
+        name = workload(self._context, self._num_tokens)
         for system in self._driver_us:
             self._context.add(name, system, "in the driver", "us", self._driver_us[system])
             self._context.add(name, system, "until the device is done", "us", self._whole_us[system])

@@ -29,7 +29,7 @@ _TOLERANCE: Final = 1e-3
 
 def workload(context: Context) -> str:
     """How rows name it."""
-    return f"attention of {context.sizes.requests} x {context.sizes.decode_prefix} shared tokens"
+    return context.named(f"attention of {context.sizes.requests} x {context.sizes.decode_prefix} shared tokens")
 
 
 def num_steps(context: Context) -> int:

@@ -21,7 +21,7 @@ _SYSTEMS: Final = (None, Sharing.CHOOSER)
 
 def workload(context: Context) -> str:
     """How rows name it."""
-    return f"chat: {context.sizes.conversations} conversations of {context.sizes.turns} turns"
+    return context.named(f"chat: {context.sizes.conversations} conversations of {context.sizes.turns} turns")
 
 
 def num_steps(context: Context) -> int:

@@ -14,6 +14,7 @@ import torch
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.model import Model
+from bench.prefix.naming import named
 from bench.prefix.paged import Paged
 from bench.prefix.sizes import Sizes, decoder_of
 from bench.prefix.systems import TokenIds
@@ -101,6 +102,10 @@ class Context:
         return Counter({LARGE_PAGES: count * num_large, 1: count * num_single})
 
     # rows
+
+    def named(self, text: str) -> str:
+        """A workload's name, which says the shape."""
+        return named(self.shape.name, text)
 
     def add(
         self, workload: str, system: str, metric: str, unit: str, samples: Sequence[float], bound: float | None = None

@@ -66,7 +66,7 @@ _Known = dict[tuple[int, int], Outcome]
 def workload(context: Context, prefix_tokens: int, state: str) -> str:
     """How rows name it."""
     sizes = context.sizes
-    return f"{sizes.requests} requests of {prefix_tokens} + {sizes.own} tokens, {sizes.out} out, {state}"
+    return context.named(f"{sizes.requests} requests of {prefix_tokens} + {sizes.own} tokens, {sizes.out} out, {state}")
 
 
 def run(context: Context, begin: Callable[[str], None]) -> None:

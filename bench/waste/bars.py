@@ -22,7 +22,7 @@ _TIMES_STATIC: Final = 3.0
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     """All of them, in the issue's order."""
     medians = {
-        (_short(row.workload), row.system, row.metric): row.summary.p50 for row in rows if row.workload.startswith(SHAPE)
+        (_short(row.workload), row.system, row.metric): row.summary.p50 for row in rows if row.workload.startswith(f"{SHAPE} ")
     }
     names = list(dict.fromkeys(name for name, _, _ in medians))
     waste = medians.get(("chat", "vmmkv", WASTE))

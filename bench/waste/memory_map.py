@@ -2,7 +2,7 @@
 
 It is written as JSON, for somebody to draw. Intervals are half-open, `request` is an index of `requests`:
 
-    format 1; shape, workload, step; page_bytes, row_bytes, block_rows, budget_bytes
+    format 1; commit, date (of the run that made it); shape, workload, step; page_bytes, row_bytes, block_rows, budget_bytes
     prefix_tokens    of each group, how many tokens its prompts share
     requests         {group (None: shares nothing), num_prompt, num_out}
     vmmkv            budget_pages, held_pages, used_pages, free_pages (held by nobody), slot_pages (of one slot's addresses)
@@ -125,7 +125,8 @@ def run(context: Context, begin: Callable[[str], None]) -> None:
     trace = _trace(context)
     name = f"{shape.name} map: {trace.text}"
     with context.guarded(name):
-        found = _both(context, shape, trace)
+        made_by = context.report.file.provenance
+        found = {"commit": made_by.commit, "date": made_by.date} | _both(context, shape, trace)
         path = context.report.file.folder / NAME
         path.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
         context.report.say(f"map: {path.name} has step {found['step']} of {name}")

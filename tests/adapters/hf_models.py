@@ -13,6 +13,8 @@ from transformers import (
     Gemma4TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -76,13 +78,27 @@ def gpt_neox() -> GPTNeoXForCausalLM:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**_options(hidden_size=128, initializer_range=0.3))).eval()
 
 
-def deepseek() -> DeepseekV3ForCausalLM:
+def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
     """Latent attention, of which transformers keeps each head's keys and values: 24 wide, and 12."""
     torch.manual_seed(0)
-    options = _options(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16)
+    options = _options(
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, **changes
+    )
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     del options["head_dim"]
     return DeepseekV3ForCausalLM(DeepseekV3Config(**options, **experts, v_head_dim=12, first_k_dense_replace=1)).eval()
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Two layers, one of a window; sinks that take most of the softmax."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(vocab_size=199, num_key_value_heads=2, sliding_window=8, **experts, **sizes, **ends))
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.sinks, 1.0, 3.0)
+    return model.eval()
 
 
 def gemma4(sliding_window: int) -> Gemma4ForCausalLM:

@@ -4,22 +4,38 @@ Whole models run with the kernels' reference in their place: in Triton's interpr
 compute for these calls is tested call by call, and with one model.
 """
 
+import ast
+import inspect
+import itertools
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as window_mask_function
 
-from tests.adapters.hf_models import assert_attention_is_sdpas, deepseek, gemma3, gemma4, generated, llama, mistral, prompts
+from tests.adapters.hf_models import (
+    assert_attention_is_sdpas,
+    deepseek,
+    gemma3,
+    gemma4,
+    generated,
+    gpt_oss,
+    llama,
+    mistral,
+    prompts,
+)
 from vmmkv import Pool
-from vmmkv.adapters import hf_attend
+from vmmkv.adapters import hf_attend, hf_eager
 from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_attention import DeclinedWarning, attention, declined, mask
+from vmmkv.adapters.hf_attention import _CHOSEN, _IGNORED, DeclinedWarning, attention, declined, mask
 from vmmkv.kernels import checks, decode, prefill, reference
 
 MODELS = {
@@ -235,24 +251,78 @@ def test_a_chunk_with_what_is_not_known_sees_what_is_before_it(window: int | Non
 def test_a_capture_keeps_nothing_for_others_and_has_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes is written when its graph is replayed; what others made goes when they need it no more."""
     q, k, v = states(heads=2, kv_heads=1, queries=1, tokens=9, dim=16)
-    before = hf_attend.plan_of(q, k, v, 0.2, None, None)
-    masks = hf_attend._mask(q.device, 3, 9, None)
+    scoring = hf_attend.Scoring(0.2, None, None)
+    before = hf_attend.plan_of(q, k, v, scoring)
+    masks = hf_attend.causal_mask(q.device, 3, 9, None)
     monkeypatch.setattr(hf_attend, "_is_capturing", lambda device: True)
-    captured = [hf_attend.plan_of(q, k, v, 0.2, None, None) for _ in range(2)]
+    captured = [hf_attend.plan_of(q, k, v, scoring) for _ in range(2)]
     assert captured[0] is not captured[1] and all(plan is not before for plan in captured)
-    assert hf_attend._mask(q.device, 3, 9, None) is not masks
+    assert hf_attend.causal_mask(q.device, 3, 9, None) is not masks
     monkeypatch.undo()
-    assert hf_attend.plan_of(q, k, v, 0.2, None, None) is before and hf_attend._mask(q.device, 3, 9, None) is masks
+    assert hf_attend.plan_of(q, k, v, scoring) is before and hf_attend.causal_mask(q.device, 3, 9, None) is masks
 
 
-def test_attention_sinks_are_refused() -> None:
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
-    config = GptOssConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, **sizes, **ends)
-    model = GptOssForCausalLM(config).eval()
-    model.set_attn_implementation("vmmkv")
-    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"sinks.*eager"):
-        model(torch.ones(1, 5, dtype=torch.long))
+@pytest.mark.parametrize("cached", ["DynamicCache", "VmmCache"])
+@pytest.mark.parametrize("inputs", [prompts(20, 20), prompts(20, 9)], ids=["full", "padded"])
+def test_attention_sinks_go_to_the_models_own_function(pool: Pool, cached: str, inputs: Any) -> None:
+    model = gpt_oss()
+
+    def logits_of(name: str) -> list[torch.Tensor]:
+        """Of a prompt, a chunk and a step."""
+        model.set_attn_implementation(name)
+        with VmmCache(model.config, pool) if cached == "VmmCache" else nullcontext(DynamicCache(config=model.config)) as cache:
+            found, mask = [], inputs["attention_mask"]
+            for ids in torch.split(inputs["input_ids"], [14, 5, 1], dim=1):
+                seen = mask[:, : cache.get_seq_length() + ids.shape[1]]
+                found.append(model(ids, attention_mask=seen, past_key_values=cache).logits[:, -1])
+        return found
+
+    with torch.no_grad():
+        expected = logits_of("eager")
+        with pytest.warns(DeclinedWarning, match="transformers' eager attention: attention sinks") as said:
+            ours = logits_of("vmmkv")
+        for layer in model.model.layers:
+            layer.self_attn.sinks -= 9.0
+        without = logits_of("eager")
+    assert len(said) == 1 and declined == {"attention sinks": 2 * 3}
+    for one, two, other in zip(ours, expected, without, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(other, two, atol=1e-3), "the sinks count"
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"s_aux": torch.ones(2)}, r"sinks.*eager"),
+        ({"sinks": torch.ones(1, 2, 3, 1)}, r"sinks.*eager"),
+        ({"indices": torch.zeros(1, 3, 4)}, r"indices given.*sdpa"),
+        ({"block_indices": torch.zeros(1, 3, 4)}, r"block_indices given.*sdpa"),
+    ],
+)
+def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str) -> None:
+    """Of models of which nobody knows what their own function takes."""
+    with pytest.raises(NotImplementedError, match=complaint):
+        attention(torch.nn.Module(), *states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16), None, scaling=0.2, **given)
+    assert not declined
+
+
+def _up_to_the_closing(call: str) -> str:
+    depths = itertools.accumulate({"(": 1, ")": -1}.get(letter, 0) for letter in call)
+    return call[: next(index for index, depth in enumerate(depths) if depth < 0) + 1]
+
+
+def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
+    """By a look into its models: what a new release adds is ignored by nobody."""
+    known = {name for name, _ in inspect.signature(attention).parameters.items()} | {"position_bias", *_IGNORED, *_CHOSEN}
+    of_flash = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
+    found: dict[str, str] = {}
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        _, *calls = path.read_text(encoding="utf-8").split(" attention_interface(")
+        for call in calls:
+            arguments = ast.parse(f"f({_up_to_the_closing(call)}").body[0].value.keywords  # type: ignore[attr-defined]
+            found |= {argument.arg: path.parent.name for argument in arguments if argument.arg}
+    assert "s_aux" in found and "gpt_oss" in hf_eager.WITH_SINKS
+    assert {name: model for name, model in found.items() if name not in known | of_flash} == {}
 
 
 # masks

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
 
-from tests.adapters.hf_models import gemma3, gemma4, llama, prompts
+from tests.adapters.hf_models import deepseek, gemma3, gemma4, gpt_oss, llama, prompts
 from vmmkv import Pool, SequenceTooLong
 from vmmkv.adapters.hf import VmmCache
 from vmmkv.adapters.hf_attention import DeclinedWarning
@@ -170,10 +170,33 @@ def test_what_is_more_than_causal_attention_is_not_compiled(pool: Pool) -> None:
         assert cache.get_seq_length() == 10
 
 
-def test_a_model_whose_layers_read_what_others_keep_breaks_its_graph(pool: Pool) -> None:
-    model = gemma4(16)
+@pytest.mark.parametrize(
+    "make", [lambda: gemma4(16), lambda: deepseek(num_hidden_layers=2)], ids=["read what others keep", "expand what they keep"]
+)
+def test_a_model_whose_layers_do_more_than_attend_breaks_its_graph(pool: Pool, make: Any) -> None:
+    model = make()
     model.set_attn_implementation("vmmkv")
     with VmmCache(model.config, pool) as cache:
         expected, _ = steps(model, model, cache, 3)
         cache.reset()
         assert steps(model, torch.compile(model, backend="eager", dynamic=True), cache, 3)[0] == expected
+
+
+def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing in the configuration says so."""
+    model = deepseek(num_hidden_layers=2)
+    model.set_attn_implementation("vmmkv")
+    monkeypatch.setattr(VmmCache, "_is_attended_by_vmmkv", True)
+    with VmmCache(model.config, pool) as cache:
+        model(IDS, past_key_values=cache)
+        with pytest.raises(AttributeError, match=r"takes \.shape of the keys.*set_attn_implementation"):
+            torch.compile(model, backend="eager", dynamic=True)(IDS[:, :1], past_key_values=cache)
+
+
+def test_a_graph_over_transformers_own_cache_has_latents_and_sinks_too() -> None:
+    for model in (deepseek(num_hidden_layers=2), gpt_oss()):
+        model.set_attn_implementation("vmmkv")
+        expected, _ = steps(model, model, DynamicCache(config=model.config), 3)
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        assert steps(model, compiled, DynamicCache(config=model.config), 3)[0] == expected
+        torch.compiler.reset()

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.adapters.hf_models import assert_same, gemma3, generated, llama, mistral, prompts, wide_llama
-from vmmkv import GIB, LayoutError, Pool
-from vmmkv.adapters import hf_planes
+from vmmkv import GIB, KVCache, LayoutError, Pool
+from vmmkv.adapters import hf_batch, hf_planes
 from vmmkv.adapters.hf import VmmCache
 
 
@@ -97,6 +97,45 @@ def test_far_rows_are_written_under_any_mode(pool: Pool, far_slots: None) -> Non
                 chosen = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:].argmax(-1)
             ids = torch.cat([ids, chosen.clone()], dim=1)
         assert ids.tolist() == expected
+
+
+class IndicesByStream(TorchDispatchMode):
+    """Which index tensors are read on which stream. They are kept, so that each is known again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream: Any = "first"
+        self.read: list[tuple[torch.Tensor, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("index_copy_", "index_select"):
+            self.read.append((args[2], self.stream))
+        return func(*args, **kwargs or {})
+
+
+def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, far_slots: None
+) -> None:
+    """Another one might read it before it is written, or after its memory was given to somebody else."""
+    recorded: list[Any] = []
+    monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
+    with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
+        monkeypatch.setattr(hf_batch, "_current_stream", lambda device: indices.stream)
+        for layer in range(4):
+            cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
+        for stream in ("first", "second", "second", "first", "third"):
+            indices.stream = stream
+            cache.states(2)
+        for stream in ("third", "second", "first"):
+            indices.stream = stream
+            append(cache, 4, 1)
+        cache.reset()
+    streams_of: dict[int, set[str]] = {}
+    for index, stream in indices.read:
+        streams_of.setdefault(index.untyped_storage()._cdata, set()).add(stream)
+    assert {stream for streams in streams_of.values() for stream in streams} == {"first", "second", "third"}
+    assert all(len(streams) == 1 for streams in streams_of.values())
+    assert set(recorded) == {"first", "second", "third"}
 
 
 def test_far_rows_of_another_kind_are_refused(pool: Pool, far_slots: None) -> None:

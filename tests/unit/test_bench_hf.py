@@ -133,6 +133,37 @@ def test_attention_that_fails_leaves_the_rows_of_what_ran_before(context: Contex
     assert {row.system for row in context.report.rows} == set(SYSTEMS)
 
 
+def test_compiled_steps_are_the_last_and_leave_what_was_measured_before(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    first, *_ = context.sizes.contexts
+    context.sizes = replace(context.sizes, compiled=(first,))  # type: ignore[misc]
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    decode.run(context, lambda name: None)
+    names = {error.__notes__[0].partition(", batch 1, ")[2] for error in context.failures}
+    assert names == {STATIC + decode.COMPILED, VMMKV + ATTENDING + decode.COMPILED}
+    steps = {(row.workload, row.system): row.summary.n for row in context.report.rows if row.metric == decode.STEP}
+    assert {system for _, system in steps} == set(SYSTEMS)
+    of_first = decode.workload_of(context.decoder.name, 1, first)
+    assert steps[of_first, DYNAMIC] == 2 * steps[of_first, VMMKV], "as many as others take by two ways"
+
+
+def test_on_a_gpu_vmmkvs_attention_is_measured_eagerly_before_it_is_compiled(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "on_gpu", property(lambda settings: True))
+    context.sizes = replace(context.sizes, compiled=(64,))  # type: ignore[misc]
+    ways = decode._ways(context, torch.nn.Identity(), VMMKV, 64)
+    assert [(way.name, way.again) for way in ways] == [
+        (VMMKV, False),
+        (VMMKV + ATTENDING, True),
+        (VMMKV + ATTENDING + decode.COMPILED, False),
+    ]
+
+
 def test_a_run_with_a_wrong_cache_fails_and_says_of_whom(
     forgetful: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

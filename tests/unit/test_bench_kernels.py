@@ -1,8 +1,10 @@
 """The kernels suite: its arithmetic, what it lays in memory, what it refuses to time, and the tables made of its rows."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from rich.console import Console
 
 from bench import kernels, run, table
-from bench.kernels import cases, memories, systems
+from bench.kernels import cases, from_flashinfer, memories, systems
 from bench.kernels.bars import Bar, bars
 from bench.kernels.batch import Batch
 from bench.kernels.cases import Case
@@ -255,6 +257,110 @@ def test_fa3_is_called_as_its_library_wants(fa3_on_cpu: None, kind: str, case: C
     batch = Batch(case, 2, memory, seed=0)
     batch.check(batch.passes(systems.bind_fa3)())
     memory.close()
+
+
+class PagedWrapper:
+    """Plays FlashInfer's wrappers over a table of blocks: what is planned is what runs, on K and V of one layer."""
+
+    planned: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, **options: Any) -> None:
+        assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8 and not float_workspace_buffer.any()
+        assert float_workspace_buffer.numel() == 128 * 2**20
+        self.options = options
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = self.given
+        assert out is not None and all(plane.shape[1:] == (16, 2, 16) for plane in paged_kv_cache)
+        starts, indices, last = (given[name].tolist() for name in ("indptr", "indices", "last_page_len"))
+        queries = given["qo_indptr"].tolist()
+        for b in range(len(last)):
+            blocks = indices[starts[b] : starts[b + 1]]
+            length = 16 * (len(blocks) - 1) + last[b]
+            k_TKD, v_TKD = (plane[blocks].flatten(0, 1)[:length] for plane in paged_kv_cache)
+            count = queries[b + 1] - queries[b]
+            rows = slice(queries[b], queries[b + 1])
+            out[rows] = reference.attend(q[rows], k_TKD, v_TKD, torch.arange(length - count, length))
+        return out
+
+    def keep(self, **given: Any) -> None:
+        assert given["q_data_type"] == given["kv_data_type"] == torch.float32
+        assert all(given[name].dtype == torch.int32 for name in ("indptr", "indices", "last_page_len", "qo_indptr"))
+        assert (given["num_qo_heads"], given["num_kv_heads"], given["head_dim"], given["page_size"]) == (4, 2, 16, 16)
+        assert all(1 <= rows <= 16 for rows in given["last_page_len"].tolist())
+        self.given = given
+        self.planned.append(given | self.options)
+
+
+class DecodeWrapper(PagedWrapper):
+    def plan(
+        self, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int, head_dim: int,
+        page_size: int, *, q_data_type: Any = "float16", kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self.keep(qo_indptr=torch.arange(len(last_page_len) + 1, dtype=torch.int32), **given)
+
+
+class PrefillWrapper(PagedWrapper):
+    def plan(
+        self, qo_indptr: Any, paged_kv_indptr: Any, paged_kv_indices: Any, paged_kv_last_page_len: Any, num_qo_heads: int,
+        num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool = False, q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
+        assert causal
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_qk, "page_size": page_size}
+        blocks = {"indptr": paged_kv_indptr, "indices": paged_kv_indices, "last_page_len": paged_kv_last_page_len}
+        self.keep(qo_indptr=qo_indptr, **blocks, **heads, q_data_type=q_data_type, kv_data_type=kv_data_type)
+
+
+def single_prefill(q: Any, k: Any, v: Any, *, causal: bool, kv_layout: str, backend: str) -> torch.Tensor:
+    assert causal and kv_layout == "NHD" and backend == "fa2"
+    return reference.attend(q, k, v, torch.arange(len(k) - len(q), len(k)))
+
+
+@pytest.mark.parametrize("kind", memories.MEMORIES)
+@pytest.mark.parametrize(
+    "case", [UNLIKE, Case(name="ragged", lengths=(33, 7, 80), counts=(5, 7, 1))], ids=lambda case: case.name
+)
+def test_flashinfer_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch, kind: str, case: Case) -> None:
+    """Planned once for a copy, and then run for each layer; over slots by a call for each sequence."""
+    wrappers = {"BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper, "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper}
+    played = SimpleNamespace(single_prefill_with_kv_cache=single_prefill, **wrappers)
+    monkeypatch.setitem(sys.modules, "flashinfer", played)
+    PagedWrapper.planned.clear()
+    memory = memories.open_memory(kind, case, 2, Format(shape=SMALL), CPU)
+    batch = Batch(case, 2, memory, seed=0)
+    batch.check(batch.passes(systems.bind_flashinfer)())
+    assert len(PagedWrapper.planned) == (2 if kind == "paged" else 0)
+    if kind == "paged" and case.is_decode:
+        assert all(planned["use_tensor_cores"] for planned in PagedWrapper.planned)
+    memory.close()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_flashinfer_is_among_the_systems_of_a_gpu_if_it_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    for module in (systems, from_flashinfer):
+        monkeypatch.setattr(module, "is_installed", lambda: installed)
+    on_cpu = settings()
+    assert "FlashInfer" not in systems.decode_systems(on_cpu)
+    monkeypatch.setattr(Settings, "on_gpu", property(lambda settings: True))
+    for offered in (systems.decode_systems(on_cpu), systems.prefill_systems(on_cpu)):
+        assert ("FlashInfer" in offered) is installed
+        assert next(iter(offered)) != "FlashInfer", "ours is the first"
+
+
+def test_flashinfer_that_is_not_installed_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Settings, "on_gpu", property(lambda settings: True))
+    monkeypatch.setattr(kernels, "PARTS", {})
+    monkeypatch.setattr(kernels, "case_names", lambda settings: {})
+    kernels.run(settings(), report_in(tmp_path))
+    assert "absent: FlashInfer: the package flashinfer (flashinfer-python) is not installed" in capsys.readouterr().out
 
 
 def row(workload: str, system: str, metric: str, p50: float, bound: float | None = None) -> dict[str, Any]:

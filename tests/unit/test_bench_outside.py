@@ -91,7 +91,9 @@ def ask(num_prompt: int, num_out: int, **options: Any) -> Ask:
 
 def test_all_that_can_run_are_there_and_the_others_have_a_reason(systems: dict[str, System]) -> None:
     assert tuple(systems) == OUTSIDE
-    assert absent(torch.device("cpu")) == {"vLLM": "the package vllm is not installed"}
+    reasons = absent(torch.device("cpu"))
+    assert reasons["vLLM"] == "the package vllm is not installed"
+    assert "in the suite kernels" in reasons["vLLM over FlashInfer"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -314,5 +316,8 @@ def test_vllm_is_given_the_engines_weights_and_limits(
     limits = {"kv_cache_memory_bytes": 6 * MIB, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     assert {name: llm.options[name] for name in limits} == limits
     assert 0 < llm.options["gpu_memory_utilization"] < 1
+    assert set(llm.options) == {*limits, "gpu_memory_utilization", "skip_tokenizer_init"}, (
+        "what is set is named in its docstring"
+    )
     system.close()
     system.close()

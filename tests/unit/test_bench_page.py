@@ -509,6 +509,8 @@ def memory_map() -> dict[str, Any]:
     ahead = [{"extent": 2, "start_page": 2, "num_pages": 1, "state": "ahead", "holders": 1}]
     return {
         "format": 1,
+        "commit": "0123456789abcdef0123",
+        "date": "2026-11-21T10:00:00+00:00",
         "shape": "tiny",
         "workload": "words",
         "step": 20,
@@ -558,6 +560,7 @@ def test_a_memory_map_beside_the_rows_is_drawn_as_two_frames(tmp_path: Path) -> 
     assert "Of 8 pages of 2 MiB 4 are held, 3 of them by running sequences, and 4 are free" in alts[0]
     assert "3 columns, 4 rectangles, 2 of them shared" in alts[1]
     assert "2 are held by running sequences, 1 are cache and 1 are free" in alts[1]
+    assert page.text.count("From commit 0123456789ab of 2026-11-21.") == 2
 
 
 def test_a_frame_of_a_memory_map_ends_a_little_above_its_highest_rectangle() -> None:
@@ -574,7 +577,14 @@ def test_a_frame_of_a_memory_map_ends_a_little_above_its_highest_rectangle() -> 
 
 def test_a_memory_map_of_another_format_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path, row())
-    for wrong, complaint in ((memory_map() | {"format": 2}, "of format 2"), ({"format": 1}, "without 'vmmkv'")):
+    for wrong, complaint in (
+        (memory_map() | {"format": 2}, "of format 2"),
+        ({"format": 1}, "without 'vmmkv'"),
+        (
+            {name: each for name, each in memory_map().items() if name != "commit"},
+            "without 'commit'; run the suite waste again",
+        ),
+    ):
         (tmp_path / MAP).write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=complaint):
             write([tmp_path], tmp_path / "out")

@@ -22,6 +22,7 @@ from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.filling import check_rows, fill
 from bench.prefix.loop import Loop, Outcome, Request, batch_sizes
 from bench.prefix.model import Model
+from bench.prefix.naming import named, shape_of, without_shape
 from bench.prefix.paged import BlockPool, Paged
 from bench.prefix.sizes import Decoder, decoder_of
 from bench.prefix.systems import System, TokenIds
@@ -240,22 +241,22 @@ def test_a_quick_run_has_every_part_and_every_system(tmp_path: Path, capsys: pyt
     rows = [json.loads(line) for line in (tmp_path / "prefix.jsonl").read_text().splitlines()]
     names = [(row["workload"], row["system"], row["metric"]) for row in rows]
     assert len(set(names)) == len(names), "two rows have one name"
-    cold = {row["system"] for row in rows if row["workload"] == "4 requests of 100 + 12 tokens, 4 out, cold"}
+    cold = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, cold"}
     assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "copy", "recompute"))}
-    warm = {row["system"] for row in rows if row["workload"] == "4 requests of 100 + 12 tokens, 4 out, warm"}
+    warm = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, warm"}
     assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy"))}
     for rung in ("alias", "adopt", "copy"):
         taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {rung}", f"by {rung}")]
         assert taken and all(share > 0 for share in taken)
-    assert {row["system"] for row in rows if row["workload"].startswith("attach ")} == {
+    assert {row["system"] for row in rows if row["workload"].startswith("wide attach ")} == {
         *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")
     }
     assert any(row["system"] == "radix tree" for row in rows)
-    assert {row["system"] for row in rows if row["workload"] == "4 requests of 20 + 12 tokens, 4 out, cold"} == {
+    assert {row["system"] for row in rows if row["workload"] == "wide 4 requests of 20 + 12 tokens, 4 out, cold"} == {
         *("paged 16", "vmmkv chooser", "vmmkv alias", "vmmkv copy")
     }
     assert {row["system"] for row in rows if row["metric"] == "promoted"} == {*("vmmkv chooser", "vmmkv alias", "vmmkv adopt")}
-    assert "attention over aliases, times as fast as over copies" in capsys.readouterr().out
+    assert "attention over aliases, times as fast as over copies" not in capsys.readouterr().out, "promised of another shape"
 
 
 def test_parts_that_there_are_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,6 +350,18 @@ def test_bars_follow_from_rows() -> None:
     }
     holds = [bar.holds for bar in bars(medians, {("attach 4096 tokens", "alias, promoted", "in the driver"): 2500.0})]
     assert holds == [False, True, True, True, True, True, True, False]
+    for shape in ("qwen3-0.6b", "wide"):
+        others = {(named(shape, workload), *rest): figure for (workload, *rest), figure in medians.items()}
+        assert not any(bar.figures for bar in bars(others, others)), "nothing is promised of it"
+        both = [bar.figures for bar in bars(medians | others, others)]
+        assert both[:-1] == [bar.figures for bar in bars(medians, {})][:-1]
+
+
+def test_a_workload_says_its_shape_unless_it_is_the_promised_one() -> None:
+    for shape in SHAPES:
+        workload = named(shape, "attach 4096 tokens")
+        assert shape_of(workload) == shape and without_shape(workload) == "attach 4096 tokens"
+    assert named("llama-3.1-8b", "chat: 20") == "chat: 20"
 
 
 def test_the_model_of_every_shape_is_known() -> None:

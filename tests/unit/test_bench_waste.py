@@ -207,6 +207,7 @@ def test_the_map_has_every_page_and_every_block_once(tmp_path: Path) -> None:
     memory_map.run(context, lambda name: None)
     assert not context.failures
     found: dict[str, Any] = json.loads((tmp_path / memory_map.NAME).read_text())
+    assert (found["commit"], found["date"]) == ("none", context.report.file.provenance.date)
     slots, requests = found["vmmkv"]["slots"], found["requests"]
     pages: dict[int, int] = {}
     holders: dict[int, int] = {}

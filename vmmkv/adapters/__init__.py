@@ -10,5 +10,6 @@ hf                 VmmCache: a Cache of transformers, for `model.generate(past_k
     hf_twins       which rows of a batch are the same prompt
     hf_attention   the attention implementation "vmmkv" of transformers: its masks, and what goes to sdpa instead
     hf_attend      causal attention by vmmkv's kernels over the keys and values of any cache
+    hf_eager       attention sinks, by a model's own function
     hf_graph       a compiled model's operations
 """

@@ -14,7 +14,8 @@ else than keys and values by token (encoder-decoders, Mamba and other recurrent 
 offloading, capture in a CUDA graph.
 
 Importing this module registers the attention implementation "vmmkv": vmmkv's kernels, over any cache (see hf_attention). With
-it a step of `torch.compile(model, dynamic=True)` is one graph; with any other one the graph breaks at every layer.
+it a step of `torch.compile(model, dynamic=True)` is one graph; with any other one the graph breaks at every layer, as it does
+for models that read other layers' rows, keep latents and expand them (DeepSeek's), or have attention sinks (gpt-oss).
 """
 
 import warnings
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from vmmkv.adapters import hf_attention, hf_graph
+from vmmkv.adapters import hf_attention, hf_eager, hf_graph
 from vmmkv.adapters.hf_batch import Batch
 from vmmkv.adapters.hf_layers import RowLayer, layers_of
 from vmmkv.adapters.hf_rows import BatchRows
@@ -132,9 +133,12 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     @property
     def _is_attended_by_vmmkv(self) -> bool:
-        """Does the model that has this configuration attend by vmmkv, and each of its layers to what it appends itself?"""
+        """Does the model that has this configuration attend by vmmkv, and each of its layers to just what it appends itself?"""
         config = self._config.get_text_config(decoder=True)
-        return config._attn_implementation == hf_attention.NAME and not getattr(config, "num_kv_shared_layers", 0)
+        reads_others_rows = getattr(config, "num_kv_shared_layers", 0)
+        keeps_latents = getattr(config, "kv_lora_rank", None)  # which it expands to keys and values after the update
+        has_sinks = config.model_type in hf_eager.WITH_SINKS
+        return config._attn_implementation == hf_attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
 
     def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.

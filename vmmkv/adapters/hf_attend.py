@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -31,11 +31,19 @@ WINDOW: Final = "_vmmkv_window"
 """Of a mask that is a sliding window and nothing else: the window. Whoever changes the mask gets a tensor without it."""
 
 declined: Final[Counter[str]] = Counter()
-"""Calls of one layer that went to sdpa, by the reason."""
+"""Calls of one layer that went to transformers' own functions, by the reason."""
 
 
 class DeclinedWarning(UserWarning):
-    """A layer's attention went to transformers' sdpa, as vmmkv's kernels do not have what it takes."""
+    """A layer's attention went to one of transformers' own functions, as vmmkv's kernels do not have what it takes."""
+
+
+class Scoring(NamedTuple):
+    """What becomes of a query times a key: all that the layers of a pass may differ in, but for their shapes."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +78,10 @@ def attend_causally(
             return attend_by_sdpa(q_BHND, k_BKTD, v_BKTD, scale, None, mask=mask)
     if window is not None and window >= num_tokens:
         window = None
-    plan = plan_of(q_BHND, k_BKTD, v_BKTD, scale, window, softcap)
+    scoring = Scoring(scale, window, softcap)
+    plan = plan_of(q_BHND, k_BKTD, v_BKTD, scoring)
     if plan.obstacle is None:
-        return attend(plan, q_BHND, k_BKTD, v_BKTD, scale, window, softcap)
+        return attend(plan, q_BHND, k_BKTD, v_BKTD, scoring)
     decline(plan.obstacle, softcap)
     return attend_by_sdpa(q_BHND, k_BKTD, v_BKTD, scale, window, mask=mask)
 
@@ -80,42 +89,27 @@ def attend_causally(
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def plan_of(
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Plan:
+def plan_of(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> Plan:
     """The plan of a call. Cost: for the first layer of a pass up to three small launches; else a look-up on the host."""
     device = q_BHND.device
     if _is_capturing(device):  # what a graph makes has its numbers when that is replayed, and its memory as long as that lives
-        return _plan(q_BHND, k_BKTD, v_BKTD, scale, window, softcap)
+        return _plan(q_BHND, k_BKTD, v_BKTD, scoring)
     # A tensor that one stream writes may be read by another before it is written.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (
         q_BHND.shape, q_BHND.dtype, device, stream, k_BKTD.shape, k_BKTD.stride(), k_BKTD.dtype, k_BKTD.device,
-        v_BKTD.shape, v_BKTD.stride(), v_BKTD.dtype, v_BKTD.device, scale, window, softcap,
+        v_BKTD.shape, v_BKTD.stride(), v_BKTD.dtype, v_BKTD.device, scoring,
         (k_BKTD.data_ptr() | v_BKTD.data_ptr()) % 16,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(q_BHND, k_BKTD, v_BKTD, scale, window, softcap)
+        plan = _plans[key] = _plan(q_BHND, k_BKTD, v_BKTD, scoring)
     return plan
 
 
-def attend(
-    plan: Plan,
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """[B, N, H, D] by vmmkv's kernels, for tensors whose plan has no obstacle.
 
     Cost: two launches for one query of each sequence, three or four for more; no synchronisation.
@@ -135,9 +129,7 @@ def attend(
         return out_BHD.unsqueeze(1)
     assert plan.query_starts is not None, "there are several queries"
     q_NHD = _even(q_BHND.transpose(1, 2).reshape(-1, num_heads, head_dim))
-    out_NHD = prefill(
-        q_NHD, k_BTKD, v_BTKD, plan.query_starts, plan.lengths_B, plan.slots_B, scale=scale, window=window, softcap=softcap
-    )
+    out_NHD = prefill(q_NHD, k_BTKD, v_BTKD, plan.query_starts, plan.lengths_B, plan.slots_B, **scoring._asdict())
     return out_NHD.view(num_sequences, num_queries, num_heads, head_dim)
 
 
@@ -167,11 +159,19 @@ def mask_for_sdpa(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, window: int | None
     reaches = window is None or num_tokens <= window
     if reaches and num_queries in (1, num_tokens):
         return None
-    return _mask(q_BHND.device, num_queries, num_tokens, None if reaches else window)
+    return causal_mask(q_BHND.device, num_queries, num_tokens, None if reaches else window)
 
 
-def decline(reason: str, softcap: float | None) -> None:
-    """Count a call that goes to sdpa, and warn of the first. Raises: NotImplementedError for what sdpa does not have either."""
+def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
+    """[1, 1, N, T]: does the query, of the last ones, see the token?"""
+    if _is_capturing(device):
+        return _causal_mask.__wrapped__(device, 0, num_queries, num_tokens, window)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _causal_mask(device, stream, num_queries, num_tokens, window)
+
+
+def decline(reason: str, softcap: float | None, *, goes_to: str = "sdpa") -> None:
+    """Count a call that goes elsewhere, and warn of the first. Raises: NotImplementedError for a soft cap, which sdpa lacks."""
     if softcap is not None:
         raise NotImplementedError(
             f"this model caps its scores, which sdpa does not, and vmmkv's kernels decline: {reason}. "
@@ -179,21 +179,14 @@ def decline(reason: str, softcap: float | None) -> None:
         )
     declined[reason] += 1
     if declined[reason] == 1:
-        warnings.warn(f"attention by transformers' sdpa: {reason}", DeclinedWarning, stacklevel=3)
+        warnings.warn(f"attention by transformers' {goes_to}: {reason}", DeclinedWarning, stacklevel=3)
 
 
 # within
 
 
-def _plan(
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Plan:
-    obstacle = _obstacle(q_BHND, k_BKTD, v_BKTD, scale, softcap)
+def _plan(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> Plan:
+    obstacle = _obstacle(q_BHND, k_BKTD, v_BKTD, scoring.scale, scoring.softcap)
     if obstacle is not None:
         return Plan(obstacle=obstacle)
     from vmmkv.kernels import checks
@@ -206,7 +199,7 @@ def _plan(
         starts = torch.arange(0, num_sequences * num_queries + 1, num_queries, dtype=torch.int32, device=device)
     return Plan(
         obstacle=None,
-        options=checks.attention_options(scale, window, softcap, head_dim),
+        options=checks.attention_options(*scoring, head_dim),
         lengths_B=torch.full((num_sequences,), k_BKTD.shape[2], dtype=torch.int32, device=device),
         slots_B=torch.arange(num_sequences, dtype=torch.int32, device=device),
         query_starts=starts,
@@ -273,16 +266,9 @@ def _even(q_NHD: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def _mask_of(device: torch.device, stream: int, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
-    """[1, 1, N, T]: does the query see the token? Kept for the layers behind; a hybrid model has two."""
+def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
+    """Kept for the layers behind; a hybrid model has two."""
     i_token = torch.arange(num_tokens, device=device)
     i_query = i_token[num_tokens - num_queries :, None]
     seen = i_token <= i_query
     return (seen if window is None else seen & (i_token > i_query - window))[None, None]
-
-
-def _mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
-    if _is_capturing(device):
-        return _mask_of.__wrapped__(device, 0, num_queries, num_tokens, window)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _mask_of(device, stream, num_queries, num_tokens, window)

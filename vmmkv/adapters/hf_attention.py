@@ -12,9 +12,10 @@ sliding window has passed, goes to vmmkv's kernels. The rest goes to transformer
                     other types than float32, float16 and bfloat16
     places          a CPU, but for Triton's interpreter
 
-`declined` counts such calls by their reason, and each reason is a DeclinedWarning once: with
-`warnings.simplefilter("error", DeclinedWarning)` the first is an error. What sdpa does not have either is refused:
-attention sinks, and soft caps under a mask.
+Attention sinks sdpa does not have: gpt-oss and others (see hf_eager) attend by their own eager function. `declined` counts all
+such calls by their reason, and each reason is a DeclinedWarning once: with `warnings.simplefilter("error", DeclinedWarning)`
+the first is an error. What sdpa does not have either is refused: soft caps under a mask, sinks of other models, and tokens that
+a model has chosen by itself (DeepSeek-V3.2's index), which it would put into the masks of "eager" and "sdpa" alone.
 
 The mask function looks whether anything is padded once a pass and kind of mask, as transformers' own does: on a GPU it waits
 for the device, unless there is no attention_mask.
@@ -38,6 +39,7 @@ from transformers.masking_utils import (
 
 from vmmkv.adapters import hf_graph
 from vmmkv.adapters.hf_attend import WINDOW, DeclinedWarning, attend_by_sdpa, attend_causally, decline, declined, mask_for_sdpa
+from vmmkv.adapters.hf_eager import attend_with_sinks
 
 __all__ = ["NAME", "DeclinedWarning", "attention", "declined", "mask"]
 
@@ -47,6 +49,9 @@ _IGNORED: Final = frozenset(
     {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
 )
 """Arguments that say nothing about what is attended to. Others than these, and those that are understood, go to sdpa."""
+
+_CHOSEN: Final = ("indices", "block_indices")
+"""Which tokens, or blocks of them, each query sees. sdpa would ignore them."""
 
 
 def attention(
@@ -60,6 +65,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -68,11 +74,18 @@ def attention(
     With None for a mask each query sees its own token and what is before it, but for what the layer's window has passed: the
     queries are the last tokens. `mask` below says when there is one. Raises: NotImplementedError.
     """
-    if s_aux is not None:
+    if chosen := [name for name in _CHOSEN if kwargs.get(name) is not None]:
         raise NotImplementedError(
-            "this model's layers have attention sinks, which neither vmmkv's kernels nor sdpa have: "
-            'model.set_attn_implementation("eager")'
+            f"this model chooses tokens by itself ({', '.join(chosen)} given to attention), and vmmkv's kernels know nothing "
+            f'of it: model.set_attn_implementation("sdpa"), for which it makes masks of them'
         )
+    if s_aux is not None or sinks is not None:
+        # By either name: gpt-oss and most others have the one, Inkling-2 the other.
+        own = {"sinks": sinks} if s_aux is None else {"s_aux": s_aux}
+        options = kwargs | own | {"dropout": dropout, "scaling": scaling}
+        out = attend_with_sinks(module, query, key, value, attention_mask, sliding_window, **options)
+        decline("attention sinks", softcap, goes_to="eager attention")
+        return out, None
     rows = key if isinstance(key, hf_graph.NewRows) else None
     new_or_all = key if rows is None else rows.k_BKND
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -90,7 +103,7 @@ def attention(
     if rows is not None:
         return hf_graph.append_and_attend(module, query, rows, attention_mask, scaling, sliding_window, softcap, reason), None
     if reason is None:
-        attend_here = hf_graph.attend if torch.compiler.is_compiling() else attend_causally
+        attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
         return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
     decline(reason, softcap)
     if causal and attention_mask is None:
@@ -98,7 +111,7 @@ def attention(
             return attend_by_sdpa(query, key, value, scaling, sliding_window, dropout=dropout), None
         attention_mask = mask_for_sdpa(query, key, sliding_window)
     options = kwargs | {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-    out: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
+    out = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
     return out, None
 
 

@@ -168,6 +168,7 @@ class Batch:
 
     def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer that the next token sees, [B, K, T, D]: views, unless several rows have one sequence."""
+        self._follow_stream()
         return self._seen(self.rows_of(layer), layer, 0)
 
     def _seen(self, rows: BatchRows, layer: int, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,11 +186,12 @@ class Batch:
         return known
 
     def _follow_stream(self) -> None:
-        """Memory that goes back waits for the stream that was current at the last use too, if another one is now."""
+        """If another stream is current than at the last use: memory that goes back waits for both; indices are made anew."""
         current = _current_stream(self.groups[0].device)
         if self._stream is not None and current != self._stream:
+            self._indices = None
             for rows in self.groups:
-                rows.record_streams(self._stream, current)
+                rows.change_streams(self._stream, current)
         self._stream = current
 
     # between passes

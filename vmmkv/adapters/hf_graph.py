@@ -15,7 +15,7 @@ Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D h
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vmmkv.adapters.hf import VmmCache
 
 _APPEND_ATTEND = "vmmkv::append_attend"
-_ATTEND = "vmmkv::attend"
+_ATTEND = "vmmkv::attend"  # `attend_causally` in a graph, over the keys and values of another cache
 
 _caches: "weakref.WeakValueDictionary[int, VmmCache]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # a graph takes 0 and 1 for constants
@@ -48,6 +48,12 @@ class NewRows:
     layer: int
     num_past: int
     """The tokens that the cache had when the graph began, by which the positions and the mask were made."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(  # not NotImplementedError: a compiler asks for what there may not be
+            f"this model takes .{name} of the keys that the cache has, before it attends to them: not compiled over a VmmCache "
+            f'with this attention. Leave the model uncompiled, or model.set_attn_implementation("sdpa")'
+        )
 
 
 def append_and_attend(
@@ -77,20 +83,6 @@ def append_and_attend(
     out: torch.Tensor = torch.ops.vmmkv.append_attend(
         q_BHND, rows.k_BKND, rows.v_BKND, mask, rows.cache, rows.layer, rows.num_past, scale, window, softcap
     )
-    return out
-
-
-def attend(
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """`attend_causally` in a graph, over the keys and values of another cache."""
-    out: torch.Tensor = torch.ops.vmmkv.attend(q_BHND, k_BKTD, v_BKTD, mask, scale, window, softcap)
     return out
 
 

@@ -177,8 +177,13 @@ class BatchRows:
         assert self._shared is not None, "there are sequences"
         self._shared.used = True
 
-    def record_streams(self, *streams: torch.Stream | None) -> None:
-        """Work on these streams touches the rows. See KVCache.record_stream."""
+    def change_streams(self, *streams: torch.Stream | None) -> None:
+        """Work on all of these touches the rows (see KVCache.record_stream); what was made on one is made anew on the next.
+
+        Where a copy is split, writing takes an index on the device: another stream might read it before it is there, or torch's
+        allocator give its memory away on the first while the other still reads.
+        """
+        self._planes = self._places = self._seen = None
         if not self.closed:
             for stream in streams:
                 if stream is not None:

@@ -30,7 +30,7 @@ def outside_systems(models: Models, limits: Limits) -> list[System]:
         Batches("StaticCache", model, limits),
         ContinuousBatching(model, limits),
     ]
-    if not absent(models.device):
+    if "vLLM" not in absent(models.device):
         from bench.serve.outside.from_vllm import Vllm
 
         systems.append(Vllm(models, limits))
@@ -39,6 +39,9 @@ def outside_systems(models: Models, limits: Limits) -> list[System]:
 
 def absent(device: torch.device) -> dict[str, str]:
     """Those that cannot, and why."""
+    reasons = {
+        "vLLM over FlashInfer": "vLLM attends by its own choice here; FlashInfer's kernels alone are in the suite kernels"
+    }
     if find_spec("vllm") is None:
-        return {"vLLM": "the package vllm is not installed"}
-    return {} if device.type == "cuda" else {"vLLM": f"it is installed, and does not run on {device} here"}
+        return reasons | {"vLLM": "the package vllm is not installed"}
+    return reasons if device.type == "cuda" else reasons | {"vLLM": f"it is installed, and does not run on {device} here"}
