@@ -168,6 +168,9 @@ def _parser(*, short: bool) -> Parser:
     group = parser.add_argument_group("serve")
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of http and grammar; default: SmolLM2's, fetched if need be"
+    )
     return parser
 
 
@@ -198,5 +201,6 @@ def _settings(given: argparse.Namespace) -> Settings:
         fa3=given.fa3,
         repeat=given.repeat,
         max_num_batched_tokens=given.max_num_batched_tokens,
+        tokenizer=given.tokenizer,
         shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
     )

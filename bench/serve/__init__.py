@@ -13,6 +13,11 @@ Parts that compare systems, all over the same weights and with the same limits:
 compared   closed, rates, bursts, outside: who serves how fast        compared_sizes   what is asked, of which limits
 system     the engine over one kind of memory        outside/         what serves without it
 drive      requests put to it when they arrive       turns            who may be served when
+
+Parts with texts, by a real tokenizer over random weights (padding):
+
+over_http  http: `vmmkv serve` and its clients in processes of their own (server), beside the engine alone
+grammar    grammar: masks against free text, what is forced skipped or sampled; of schemas, by an engine that says a script (scripted)
 """
 
 from dataclasses import replace
@@ -40,10 +45,15 @@ PARTS: Final = {
     "rates": "compared",
     "bursts": "compared",
     "outside": "compared",
+    "http": "over_http",
+    "grammar": "grammar",
     "step": "steps",
     "breakdown": "breakdown",
 }
 """The module where each is a function of that name. It is loaded when the suite runs: the other suites need no server."""
+
+_ALONE: Final = ("compared", "over_http", "grammar")
+"""Modules whose parts have engines of their own: each is a piece of a run."""
 
 _LAST: Final = "breakdown"
 
@@ -77,7 +87,7 @@ def pieces(settings: Settings) -> dict[str, Settings]:
     groups: dict[tuple[Shape, str], list[str]] = {}
     for shape in _shapes(settings):
         for name in _parts(settings, shape):
-            alone = PARTS[name] == "compared" or name == _LAST
+            alone = PARTS[name] in _ALONE or name == _LAST
             groups.setdefault((shape, name if alone else "engine"), []).append(name)
     last_last = sorted(groups.items(), key=lambda item: item[1] == [_LAST])
     return {
