@@ -169,7 +169,7 @@ def _parser(*, short: bool) -> Parser:
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
     group.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of http and grammar; default: SmolLM2's, fetched if need be"
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of http and grammar; default: that of SmolLM2"
     )
     return parser
 

@@ -45,10 +45,7 @@ async def _serve() -> None:
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         for line in sys.stdin:
             asked = json.loads(line)
-            requests = [
-                client.build_request("POST", asked["url"], content=json.dumps(body), headers={"Content-Type": "application/json"})
-                for body in asked["bodies"]
-            ]
+            requests = [client.build_request("POST", asked["url"], json=body) for body in asked["bodies"]]
             print("ready", flush=True)
             if sys.stdin.readline() != "go\n":
                 return

@@ -16,8 +16,9 @@ drive      requests put to it when they arrive       turns            who may be
 
 Parts with texts, by a real tokenizer over random weights (padding):
 
-over_http  http: `vmmkv serve` and its clients in processes of their own (server), beside the engine alone
-grammar    grammar: masks against free text, what is forced skipped or sampled; of schemas, by an engine that says a script (scripted)
+over_http  http: the same requests over HTTP and without          server    `vmmkv serve` and its clients, in processes
+grammar    grammar: masks, and what is forced skipped or sampled  scripted  an engine that says a script
+schemas    what the answers follow
 """
 
 from dataclasses import replace
@@ -34,6 +35,12 @@ SUITE: Final = "serve"
 
 SYSTEM: Final = "vmmkv"
 """Of all rows but those of what it is compared with."""
+
+SERVED: Final = "vmmkv serve"
+"""The same engine behind HTTP."""
+
+FREE: Final = "free text"
+"""The engine's answers without a grammar, beside those with one."""
 
 PARTS: Final = {
     "mixed": "workloads",

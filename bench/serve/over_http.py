@@ -6,7 +6,7 @@ The engine in this process makes texts too, since it has a tokenizer here: both 
 from collections.abc import Sequence
 from typing import Final
 
-from bench.serve import SYSTEM
+from bench.serve import SERVED, SYSTEM
 from bench.serve.checks import Alone, share_of_same
 from bench.serve.context import Context
 from bench.serve.engine import Answers, ServedEngine
@@ -17,8 +17,6 @@ from bench.streams import Streamed
 from bench.timing import WrongNumbers
 from vmmkv.server.detokenize import Detokenizer
 from vmmkv.server.tokenizer import Tokenizer
-
-SERVED: Final = "vmmkv serve"
 
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}
 """Processes of clients: one cannot read as many events a second as a GPU's engine makes tokens."""
@@ -49,7 +47,8 @@ def http(context: Context) -> None:
 def _options(context: Context) -> list[str]:
     """Of `vmmkv serve`: those of the engine in this process."""
     settings = context.settings
-    options = ["--device", str(settings.device), "--seed", str(settings.seed), "--max-num-seqs", str(context.sizes.max_num_seqs)]
+    options = ["--device", str(settings.device), "--seed", str(settings.seed)]
+    options += ["--max-num-seqs", str(context.sizes.max_num_seqs)]
     if settings.max_num_batched_tokens is not None:
         options += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
     return options

@@ -5,8 +5,6 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-from vmmkv.server.models import resolve
-
 SOURCE: Final = "smollm2-135m"
 """The model whose tokenizer is taken, where no file is named."""
 
@@ -21,6 +19,8 @@ def tokenizer_file(named: Path | None) -> Path:
     Raises: ModelUnavailable; ValueError if there is no such file.
     """
     if named is None:
+        from vmmkv.server.models import resolve  # the other suites need no server
+
         return resolve(SOURCE) / "tokenizer.json"
     if not named.is_file():
         raise ValueError(f"--tokenizer {named} is no file; name a tokenizer.json, such as that of {SOURCE}")
@@ -40,7 +40,7 @@ def padded(path: Path, size: int) -> str:
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = _model(tokenizer)["vocab"]
     if len(vocabulary) > size:
-        raise ValueError(f"{path} has {len(vocabulary)} tokens, more than the {size} of the model: it could name none that it has")
+        raise ValueError(f"{path} has {len(vocabulary)} tokens, and the model only {size}; name a smaller one")
     marks = {token["content"] for token in tokenizer["added_tokens"]}
     parts = sorted(token for token in vocabulary if token not in marks and len(token) <= _LONGEST)
     draws = random.Random(_SEED)

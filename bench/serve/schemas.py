@@ -1,9 +1,9 @@
-"""A grammar corpus, tried by the tests and measured by the suite: nested, enums, arrays, numbers, unicode. Each schema has a name."""
+"""A grammar corpus, tried by the tests and measured by the suite: nested, enums, arrays, numbers, unicode; each has a name."""
 
 from typing import Any, Final
 
 
-def _object(required: bool = True, **properties: Any) -> dict[str, Any]:
+def _object(required: bool = True, /, **properties: Any) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**schema, "required": sorted(properties)} if required else schema
 

@@ -31,7 +31,8 @@ class Server:
         self._folder = TemporaryDirectory(prefix="vmmkv-bench-")
         self._log = Path(self._folder.name) / "log"
         self._admin_key = secrets.token_hex(16)
-        command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), "--load-format", "dummy", "--port", "0", *options]
+        command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), "--load-format", "dummy"]
+        command += ["--port", "0", *options]
         environment = {**os.environ, "VMMKV_ADMIN_KEY": self._admin_key}
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)

@@ -1,4 +1,4 @@
-"""The schemas that answers are tried on: those that the benchmarks measure, so that what is measured is what is proven valid."""
+"""The schemas that answers are tried on: those that are measured too, so that what is fast is what is valid."""
 
 from bench.serve.schemas import SCHEMAS
 
