@@ -27,6 +27,8 @@ _COMMON: Final[Config] = {
     "initializer_range": 0.02,
     "use_cache": True,
     "dtype": "bfloat16",
+    # Without it transformers takes a large vocabulary for one of an old Mistral's, and warns of its tokenizer.
+    "transformers_version": "5.17.0",
 }
 
 
