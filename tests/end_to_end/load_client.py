@@ -132,7 +132,7 @@ def checked(load: Load, requests: dict[str, Any], by_server: dict[str, float]) -
     """What is wrong, in words."""
     wrong: list[str] = []
     for state in ("errored", "incomplete"):
-        wrong += [f"{state}: {each['info']['error']}" for each in requests[state]]
+        wrong += sorted({f"{state}: {each['info']['error']}" for each in requests[state]})
     answered = requests["successful"]
     if len(answered) != NUM_REQUESTS:
         wrong.append(f"{len(answered)} requests of {NUM_REQUESTS} were answered")
@@ -145,8 +145,9 @@ def checked(load: Load, requests: dict[str, Any], by_server: dict[str, float]) -
     cached = [each["input_metrics"]["cached_tokens"] for each in answered]
     if None in cached:
         wrong.append("usage.prompt_tokens_details.cached_tokens has not come")
-    if load.shared_tokens and max(each or 0 for each in cached) < load.shared_tokens // 2:
-        wrong.append(f"prompts share {load.shared_tokens} tokens, and no more than {max(cached)} were cached")
+    most = max((each or 0 for each in cached), default=0)
+    if load.shared_tokens and most < load.shared_tokens // 2:
+        wrong.append(f"prompts share {load.shared_tokens} tokens, and no more than {most} were cached")
     by_client = {
         "generation_tokens": sum(given),
         "prompt_tokens": sum(asked) - sum(each or 0 for each in cached),
