@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 # The adapters run with the transformers of constraints.txt, and with this one, the newest that was tested.
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST := $(VENV)/transformers-$(NEWEST_TRANSFORMERS)
+# A load client that knows nothing of vmmkv, in an environment of its own.
+GUIDELLM_VERSION := 0.8.1
+GUIDELLM := $(VENV)/guidellm-$(GUIDELLM_VERSION)
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 REMEDY = vmmkv needs Python 3.11 or newer: name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'
@@ -18,7 +21,7 @@ VENV_REMEDY = Install it (on Debian and Ubuntu: apt install python3-venv), or na
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench docs model chromium nightly
+.PHONY: help serve test check bench docs model chromium nightly load
 # A target whose recipe fails is not there: a stamp then never stands for half an installation.
 .DELETE_ON_ERROR:
 
@@ -28,6 +31,7 @@ help:
 	@echo "make check                         lint, format and types alone"
 	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes;"
 	@echo "                                   and schemathesis against a small server, ten more"
+	@echo "make load                          GuideLLM against the server, with SmolLM2; some three minutes, behind an installation of hundreds of MB"
 	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
 	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
@@ -50,6 +54,9 @@ nightly: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py tests/engine/test_soak.py \
 		tests/end_to_end/test_openapi.py $(ARGS)
 
+load: $(VENV)/.serve-installed $(GUIDELLM)/.installed
+	@$(BIN)/python tests/end_to_end/load_client.py --guidellm $(GUIDELLM)/bin/guidellm
+
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)
 
@@ -66,6 +73,12 @@ chromium:
 
 $(NEWEST)/.installed: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install --no-deps --target $(NEWEST) transformers==$(NEWEST_TRANSFORMERS)
+	@touch $@
+
+$(GUIDELLM)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv $(GUIDELLM)
+	$(GUIDELLM)/bin/python -m pip install --constraint constraints.txt torch
+	$(GUIDELLM)/bin/python -m pip install guidellm==$(GUIDELLM_VERSION)
 	@touch $@
 
 # The stamps are older than what they depend on when an installation is due.

@@ -33,7 +33,8 @@ _ON_A_GPU: Final = """What says something where:
                    are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works, and no figure
                    of it says anything of a GPU
   anywhere         waste, which counts bytes; quality, but for speed
-  more than torch  quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes; kernels --fa3 needs FlashAttention-3, which
+  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE), its other parts none;
+                   quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes; kernels --fa3 needs FlashAttention-3, which
                    vLLM's wheel for x86_64 has as vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so, built for one version of torch: see
                    bench/README.md; without it all else of kernels is measured
 """
@@ -41,7 +42,7 @@ _ON_A_GPU: Final = """What says something where:
 _DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
 
 _EXAMPLES: Final = """examples:
-  python -m bench run --quick --device cpu        every suite, to see that it works; about two minutes on two cores
+  python -m bench run --quick --device cpu        every suite, to see that it works; some three minutes on two cores
   python -m bench run --suite alloc serve         a group, and a suite
   python -m bench run --resume                    what a run that was cut short has not finished
   python -m bench kernels --parts decode          the short form of run --suite kernels
@@ -138,7 +139,7 @@ def _parser(*, short: bool) -> Parser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="to see that everything works: all in about two minutes on two cores; the figures are noise",
+        help="to see that everything works: all in some three minutes on two cores; the figures are noise",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
@@ -168,6 +169,9 @@ def _parser(*, short: bool) -> Parser:
     group = parser.add_argument_group("serve")
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of http and grammar; default: that of SmolLM2"
+    )
     return parser
 
 
@@ -198,5 +202,6 @@ def _settings(given: argparse.Namespace) -> Settings:
         fa3=given.fa3,
         repeat=given.repeat,
         max_num_batched_tokens=given.max_num_batched_tokens,
+        tokenizer=given.tokenizer,
         shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
     )

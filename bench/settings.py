@@ -65,7 +65,8 @@ class Settings:
 
     `parts` of the kernels, the prefix or the serve suite by their names, empty for all. Of the kernels suite: `cases` likewise;
     `fa3`, FlashAttention-3's library; `shapes`, empty for `shape` alone. Of the serve suite: `repeat`, timed runs of each
-    workload; `max_num_batched_tokens`, what a step computes at most, None for the engine's own choice.
+    workload; `max_num_batched_tokens`, what a step computes at most, None for the engine's own choice; `tokenizer`, the
+    tokenizer.json of its parts that make texts, None for that of SmolLM2.
     """
 
     device: torch.device
@@ -81,6 +82,7 @@ class Settings:
     shapes: tuple[Shape, ...] = ()
     repeat: int = 2
     max_num_batched_tokens: int | None = None
+    tokenizer: Path | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():

@@ -40,6 +40,8 @@ _BY_METRIC: Final[tuple[tuple[str, bool | None], ...]] = (
     ("gave way", False),
     ("prompt tokens attached", True),
     ("same answers", True),
+    ("steps saved", True),
+    ("time per token over", False),
     ("waste", False),
     ("of it", False),
     ("outputs off by", False),

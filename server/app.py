@@ -287,7 +287,7 @@ async def _respond(
     )
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
-        return _EventStream(_events(answer, opening, generation, body.include_usage), generation.close)
+        return _EventStream(_events(answer, opening, generation, body), generation.close)
     try:
         whole = await _unless_disconnected(request, _whole(answer, generation))
     except (RequestFailed, EngineDead) as error:
@@ -323,15 +323,19 @@ async def _whole(answer: Answer, generation: Generation) -> BaseModel:
 
 
 async def _events(
-    answer: Answer, opening: Sequence[BaseModel], generation: Generation, include_usage: bool
+    answer: Answer, opening: Sequence[BaseModel], generation: Generation, body: GenerationRequest
 ) -> AsyncIterator[str]:
     """Server-sent events; an error after the start can only be one of them, for the status is sent."""
+
+    def counted(chunk: BaseModel) -> BaseModel:
+        return chunk.model_copy(update={"usage": generation.usage()}) if body.includes_usage_so_far else chunk
+
     try:
         for chunk in opening:
-            yield _event(chunk)
+            yield _event(counted(chunk))
         async for delta in generation.deltas():
-            yield _event(answer.chunk(delta))
-        if include_usage:
+            yield _event(counted(answer.chunk(delta)))
+        if body.include_usage:
             yield _event(answer.closing(generation.usage()))
     except ApiError as error:
         yield _event(error.body)

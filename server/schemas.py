@@ -100,6 +100,8 @@ class StreamOptions(WireRequest):
 
     unserved: ClassVar[Unserved] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's, and load clients send it: every chunk says the usage so far."""
 
 
 class GenerationRequest(SamplingFields):
@@ -144,6 +146,12 @@ class GenerationRequest(SamplingFields):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only for stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _usage_in_chunks_is_usage(self) -> Self:
+        if self.includes_usage_so_far and not self.include_usage:
+            raise refusal("stream_options", "continuous_usage_stats is only for include_usage=true")
         return self
 
     @model_validator(mode="after")
@@ -249,6 +257,11 @@ class GenerationRequest(SamplingFields):
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether every chunk counts tokens."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):

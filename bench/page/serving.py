@@ -25,8 +25,13 @@ _OF_RATES: Final = {
 """Figures by how their names end, and the metrics that each has a panel of."""
 _OFFERED: Final = "rate"
 """The metric that says how many requests a second have come: of a few the Poisson process has more or fewer than its mean."""
-_LOOP: Final = re.compile(r"(?P<model>.+?) (?P<part>closed|outside): (?P<workload>.+)$")
-_LOOPS: Final = {"closed": "all requests at once", "outside": "all requests at once, beside what serves without the engine"}
+_LOOP: Final = re.compile(r"(?P<model>.+?) (?P<part>closed|outside|http|grammar): (?P<workload>.+)$")
+_LOOPS: Final = {
+    "closed": "all requests at once",
+    "outside": "all requests at once, beside what serves without the engine",
+    "http": "all requests at once, over HTTP and without",
+    "grammar": "answers by a grammar, and free text",
+}
 
 
 def serving_figures(rows: Sequence[Row], name: str) -> Iterator[Figure]:

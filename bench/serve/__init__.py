@@ -13,6 +13,12 @@ Parts that compare systems, all over the same weights and with the same limits:
 compared   closed, rates, bursts, outside: who serves how fast        compared_sizes   what is asked, of which limits
 system     the engine over one kind of memory        outside/         what serves without it
 drive      requests put to it when they arrive       turns            who may be served when
+
+Parts with texts, by a real tokenizer over random weights (padding):
+
+over_http  http: the same requests over HTTP and without          server    `vmmkv serve` and its clients, in processes
+grammar    grammar: masks, and what is forced skipped or sampled  scripted  an engine that says a script
+schemas    what the answers follow
 """
 
 from dataclasses import replace
@@ -30,6 +36,12 @@ SUITE: Final = "serve"
 SYSTEM: Final = "vmmkv"
 """Of all rows but those of what it is compared with."""
 
+SERVED: Final = "vmmkv serve"
+"""The same engine behind HTTP."""
+
+FREE: Final = "free text"
+"""The engine's answers without a grammar, beside those with one."""
+
 PARTS: Final = {
     "mixed": "workloads",
     "single": "workloads",
@@ -40,10 +52,15 @@ PARTS: Final = {
     "rates": "compared",
     "bursts": "compared",
     "outside": "compared",
+    "http": "over_http",
+    "grammar": "grammar",
     "step": "steps",
     "breakdown": "breakdown",
 }
 """The module where each is a function of that name. It is loaded when the suite runs: the other suites need no server."""
+
+_ALONE: Final = ("compared", "over_http", "grammar")
+"""Modules whose parts have engines of their own: each is a piece of a run."""
 
 _LAST: Final = "breakdown"
 
@@ -77,7 +94,7 @@ def pieces(settings: Settings) -> dict[str, Settings]:
     groups: dict[tuple[Shape, str], list[str]] = {}
     for shape in _shapes(settings):
         for name in _parts(settings, shape):
-            alone = PARTS[name] == "compared" or name == _LAST
+            alone = PARTS[name] in _ALONE or name == _LAST
             groups.setdefault((shape, name if alone else "engine"), []).append(name)
     last_last = sorted(groups.items(), key=lambda item: item[1] == [_LAST])
     return {

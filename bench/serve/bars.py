@@ -10,7 +10,7 @@ from bench.baselines import COMMON_PREFILL
 from bench.kernels.bars import Bar
 from bench.report import Report
 from bench.rows import Row
-from bench.serve import SUITE, SYSTEM
+from bench.serve import FREE, SERVED, SUITE, SYSTEM
 from bench.table import figure
 from bench.timing import middle
 
@@ -53,6 +53,12 @@ _PAGED: Final = "paged 16"
 _LEAST_OF_PAGED: Final = 0.99
 """Of its throughput, whatever the workload and the rate."""
 
+_LEAST_OVER_HTTP: Final = 0.95
+"""Of the throughput of the engine without it."""
+_MOST_BY_MASKS: Final = 1.03
+_LEAST_BY_JUMPS: Final = 1.5
+"""A request's time with what is forced sampled, over that with it skipped: where that is half of each answer or more."""
+
 Figures = Mapping[tuple[str, str], Row]
 """Rows by shape and part, and by metric."""
 
@@ -90,6 +96,12 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
                 bound=_LEAST_OF_PAGED,
                 figures=_over_paged(rows, f"{shape} {part}: "),
             )
+        over_http = _over_http(rows, f"{shape} http: ")
+        yield Bar(text=f"{shape}, http: throughput over that without", bound=_LEAST_OVER_HTTP, figures=over_http)
+        masks = _ratios(rows, f"{shape} grammar: masks, ", f"time per token over {FREE}")
+        yield Bar(text=f"{shape}, grammar: time per token over free text", bound=_MOST_BY_MASKS, figures=masks, at_least=False)
+        jumps = _ratios(rows, f"{shape} grammar: jumps, ", "times as fast a request")
+        yield Bar(text=f"{shape}, grammar: times as fast where half is forced", bound=_LEAST_BY_JUMPS, figures=jumps)
 
 
 def print_tables(report: Report) -> None:
@@ -144,6 +156,29 @@ def _over_paged(rows: Sequence[Row], prefix: str) -> dict[str, float]:
         _short(workload.removeprefix(prefix)): medians.get((workload, COMMON_PREFILL), ours) / medians[workload, _PAGED]
         for (workload, system), ours in medians.items()
         if system == SYSTEM and (workload, _PAGED) in medians
+    }
+
+
+def _over_http(rows: Sequence[Row], prefix: str) -> dict[str, float]:
+    """Of the same requests, by how many there are."""
+    medians = {
+        (row.workload, row.system): middle(row.summary)
+        for row in rows
+        if row.workload.startswith(prefix) and row.metric == _RATE
+    }
+    return {
+        workload.removeprefix(prefix).partition(" of ")[0]: ours / medians[workload, SYSTEM]
+        for (workload, system), ours in medians.items()
+        if system == SERVED and (workload, SYSTEM) in medians
+    }
+
+
+def _ratios(rows: Sequence[Row], prefix: str, metric: str) -> dict[str, float]:
+    """By how many requests ran at once."""
+    return {
+        row.workload.removeprefix(prefix).partition(":")[0]: row.summary.p50
+        for row in rows
+        if row.workload.startswith(prefix) and row.metric == metric
     }
 
 

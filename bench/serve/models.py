@@ -6,10 +6,12 @@ Weights are random, so that a configuration is all that a directory needs; promp
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
+
+from bench.serve.padding import padded, vocabulary_of
 
 Config = Mapping[str, str | int | float | bool | list[str] | dict[str, str | float] | None]
 """What a config.json holds."""
@@ -25,6 +27,8 @@ _COMMON: Final[Config] = {
     "initializer_range": 0.02,
     "use_cache": True,
     "dtype": "bfloat16",
+    # Without it transformers takes a large vocabulary for one of an old Mistral's, and warns of its tokenizer.
+    "transformers_version": "5.17.0",
 }
 
 
@@ -34,6 +38,13 @@ class ServedModel:
 
     name: str
     config: Config
+    tokenizer: Path | None = None
+    """A tokenizer.json, for who wants texts; None for who can do with token ids."""
+
+    def with_tokenizer(self, tokenizer: Path) -> "ServedModel":
+        """The same, with texts. A tiny model has as many tokens as the tokenizer, for more it is padded."""
+        size = max(self.vocabulary, vocabulary_of(tokenizer))
+        return replace(self, config={**self.config, "vocab_size": size}, tokenizer=tokenizer)
 
     @property
     def vocabulary(self) -> int:
@@ -83,9 +94,14 @@ class ServedModel:
 
     @contextmanager
     def directory(self) -> Iterator[Path]:
-        """One with a config.json and nothing else, until the `with` block ends."""
+        """One with a config.json, and the tokenizer if there is one, until the `with` block ends."""
         with TemporaryDirectory(prefix="vmmkv-bench-") as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+            texts = {"config.json": json.dumps(self.config)}
+            if self.tokenizer is not None:
+                texts["tokenizer.json"] = padded(self.tokenizer, self.vocabulary)
+                texts["tokenizer_config.json"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            for name, text in texts.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
             yield Path(folder)
 
     def _count(self, key: str) -> int:

@@ -73,8 +73,8 @@ class Models:
         self.model: Final = model
         self.device: Final = device
         self._stack = ExitStack()
-        directory = self._stack.enter_context(model.directory())
-        self.config: Final = ServeConfig(model=str(directory), device=str(device), load_format="dummy", seed=seed)
+        self.directory: Final = self._stack.enter_context(model.directory())
+        self.config: Final = ServeConfig(model=str(self.directory), device=str(device), load_format="dummy", seed=seed)
         self.source: Final = ModelSource(self.config, device, choose_dtype("auto", device))
 
     def close(self) -> None:

@@ -97,6 +97,27 @@ class TestChat:
         assert last.usage.completion_tokens == 3
         assert last.usage.prompt_tokens == len(sent(server).prompt)
 
+    def test_every_chunk_counts_tokens_when_asked(self, server: Running) -> None:
+        server.engine.answer = answering("abc")
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        chat = server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True, stream_options=options)
+        text = server.openai.completions.create(model="tiny", prompt="hello", stream=True, stream_options=options)
+        for stream in (chat, text):
+            usages: list[Any] = [chunk.usage for chunk in stream]
+            assert None not in usages
+            counts = [usage.completion_tokens for usage in usages]
+            assert counts == sorted(counts)
+            assert counts[-1] == 3
+            assert len({usage.prompt_tokens for usage in usages}) == 1
+
+    def test_usage_so_far_is_only_for_who_asks_for_the_usage(self, server: Running) -> None:
+        options = {"continuous_usage_stats": True}
+        error = refused(server, "/v1/completions", {"prompt": "a", "stream": True, "stream_options": options})
+        assert error["param"] == "stream_options"
+        options = {"continuous_usage_stats": False}
+        stream = server.openai.completions.create(model="tiny", prompt="a", stream=True, stream_options=options)  # type: ignore[call-overload]
+        assert all(chunk.usage is None for chunk in stream)
+
     def test_text_is_streamed_as_it_comes(self, server: Running) -> None:
         server.engine.answer, server.engine.step_s = answering("abcd"), 0.1
         started = time.monotonic()

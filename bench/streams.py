@@ -1,0 +1,121 @@
+"""A process that asks a server for many streams at once, as a client does, and says when what came.
+
+    in    {"url": ..., "bodies": [...]}     what is asked, a line a run
+    out   ready                             all of it is ready to be sent
+    in    go
+    out   [{"begun_s": ..., ...}, ...]      of each body, in order
+
+Times are of CLOCK_MONOTONIC, which all processes of a machine share. What comes is put aside as it is, and read when all of it
+is there: what it takes to read it is not the server's. Without torch, so that several of these start in no time.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any, TypedDict
+
+import httpx
+
+
+class Streamed(TypedDict):
+    """What became of one request."""
+
+    begun_s: float
+    first_s: float
+    """When the first text was there."""
+    ended_s: float
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    chunks: int
+    """That had text, or could have had."""
+    error: str | None
+
+
+def main() -> None:
+    """Until there is no further line."""
+    asyncio.run(_serve())
+
+
+async def _serve() -> None:
+    # A read has no limit: a request may wait for its turn.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            requests = [client.build_request("POST", asked["url"], json=body) for body in asked["bodies"]]
+            print("ready", flush=True)
+            if sys.stdin.readline() != "go\n":
+                return
+            print(json.dumps(await asyncio.gather(*(_streamed(client, request) for request in requests))), flush=True)
+
+
+async def _streamed(client: httpx.AsyncClient, request: httpx.Request) -> Streamed:
+    begun_s = first_s = time.monotonic()
+    parts: list[bytes] = []
+    try:
+        response = await client.send(request, stream=True)
+        try:
+            async for part in response.aiter_raw():
+                if not parts:
+                    first_s = time.monotonic()
+                parts.append(part)
+        finally:
+            await response.aclose()
+        ended_s = time.monotonic()
+        return read(b"".join(parts), response.status_code, begun_s, first_s, ended_s)
+    except httpx.HTTPError as error:
+        return _failed(f"{type(error).__name__}: {error}", begun_s)
+
+
+def read(data: bytes, status: int, begun_s: float, first_s: float, ended_s: float) -> Streamed:
+    """What a stream of /v1/completions has said: its text, and the usage at its end."""
+    if status != 200:
+        return _failed(f"status {status}: {data.decode(errors='replace')[:500]}", begun_s)
+    text: list[str] = []
+    reason: str | None = None
+    usage: dict[str, Any] | None = None
+    chunks = 0
+    lines = [line for line in data.decode().split("\n\n") if line]
+    for line in lines[:-1]:
+        said = json.loads(line.removeprefix("data: "))
+        if "error" in said:
+            return _failed(f"error: {said['error']}", begun_s)
+        usage = said.get("usage") or usage
+        for choice in said["choices"]:
+            chunks += 1
+            text.append(choice["text"])
+            reason = choice["finish_reason"] or reason
+    if not lines or lines[-1] != "data: [DONE]" or usage is None:
+        return _failed("the stream has no end", begun_s)
+    return Streamed(
+        begun_s=begun_s,
+        first_s=first_s,
+        ended_s=ended_s,
+        text="".join(text),
+        finish_reason=reason,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        chunks=chunks,
+        error=None,
+    )
+
+
+def _failed(error: str, begun_s: float) -> Streamed:
+    return Streamed(
+        begun_s=begun_s,
+        first_s=begun_s,
+        ended_s=begun_s,
+        text="",
+        finish_reason=None,
+        prompt_tokens=0,
+        completion_tokens=0,
+        chunks=0,
+        error=error,
+    )
+
+
+if __name__ == "__main__":
+    main()
