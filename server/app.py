@@ -24,7 +24,15 @@ from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.document import document
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_key, fit_new_tokens
+from vmmkv.server.generation import (
+    Generation,
+    check_min_tokens,
+    check_token_ids,
+    engine_requests,
+    fit_beams,
+    fit_key,
+    fit_new_tokens,
+)
 from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.guard import AT_END, CALLER, Guard
 from vmmkv.server.intake import Intake, Ticket
@@ -260,6 +268,7 @@ async def _respond(
     check_token_ids(body, tokenizer.vocab_size)
     limit = service.intake.key_limit(ticket.caller)
     new_tokens = fit_key(body, prompts, new_tokens, limit)
+    check_min_tokens(body, new_tokens)
     num_each = body.widest[1]
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
@@ -270,7 +279,10 @@ async def _respond(
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
-        Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)
+        Candidate(
+            tokenizer.detokenizer(body.stop, prompt if continues else (), min_tokens=body.min_tokens or 0),
+            scored=body.num_logprobs is not None,
+        )
         for prompt in prompts
         for _ in range(body.num_candidates)
     ]

@@ -50,6 +50,14 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
             raise bad_request(message, param=param, code="invalid_value")
 
 
+def check_min_tokens(request: GenerationRequest, new_tokens: Sequence[int]) -> None:
+    """Raises: ApiError (400) if an answer can have fewer tokens than it is to have at the least."""
+    least, most = request.min_tokens or 0, min(new_tokens)
+    if least > most:
+        message = f"Invalid min_tokens: {least} of an answer that can have {most} tokens here: lower it, or raise max_tokens."
+        raise bad_request(message, param="min_tokens", code="invalid_value")
+
+
 def fit_key(request: GenerationRequest, prompts: Sequence[list[int]], new_tokens: list[int], limit: int | None) -> list[int]:
     """The new tokens of each prompt under what a key may have in flight: fewer, where nobody asked for so many by number.
 
@@ -103,6 +111,7 @@ def engine_requests(
             max_new_tokens=max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens or 0,
             temperature=0.0 if request.num_beams else temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(0, request.top_k or 0),

@@ -78,6 +78,7 @@ class Prompt:
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -163,7 +164,8 @@ class Job:
         if not prompt.params.stop:
             return None
         assert self._tokenizer is not None, "a stop string needs a tokenizer"
-        return Detokenizer(self._tokenizer, stops=prompt.params.stop, context=prompt.token_ids)
+        params = prompt.params
+        return Detokenizer(self._tokenizer, stops=params.stop, context=prompt.token_ids, min_tokens=params.min_tokens)
 
     def _decode(self) -> None:
         """Make the text of the answers that nobody looked at while they grew."""

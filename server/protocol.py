@@ -22,6 +22,8 @@ class Generate(Message, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     """Ends the sequence when sampled, in addition to the model's own end tokens; neither is sent back."""
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Before so many tokens of the answer neither an end token nor one of `stop_token_ids` is sampled, `ignore_eos` or not."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0

@@ -34,6 +34,9 @@ class SamplingParams:
 
     max_tokens: int = 16
     """New tokens, at most."""
+    min_tokens: int = 0
+    """And at least: before so many neither an end token nor one of `stop_token_ids` is sampled, and no text of `stop` ends the
+    answer."""
     temperature: float = 1.0
     """0 takes the likeliest token; so does anything below 1e-5."""
     top_p: float = 1.0
@@ -65,6 +68,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", 1, MAX_INDEX, "at least 1")
+        self._whole("min_tokens", 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
         self._number("temperature", 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
         self._number("top_p", 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", above=True)
         self._whole("top_k", -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")

@@ -123,6 +123,9 @@ class GenerationRequest(SamplingFields):
         default_factory=list
     )
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """Not OpenAI's: before the answer has so many tokens no end token is sampled, nor one of `stop_token_ids`, even with
+    `ignore_eos`, and no stop string ends it."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     """Not OpenAI's: requests of a lower one go first, whenever they came."""
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
@@ -157,6 +160,8 @@ class GenerationRequest(SamplingFields):
             raise refusal("temperature", "a beam search samples nothing: leave temperature out or send 0")
         for name in self.shaping():
             raise refusal(name, f"a beam search compares the model's own probabilities: leave {name} out")
+        if self.min_tokens:
+            raise refusal("min_tokens", "a beam search ends where its beams do: leave min_tokens out, or use_beam_search")
         if self.num_logprobs is not None:
             raise refusal("logprobs", "a beam search has no log-probabilities of single tokens: leave logprobs out")
         if self.stream:
@@ -185,9 +190,16 @@ class GenerationRequest(SamplingFields):
         param, _ = self.grammar
         if not param:
             return self
-        for name, is_set in (("use_beam_search", self.use_beam_search), ("ignore_eos", self.ignore_eos)):
+        for name, is_set in (
+            ("use_beam_search", self.use_beam_search),
+            ("ignore_eos", self.ignore_eos),
+            ("min_tokens", bool(self.min_tokens)),
+        ):
             if is_set:
-                raise refusal(name, f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out")
+                raise refusal(
+                    name,
+                    f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out, or {param}",
+                )
         return self
 
     @property
@@ -254,7 +266,7 @@ class GenerationRequest(SamplingFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"suffix": ("",), "min_tokens": (0,), "response_format": ({"type": "text"},)}
+    unserved: ClassVar[Unserved] = {"suffix": ("",), "response_format": ({"type": "text"},)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
@@ -331,7 +343,6 @@ class ChatRequest(GenerationRequest):
         "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none",),
-        "min_tokens": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),

@@ -89,9 +89,9 @@ class Tokenizer:
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self._encode_text(self._render(messages), add_special_tokens=False)
 
-    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = ()) -> Detokenizer:
-        """For one choice. `context` is the prompt, if the answer continues its text."""
-        return Detokenizer(self.rust, stops=stops, context=context)
+    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0) -> Detokenizer:
+        """For one choice, which no stop string ends before `min_tokens`. `context` is the prompt, if it continues its text."""
+        return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens)
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         # A developer's message is the newer name of a system message; templates know the older one.

@@ -198,11 +198,17 @@ class EngineCore:
             self._refuse(message, str(error))
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
+        withheld = frozenset[int]()
+        if message.min_tokens:
+            withheld = frozenset(token for token in (*message.stop_token_ids, *self._eos_ids) if 0 <= token < size)
+            if reason := _why_no_floor(message, len(withheld) < size):
+                self._refuse(message, reason)
+                return
         if reason := self._why_never_fits(message, may_stop=bool(stop_ids)):
             self._refuse(message, reason)
             return
         if not message.grammar:
-            self._scheduler.waiting.append(Request(message, stop_ids))
+            self._scheduler.waiting.append(Request(message, stop_ids, withheld))
         elif self._constraints is None:
             self._refuse(message, "this engine knows no grammars")
         elif message.beam_width or message.ignore_eos:
@@ -627,6 +633,18 @@ class _Masks:
 
 def _any_constrained(chunks: Sequence[_Chunk]) -> bool:
     return any(chunk.is_last and chunk.strand.request.matcher is not None for chunk in chunks)
+
+
+def _why_no_floor(message: Generate, leaves_some: bool) -> str | None:
+    """What is wrong with a request for `min_tokens`, if anything; does what is withheld until then leave any token?"""
+    given = f"min_tokens={message.min_tokens}"
+    if not 0 < message.min_tokens <= message.max_new_tokens:
+        return f"{given} of an answer of {message.max_new_tokens} new tokens at most; wanted 0 to {message.max_new_tokens}"
+    if message.beam_width:
+        return f"{given} with a beam search: the search ends where its beams do; leave one of them out"
+    if message.grammar:
+        return f"{given} with a grammar: the answer ends where the grammar does; leave one of them out"
+    return None if leaves_some else f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
 
 
 def _not_followed(error: Exception) -> str:

@@ -53,6 +53,7 @@ class Spoken(NamedTuple):
     ends_R: torch.Tensor
     slots: Slots
     """The same, on the host."""
+    ends: Slots
     candidates: list[tuple[int, int]]
     """Of those rows, the ones that search, and how many candidates each wants."""
 
@@ -125,7 +126,8 @@ class MixedSteps:
         else:
             logits_RV = self._forward(places, None if self._on_gpu else step.runs)
         _, slots_R, ends_R = places.of_rows(self._packed)
-        return Spoken(logits_RV, slots_R, ends_R, step.slots_B[step.speaking], step.candidates)
+        slots, ends = step.slots_B[step.speaking], (step.starts_B + step.counts_B)[step.speaking]
+        return Spoken(logits_RV, slots_R, ends_R, slots, ends, step.candidates)
 
     def _worthwhile(self, num_tokens: int) -> tuple[int, _Captured] | None:
         """The graph for so many tokens, if it is done before the same, launched one by one, would be."""

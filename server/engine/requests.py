@@ -57,6 +57,8 @@ class Request:
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
     """All its tokens, up to when it ran last."""
+    withheld: frozenset[int] = frozenset()
+    """Tokens that it may not have before its `min_tokens`."""
     sequence: KVSequence | None = None
     """Its memory, while it runs."""
     ledger: Ledger | None = None

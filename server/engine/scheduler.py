@@ -1,6 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +26,10 @@ class CannotRun(Exception):
 class Assigner(Protocol):
     """Who must know how the tokens of a slot are chosen."""
 
-    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds) -> None:
-        """From now on as this request asked."""
+    def assign(
+        self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()
+    ) -> None:
+        """From now on as this request asked; `withheld` ones not before its `min_tokens`."""
         ...
 
     def release(self, slot: int) -> None:
@@ -246,7 +248,7 @@ class Scheduler:
                     request.beams = BeamGroup(request, self._cache)
                 else:
                     generated = request.tokens[len(request.prompt) :]
-                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated)
+                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated, request.withheld)
             except Exception as error:
                 raise CannotRun(request, f"this request could not begin: {error}") from error
             admission.admitted(request)

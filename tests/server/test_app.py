@@ -265,7 +265,9 @@ class TestRefusals:
             ("logprobs", True),
             ("top_logprobs", 2),
             ("echo", "yes"),
-            ("min_tokens", 1),
+            ("min_tokens", -1),
+            ("min_tokens", 17),  # max_tokens is 16 if nobody says otherwise
+            ("min_tokens", 1.0),
             ("response_format", {"type": "json_object"}),
             ("timeout", 0),
             ("timeout", 1e9),
