@@ -20,6 +20,7 @@ from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.prompt_scores import States, scores
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
 from vmmkv.server.engine.sharers import Group
@@ -71,11 +72,11 @@ class Runner:
     def check(self, ask: Generate) -> None:
         """Raises: ValueError for options that this model cannot serve, in words for whoever asked."""
         self._sampler.check(ask)
+        if ask.num_prompt_logprobs is not None and not self.model.has_states:
+            raise ValueError("this model has no head of its own, and so no log-probabilities of its prompts: leave them out")
 
     @torch.inference_mode()
-    def assign(
-        self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()
-    ) -> None:
+    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()) -> None:
         """From now on the tokens in this slot are chosen as a request asked; `withheld` ones not before its `min_tokens`."""
         options, entry = self._options, Entry(slot, ask, prompt, generated, withheld)
         self._sampler.assign([entry])
@@ -123,7 +124,7 @@ class Runner:
         """
         step = self.mixed_steps.forward(slots, lengths, chunks)
         if not len(step.slots):
-            return self._read(step.slots_R[:0], step.logits_RV, step.slots, [])
+            return self._read(step.slots_R[:0], step.logits_RV, step.slots, [], step.states)
         sampled_R = self._choose(
             step.logits_RV,
             step.slots_R,
@@ -135,7 +136,7 @@ class Runner:
         )
         out_R = torch.empty_like(sampled_R)
         self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
-        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates)
+        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates, step.states)
 
     def _choose(
         self,
@@ -175,7 +176,12 @@ class Runner:
         return bool((self._options.adjusts_before[slots] > ends).any())
 
     def _read(
-        self, tokens_B: torch.Tensor, logits_BV: torch.Tensor, slots: Slots, candidates: list[tuple[int, int]]
+        self,
+        tokens_B: torch.Tensor,
+        logits_BV: torch.Tensor,
+        slots: Slots,
+        candidates: list[tuple[int, int]],
+        states: States | None = None,
     ) -> Readback:
         """The step's results on their way; candidates: rows, and how many each wants."""
         readback = Readback(tokens_B)
@@ -188,5 +194,7 @@ class Runner:
         if candidates:
             (rows_R,) = self.uploads.pack([[row for row, _ in candidates]])
             readback.add_candidates(candidates, *likeliest(logits_BV[rows_R.long()], max(count for _, count in candidates)))
+        if states is not None:
+            readback.add_prompt_scores(states.scored, *scores(self.model, states))
         readback.close()
         return readback

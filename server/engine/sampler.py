@@ -122,7 +122,7 @@ def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 
 def logprobs(
-    logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor, top: int
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor | slice, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of these rows: [R] float32, the token's log-probability, and [R, top] those of the likeliest and their int64 ids.
 
