@@ -97,6 +97,18 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
 
 
+def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], num_characters: int) -> list[int]:
+    """Where each token begins in their text, in whole characters, as a TextStream gives it.
+
+    At most `num_characters`: a text that was tokenised need not be what its tokens say.
+    """
+    stream, offsets, end = TextStream(tokenizer), list[int](), 0
+    for token_id in token_ids:
+        offsets.append(min(end, num_characters))
+        end += len(stream.feed(token_id))
+    return offsets
+
+
 class StopStrings:
     """Text up to the stop string that is complete first; what may be the start of one is held back.
 

@@ -253,6 +253,11 @@ class GenerationRequest(SamplingFields):
         return None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    @property
     def num_beams(self) -> int:
         """The width of the beam search; 0 without one."""
         return (self.beam_width or self.num_choices) if self.use_beam_search else 0
@@ -268,17 +273,21 @@ class CompletionRequest(GenerationRequest):
 
     unserved: ClassVar[Unserved] = {"suffix": ("",), "response_format": ({"type": "text"},)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Sample so many for each prompt, and return the `n` whose tokens have the highest mean log-probability, best first."""
     echo: bool | None = None
-    """Have each answer begin with its prompt."""
+    """Have each answer begin with its prompt; with `logprobs`, those of the prompt's tokens too."""
 
     @model_validator(mode="after")
-    def _prompts_have_no_logprobs(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise refusal("echo", "log-probabilities of a prompt are not computed here: leave echo out, or logprobs")
+    def _something_is_asked_for(self) -> Self:
+        if self.max_tokens == 0 and self.num_prompt_logprobs is None:
+            raise refusal("max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise")
+        if self.max_tokens == 0 and self.grammar[0]:
+            raise refusal("max_tokens", f"max_tokens=0 leaves nothing that {self.grammar[0]} could be followed by: raise it")
         return self
 
     @model_validator(mode="after")
@@ -311,6 +320,11 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """As asked for."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As of the answer, if the prompt is part of it."""
+        return self.logprobs if self.echo else None
 
     @property
     def widest(self) -> tuple[str, int]:

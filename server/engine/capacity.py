@@ -26,8 +26,8 @@ def why_never_fits(
 ) -> str | None:
     """What is wrong with a request whose least memory is more than the budget; None if it may fit.
 
-    Who asks how likely its prompt is computes all of it. Who may stop before its last token counts as if it stopped as soon as it may. The last token has no row: nothing attends to
-    it.
+    Who asks how likely its prompt is computes all of it. Who may stop before its last token counts as if it stopped as soon as
+    it may. The last token has no row: nothing attends to it.
     """
     attaches = attaches and ask.num_prompt_logprobs is None
     num_rows = max(0, min(ask.min_tokens, ask.max_new_tokens - 1) if may_stop else ask.max_new_tokens - 1)

@@ -36,7 +36,8 @@ from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
-from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, PromptLogprobs
+from vmmkv.server.prompt_logprobs import packed
+from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
 
 if TYPE_CHECKING:
     from vmmkv.server.grammar.matcher import Matcher
@@ -439,14 +440,7 @@ class EngineCore:
         """Its client is told how likely the next tokens of its prompt were."""
         assert scores.first == request.num_scored, "each is told once, in order"
         request.num_scored += len(scores.chosen_W)
-        self._send(
-            PromptLogprobs(
-                request_id=request.ask.request_id,
-                logprobs=scores.chosen_W.tobytes(),
-                top_logprobs=scores.values_WT.tobytes(),
-                top_ids=scores.ids_WT.astype(np.int32).tobytes(),
-            )
-        )
+        self._send(packed(request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
 
     def _answer(
         self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]

@@ -20,8 +20,8 @@ from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.memory import EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
 from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
-from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.prompt_scores import ScoredRows
+from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready

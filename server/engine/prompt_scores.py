@@ -1,6 +1,6 @@
 """How likely each token of a prompt was, behind those before it: of a chunk's rows, in bounded memory.
 
-    rows of a chunk ── the model's last states, as they are ── some rows at a time ──> logits ──> the next token's, the likeliest
+    rows of a chunk ──> the model's last states ── some rows at a time ──> logits ──> the next token's, the likeliest
 
 A row that comes from the prefix cache has no state: whoever asks computes the whole prompt (`Request.attachable`).
 
@@ -51,7 +51,9 @@ def scores(model: Model, states: States) -> tuple[torch.Tensor, torch.Tensor, to
     top = max(each.num_likeliest for _, each in states.scored)
     num_rows = max(1, LOGITS_BYTES // (4 * model.vocabulary_size))
     parts = []
-    for states_RE, tokens_R in zip(states.states_WE.split(num_rows), states.tokens_W.split(num_rows), strict=True):
+    for states_RE, tokens_R in zip(
+        torch.split(states.states_WE, num_rows), torch.split(states.tokens_W, num_rows), strict=True
+    ):
         logits_RV = model.logits(states_RE)
         parts.append(logprobs(logits_RV, tokens_R, slice(None), top))
     chosen, values, ids = zip(*parts, strict=True)

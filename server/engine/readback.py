@@ -1,4 +1,4 @@
-"""What a launched step gives the host, once it has run: tokens, log-probabilities of them and of prompts, candidates of beams."""
+"""What a launched step gives the host, once it has run: tokens, candidates of beams, log-probabilities, also of prompts."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple

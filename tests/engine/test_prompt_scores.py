@@ -18,7 +18,7 @@ WITHIN = 1e-4
 
 
 def told(one: Harness, request_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What came of one request: of each token but the first its log-probability, those of the likeliest, and which these are."""
+    """What came of one request: of each token but the first its log-probability, those of the likeliest, and their ids."""
     parts = [message for message in one.sent if isinstance(message, PromptLogprobs) and message.request_id == request_id]
     chosen = np.frombuffer(b"".join(part.logprobs for part in parts), np.float32)
     shape = (len(chosen), -1) if len(chosen) else (0, 0)
