@@ -91,12 +91,14 @@ def test_every_kind_of_end_is_withheld(harness: Callable[..., Harness], way: str
 
 
 def test_a_slot_forgets_what_was_withheld_of_who_had_it_before(harness: Callable[..., Harness]) -> None:
-    tokens, ends = ends_of(harness)
+    biased = {"logit_bias": {VOCABULARY - 1: -1.0}}  # whose logits are changed at each step
+    tokens, ends = ends_of(harness, **biased)
     one = harness(slots=1, ours=True)
     one.ask("first", PROMPT, 12, min_tokens=12, stop_token_ids=sorted(ends))
-    one.ask("second", PROMPT, 12)
+    one.ask("second", PROMPT, 12, **biased)
     one.ask("third", PROMPT, 12, min_tokens=3, stop_token_ids=[VOCABULARY - 1, *range(40, 50)])
     one.run()
+    assert len(one.tokens("third")) >= 3
     assert one.tokens("second") == tokens[:12] != one.tokens("first")
 
 

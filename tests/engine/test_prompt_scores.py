@@ -11,6 +11,7 @@ from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from tests.engine.test_lookahead import wide_rows
 from vmmkv.server.engine import prompt_scores
+from vmmkv.server.engine.requests import Request
 from vmmkv.server.protocol import Outputs, PromptLogprobs
 
 TOP = 5
@@ -144,10 +145,20 @@ def test_who_is_scored_waits_for_nobody_who_computes_the_same(harness: Callable[
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_who_gives_way_is_told_nothing_twice(harness: Callable[..., Harness], share: bool, lookahead: int) -> None:
-    """By those that press more, in the midst of a prompt and behind it; and by pages that run out."""
-    one = harness(wide_rows(), budget_pages=6, step_tokens=48, lookahead=lookahead, share=share, ours=True)
+def test_who_gives_way_is_told_nothing_twice(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
+) -> None:
+    """In the midst of a prompt, to those that press more, and behind it, when pages run out."""
+    one = harness(wide_rows(), budget_pages=6, step_tokens=24, lookahead=lookahead, share=share, ours=True)
     prompts = [prompt_of(150 + 7 * index, index) for index in range(3)]
+    scheduler, left = one.engine._scheduler, list[float]()
+    preempt = scheduler._preempt
+
+    def watched(request: Request, **options: Any) -> None:
+        left.append(request.num_scored / (len(request.prompt) - 1))
+        preempt(request, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt", watched)
     for index, prompt in enumerate(prompts):
         one.ask(str(index), prompt, 60, num_prompt_logprobs=TOP, priority=1)
     for urgent in range(3):
@@ -156,10 +167,27 @@ def test_who_gives_way_is_told_nothing_twice(harness: Callable[..., Harness], sh
         one.ask(f"urgent {urgent}", prompt_of(200, 90 + urgent), 5)
     one.run()
     assert not one.failures()
-    assert one.engine._scheduler.num_preempted >= 2
+    assert any(0 < share < 1 for share in left) and 1 in left
     for index, prompt in enumerate(prompts):
         assert_right(one, str(index), prompt)
         assert one.tokens(str(index)) == one.expected(prompt, 60)
+
+
+def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
+    """Begun again beside nobody, chunks are larger than they were, and the tokens that were scored end within one."""
+    one = harness(ours=True, step_tokens=24, max_sequences=2, lookahead=0)
+    prompt = prompt_of(150)
+    one.ask("beside", prompt_of(5, 1), 6)
+    one.step()
+    one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
+    for _ in range(3):
+        one.step()
+    num_scored = len(told(one, "scored")[0])
+    assert num_scored % 24
+    one.ask("urgent", prompt_of(40, 2), 10)
+    one.run()
+    assert one.engine._scheduler.num_preempted == 1
+    assert_right(one, "scored", prompt)
 
 
 def test_who_gave_way_in_its_prompt_takes_what_was_scored_from_the_cache(harness: Callable[..., Harness]) -> None:
