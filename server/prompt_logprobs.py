@@ -31,5 +31,7 @@ def unpacked(message: PromptLogprobs) -> tuple[list[float], list[Sequence[tuple[
     chosen: list[float] = np.frombuffer(message.logprobs, np.float32).tolist()
     values_WT = np.frombuffer(message.top_logprobs, np.float32).reshape(len(chosen), -1)
     ids_WT = np.frombuffer(message.top_ids, np.int32).reshape(values_WT.shape)
-    likeliest = [tuple(zip(ids, values, strict=True)) for ids, values in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)]
+    likeliest: list[Sequence[tuple[int, float]]] = [
+        tuple(zip(ids, values, strict=True)) for ids, values in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)
+    ]
     return chosen, likeliest

@@ -177,7 +177,7 @@ def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
     """Begun again beside nobody, chunks are larger than they were, and the tokens that were scored end within one."""
     one = harness(ours=True, step_tokens=24, max_sequences=2, lookahead=0)
     prompt = prompt_of(150)
-    one.ask("beside", prompt_of(5, 1), 6)
+    one.ask("beside", prompt_of(5, 1), 15)
     one.step()
     one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
     for _ in range(3):
