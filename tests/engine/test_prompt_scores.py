@@ -31,19 +31,19 @@ def told(one: Harness, request_id: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 def truth(one: Harness, prompt: list[int]) -> torch.Tensor:
     """transformers' own log-softmax behind each token: [N, V]."""
     with torch.inference_mode(), attending_by(one.model, "sdpa"):
-        return one.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        return one.model(torch.tensor([prompt], device=one.cache.device)).logits[0].float().log_softmax(-1).cpu()
 
 
-def assert_right(one: Harness, request_id: str, prompt: list[int], top: int = TOP) -> None:
+def assert_right(one: Harness, request_id: str, prompt: list[int], top: int = TOP, within: float = WITHIN) -> None:
     chosen, values, ids = told(one, request_id)
     logprobs_NV = truth(one, prompt)[:-1]
     assert len(chosen) == len(prompt) - 1, "one for each token but the first: none twice, none left out"
     expected = logprobs_NV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    np.testing.assert_allclose(chosen, expected, atol=WITHIN)
+    np.testing.assert_allclose(chosen, expected, atol=within)
     assert values.shape == ids.shape == (len(prompt) - 1, top)
     best = logprobs_NV.topk(top)
-    np.testing.assert_allclose(values, best.values, atol=WITHIN)
-    np.testing.assert_allclose(logprobs_NV.gather(1, torch.tensor(ids.astype(np.int64))), best.values, atol=WITHIN)
+    np.testing.assert_allclose(values, best.values, atol=within)
+    np.testing.assert_allclose(logprobs_NV.gather(1, torch.tensor(ids.astype(np.int64))), best.values, atol=within)
 
 
 @pytest.mark.parametrize("ours", [False, True])
