@@ -31,9 +31,10 @@ class CompletionLogprobs(BaseModel):
 
     text_offset: list[int]
     """Where each begins, in characters of the whole answer."""
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt that is echoed, which comes after nothing."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     """Of the likeliest at each place, and of the one that was chosen."""
 
 

@@ -56,7 +56,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions. `echoes` are what the text of each choice begins with, if anything."""
+    """Of /v1/completions. `echoes` are what the text of each choice begins with, if anything that its candidate has not."""
 
     def __init__(self, id: str, model: str, tokens: TokenTexts, echoes: Sequence[str] | None = None) -> None:
         super().__init__(id, model, tokens)
@@ -90,10 +90,16 @@ class CompletionAnswer(Answer):
         text_of = self._tokens.text_of
         return CompletionLogprobs(
             text_offset=[score.offset for score in scores],
-            token_logprobs=[_finite(score.logprob) for score in scores],
+            token_logprobs=[None if score.logprob is None else _finite(score.logprob) for score in scores],
             tokens=[text_of(score.token_id) for score in scores],
             top_logprobs=[
-                {text_of(token_id): _finite(logprob) for token_id, logprob in (*score.likeliest, score[:2])} for score in scores
+                None
+                if score.logprob is None
+                else {
+                    text_of(token_id): _finite(logprob)
+                    for token_id, logprob in (*score.likeliest, (score.token_id, score.logprob))
+                }
+                for score in scores
             ],
         )
 
@@ -147,7 +153,8 @@ class ChatAnswer(Answer):
             ]
         )
 
-    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        assert logprob is not None, "a chat echoes nothing"
         data = self._tokens.bytes_of(token_id)
         text = self._tokens.text_of(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}

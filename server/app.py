@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -20,11 +21,20 @@ from vmmkv.server import admin_routes, api_errors, request_id, seeing, token_rou
 from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList, Version
 from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
 from vmmkv.server.api_errors import ApiError, bad_request
-from vmmkv.server.candidate import Candidate, TextDelta
+from vmmkv.server.candidate import Candidate, Echo, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.document import document
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.generation import Generation, check_token_ids, engine_requests, fit_beams, fit_key, fit_new_tokens
+from vmmkv.server.generation import (
+    Generation,
+    check_min_tokens,
+    check_prompt_logprobs,
+    check_token_ids,
+    engine_requests,
+    fit_beams,
+    fit_key,
+    fit_new_tokens,
+)
 from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.guard import AT_END, CALLER, Guard
 from vmmkv.server.intake import Intake, Ticket
@@ -43,6 +53,8 @@ T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat may go on as long as it fits."""
 CLIENT_CLOSED_REQUEST = 499
+INLINE_SCORES = 512
+"""Tokens with log-probabilities that are written in a few milliseconds: not worth the way to another thread and back."""
 QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """What the engine works on."""
 
@@ -210,10 +222,16 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         )
         for prompt in prompts
     ]
-    said = await tokenizer.said(body.prompt) if body.echo else None
-    echoes = None if said is None else [text for text in said for _ in range(body.num_choices)]
-    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, echoes)
-    return await _respond(request, body, ticket, answer, prompts, new_tokens, continues=True, arrived_s=arrived_s)
+    check_prompt_logprobs(body, prompts)
+    said = echoes = None
+    if body.num_prompt_logprobs is not None:
+        echoes = await tokenizer.echoes(body.prompt, prompts)
+    elif body.echo:
+        said = [text for text in await tokenizer.said(body.prompt) for _ in range(body.num_choices)]
+    answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, said)
+    return await _respond(
+        request, body, ticket, answer, prompts, new_tokens, continues=True, echoes=echoes, arrived_s=arrived_s
+    )
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
@@ -251,15 +269,20 @@ async def _respond(
     new_tokens: list[int],
     *,
     continues: bool,
+    echoes: Sequence[Echo] | None = None,
     arrived_s: float,
 ) -> Response:
-    """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text."""
+    """Start the generation and answer with it, whole or as a stream; `continues` says that it goes on in the prompt's text.
+
+    `echoes` are the prompts, where their tokens are scored too.
+    """
     service = _service(request)
     ready, tokenizer = service.require(body.model)
     fit_beams(body, ready)
     check_token_ids(body, tokenizer.vocab_size)
     limit = service.intake.key_limit(ticket.caller)
     new_tokens = fit_key(body, prompts, new_tokens, limit)
+    check_min_tokens(body, new_tokens)
     num_each = body.widest[1]
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
@@ -270,8 +293,12 @@ async def _respond(
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
-        Candidate(tokenizer.detokenizer(body.stop, prompt if continues else ()), scored=body.num_logprobs is not None)
-        for prompt in prompts
+        Candidate(
+            tokenizer.detokenizer(body.stop, prompt if continues else (), min_tokens=body.min_tokens or 0),
+            scored=body.num_logprobs is not None,
+            echo=None if echoes is None else echoes[index],
+        )
+        for index, prompt in enumerate(prompts)
         for _ in range(body.num_candidates)
     ]
     generation = Generation(
@@ -296,7 +323,7 @@ async def _respond(
         generation.close()
     if whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(whole.model_dump_json(), media_type="application/json")
+    return Response(whole, media_type="application/json")
 
 
 async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arrived_s: float) -> bytes | None:
@@ -314,12 +341,23 @@ async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arr
         raise api_errors.too_late(timeout_s) from error
 
 
-async def _whole(answer: Answer, generation: Generation) -> BaseModel:
+async def _whole(answer: Answer, generation: Generation) -> str:
+    """As JSON."""
     deltas: dict[int, list[TextDelta]] = {}
     async for delta in generation.deltas():
         deltas.setdefault(delta.index, []).append(delta)
     choices = [TextDelta.joined(place, deltas[index]) for place, index in enumerate(generation.chosen())]
-    return answer.whole(choices, generation.usage())
+    return await _written(lambda: answer.whole(choices, generation.usage()), choices)
+
+
+async def _written(make: Callable[[], BaseModel], deltas: Sequence[TextDelta]) -> str:
+    """JSON of what is made of these, off the event loop if many of their tokens are named."""
+
+    def write() -> str:
+        return make().model_dump_json()
+
+    is_short = sum(len(delta.scores or ()) for delta in deltas) <= INLINE_SCORES
+    return write() if is_short else await asyncio.to_thread(write)
 
 
 async def _events(
@@ -330,11 +368,14 @@ async def _events(
     def counted(chunk: BaseModel) -> BaseModel:
         return chunk.model_copy(update={"usage": generation.usage()}) if body.includes_usage_so_far else chunk
 
+    def chunk_of(delta: TextDelta) -> BaseModel:
+        return counted(answer.chunk(delta))
+
     try:
         for chunk in opening:
             yield _event(counted(chunk))
         async for delta in generation.deltas():
-            yield _event(counted(answer.chunk(delta)))
+            yield f"data: {await _written(functools.partial(chunk_of, delta), [delta])}\n\n"
         if body.include_usage:
             yield _event(answer.closing(generation.usage()))
     except ApiError as error:

@@ -3,18 +3,30 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, starmap
 from typing import NamedTuple
 
 from vmmkv.server.detokenize import Detokenizer
-from vmmkv.server.protocol import FinishReason, Output
+from vmmkv.server.prompt_logprobs import unpacked
+from vmmkv.server.protocol import FinishReason, Output, PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt with which a text begins, when the Scores of its tokens are wanted too."""
+
+    text: str
+    token_ids: Sequence[int]
+    offsets: Sequence[int]
+    """Where each begins in the text, in characters."""
 
 
 class Score(NamedTuple):
     """How likely a token of the answer was."""
 
     token_id: int
-    logprob: float
+    logprob: float | None
+    """None for the first of a prompt, which comes after nothing."""
     likeliest: Sequence[tuple[int, float]]
     """Tokens that were likely there, and their log-probabilities; as many as were asked for."""
     offset: int
@@ -41,11 +53,16 @@ class TextDelta:
 class Candidate:
     """One text: a choice of the answer, or one that `best_of` may drop. `feed` it what the engine says, `take` what is new."""
 
-    def __init__(self, detokenizer: Detokenizer, *, scored: bool = False) -> None:
-        """`scored`: who asked wants a Score for each token."""
+    def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
+        """`scored`: who asked wants a Score for each token; those of `echo` come by `feed_prompt`, before any other."""
         self._detokenizer = detokenizer
         self._text = ""
         self._scores: list[Score] | None = [] if scored else None
+        self._echo = echo
+        self._first_offset = 0
+        if echo is not None:
+            self._first_offset = len(echo.text)
+            self._add_scores([None], [()])
         self._reason: FinishReason | None = None
         self._logprob_sum = 0.0
         self._num_logprobs = 0
@@ -65,6 +82,10 @@ class Candidate:
         """Of the tokens chosen, the end token among them; the worst there is if they were not numbers."""
         mean = self._logprob_sum / max(1, self._num_logprobs)
         return -math.inf if math.isnan(mean) else mean
+
+    def feed_prompt(self, message: PromptLogprobs) -> None:
+        """What the engine said of the prompt that is echoed: of its next tokens, in order."""
+        self._add_scores(*unpacked(message))
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """What the engine said since the last time, in order. What comes after a stop string counts for nothing."""
@@ -96,6 +117,15 @@ class Candidate:
             self._scores = []
         return delta
 
+    def _add_scores(self, logprobs: Sequence[float | None], likeliest: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """Of the next tokens of the prompt; when all are there it can be shown."""
+        echo, scores = self._echo, self._scores
+        assert echo is not None and scores is not None, "nobody asked for them"
+        places = slice(len(scores), len(scores) + len(logprobs))
+        scores += starmap(Score, zip(echo.token_ids[places], logprobs, likeliest, echo.offsets[places], strict=True))
+        if len(scores) == len(echo.token_ids):
+            self._text = echo.text
+
     def _feed_scored(
         self, token_ids: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[tuple[int, float]]]
     ) -> None:
@@ -104,5 +134,6 @@ class Candidate:
         for token_id, logprob, likely in zip(token_ids, logprobs, likeliest, strict=False):
             if self.stopped:
                 return
-            self._scores.append(Score(token_id, logprob, likely, self._detokenizer.num_characters))
+            offset = self._first_offset + self._detokenizer.num_characters
+            self._scores.append(Score(token_id, logprob, likely, offset))
             self._text += self._detokenizer.feed([token_id])

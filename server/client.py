@@ -34,6 +34,7 @@ from vmmkv.server.protocol import (
     MemoryMap,
     Output,
     Outputs,
+    PromptLogprobs,
     Ready,
     Resize,
     Shutdown,
@@ -46,6 +47,10 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.05
 """How long ZeroMQ's own thread gets to read what a dead engine left in the socket."""
+
+
+News: TypeAlias = Output | PromptLogprobs | Beams
+"""Of one request."""
 
 
 class EngineNotReady(Exception):
@@ -91,7 +96,7 @@ class Answers:
         self._client = client
         self._unfinished = set(request_ids)
         self._at_end = at_end
-        self._arrived: list[Output | Beams] = []
+        self._arrived: list[News] = []
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -104,7 +109,7 @@ class Answers:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Output | Beams]:
+    async def __anext__(self) -> list[News]:
         while self._unfinished:
             if self._arrived:
                 arrived, self._arrived = self._arrived, []
@@ -132,6 +137,12 @@ class Answers:
         self._last_s = now_s
         self._arrived.append(news)
         if is_last or not self._at_end:
+            self._wake()
+
+    def put_prompt(self, news: PromptLogprobs) -> None:
+        """From the receiving task: what is said of a prompt, before any token of its answer."""
+        self._arrived.append(news)
+        if not self._at_end:
             self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -169,8 +180,8 @@ def _has_moved(before: Snapshot, now: Snapshot) -> bool:
     )
 
 
-def _is_last(news: Output | Beams) -> bool:
-    return isinstance(news, Beams) or news.finish_reason is not None
+def _is_last(news: News) -> bool:
+    return isinstance(news, Beams) or (isinstance(news, Output) and news.finish_reason is not None)
 
 
 class EngineClient:
@@ -372,6 +383,11 @@ class EngineClient:
                         answers.put(output, now_s, is_last=is_last)
                     if output.queued_us:
                         self.queue_times.observe(output.queued_us / 1e6)
+                self._made_a_step()
+            case PromptLogprobs(request_id=request_id):
+                self._began(request_id)
+                if (answers := self._answers.get(request_id)) is not None:
+                    answers.put_prompt(message)
                 self._made_a_step()
             case Beams(request_id=request_id, queued_us=queued_us):
                 self._began(request_id)

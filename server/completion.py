@@ -34,5 +34,10 @@ class Completion:
     """When the first token of any of its answers was there; None if there was none."""
     finished_s: float
     """When the last of its answers had ended."""
+    prompt_logprobs: list[float | None] | None = None
+    """Of each token of the prompt, under the model's own distribution; None for the first, which comes after nothing. None if
+    they were not asked for, and not all there if its request failed."""
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    """For each of them the likeliest token ids at its place, the likeliest first, with their log-probabilities."""
     error: str | None = None
     """Why it failed, if it did; then `outputs` hold what there was."""

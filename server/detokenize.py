@@ -97,6 +97,18 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
 
 
+def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], num_characters: int) -> list[int]:
+    """Where each token begins in their text, in whole characters, as a TextStream gives it.
+
+    At most `num_characters`: a text that was tokenised need not be what its tokens say.
+    """
+    stream, offsets, end = TextStream(tokenizer), list[int](), 0
+    for token_id in token_ids:
+        offsets.append(min(end, num_characters))
+        end += len(stream.feed(token_id))
+    return offsets
+
+
 class StopStrings:
     """Text up to the stop string that is complete first; what may be the start of one is held back.
 
@@ -109,13 +121,20 @@ class StopStrings:
         self.stopped = False
         self._stops = tuple(stops)
         self._held = ""
+        self._num_passed = 0
+        """Characters at the start of what is held that no stop string may end in."""
 
-    def feed(self, text: str) -> str:
-        """What can be shown now. Nothing once `stopped`, which is set when a stop string is complete."""
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """What can be shown now. Nothing once `stopped`, which is set when a stop string is complete.
+
+        Of text that may not stop, a stop string can begin in it, and does not end in it.
+        """
         if self.stopped:
             return ""
         self._held += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if not may_stop:
+            self._num_passed = len(self._held)
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._find(stop)) >= 0]
         if found:
             self.stopped = True
             _, start = min(found)
@@ -124,7 +143,11 @@ class StopStrings:
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         split = len(self._held) - keep
         shown, self._held = self._held[:split], self._held[split:]
+        self._num_passed = max(0, self._num_passed - split)
         return shown
+
+    def _find(self, stop: str) -> int:
+        return self._held.find(stop, max(0, self._num_passed + 1 - len(stop)))
 
     def flush(self) -> str:
         """At the end of the text: what was held back was no stop string after all."""
@@ -138,11 +161,17 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Detokenizer:
-    """The text of one choice: `feed` its tokens as they come, then `finish`, unless it `stopped` before."""
+    """The text of one choice: `feed` its tokens as they come, then `finish`, unless it `stopped` before.
 
-    def __init__(self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    Stop strings are looked for behind the first `min_tokens` tokens; one may begin in the text of those.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str] = (), context: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
         self._text = TextStream(tokenizer, context)
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         """Tokens consumed: those after the one that completed a stop string are not counted."""
         self.num_characters = 0
@@ -153,6 +182,10 @@ class Detokenizer:
         """A stop string was found; the text ends before it."""
         return self._stops.stopped
 
+    @property
+    def _may_stop(self) -> bool:
+        return self.num_tokens > self._min_tokens
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown now, without a stop string or what may be the start of one."""
         shown: list[str] = []
@@ -162,7 +195,7 @@ class Detokenizer:
             self.num_tokens += 1
             text = self._text.feed(token_id)
             self.num_characters += len(text)
-            shown.append(self._stops.feed(text))
+            shown.append(self._stops.feed(text, may_stop=self._may_stop))
         return "".join(shown)
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
@@ -172,7 +205,9 @@ class Detokenizer:
         """
         if self._stops.any:
             shown = self.feed(token_ids)
-            return shown if self.stopped else shown + self._stops.feed(self._text.flush()) + self._stops.flush()
+            if self.stopped:
+                return shown
+            return shown + self._stops.feed(self._text.flush(), may_stop=self._may_stop) + self._stops.flush()
         self.num_tokens += len(token_ids)
         text = self._text.flush(token_ids)
         self.num_characters += len(text)

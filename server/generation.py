@@ -10,10 +10,11 @@ from typing import Any
 from vmmkv.server.answer_schemas import PromptTokensDetails, Usage
 from vmmkv.server.api_errors import bad_request, too_late
 from vmmkv.server.candidate import Candidate, TextDelta
-from vmmkv.server.client import Answers, EngineClient, RequestFailed
+from vmmkv.server.client import Answers, EngineClient, News, RequestFailed
 from vmmkv.server.limits import DoesNotFit, Limits
 from vmmkv.server.metrics import Metrics
-from vmmkv.server.protocol import Beams, Generate, Output, Ready
+from vmmkv.server.protocol import Beams, Generate, Output, PromptLogprobs, Ready
+from vmmkv.server.sampling_schemas import MAX_PROMPT_LOGPROBS
 from vmmkv.server.schemas import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,29 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         if unknown is not None:
             message = f"Invalid {param}: {unknown} is not a token id of this model: they go from 0 to {vocab_size - 1}."
             raise bad_request(message, param=param, code="invalid_value")
+
+
+def check_min_tokens(request: GenerationRequest, new_tokens: Sequence[int]) -> None:
+    """Raises: ApiError (400) if an answer can have fewer tokens than it is to have at the least."""
+    least, most = request.min_tokens or 0, min(new_tokens)
+    if least > most:
+        message = f"Invalid min_tokens: {least} of an answer that can have {most} tokens here: lower it, or raise max_tokens."
+        raise bad_request(message, param="min_tokens", code="invalid_value")
+
+
+def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
+    """Raises: ApiError (400) if it asks for more log-probabilities of its prompts than an answer may hold."""
+    if request.num_prompt_logprobs is None:
+        return
+    each = 1 + request.num_prompt_logprobs
+    num_tokens = request.num_candidates * sum(map(len, prompts))
+    if each * num_tokens > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"Invalid logprobs: with echo this request is for {each * num_tokens} log-probabilities, {each} for each of "
+            f"{num_tokens} tokens of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or "
+            "choices in a request."
+        )
+        raise bad_request(message, param="logprobs", code="too_many_logprobs")
 
 
 def fit_key(request: GenerationRequest, prompts: Sequence[list[int]], new_tokens: list[int], limit: int | None) -> list[int]:
@@ -103,6 +127,7 @@ def engine_requests(
             max_new_tokens=max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens or 0,
             temperature=0.0 if request.num_beams else temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(0, request.top_k or 0),
@@ -114,6 +139,7 @@ def engine_requests(
             seed=(first_seed + prompt_index * _SEED_STEP + index) & _SEED_MASK,
             want_logprobs=request.num_logprobs is not None or request.num_candidates > request.num_choices,
             num_logprobs=request.num_logprobs or 0,
+            num_prompt_logprobs=request.num_prompt_logprobs,
             priority=request.priority,
             cache_salt=namespace,
             beam_width=request.num_beams,
@@ -227,11 +253,15 @@ class Generation:
             self._timer.cancel()
         self._end("aborted")
 
-    def _took(self, news: Sequence[Output | Beams]) -> Iterator[TextDelta]:
+    def _took(self, news: Sequence[News]) -> Iterator[TextDelta]:
         """What is new of each candidate, in one piece, however many outputs of it came together. Raises: RequestFailed."""
         of_request: dict[str, list[Output]] = {}
         for each in news:
             index = self._first_candidate[each.request_id]
+            if isinstance(each, PromptLogprobs):
+                self._candidates[index].feed_prompt(each)
+                of_request.setdefault(each.request_id, [])
+                continue
             if index % self._num_each == 0:  # the prompt's first candidate; the others hit what this one computed
                 self._cached_tokens += each.cached_tokens
             if isinstance(each, Beams):
@@ -241,7 +271,8 @@ class Generation:
         for request_id, outputs in of_request.items():
             index = self._first_candidate[request_id]
             candidate = self._candidates[index]
-            candidate.feed(outputs)
+            if outputs:
+                candidate.feed(outputs)
             if candidate.stopped:
                 self._answers.abort(request_id)
             if (delta := candidate.take(index)) is not None:

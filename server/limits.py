@@ -55,7 +55,8 @@ class Limits:
         given = f"{num_prompt_tokens} tokens of prompt"
         if wanted is not None:
             given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
-        remedy = f"shorten the prompt to {limit - (wanted or 1)} tokens" if limit > (wanted or 1) else ""
+        num_new = 1 if wanted is None else wanted
+        remedy = f"shorten the prompt to {limit - num_new} tokens" if limit > num_new else ""
         if wanted is not None and room > 0:
             remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
         remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"

@@ -36,7 +36,7 @@ from vmmkv.server.models import has_tokenizer, resolve
 from vmmkv.server.offline_job import Job, Prompt
 from vmmkv.server.offline_prompts import AnyPrompt, each_params, each_priority, each_prompt, token_ids_of
 from vmmkv.server.progress import GenerationProgress, LoadingProgress
-from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Outputs, Ready, Snapshot
+from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Outputs, PromptLogprobs, Ready, Snapshot
 from vmmkv.server.sampling import SamplingParams
 from vmmkv.server.settings import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.tokenizer import PromptError, Tokenizer
@@ -214,6 +214,8 @@ class Engine:
                 case Outputs(outputs=outputs):
                     for request_id in job.take(outputs, now_s):
                         core.receive(Abort(request_id=request_id))
+                case PromptLogprobs() as message:
+                    job.take_prompt(message)
                 case Failed(request_id=request_id, message=message):
                     job.fail(request_id, message, now_s)
                 case Snapshot() as snapshot:

@@ -7,7 +7,8 @@ from tokenizers import Tokenizer
 
 from vmmkv.server.completion import Completion, CompletionOutput
 from vmmkv.server.detokenize import Detokenizer, decode_all
-from vmmkv.server.protocol import FinishReason, Generate, Output
+from vmmkv.server.prompt_logprobs import unpacked
+from vmmkv.server.protocol import FinishReason, Generate, Output, PromptLogprobs
 from vmmkv.server.sampling import SamplingParams
 
 SEED_MASK = (1 << 63) - 1
@@ -64,6 +65,8 @@ class Prompt:
     priority: int
     max_new_tokens: int
     answers: list[Answer] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=lambda: [None])
+    top_logprobs: list[Sequence[tuple[int, float]] | None] = field(default_factory=lambda: [None])
     cached_tokens: int = 0
     first_token_s: float | None = None
     finished_s: float = 0.0
@@ -78,6 +81,7 @@ class Prompt:
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -89,7 +93,23 @@ class Prompt:
             seed=(self.seed + index) & SEED_MASK,
             want_logprobs=params.logprobs is not None,
             num_logprobs=params.logprobs or 0,
+            num_prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             priority=self.priority,
+        )
+
+    def completion(self) -> Completion:
+        """As it is given back."""
+        wanted = self.params.prompt_logprobs
+        tops = [None if each is None else dict(each) for each in self.top_logprobs] if wanted else None
+        return Completion(
+            prompt_token_ids=self.token_ids,
+            outputs=[answer.output() for answer in self.answers],
+            cached_tokens=self.cached_tokens,
+            first_token_s=self.first_token_s,
+            finished_s=self.finished_s,
+            prompt_logprobs=None if wanted is None else self.logprobs,
+            prompt_top_logprobs=tops,
+            error=self.error,
         )
 
 
@@ -126,13 +146,20 @@ class Job:
                 self.num_prompt_tokens += len(prompt.token_ids) - output.cached_tokens
                 if answer is prompt.answers[0]:
                     prompt.cached_tokens = output.cached_tokens
-            if prompt.first_token_s is None:
+            if prompt.first_token_s is None and prompt.max_new_tokens:
                 prompt.first_token_s = now_s
             answer.feed(output)
             if answer.finish_reason is not None:
                 self._end(output.request_id, now_s)
                 if output.finish_reason is None:
                     yield output.request_id
+
+    def take_prompt(self, message: PromptLogprobs) -> None:
+        """What the engine says of a prompt, before its first answer."""
+        if (answer := self.unfinished.get(message.request_id)) is not None:
+            logprobs, likeliest = unpacked(message)
+            answer.prompt.logprobs += logprobs
+            answer.prompt.top_logprobs += likeliest
 
     def fail(self, request_id: str, message: str, now_s: float) -> None:
         """The engine gave up on one request."""
@@ -143,17 +170,7 @@ class Job:
     def completions(self) -> list[Completion]:
         """All of them, in the order of the prompts."""
         self._decode()
-        return [
-            Completion(
-                prompt_token_ids=prompt.token_ids,
-                outputs=[answer.output() for answer in prompt.answers],
-                cached_tokens=prompt.cached_tokens,
-                first_token_s=prompt.first_token_s,
-                finished_s=prompt.finished_s,
-                error=prompt.error,
-            )
-            for prompt in self._prompts
-        ]
+        return [prompt.completion() for prompt in self._prompts]
 
     def _end(self, request_id: str, now_s: float) -> None:
         prompt = self.unfinished.pop(request_id).prompt
@@ -163,7 +180,8 @@ class Job:
         if not prompt.params.stop:
             return None
         assert self._tokenizer is not None, "a stop string needs a tokenizer"
-        return Detokenizer(self._tokenizer, stops=prompt.params.stop, context=prompt.token_ids)
+        params = prompt.params
+        return Detokenizer(self._tokenizer, stops=params.stop, context=prompt.token_ids, min_tokens=params.min_tokens)
 
     def _decode(self) -> None:
         """Make the text of the answers that nobody looked at while they grew."""

@@ -19,9 +19,12 @@ class Generate(Message, frozen=True, kw_only=True):
     request_id: str
     prompt: list[int]
     max_new_tokens: int
+    """0 only with `num_prompt_logprobs`."""
     stop_token_ids: list[int] = []
     """Ends the sequence when sampled, in addition to the model's own end tokens; neither is sent back."""
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Before so many tokens of the answer neither an end token nor one of `stop_token_ids` is sampled, `ignore_eos` or not."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -43,6 +46,8 @@ class Generate(Message, frozen=True, kw_only=True):
     """Have each `Output` carry the log-probability of what was chosen."""
     num_logprobs: int = 0
     """And those of the likeliest so many, if `want_logprobs`."""
+    num_prompt_logprobs: int | None = None
+    """If not None, have `PromptLogprobs` of the prompt's tokens, and of the likeliest so many at each place."""
     priority: int = 0
     """Whoever has a lower one goes first."""
     cache_salt: str | None = None
@@ -135,6 +140,19 @@ class Outputs(Message, frozen=True, kw_only=True):
     outputs: list[Output]
 
 
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP: how likely the next tokens of a prompt were, under the model's own distribution; in order, before the
+    request's first `Output`. The first token of a prompt has none. Arrays as bytes: there can be hundreds of thousands."""
+
+    request_id: str
+    logprobs: bytes
+    """float32, of each token."""
+    top_logprobs: bytes
+    """float32, of the likeliest at each place, as many as were asked for, the likeliest first."""
+    top_ids: bytes
+    """int32, which these are."""
+
+
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that a beam search found."""
 
@@ -221,7 +239,7 @@ class MemoryMap(Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Forget | Resize | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Outputs | Beams | Failed | Managed | Snapshot | MemoryMap
+FromEngine: TypeAlias = Loading | Ready | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -33,7 +33,10 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """New tokens, at most."""
+    """New tokens, at most. 0 only with `prompt_logprobs`, which can be all that is asked for."""
+    min_tokens: int = 0
+    """And at least: before so many neither an end token nor one of `stop_token_ids` is sampled, and no text of `stop` ends the
+    answer."""
     temperature: float = 1.0
     """0 takes the likeliest token; so does anything below 1e-5."""
     top_p: float = 1.0
@@ -62,9 +65,13 @@ class SamplingParams:
     """Go on past the model's end tokens."""
     logprobs: int | None = None
     """None for none; else of each token chosen, and of so many of the likeliest beside it."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. Its rows are all computed then, whatever the prefix cache has of them."""
 
     def __post_init__(self) -> None:
-        self._whole("max_tokens", 1, MAX_INDEX, "at least 1")
+        wanted = "at least 1" if self.prompt_logprobs is None else "0 or more"
+        self._whole("max_tokens", int(self.prompt_logprobs is None), MAX_INDEX, wanted)
+        self._whole("min_tokens", 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
         self._number("temperature", 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
         self._number("top_p", 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", above=True)
         self._whole("top_k", -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
@@ -83,8 +90,9 @@ class SamplingParams:
         self._keep("stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "True or False")
-        if self.logprobs is not None:
-            self._whole("logprobs", 0, MAX_INDEX, "None for none, or how many of the likeliest, 0 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._whole(name, 0, MAX_INDEX, "None for none, or how many of the likeliest, 0 or more")
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # it is frozen for everybody else

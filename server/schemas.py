@@ -125,6 +125,9 @@ class GenerationRequest(SamplingFields):
         default_factory=list
     )
     """Not OpenAI's: token ids that end the answer, as the model's own end tokens do."""
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """Not OpenAI's: before the answer has so many tokens no end token is sampled, nor one of `stop_token_ids`, even with
+    `ignore_eos`, and no stop string ends it."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     """Not OpenAI's: requests of a lower one go first, whenever they came."""
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
@@ -165,6 +168,8 @@ class GenerationRequest(SamplingFields):
             raise refusal("temperature", "a beam search samples nothing: leave temperature out or send 0")
         for name in self.shaping():
             raise refusal(name, f"a beam search compares the model's own probabilities: leave {name} out")
+        if self.min_tokens:
+            raise refusal("min_tokens", "a beam search ends where its beams do: leave min_tokens out, or use_beam_search")
         if self.num_logprobs is not None:
             raise refusal("logprobs", "a beam search has no log-probabilities of single tokens: leave logprobs out")
         if self.stream:
@@ -193,9 +198,16 @@ class GenerationRequest(SamplingFields):
         param, _ = self.grammar
         if not param:
             return self
-        for name, is_set in (("use_beam_search", self.use_beam_search), ("ignore_eos", self.ignore_eos)):
+        for name, is_set in (
+            ("use_beam_search", self.use_beam_search),
+            ("ignore_eos", self.ignore_eos),
+            ("min_tokens", bool(self.min_tokens)),
+        ):
             if is_set:
-                raise refusal(name, f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out")
+                raise refusal(
+                    name,
+                    f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out, or {param}",
+                )
         return self
 
     @property
@@ -249,6 +261,11 @@ class GenerationRequest(SamplingFields):
         return None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    @property
     def num_beams(self) -> int:
         """The width of the beam search; 0 without one."""
         return (self.beam_width or self.num_choices) if self.use_beam_search else 0
@@ -267,19 +284,23 @@ class GenerationRequest(SamplingFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"suffix": ("",), "min_tokens": (0,), "response_format": ({"type": "text"},)}
+    unserved: ClassVar[Unserved] = {"suffix": ("",), "response_format": ({"type": "text"},)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The log-probability of each token of the answer, and of so many of the likeliest at its place."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Sample so many for each prompt, and return the `n` whose tokens have the highest mean log-probability, best first."""
     echo: bool | None = None
-    """Have each answer begin with its prompt."""
+    """Have each answer begin with its prompt; with `logprobs`, those of the prompt's tokens too."""
 
     @model_validator(mode="after")
-    def _prompts_have_no_logprobs(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise refusal("echo", "log-probabilities of a prompt are not computed here: leave echo out, or logprobs")
+    def _something_is_asked_for(self) -> Self:
+        if self.max_tokens == 0 and self.num_prompt_logprobs is None:
+            raise refusal("max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise")
+        if self.max_tokens == 0 and self.grammar[0]:
+            raise refusal("max_tokens", f"max_tokens=0 leaves nothing that {self.grammar[0]} could be followed by: raise it")
         return self
 
     @model_validator(mode="after")
@@ -314,6 +335,11 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As of the answer, if the prompt is part of it."""
+        return self.logprobs if self.echo else None
+
+    @property
     def widest(self) -> tuple[str, int]:
         """As for all requests, or `best_of`."""
         return super().widest if self.best_of is None else ("best_of", self.best_of)
@@ -344,7 +370,6 @@ class ChatRequest(GenerationRequest):
         "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none",),
-        "min_tokens": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),

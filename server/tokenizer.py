@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import jinja2
 from tokenizers import Tokenizer as RustTokenizer
 
-from vmmkv.server.detokenize import Detokenizer
+from vmmkv.server.candidate import Echo
+from vmmkv.server.detokenize import Detokenizer, offsets_of
 from vmmkv.server.schemas import ChatMessage, Prompt
 from vmmkv.server.token_text import TokenTexts
 
@@ -89,9 +90,9 @@ class Tokenizer:
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self._encode_text(self._render(messages), add_special_tokens=False)
 
-    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = ()) -> Detokenizer:
-        """For one choice. `context` is the prompt, if the answer continues its text."""
-        return Detokenizer(self.rust, stops=stops, context=context)
+    def detokenizer(self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0) -> Detokenizer:
+        """For one choice, which no stop string ends before `min_tokens`. `context` is the prompt, if it continues its text."""
+        return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens)
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         # A developer's message is the newer name of a system message; templates know the older one.
@@ -119,6 +120,18 @@ class Tokenizer:
             ]
 
         return decode() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(decode)
+
+    async def echoes(self, prompts: Sequence[Prompt], encoded: Sequence[list[int]]) -> list[Echo]:
+        """Prompts, with where each of their tokens stands. Does not hold up the event loop. Raises: PromptError."""
+
+        def place() -> list[Echo]:
+            return [
+                Echo(text, token_ids, offsets_of(self.rust, token_ids, len(text)))
+                for text, token_ids in zip(texts, encoded, strict=True)
+            ]
+
+        texts = await self.said(prompts)
+        return place() if sum(map(len, encoded)) <= INLINE_CHARS else await asyncio.to_thread(place)
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.

@@ -24,5 +24,6 @@ unmodified    any other model, by transformers' own code
 attention     what both call: append and attend
 
 constraints   grammars of the requests that have one: masks, and text that must come
-sampler       logits to tokens, with sampling_state (parameters on the device) and adjust (penalties, biases)
+sampler       logits to tokens, with sampling_state (parameters on the device), adjust (penalties, biases) and withheld
+              (`min_tokens`)                           prompt_scores  how likely prompts are
 """

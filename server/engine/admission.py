@@ -46,7 +46,7 @@ class Admission:
         for request in self._pressing[:_LOOKED_AT]:
             num_known = self._num_known.get(request)
             if num_known is None:
-                num_known = self._prefix.match(request.tokens, namespace=request.namespace)
+                num_known = self._prefix.match(request.attachable, namespace=request.namespace)
                 self._num_known[request] = num_known
             if num_known > longest and not self._is_on_its_way(request, num_known):
                 best, longest = request, num_known
@@ -63,11 +63,11 @@ class Admission:
 
     def _is_on_its_way(self, request: Request, num_known: int) -> bool:
         """Does a running request compute more of its prompt than is known by now?"""
-        first = request.prompt[0]
+        first, wanted = request.prompt[0], request.attachable
         return any(
             other.prompt[0] == first
             and other.namespace == request.namespace
-            and _num_common(other.prompt, request.prompt) >= num_known + _LEAST_AWAITED
+            and _num_common(other.prompt, wanted) >= num_known + _LEAST_AWAITED
             for other in self._prefilling
         )
 

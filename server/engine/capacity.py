@@ -26,16 +26,20 @@ def why_never_fits(
 ) -> str | None:
     """What is wrong with a request whose least memory is more than the budget; None if it may fit.
 
-    Who may stop before its last token counts as if it stopped at its first. The last token has no row: nothing attends to it.
+    Who asks how likely its prompt is computes all of it. Who may stop before its last token counts as if it stopped as soon as
+    it may. The last token has no row: nothing attends to it.
     """
-    num_rows = 0 if may_stop else ask.max_new_tokens - 1
+    attaches = attaches and ask.num_prompt_logprobs is None
+    num_rows = max(0, min(ask.min_tokens, ask.max_new_tokens - 1) if may_stop else ask.max_new_tokens - 1)
     num_beams = max(1, min(ask.beam_width, vocabulary_size))  # of fewer tokens come fewer live beams
     wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
     if wanted_bytes <= budget_bytes:
         return None
     given = f"a prompt of {len(ask.prompt)} tokens"
     if num_rows:
-        given += f" and {ask.max_new_tokens} new ones" + (f" in each of {ask.beam_width} beams" if ask.beam_width else "")
+        given += f" and {ask.min_tokens if may_stop else ask.max_new_tokens} new ones" + (
+            f" in each of {ask.beam_width} beams" if ask.beam_width else ""
+        )
     num_tokens = layout.tokens_in(budget_bytes // PAGE_BYTES, sliding=False)
     fewer = "ask for fewer tokens or beams" if ask.beam_width > 1 else "ask for fewer tokens"
     return (

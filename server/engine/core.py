@@ -29,13 +29,14 @@ from vmmkv.server.engine.constraints import Constraints, TokenMasks, charged, ju
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk
-from vmmkv.server.engine.readback import Logprobs, Readback
+from vmmkv.server.engine.readback import Logprobs, PromptScores, Readback
 from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
+from vmmkv.server.prompt_logprobs import packed
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
 
 if TYPE_CHECKING:
@@ -179,9 +180,14 @@ class EngineCore:
                 self._constraints.forget(message.request_id)
             return
         num_prompt, num_new = len(message.prompt), message.max_new_tokens
-        if num_prompt < 1 or num_new < 1 or num_prompt + num_new > self.cache.max_tokens:
+        scores_prompt = message.num_prompt_logprobs is not None
+        least = 0 if scores_prompt and not message.grammar else 1
+        if num_prompt < 1 or num_new < least or num_prompt + num_new > self.cache.max_tokens:
             both = f"a prompt of {num_prompt} tokens and {num_new} new ones"
             self._refuse(message, f"{both}; both must be at least 1, and at most {self.cache.max_tokens} together")
+            return
+        if scores_prompt and (message.beam_width or (message.num_prompt_logprobs or 0) < 0):
+            self._refuse(message, "log-probabilities of a prompt are for sampling, and of 0 or more of the likeliest tokens")
             return
         if not 0 <= message.beam_width <= self._max_sequences:
             beams = f"a search of {message.beam_width} beams"
@@ -198,11 +204,17 @@ class EngineCore:
             self._refuse(message, str(error))
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
+        withheld = frozenset[int]()
+        if message.min_tokens:
+            withheld = frozenset(token for token in (*message.stop_token_ids, *self._eos_ids) if 0 <= token < size)
+            if reason := _why_no_floor(message, len(withheld) < size):
+                self._refuse(message, reason)
+                return
         if reason := self._why_never_fits(message, may_stop=bool(stop_ids)):
             self._refuse(message, reason)
             return
         if not message.grammar:
-            self._scheduler.waiting.append(Request(message, stop_ids))
+            self._scheduler.waiting.append(Request(message, stop_ids, withheld))
         elif self._constraints is None:
             self._refuse(message, "this engine knows no grammars")
         elif message.beam_width or message.ignore_eos:
@@ -311,7 +323,9 @@ class EngineCore:
             for strand, count in plan.chunks:
                 is_last = count == strand.num_left
                 start, tokens = strand.memory.length, strand.next_tokens(count)
-                asked.append(Chunk(strand.memory.slot, start, tokens, is_last, strand.num_candidates if is_last else 0))
+                candidates = strand.num_candidates if is_last else 0
+                scored = strand.request.scored(start, start + count)
+                asked.append(Chunk(strand.memory.slot, start, tokens, is_last, candidates, scored))
                 chunks.append(_Chunk(strand, strand.request.num_admitted, start + count, is_last))
             if self._ledger.num_constrained and (self._ledger.constrained[slots].any() or _any_constrained(chunks)):
                 masks = _Masks(self, plan, slots, chunks)
@@ -361,6 +375,7 @@ class EngineCore:
         try:
             tokens = step.readback.wait()
             logprobs, candidates = step.readback.logprobs(), step.readback.candidates()
+            scores = step.readback.prompt_scores()
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
@@ -379,8 +394,10 @@ class EngineCore:
         slots = step.slots[live]
         self._ledger.confirmed[slots] = step.ends[live]
         self._answer(slots, tokens[live], [logprobs.get(index) for index in live.tolist()] if logprobs else None, outputs)
-        for chunk in step.chunks:
+        for index, chunk in enumerate(step.chunks):
             if chunk.is_live:
+                if index in scores:
+                    self._score(chunk.strand.request, scores[index])
                 self._confirm(chunk, tokens, row, logprobs, candidates, outputs)
             row += chunk.is_last
         if outputs:
@@ -409,12 +426,21 @@ class EngineCore:
                 self._scheduler.share(request)
         if not chunk.is_last or not chunk.is_answered:
             return
-        if request.beams is None:
+        if not request.ask.max_new_tokens and tokens[row] >= 0:
+            outputs.append(_output(request, -1, "length", None))
+            self._scheduler.end(request)
+        elif request.beams is None:
             self._answer(np.array([request.memory.slot]), tokens[row : row + 1], [logprobs.get(row)], outputs)
         elif tokens[row] == NOT_A_NUMBER:
             self._fail([request], _NO_NUMBERS)
         else:
             self._search(request, strand, candidates[row])
+
+    def _score(self, request: Request, scores: PromptScores) -> None:
+        """Its client is told how likely the next tokens of its prompt were."""
+        assert scores.first == request.num_scored, "each is told once, in order"
+        request.num_scored += len(scores.chosen_W)
+        self._send(packed(request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
 
     def _answer(
         self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]
@@ -629,6 +655,20 @@ def _any_constrained(chunks: Sequence[_Chunk]) -> bool:
     return any(chunk.is_last and chunk.strand.request.matcher is not None for chunk in chunks)
 
 
+def _why_no_floor(message: Generate, leaves_some: bool) -> str | None:
+    """What is wrong with a request for `min_tokens`, if anything; does what is withheld until then leave any token?"""
+    given = f"min_tokens={message.min_tokens}"
+    if not 0 < message.min_tokens <= message.max_new_tokens:
+        return f"{given} of an answer of {message.max_new_tokens} new tokens at most; wanted 0 to {message.max_new_tokens}"
+    if message.beam_width:
+        return f"{given} with a beam search: the search ends where its beams do; leave one of them out"
+    if message.grammar:
+        return f"{given} with a grammar: the answer ends where the grammar does; leave one of them out"
+    return (
+        None if leaves_some else f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
+    )
+
+
 def _not_followed(error: Exception) -> str:
     return f"its grammar cannot be followed: {error}"
 
@@ -636,7 +676,7 @@ def _not_followed(error: Exception) -> str:
 def _output(request: Request, token: int, reason: FinishReason | None, logprobs: Logprobs | None) -> Output:
     return Output(
         request_id=request.ask.request_id,
-        token_ids=() if reason == "stop" else (token,),
+        token_ids=() if reason == "stop" or token < 0 else (token,),
         finish_reason=reason,
         cached_tokens=0 if request.num_answered else request.num_cached,
         queued_us=0 if request.num_answered else request.queued_us,

@@ -16,6 +16,7 @@ class DecoderModel:
 
     implementation: Final = "vmmkv"
     capturable: Final = True
+    has_states: Final = True
 
     def __init__(self, decoder: Decoder, cache: KV, rows: Rows) -> None:
         config = decoder.config
@@ -29,6 +30,15 @@ class DecoderModel:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
         self._attention.begin(batch)
         return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
+
+    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
+        """See Model: the final, normed hidden states."""
+        self._attention.begin(batch)
+        return self._decoder.forward(ids_N, self._attention, rows_W)
+
+    def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return self._decoder.logits(states_WE)
 
     def check(self) -> None:
         """It is known to be one that can be served."""

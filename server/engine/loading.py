@@ -20,6 +20,7 @@ from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.memory import EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
 from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
@@ -232,7 +233,7 @@ def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Voca
 
 
 def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
-    """One prefill of the largest step and one decode step, with all that can be asked of sampling.
+    """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling.
 
     Kernels compile, and torch's peak of memory is reached.
 
@@ -246,9 +247,11 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         runner.assign(sequence.slot, everything, np.zeros(1, np.int32), nothing)
-        for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
-            if start < end:
-                chunk = Chunk(sequence.slot, start, np.zeros(end - start, np.int32), is_last=True, num_candidates=0)
+        for start, end, scores in ((0, num_tokens - 1, True), (0, num_tokens - 1, False), (num_tokens - 1, num_tokens, False)):
+            if start < end and (runner.model.has_states or not scores):
+                tokens = np.zeros(end - start, np.int32)
+                scored = ScoredRows(start, tokens, num_likeliest=1) if scores else None
+                chunk = Chunk(sequence.slot, start, tokens, is_last=True, num_candidates=0, scored=scored)
                 runner.mixed(nobody, nobody, [chunk]).wait()
                 runner.model.check()
         runner.release(sequence.slot)

@@ -22,6 +22,7 @@ from vmmkv.server.engine.batch import Batch, Run
 from vmmkv.server.engine.decode_steps import capture
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.prompt_scores import ScoredRows, States
 from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Uploads
 from vmmkv.units import round_up
@@ -43,6 +44,8 @@ class Chunk(NamedTuple):
     """Is a token wanted behind it: are these all of its tokens?"""
     num_candidates: int
     """How many of the likeliest are wanted there; 0 if one is sampled."""
+    scored: ScoredRows | None = None
+    """What is to be known of how likely these tokens were."""
 
 
 class Spoken(NamedTuple):
@@ -53,8 +56,11 @@ class Spoken(NamedTuple):
     ends_R: torch.Tensor
     slots: Slots
     """The same, on the host."""
+    ends: Slots
     candidates: list[tuple[int, int]]
     """Of those rows, the ones that search, and how many candidates each wants."""
+    states: States | None
+    """For those who ask how likely their prompts are; None if nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +121,22 @@ class MixedSteps:
         """Launch a token for each of these slots, whose last one is on the device behind `lengths` rows, and the chunks."""
         step = _Step.of(slots, lengths, chunks)
         num_tokens = len(step.ids_N)
-        captured = self._worthwhile(num_tokens)
+        # Graphs give logits of the rows that speak; of others there can be any number.
+        captured = None if step.scored else self._worthwhile(num_tokens)
         size = num_tokens if captured is None else captured[0]
         places = _Places.of(self._max_rows if self._on_gpu else len(step.runs), size)
         self._uploads.into(self._packed[: places.size], step.packed(places))
-        if captured is not None:
+        states = None
+        if step.scored:
+            logits_RV, states = self._forward_scored(places, None if self._on_gpu else step.runs, step)
+        elif captured is not None:
             captured[1].replay()
             logits_RV = captured[1].logits_RV
         else:
             logits_RV = self._forward(places, None if self._on_gpu else step.runs)
         _, slots_R, ends_R = places.of_rows(self._packed)
-        return Spoken(logits_RV, slots_R, ends_R, step.slots_B[step.speaking], step.candidates)
+        slots, ends = step.slots_B[step.speaking], (step.starts_B + step.counts_B)[step.speaking]
+        return Spoken(logits_RV, slots_R, ends_R, slots, ends, step.candidates, states)
 
     def _worthwhile(self, num_tokens: int) -> tuple[int, _Captured] | None:
         """The graph for so many tokens, if it is done before the same, launched one by one, would be."""
@@ -136,6 +147,19 @@ class MixedSteps:
         return (size, one) if one.took_s <= max(self._launch_s, one.took_s * num_tokens / size) else None
 
     def _forward(self, places: "_Places", runs: tuple[Run, ...] | None) -> torch.Tensor:
+        return self._model.forward(*self._input(places, runs))
+
+    def _forward_scored(self, places: "_Places", runs: tuple[Run, ...] | None, step: "_Step") -> tuple[torch.Tensor, States]:
+        """As `_forward`, and the states of the rows that are asked about. A second upload says which they are."""
+        columns_W = np.concatenate([np.arange(len(rows.tokens)) + column for column, _, rows in step.scored])
+        columns, tokens_W = self._uploads.pack([columns_W, np.concatenate([rows.tokens for _, _, rows in step.scored])])
+        ids_N, batch, last_R = self._input(places, runs)
+        states_AE = self._model.states(ids_N, batch, torch.cat([last_R, columns.long()]))
+        scored = [(index, rows) for _, index, rows in step.scored]
+        return self._model.logits(states_AE[: len(last_R)]), States(states_AE[len(last_R) :], tokens_W, scored)
+
+    def _input(self, places: "_Places", runs: tuple[Run, ...] | None) -> tuple[torch.Tensor, Batch, torch.Tensor]:
+        """What a model computes, and behind which of its tokens the rows are that speak."""
         slots_B, lengths_B, query_starts = places.of_runs(self._packed)
         ids_N, slots_N, positions_N = places.of_tokens(self._packed)
         last_R, _, _ = places.of_rows(self._packed)
@@ -148,7 +172,7 @@ class MixedSteps:
             query_starts=query_starts,
             runs=runs,
         )
-        return self._model.forward(ids_N, batch, last_R.long())
+        return ids_N, batch, last_R.long()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +226,19 @@ class _Step:
     speaking: Slots
     """Runs that are given a token."""
     candidates: list[tuple[int, int]]
+    scored: list[tuple[int, int, ScoredRows]]
+    """Of chunks that ask: the column of their first token that counts, which chunk it is, and what it asks."""
 
     @classmethod
     def of(cls, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> "_Step":
         num_decoding = len(slots)
         speaking = [*range(num_decoding), *(num_decoding + index for index, chunk in enumerate(chunks) if chunk.is_last)]
         wants = [0] * num_decoding + [chunk.num_candidates for chunk in chunks]
+        column, scored = num_decoding, list[tuple[int, int, ScoredRows]]()
+        for index, chunk in enumerate(chunks):
+            if chunk.scored is not None:
+                scored.append((column + chunk.scored.first - chunk.start, index, chunk.scored))
+            column += len(chunk.tokens)
         return cls(
             slots_B=np.concatenate([slots, np.array([chunk.slot for chunk in chunks], np.int64)]),
             starts_B=np.concatenate([lengths, np.array([chunk.start for chunk in chunks], np.int64)]),
@@ -215,6 +246,7 @@ class _Step:
             ids_N=np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)]),
             speaking=np.array(speaking, np.int64),
             candidates=[(row, wants[run]) for row, run in enumerate(speaking) if wants[run]],
+            scored=scored,
         )
 
     @property

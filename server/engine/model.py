@@ -29,6 +29,19 @@ class Model(Protocol):
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
         ...
 
+    @property
+    def has_states(self) -> bool:
+        """Can it compute in two halves, `states` and `logits`?"""
+        ...
+
+    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
+        """Append and attend to a step's tokens; [W, E] of what `logits` makes logits, behind those at `rows_W`."""
+        ...
+
+    def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
+        """[W, V] of what the last `states` gave, or of some rows of it."""
+        ...
+
     def check(self) -> None:
         """After a forward pass: is this a model that can be served at all? Raises ValueError."""
         ...

@@ -9,6 +9,7 @@ import numpy as np
 
 from vmmkv.server.engine.kv import KVSequence
 from vmmkv.server.engine.ledger import Ledger, TokenIds
+from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.protocol import Generate
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Request:
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
     """All its tokens, up to when it ran last."""
+    withheld: frozenset[int] = frozenset()
+    """Tokens that it may not have before its `min_tokens`."""
     sequence: KVSequence | None = None
     """Its memory, while it runs."""
     ledger: Ledger | None = None
@@ -66,6 +69,8 @@ class Request:
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
+    num_scored: int = 0
+    """Rows of its prompt whose next token's log-probability its client has, if it asks for those."""
     num_answered: int = 0
     """Tokens that its client has."""
     num_admitted: int = 0
@@ -132,6 +137,22 @@ class Request:
         """Has it rows of its prompt that are not confirmed? Only of a running request."""
         assert self.ledger is not None, "a waiting request computes nothing"
         return int(self.ledger.confirmed[self.memory.slot]) < len(self.prompt)
+
+    @property
+    def attachable(self) -> TokenIds:
+        """Those of its tokens whose rows, but for the last, others may have computed for it.
+
+        Not rows whose next token is still to be scored: their logits are gone.
+        """
+        is_scored = self.ask.num_prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
+        return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
+
+    def scored(self, start: int, end: int) -> ScoredRows | None:
+        """What is to be scored of its rows [start, end)."""
+        first, end = max(start, self.num_scored), min(end, len(self.prompt) - 1)
+        if self.ask.num_prompt_logprobs is None or first >= end:
+            return None
+        return ScoredRows(first, self.prompt[first + 1 : end + 1], self.ask.num_prompt_logprobs)
 
     @property
     def strands(self) -> Sequence[Strand]:

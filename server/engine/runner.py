@@ -6,7 +6,7 @@
 Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -20,6 +20,7 @@ from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.prompt_scores import States, scores
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
 from vmmkv.server.engine.sharers import Group
@@ -30,14 +31,17 @@ from vmmkv.server.protocol import Generate
 Masks: TypeAlias = Callable[[Slots], TokenMasks | None]
 """Of a step's rows, by the slots of those, which tokens may come next; None if all may."""
 
+_ALWAYS: Final = np.iinfo(np.int64).max
+
 
 @dataclass(slots=True)
 class _Options:
     """Per slot, what decides how a batch is sampled."""
 
     is_greedy: npt.NDArray[np.bool_]
-    adjusts: npt.NDArray[np.bool_]
-    """Are there penalties or biases?"""
+    adjusts_before: npt.NDArray[np.int64]
+    """Logits are changed as long as fewer tokens than so many are behind: until `min_tokens` are there, or, with penalties or
+    biases, always. 0 for never."""
     num_logprobs: npt.NDArray[np.int64]
     """-1 if none are wanted."""
 
@@ -53,7 +57,7 @@ class Runner:
         num_slots = 1 + cache.num_slots
         self._state = StepState(cache)
         self._sampler = Sampler(num_slots, model.vocabulary_size, cache.device)
-        self._options = _Options(np.ones(num_slots, np.bool_), np.zeros(num_slots, np.bool_), np.full(num_slots, -1))
+        self._options = _Options(np.ones(num_slots, np.bool_), np.zeros(num_slots, np.int64), np.full(num_slots, -1))
         self.steps: Final = DecodeSteps(model, self._sampler, self._state, self.uploads, max_rows=max_rows)
         self.mixed_steps: Final = MixedSteps(model, self._state, self.uploads, max_rows=max_rows, max_tokens=max_tokens)
 
@@ -68,20 +72,22 @@ class Runner:
     def check(self, ask: Generate) -> None:
         """Raises: ValueError for options that this model cannot serve, in words for whoever asked."""
         self._sampler.check(ask)
+        if ask.num_prompt_logprobs is not None and not self.model.has_states:
+            raise ValueError("this model has no head of its own, and so no log-probabilities of its prompts: leave them out")
 
     @torch.inference_mode()
-    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds) -> None:
-        """From now on the tokens in this slot are chosen as a request asked."""
-        options = self._options
-        self._sampler.assign([Entry(slot, ask, prompt, generated)])
+    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()) -> None:
+        """From now on the tokens in this slot are chosen as a request asked; `withheld` ones not before its `min_tokens`."""
+        options, entry = self._options, Entry(slot, ask, prompt, generated, withheld)
+        self._sampler.assign([entry])
         options.is_greedy[slot] = self._sampler.is_greedy(slot)
-        options.adjusts[slot] = self._sampler.needs_adjusting(slot)
+        options.adjusts_before[slot] = _ALWAYS if self._sampler.needs_adjusting(slot) else entry.withheld_before
         options.num_logprobs[slot] = ask.num_logprobs if ask.want_logprobs else -1
 
     def release(self, slot: int) -> None:
         """The request in this slot is over."""
         self._sampler.release(slot)
-        self._options.is_greedy[slot], self._options.adjusts[slot], self._options.num_logprobs[slot] = True, False, -1
+        self._options.is_greedy[slot], self._options.adjusts_before[slot], self._options.num_logprobs[slot] = True, 0, -1
 
     @property
     def shares(self) -> bool:
@@ -101,8 +107,9 @@ class Runner:
         logits_BV = self.steps.forward(slots, lengths)
         num_rows, size = len(slots), len(logits_BV)
         greedy = bool(self._options.is_greedy[slots].all())
-        if masks is not None or self._options.adjusts[slots].any():
-            sampled_B = self._choose(logits_BV, self.steps.slots_B[:size], self.steps.ends_B[:size], slots, masks=masks)
+        if masks is not None or self._adjusts(slots, lengths + 1):
+            slots_B, ends_B = self.steps.slots_B[:size], self.steps.ends_B[:size]
+            sampled_B = self._choose(logits_BV, slots_B, ends_B, slots, lengths + 1, masks=masks)
             tokens_B = self.steps.finish(num_rows, sampled_B)
         else:
             tokens_B = self.steps.sample(num_rows, logits_BV, greedy=greedy)
@@ -117,18 +124,19 @@ class Runner:
         """
         step = self.mixed_steps.forward(slots, lengths, chunks)
         if not len(step.slots):
-            return self._read(step.slots_R[:0], step.logits_RV, step.slots, [])
+            return self._read(step.slots_R[:0], step.logits_RV, step.slots, [], step.states)
         sampled_R = self._choose(
             step.logits_RV,
             step.slots_R,
             step.ends_R,
             step.slots,
+            step.ends,
             searching=[row for row, _ in step.candidates],
             masks=masks,
         )
         out_R = torch.empty_like(sampled_R)
         self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
-        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates)
+        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates, step.states)
 
     def _choose(
         self,
@@ -136,20 +144,21 @@ class Runner:
         slots_B: torch.Tensor,
         ends_B: torch.Tensor,
         slots: Slots,
+        ends: Slots,
         *,
         searching: Sequence[int] = (),
         masks: Masks | None = None,
     ) -> torch.Tensor:
-        """Sample for rows whose first ones are these slots, after what changes the logits of some.
+        """Sample for rows whose first ones are these slots, behind `ends` tokens, after what changes the logits of some.
 
         What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
         """
         allowed = None if masks is None else masks(slots)
-        adjusts = bool(self._options.adjusts[slots].any())
+        adjusts = self._adjusts(slots, ends)
         adjusted_BV = logits_BV
         if adjusts:
             adjusted_BV = logits_BV.to(torch.float32, copy=True)  # log-probabilities are of the model's own
-            self._sampler.adjust(adjusted_BV, slots_B)
+            self._sampler.adjust(adjusted_BV, slots_B, ends_B)
         if allowed is not None:
             adjusted_BV = adjusted_BV if adjusts else logits_BV.clone()
             apply_masks(adjusted_BV, allowed, self.uploads)
@@ -162,8 +171,17 @@ class Runner:
             self._sampler.count(slots_B, counted_B)
         return sampled_B
 
+    def _adjusts(self, slots: Slots, ends: Slots) -> bool:
+        """Are logits changed of any of these slots, behind so many tokens?"""
+        return bool((self._options.adjusts_before[slots] > ends).any())
+
     def _read(
-        self, tokens_B: torch.Tensor, logits_BV: torch.Tensor, slots: Slots, candidates: list[tuple[int, int]]
+        self,
+        tokens_B: torch.Tensor,
+        logits_BV: torch.Tensor,
+        slots: Slots,
+        candidates: list[tuple[int, int]],
+        states: States | None = None,
     ) -> Readback:
         """The step's results on their way; candidates: rows, and how many each wants."""
         readback = Readback(tokens_B)
@@ -176,5 +194,7 @@ class Runner:
         if candidates:
             (rows_R,) = self.uploads.pack([[row for row, _ in candidates]])
             readback.add_candidates(candidates, *likeliest(logits_BV[rows_R.long()], max(count for _, count in candidates)))
+        if states is not None:
+            readback.add_prompt_scores(states.scored, *scores(self.model, states))
         readback.close()
         return readback

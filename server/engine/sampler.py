@@ -1,6 +1,6 @@
 """From logits to token ids, on whatever device the logits are.
 
-    logits ── penalties, bias ──> temperature ──> top-k ──> top-p ──> min-p ──> token
+    logits ── penalties, bias, min_tokens ──> temperature ──> top-k ──> top-p ──> min-p ──> token
               `adjust`, for those who ask     `sample`: all parameters are on the device
 
 A row's random numbers depend on its request's seed and the token's position alone, never on who runs beside it; and the same
@@ -22,6 +22,7 @@ from vmmkv.kernels.sample_reference import COLDEST, NOT_A_NUMBER
 from vmmkv.server.engine.adjust import Adjustments
 from vmmkv.server.engine.sampling_state import Asked, Entry, SamplingState
 from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.engine.withheld import Withheld
 
 __all__ = ["COLDEST", "NOT_A_NUMBER", "Asked", "Entry", "Sampler", "likeliest", "logprobs"]
 
@@ -37,6 +38,7 @@ class Sampler:
         self._uploads = Uploads(device)
         self._state = SamplingState(num_slots, vocabulary_size, device)
         self._adjustments = Adjustments(vocabulary_size, device)
+        self._withheld = Withheld(num_slots, device)
 
     def check(self, asked: Asked) -> None:
         """Raises: ValueError for options that this model cannot serve, in words for whoever asked."""
@@ -48,8 +50,8 @@ class Sampler:
     def assign(self, entries: Sequence[Entry]) -> None:
         """From now on the tokens of these slots are chosen as their sequences asked.
 
-        Cost: one copy to the device, in order behind what has been launched; a second one if any asks for penalties or
-        biases, and memory for their state. Waits for nothing. Not under graph capture.
+        Cost: one copy to the device, in order behind what has been launched; another one if any asks for penalties or
+        biases, or for `min_tokens`, and memory for their state. Waits for nothing. Not under graph capture.
         Raises: ValueError as `check`, before anything has changed.
         """
         for entry in entries:
@@ -59,6 +61,7 @@ class Sampler:
         for entry in entries:
             self._adjustments.release(entry.slot)
         state_rows = self._adjustments.assign(entries, self._uploads)
+        self._withheld.assign(entries, self._uploads)
         self._state.assign(entries, state_rows, self._uploads)
 
     def release(self, slot: int) -> None:
@@ -97,12 +100,14 @@ class Sampler:
         )  # fmt: skip
         return tokens_B
 
-    def adjust(self, logits_BV: torch.Tensor, slots_B: torch.Tensor) -> None:
-        """Penalties and biases of the slots that have them, in place. Rows of other slots stay as they are.
+    def adjust(self, logits_BV: torch.Tensor, slots_B: torch.Tensor, positions_B: torch.Tensor) -> None:
+        """Penalties and biases of the slots that have them, in place, then -inf for what may not come before `min_tokens`.
 
-        Give it a float32 copy: a penalty of 0.1 is lost on a bfloat16 logit of 20. Cost: one launch on a GPU; no waiting.
+        Rows of other slots stay as they are; positions as in `sample`. Give it a float32 copy: a penalty of 0.1 is lost on a
+        bfloat16 logit of 20. Cost: one launch on a GPU, a few more once somebody has asked for `min_tokens`; no waiting.
         """
         self._adjustments.adjust(logits_BV, slots_B, self._state)
+        self._withheld.withhold(logits_BV, slots_B, positions_B, self._state.withheld_before_S)
 
     def count(self, slots_B: torch.Tensor, tokens_B: torch.Tensor) -> None:
         """These tokens have been sampled for these slots, for penalties to know. Tokens below 0 are none. Waits for nothing."""
@@ -117,7 +122,7 @@ def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 
 def logprobs(
-    logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor, top: int
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows_R: torch.Tensor | slice, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of these rows: [R] float32, the token's log-probability, and [R, top] those of the likeliest and their int64 ids.
 

@@ -3,7 +3,7 @@
 Legend: S slots, N sequences newly admitted, P parameters of 32 bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,8 @@ class Asked(Protocol):
     @property
     def logit_bias(self) -> Mapping[int, float]: ...  # noqa: D102
     @property
+    def min_tokens(self) -> int: ...  # noqa: D102
+    @property
     def seed(self) -> int: ...  # noqa: D102
 
 
@@ -45,10 +47,17 @@ class Entry(NamedTuple):
     prompt: npt.NDArray[np.int32]
     generated: npt.NDArray[np.int32]
     """What it had generated before it was preempted."""
+    withheld: Collection[int] = ()
+    """Tokens of the vocabulary that it may not have before `min_tokens` others."""
+
+    @property
+    def withheld_before(self) -> int:
+        """Tokens, the prompt's among them, that must be there for those to come; 0 if none is withheld."""
+        return len(self.prompt) + self.asked.min_tokens if self.asked.min_tokens and self.withheld else 0
 
 
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_NUM_PLANES: Final = len(_FLOATS) + 2
+_NUM_PLANES: Final = len(_FLOATS) + 3
 
 
 class SamplingState:
@@ -60,7 +69,7 @@ class SamplingState:
         self._planes_PS = torch.zeros((_NUM_PLANES, num_slots), dtype=torch.int32, device=device)
         floats = [plane_S.view(torch.float32) for plane_S in self._planes_PS[: len(_FLOATS)]]
         self.temperature_S, self.top_p_S, self.min_p_S, self.presence_S, self.frequency_S, self.repetition_S = floats
-        self.top_k_S, self.state_row_S = self._planes_PS[len(_FLOATS) :]
+        self.top_k_S, self.state_row_S, self.withheld_before_S = self._planes_PS[len(_FLOATS) :]
         self.seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_p_S.fill_(1.0)
         self.repetition_S.fill_(1.0)
@@ -74,8 +83,9 @@ class SamplingState:
         planes_PN = np.empty((_NUM_PLANES, len(entries)), np.int32)
         for i, name in enumerate(_FLOATS):
             planes_PN[i] = np.array([getattr(entry.asked, name) for entry in entries], np.float32).view(np.int32)
-        planes_PN[-2] = [min(entry.asked.top_k, self._vocabulary_size) for entry in entries]
-        planes_PN[-1] = state_rows
+        planes_PN[-3] = [min(entry.asked.top_k, self._vocabulary_size) for entry in entries]
+        planes_PN[-2] = state_rows
+        planes_PN[-1] = [entry.withheld_before for entry in entries]
         seeds = np.array([entry.asked.seed & (2**64 - 1) for entry in entries], np.uint64)
         slots = np.array([entry.slot for entry in entries], np.int32)
         slots_N, planes, seed_words = uploads.pack([slots, planes_PN.reshape(-1), seeds.view(np.int32)])

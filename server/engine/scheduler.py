@@ -1,6 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +26,8 @@ class CannotRun(Exception):
 class Assigner(Protocol):
     """Who must know how the tokens of a slot are chosen."""
 
-    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds) -> None:
-        """From now on as this request asked."""
+    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()) -> None:
+        """From now on as this request asked; `withheld` ones not before its `min_tokens`."""
         ...
 
     def release(self, slot: int) -> None:
@@ -136,7 +136,8 @@ class Scheduler:
         self._cache.advance(plan.decoding)
         for strand, count in plan.chunks:
             strand.memory.advance(count)
-            if strand is strand.request and not strand.num_left and not strand.num_candidates:
+            samples = strand is strand.request and not strand.num_candidates and strand.request.ask.max_new_tokens > 0
+            if samples and not strand.num_left:
                 strand.request.decodes = True
                 self.ledger.coming[strand.memory.slot] += 1
                 self._decoding = None
@@ -246,7 +247,7 @@ class Scheduler:
                     request.beams = BeamGroup(request, self._cache)
                 else:
                     generated = request.tokens[len(request.prompt) :]
-                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated)
+                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated, request.withheld)
             except Exception as error:
                 raise CannotRun(request, f"this request could not begin: {error}") from error
             admission.admitted(request)
@@ -275,7 +276,7 @@ class Scheduler:
             sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
         else:
             attached = self._prefix.attach(
-                request.tokens,
+                request.attachable,
                 namespace=request.namespace,
                 max_tokens=request.max_tokens,
                 num_steps=request.ask.max_new_tokens - request.num_generated,
@@ -349,7 +350,7 @@ class Scheduler:
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request find memory if all who press less gave way? At best: what they share counts as theirs."""
         layout, stats = self._cache.layout, self._cache.stats()
-        num_known = 0 if self._prefix is None else self._prefix.match(request.tokens, namespace=request.namespace)
+        num_known = 0 if self._prefix is None else self._prefix.match(request.attachable, namespace=request.namespace)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[strand.memory.slot])) * PAGE_BYTES

@@ -6,8 +6,11 @@ computes everything but attention on all of them at once; there each run meets i
 Legend: N tokens of the step, B rows of logits, V vocabulary, H query heads, K key-value heads, D head dimension.
 """
 
+import contextlib
+import dataclasses
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -41,6 +44,8 @@ class UnmodifiedModel:
         self._layers = list(cache.layout.group_of)
         self._attention = CachedAttention(rows)
         self._calls: Counter[int] = Counter()
+        self._output: Any = None
+        """What the part of the model without its head gave last, but for the states."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
         _running.update((module, weakref.ref(self)) for module in model.modules())
         AttentionInterface.register(NAME, _attend)
@@ -55,6 +60,35 @@ class UnmodifiedModel:
         output = self._model(input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @property
+    def has_states(self) -> bool:
+        """See Model: is its head apart from the rest?"""
+        return self._model.base_model is not self._model
+
+    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
+        """See Model: what the part of the model without its head gives."""
+        given: list[Any] = []
+        hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
+        try:
+            self.forward(ids_N, batch, rows_W[:1])
+        finally:
+            hook.remove()
+        states_1NE = given[0].last_hidden_state
+        self._output = dataclasses.replace(given[0], last_hidden_state=states_1NE.new_empty(0))
+        states_WE: torch.Tensor = states_1NE[0].index_select(0, rows_W)
+        return states_WE
+
+    def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
+        """See Model: by the model itself, whose part without the head gives these states and computes nothing.
+
+        What a model does behind its states (a bias, a cap, a scale) is so done as it does it.
+        """
+        output = dataclasses.replace(self._output, last_hidden_state=states_WE[None])
+        nobody = torch.zeros((1, len(states_WE)), dtype=torch.int64, device=states_WE.device)
+        with _giving(self._model.base_model, output):
+            logits_WV: torch.Tensor = self._model(input_ids=nobody, position_ids=nobody, use_cache=False).logits[0]
+        return logits_WV
 
     def check(self) -> None:
         """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
@@ -91,6 +125,19 @@ class UnmodifiedModel:
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling, window=sliding_window)[None], None
+
+
+@contextlib.contextmanager
+def _giving(module: torch.nn.Module, output: Any) -> Iterator[None]:
+    """Meanwhile the module computes nothing, and gives this."""
+    own = vars(module).get("forward")  # of the module itself, if anybody has put one in the place of its class's
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 _running: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnmodifiedModel]]" = weakref.WeakKeyDictionary()

@@ -132,6 +132,33 @@ def test_tokens_come_with_their_log_probabilities(served: Served) -> None:
         assert each.top_logprobs[0].logprob == pytest.approx(each.logprob)
 
 
+def test_a_prompt_is_as_likely_as_transformers_says_and_needs_no_answer(served: Served) -> None:
+    """As lm-evaluation-harness asks: token ids, and nothing behind them."""
+    directory = resolve(MODEL)
+    text = "The capital of France is Paris. The capital of Italy is Rome."
+    ids = AutoTokenizer.from_pretrained(directory)(text).input_ids
+    for _ in range(2):
+        options = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
+        (choice,) = served.openai.completions.create(model=MODEL, **options).choices  # type: ignore[call-overload]
+    assert (choice.text, choice.finish_reason, choice.logprobs.text_offset[1]) == (text, "length", len("The"))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        logprobs_NV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logprobs_NV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert choice.logprobs.token_logprobs == [None, *(pytest.approx(each, abs=1e-3) for each in expected)]
+    assert max(choice.logprobs.top_logprobs[5].values()) == pytest.approx(float(logprobs_NV[4].max()), abs=1e-3)
+
+
+def test_an_answer_does_not_end_before_min_tokens(served: Served) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 60}
+    least = {"min_tokens": 50}
+    short = served.openai.chat.completions.create(**options)  # type: ignore[call-overload]
+    long = served.openai.chat.completions.create(**options, extra_body=least)  # type: ignore[call-overload]
+    assert short.usage.completion_tokens < 50 <= long.usage.completion_tokens
+    assert long.choices[0].message.content.startswith(short.choices[0].message.content)
+
+
 def test_a_bias_forces_a_token(served: Served) -> None:
     token = AutoTokenizer.from_pretrained(resolve(MODEL)).encode(" sea")[0]
     answer = served.openai.completions.create(

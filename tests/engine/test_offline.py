@@ -154,6 +154,34 @@ def test_log_probabilities_are_those_asked_for(engine: Engine) -> None:
     assert engine.generate("abc", GREEDY)[0].outputs[0].logprobs is None
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_prompts_log_probabilities_come_with_its_completion(engine: Engine, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=3, n=2)
+    engine.generate("abcd" * 30, GREEDY)
+    (completion,) = engine.generate("abcd" * 30, params)
+    ids, logprobs, tops = completion.prompt_token_ids, completion.prompt_logprobs, completion.prompt_top_logprobs
+    assert logprobs is not None and tops is not None and len(logprobs) == len(tops) == len(ids) == 120
+    assert logprobs[0] is None and tops[0] is None
+    for token, logprob, top in zip(ids[1:], logprobs[1:], tops[1:], strict=True):
+        assert logprob is not None and top is not None and len(top) == 3
+        assert list(top.values()) == sorted(top.values(), reverse=True) and logprob <= max(top.values())
+        assert top.get(token, logprob) == logprob
+    assert [len(output.token_ids) for output in completion.outputs] == [max_tokens] * 2
+    assert (completion.first_token_s is None) == (max_tokens == 0)
+    plain = engine.generate("abcd" * 30, GREEDY)[0]
+    assert plain.prompt_logprobs is None and plain.prompt_top_logprobs is None
+    assert plain.outputs[0].token_ids[:max_tokens] == completion.outputs[0].token_ids
+
+
+def test_an_answer_has_at_least_so_many_tokens(engine: Engine) -> None:
+    (whole,) = answers(engine.generate("abc", GREEDY))
+    stops = {"stop_token_ids": tuple(whole[:3]), "stop": tuple(map(chr, range(32, 127)))}
+    for least in (0, 2, 8):
+        params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=least, **stops)  # type: ignore[arg-type]
+        (output,) = engine.generate("abc", params)[0].outputs
+        assert len(output.token_ids) >= least and not set(output.token_ids[:least]) & set(whole[:3])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stop_string_ends_an_answer_and_only_that(engine: Engine, n: int) -> None:
     params = SamplingParams(seed=3, n=n, max_tokens=40)

@@ -212,7 +212,7 @@ def test_a_bias_outside_the_vocabulary_is_refused_and_nothing_changes() -> None:
 
 def adjusted(sampler: Sampler, logits_V: torch.Tensor, slot: int) -> torch.Tensor:
     logits_BV = logits_V.float().repeat(2, 1)
-    sampler.adjust(logits_BV, torch.tensor([0, slot], dtype=torch.int32))
+    sampler.adjust(logits_BV, torch.tensor([0, slot], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32))
     assert torch.equal(logits_BV[0], logits_V)
     return logits_BV[1]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
-from vmmkv.server.protocol import Abort, Beams, Failed, Outputs
+from vmmkv.server.protocol import Abort, Beams, Failed, Outputs, PromptLogprobs
 
 NUM_REQUESTS = 2000
 MAX_TOKENS = 2048
@@ -80,6 +80,10 @@ def requests(chance: random.Random) -> list[Asked]:
         for _ in range(min(siblings, NUM_REQUESTS - len(asked))):
             sampling = {"temperature": chance.choice([0.0, 0.7, 1.5]), "top_p": chance.choice([0.5, 1.0]), "seed": len(asked)}
             penalties = {"frequency_penalty": 0.5, "logit_bias": {7: -3.0}} if chance.random() < 0.2 else {}
+            if "beam_width" not in options and max_new_tokens > 0:
+                own = random.Random(len(asked))
+                options["min_tokens"] = min(max_new_tokens, own.choice([0, 0, 0, 1, 4, 30]))
+                options["num_prompt_logprobs"] = own.choice([*[None] * 9, 2])
             abort_after = chance.randrange(30) if chance.random() < 0.15 else None
             asked.append(Asked(str(len(asked)), prompt, max_new_tokens, options | sampling | penalties, abort_after))
     return asked
@@ -142,6 +146,13 @@ def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
     assert stats.pool_held_bytes == 0, "the pool has everything back"
     for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], 40):
         assert one.tokens(each.name) == tokens_alone(each), each.name
+    scored = [each for each in asked if each.options.get("num_prompt_logprobs") and ends[each.name].keys() & {"stop", "length"}]
+    assert len(scored) > 50
+    told = Counter[str]()
+    for message in one.sent:
+        if isinstance(message, PromptLogprobs):
+            told[message.request_id] += len(message.logprobs) // 4
+    assert all(told[each.name] == len(each.prompt) - 1 for each in scored)
     one.close()
 
 

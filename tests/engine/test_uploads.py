@@ -22,6 +22,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.001},
     "penalised": {"temperature": 0.9, "frequency_penalty": 0.3, "logit_bias": {5: 1.0}},
+    "at least": {"temperature": 0.9, "min_tokens": 250, "stop_token_ids": [3, 9]},
 }
 FROM_THE_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "Tensor", "scalar_tensor", "pin_memory"}
 """Ways to make a tensor of numbers that the device does not have; `to` and `copy_` between devices are looked for apart."""

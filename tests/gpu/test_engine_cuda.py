@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model
 from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
+from tests.engine.test_prompt_scores import assert_right
 from vmmkv.kernels import reference
 from vmmkv.server.engine.attention import attend_run
 
@@ -66,6 +67,35 @@ def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -
     hits = one.prefix.stats().attached
     assert hits["alias"] + hits["copy"] > 0
     assert hits["adopt"] > 0
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_prompts_are_as_likely_as_transformers_says_beside_others(harness: Callable[..., Harness], ours: bool) -> None:
+    one = harness(device=DEVICE, ours=ours, capture=ours, share=True, step_tokens=200, max_tokens=4096)
+    prompts = {str(length): prompt_of(length, length) for length in (2, 63, 900)}
+    one.ask("plain", prompt_of(130), 40)
+    for rounds in range(2):  # the second time the prefix cache has the prompts
+        for name, prompt in prompts.items():
+            one.ask(f"{name} {rounds}", prompt, 4 * rounds, num_prompt_logprobs=3)
+        one.run()
+        for name, prompt in prompts.items():
+            assert_right(one, f"{name} {rounds}", prompt, 3, within=2e-3)
+    assert one.tokens("plain") == one.expected(prompt_of(130), 40)
+
+
+def test_no_end_comes_before_min_tokens(harness: Callable[..., Harness]) -> None:
+    """Steps that withhold something, and then graphs again."""
+    stops = list(range(0, VOCABULARY, 2))
+    one = harness(device=DEVICE, ours=True, capture=True)
+    for index in range(3):
+        options = {"min_tokens": 10 * (1 + index), "stop_token_ids": stops, "temperature": 1.0, "seed": index}
+        one.ask(str(index), prompt_of(20, index), 60, **options)
+    one.ask("plain", prompt_of(20), 60)
+    one.run()
+    for index in range(3):
+        tokens = one.tokens(str(index))
+        assert 10 * (1 + index) <= len(tokens) < 60 and not set(stops) & set(tokens)
+    assert one.tokens("plain") == one.expected(prompt_of(20), 60)
 
 
 @pytest.mark.parametrize("share", [False, True])

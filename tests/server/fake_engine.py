@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import zmq
 
+from vmmkv.server.prompt_logprobs import packed
 from vmmkv.server.protocol import (
     Abort,
     AskMap,
@@ -146,9 +148,25 @@ class FakeEngine:
             case Shutdown():
                 self._stop.set()
 
+    def _say_prompt(self, request: Generate) -> None:
+        """In two messages, as if in two chunks: token t had -t / 8, and the likeliest as in answers."""
+        count = request.num_prompt_logprobs
+        assert count is not None
+        for tokens in (request.prompt[1:3], request.prompt[3:]):
+            if tokens:
+                chosen = -np.array(tokens, np.float32) / 8
+                ids = np.tile(np.arange(count, dtype=np.int32), (len(tokens), 1))
+                self._send(packed(request.request_id, chosen, -2 - ids.astype(np.float32), ids))
+
     def _step(self) -> None:
         outputs: list[Output] = []
         for request_id, (request, generated) in list(self._running.items()):
+            if request.num_prompt_logprobs is not None and not generated:
+                self._say_prompt(request)
+            if not request.max_new_tokens:
+                del self._running[request_id]
+                outputs.append(Output(request_id=request_id, token_ids=(), finish_reason="length"))
+                continue
             if request.beam_width:
                 del self._running[request_id]
                 self._send(Beams(request_id=request_id, beams=self.search(request), cached_tokens=self.cached(request)))

@@ -260,6 +260,12 @@ class TestStop:
         assert reply.usage.completion_tokens == 3
         assert eventually(lambda: server.engine.aborted() == {sent(server).request_id})
 
+    def test_no_stop_string_ends_an_answer_before_it_has_min_tokens(self, server: Running) -> None:
+        server.engine.answer = answering("a.b.c.d")
+        extra = {"min_tokens": 3}
+        reply = server.openai.completions.create(model="tiny", prompt="a", stop=".", max_tokens=7, extra_body=extra)
+        assert reply.choices[0].text == "a.b" and sent(server).min_tokens == 3
+
     def test_one_choice_stops_and_the_other_goes_on(self, server: Running) -> None:
         server.engine.answer = lambda request: request.prompt
         reply = server.openai.completions.create(model="tiny", prompt=["a.b", "cde"], stop=".")
@@ -286,7 +292,9 @@ class TestRefusals:
             ("logprobs", True),
             ("top_logprobs", 2),
             ("echo", "yes"),
-            ("min_tokens", 1),
+            ("min_tokens", -1),
+            ("min_tokens", 17),  # max_tokens is 16 if nobody says otherwise
+            ("min_tokens", 1.0),
             ("response_format", {"type": "json_object"}),
             ("timeout", 0),
             ("timeout", 1e9),

@@ -260,6 +260,7 @@ class TestBeams:
             ({"beam_width": READY.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.max_sequences}"),
             ({"length_penalty": 11}, "length_penalty", "10"),
             ({"use_beam_search": False, "beam_width": 2}, "beam_width", "use_beam_search=true"),
+            ({"min_tokens": 2}, "min_tokens", "or use_beam_search"),
             ({"use_beam_search": False, "length_penalty": 0}, "length_penalty", "use_beam_search=true"),
         ],
     )

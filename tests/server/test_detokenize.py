@@ -22,6 +22,20 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
+@given(letters, letters, stops)
+def test_a_stop_string_may_begin_where_none_ends(first: str, then: str, stop: list[str]) -> None:
+    matcher = StopStrings(stop)
+    shown = "".join(matcher.feed(letter, may_stop=False) for letter in first)
+    assert not matcher.stopped
+    shown += "".join(matcher.feed(letter) for letter in then)
+    shown += "" if matcher.stopped else matcher.flush()
+    text = first + then
+    ends = [size for size in range(len(first) + 1, len(text) + 1) if any(text[:size].endswith(one) for one in stop)]
+    assert matcher.stopped == bool(ends)
+    cut = text[: ends[0]] if ends else text
+    assert shown == cut[: len(cut) - max((len(one) for one in stop if ends and cut.endswith(one)), default=0)]
+
+
 def shown_of(pieces: list[str], stop: list[str]) -> tuple[str, bool]:
     matcher = StopStrings(stop)
     shown = "".join(matcher.feed(piece) for piece in pieces)
@@ -123,6 +137,20 @@ def test_tokens_after_the_stop_string_are_not_counted() -> None:
     assert detokenizer.stopped
     assert detokenizer.num_tokens == len("one END")
     assert detokenizer.feed(token_ids("three")) == ""
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "num_tokens"),
+    [(0, "a", 2), (1, "a", 2), (2, "a.b", 4), (3, "a.b", 4), (4, "a.b.c", 6), (9, "a.b.c.d", 7)],
+)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_no_stop_string_ends_a_text_before_it_has_so_many_tokens(
+    min_tokens: int, shown: str, num_tokens: int, at_end: bool
+) -> None:
+    detokenizer = Detokenizer(TOKENIZER, stops=["."], min_tokens=min_tokens)
+    ids = token_ids("a.b.c.d")
+    text = detokenizer.finish(ids) if at_end else "".join(detokenizer.feed([each]) for each in ids)
+    assert (text, detokenizer.num_tokens) == (shown, num_tokens)
 
 
 def test_a_stop_string_within_the_last_characters_is_found_at_the_end() -> None:

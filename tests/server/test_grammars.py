@@ -129,6 +129,8 @@ def nested(depth: int) -> Any:
         ({"guided_json": {}}, "guided_json", "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "send one"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave ignore_eos out"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "or structured_outputs.regex"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "or response_format"),
         ({"structured_outputs": {"regex": "a"}, "use_beam_search": True, "temperature": 0}, "use_beam_search", "sampled"),
     ],
 )  # fmt: skip

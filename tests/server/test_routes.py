@@ -14,6 +14,7 @@ from tests.server.fake_engine import FAIL_SEED
 from tests.server.support import Running
 from tests.server.tiny import token_ids
 
+SCORED: Any = {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -65,6 +66,7 @@ class TestTokens:
             ("/tokenize", {"prompt": "a" * 5000, "return_token_strs": True}, "text_of"),
             ("/detokenize", {"tokens": [97] * 5000}, "_known"),
             ("/v1/completions", {"model": "tiny", "prompt": [[97] * 200] * 30, "max_tokens": 1, "echo": True}, "_known"),
+            ("/v1/completions", {**SCORED, "prompt": [[97] * 200] * 30}, "text_of"),
         ],
     )
     def test_what_takes_long_is_not_done_on_the_event_loop(
@@ -105,10 +107,6 @@ class TestEcho:
         usage = server.openai.completions.create(model="tiny", prompt="abc", echo=True).usage
         assert usage is not None
         assert (usage.prompt_tokens, usage.completion_tokens) == (3, 3)
-
-    def test_with_logprobs_it_is_refused_by_its_name(self, server: Running) -> None:
-        refused = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "echo": True, "logprobs": 1})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
 
 
 class TestNames:

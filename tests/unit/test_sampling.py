@@ -28,6 +28,8 @@ def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
         {"seed": -(2**63)},
         {"stop": ("\n", "###"), "stop_token_ids": (2, 0), "ignore_eos": True},
         {"logprobs": 0, "n": 128},
+        {"min_tokens": 5, "max_tokens": 5},
+        {"prompt_logprobs": 0, "max_tokens": 0},
     ],
 )
 def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
@@ -41,6 +43,9 @@ def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
         ("max_tokens", 0, "at least 1"),
         ("max_tokens", 1.0, "at least 1"),
         ("max_tokens", True, "at least 1"),
+        ("min_tokens", -1, "0 to max_tokens, which is 16"),
+        ("min_tokens", 17, "0 to max_tokens, which is 16"),
+        ("prompt_logprobs", -1, "0 or more"),
         ("temperature", -0.1, "0 for the likeliest token"),
         ("temperature", math.nan, "0 for the likeliest token"),
         ("temperature", math.inf, "finite"),

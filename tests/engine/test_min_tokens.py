@@ -1,0 +1,162 @@
+"""Until an answer has `min_tokens`, what would end it cannot be sampled; else it is the answer that it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attending import attending_by
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.test_lookahead import wide_rows
+
+PROMPT = prompt_of(30)
+SAMPLED = {"temperature": 1.2, "seed": 5}
+
+
+def ends_of(harness: Callable[..., Harness], count: int = 3, **options: Any) -> tuple[list[int], frozenset[int]]:
+    """What is answered when nothing ends it, and some tokens that come early in it."""
+    free = harness()
+    free.ask("free", PROMPT, 24, **options)
+    free.run()
+    tokens = free.tokens("free")
+    return tokens, frozenset(tokens[1 : 1 + count])
+
+
+def greedy(one: Harness, prompt: list[int], count: int, withheld: frozenset[int], min_tokens: int) -> list[int]:
+    """By transformers, with its own attention: the likeliest tokens, of all but the withheld ones at first; up to an end."""
+    answer: list[int] = []
+    with torch.inference_mode(), attending_by(one.model, "sdpa"):
+        while len(answer) < count:
+            logits_V = one.model(torch.tensor([prompt + answer])).logits[0, -1]
+            if len(answer) < min_tokens:
+                logits_V[list(withheld)] = -torch.inf
+            token = int(logits_V.argmax())
+            if token in withheld:
+                break
+            answer.append(token)
+    return answer
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("min_tokens", [1, 9])
+def test_no_end_comes_before_and_all_else_stays(
+    harness: Callable[..., Harness], ours: bool, lookahead: int, min_tokens: int
+) -> None:
+    _, ends = ends_of(harness)
+    one = harness(ours=ours, lookahead=lookahead, eos_ids=ends, step_tokens=16)
+    expected = greedy(one, PROMPT, 20, ends, min_tokens)
+    assert len(expected) >= min_tokens
+    one.ask("alone", PROMPT, 20, min_tokens=min_tokens)
+    one.run()
+    assert one.tokens("alone") == expected
+    one.ask("beside", PROMPT, 20, min_tokens=min_tokens)
+    one.ask("penalised", PROMPT, 20, frequency_penalty=1.0, logit_bias={7: 2.0})
+    one.ask("none", PROMPT, 20)
+    one.ask("sampled", PROMPT, 20, min_tokens=20, **SAMPLED)
+    one.run()
+    assert one.tokens("beside") == expected
+    assert one.tokens("none") == greedy(one, PROMPT, 20, ends, 0), "whoever did not ask ends as before"
+    assert len(one.tokens("sampled")) == 20 and not ends & set(one.tokens("sampled"))
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_an_answer_without_ends_is_the_same(harness: Callable[..., Harness], options: dict[str, Any]) -> None:
+    tokens, _ = ends_of(harness, **options)
+    strangers = sorted(set(range(VOCABULARY)) - set(tokens))[:40]
+    one = harness(ours=True, eos_ids=frozenset(strangers[:10]))
+    one.ask("one", PROMPT, 24, min_tokens=24, stop_token_ids=strangers[10:], **options)
+    one.run()
+    assert one.tokens("one") == tokens and one.finish_reasons("one")[-1] == "length"
+
+
+@pytest.mark.parametrize("way", ["eos", "stop_token_ids", "ignore_eos", "bias"])
+def test_every_kind_of_end_is_withheld(harness: Callable[..., Harness], way: str) -> None:
+    _, ends = ends_of(harness)
+    one = harness(ours=True, eos_ids=ends if way != "stop_token_ids" else frozenset())
+    options: dict[str, Any] = {"min_tokens": 8}
+    if way == "stop_token_ids":
+        options["stop_token_ids"] = sorted(ends)
+    if way == "ignore_eos":
+        options["ignore_eos"] = True
+    if way == "bias":
+        options["logit_bias"] = dict.fromkeys(ends, 100.0)
+    one.ask("one", PROMPT, 12, **options)
+    one.run()
+    tokens = one.tokens("one")
+    assert len(tokens) >= 8 and not ends & set(tokens[:8])
+    if way == "bias":
+        assert len(tokens) == 8 and one.finish_reasons("one")[-1] == "stop", "it is forced as soon as it may come"
+
+
+def test_a_slot_forgets_what_was_withheld_of_who_had_it_before(harness: Callable[..., Harness]) -> None:
+    biased = {"logit_bias": {VOCABULARY - 1: -1.0}}  # whose logits are changed at each step
+    tokens, ends = ends_of(harness, **biased)
+    one = harness(slots=1, ours=True)
+    one.ask("first", PROMPT, 12, min_tokens=12, stop_token_ids=sorted(ends))
+    one.ask("second", PROMPT, 12, **biased)
+    one.ask("third", PROMPT, 12, min_tokens=3, stop_token_ids=[VOCABULARY - 1, *range(40, 50)])
+    one.run()
+    assert len(one.tokens("third")) >= 3
+    assert one.tokens("second") == tokens[:12] != one.tokens("first")
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_who_gives_way_counts_what_it_had(harness: Callable[..., Harness], share: bool) -> None:
+    asks = [(str(index), prompt_of(40 + 7 * index, index)) for index in range(5)]
+    stops = list(range(0, VOCABULARY, 3))
+    answers = []
+    for pages in (40, 6):
+        one = harness(wide_rows(), budget_pages=pages, step_tokens=64, lookahead=2, share=share, ours=True)
+        for index, (name, prompt) in enumerate(asks):
+            one.ask(name, prompt, 70, min_tokens=55 + index, stop_token_ids=stops, temperature=1.0, seed=index)
+        one.run()
+        answers.append([one.tokens(name) for name, _ in asks])
+        assert bool(one.engine._scheduler.num_preempted) == (pages == 6)
+    assert answers[0] == answers[1]
+    for index, tokens in enumerate(answers[0]):
+        assert 55 + index <= len(tokens) < 70 and not set(stops) & set(tokens)
+
+
+def test_a_batch_that_has_what_it_asked_for_decodes_as_any(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only steps that withhold something copy their logits."""
+    one = harness(ours=True, lookahead=2)
+    chosen: list[int] = []
+    choose = one.runner._choose
+
+    def counting(*arguments: Any, **options: Any) -> torch.Tensor:
+        chosen.append(1)
+        return choose(*arguments, **options)
+
+    monkeypatch.setattr(one.runner, "_choose", counting)
+    one.ask("one", PROMPT, 40, min_tokens=10, stop_token_ids=[VOCABULARY - 1], ignore_eos=True)
+    one.run()
+    assert len(one.tokens("one")) == 40 and len(chosen) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_tokens": 9}, "wanted 0 to 8"),
+        ({"min_tokens": -1}, "wanted 0 to 8"),
+        ({"min_tokens": 2, "beam_width": 2}, "beam search"),
+        ({"min_tokens": 2, "grammar": b"a"}, "grammar"),
+        ({"min_tokens": 2, "stop_token_ids": list(range(VOCABULARY))}, "no token"),
+    ],
+)
+def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dict[str, Any], words: str) -> None:
+    one = harness()
+    one.ask("bad", PROMPT, 8, **options)
+    assert not one.engine.has_work
+    assert "min_tokens" in one.failures()["bad"] and words in one.failures()["bad"]
+
+
+def test_ids_that_the_model_has_not_end_nothing_and_stop_nothing(harness: Callable[..., Harness]) -> None:
+    tokens, _ = ends_of(harness)
+    one = harness(tiny_model(), ours=True)
+    one.ask("one", PROMPT, 8, min_tokens=8, stop_token_ids=[VOCABULARY, 2**31 - 1])
+    one.run()
+    assert one.tokens("one") == tokens[:8]

@@ -1,0 +1,237 @@
+"""How likely a prompt is: as transformers says, however its chunks, its neighbours and the memory lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attending import attending_by
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.test_lookahead import wide_rows
+from vmmkv.server.engine import prompt_scores
+from vmmkv.server.engine.requests import Request
+from vmmkv.server.protocol import Outputs, PromptLogprobs
+
+TOP = 5
+WITHIN = 1e-4
+
+
+def told(one: Harness, request_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What came of one request: of each token but the first its log-probability, those of the likeliest, and their ids."""
+    parts = [message for message in one.sent if isinstance(message, PromptLogprobs) and message.request_id == request_id]
+    chosen = np.frombuffer(b"".join(part.logprobs for part in parts), np.float32)
+    shape = (len(chosen), -1) if len(chosen) else (0, 0)
+    values = np.frombuffer(b"".join(part.top_logprobs for part in parts), np.float32).reshape(shape)
+    ids = np.frombuffer(b"".join(part.top_ids for part in parts), np.int32).reshape(shape)
+    return chosen, values, ids
+
+
+def truth(one: Harness, prompt: list[int]) -> torch.Tensor:
+    """transformers' own log-softmax behind each token: [N, V]."""
+    with torch.inference_mode(), attending_by(one.model, "sdpa"):
+        return one.model(torch.tensor([prompt], device=one.cache.device)).logits[0].float().log_softmax(-1).cpu()
+
+
+def assert_right(one: Harness, request_id: str, prompt: list[int], top: int = TOP, within: float = WITHIN) -> None:
+    chosen, values, ids = told(one, request_id)
+    logprobs_NV = truth(one, prompt)[:-1]
+    assert len(chosen) == len(prompt) - 1, "one for each token but the first: none twice, none left out"
+    expected = logprobs_NV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(chosen, expected, atol=within)
+    assert values.shape == ids.shape == (len(prompt) - 1, top)
+    best = logprobs_NV.topk(top)
+    np.testing.assert_allclose(values, best.values, atol=within)
+    np.testing.assert_allclose(logprobs_NV.gather(1, torch.tensor(ids.astype(np.int64))), best.values, atol=within)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_prompt_of_several_chunks_beside_others(harness: Callable[..., Harness], ours: bool, lookahead: int) -> None:
+    one = harness(ours=ours, lookahead=lookahead, step_tokens=24)
+    prompts = {name: prompt_of(length, length) for name, length in (("long", 100), ("odd", 37), ("short", 2), ("one", 1))}
+    for index in range(2):
+        one.ask(f"plain {index}", prompt_of(11 + index), 20)
+    one.engine.step()
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 6, num_prompt_logprobs=TOP, want_logprobs=name == "odd")
+    one.run()
+    for name, prompt in prompts.items():
+        assert_right(one, name, prompt, TOP if len(prompt) > 1 else 0)
+        assert one.tokens(name) == one.expected(prompt, 6)
+    for index in range(2):
+        assert one.tokens(f"plain {index}") == one.expected(prompt_of(11 + index), 20)
+        assert not len(told(one, f"plain {index}")[0])
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_slices_of_rows_are_joined(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    monkeypatch.setattr(prompt_scores, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
+    one = harness(ours=ours, step_tokens=64)
+    most = []
+    logits = type(one.runner.model).logits
+
+    def watched(model: Any, states_WE: torch.Tensor) -> torch.Tensor:
+        most.append(len(states_WE))
+        return logits(model, states_WE)
+
+    monkeypatch.setattr(type(one.runner.model), "logits", watched)
+    one.ask("one", prompt_of(50), 2, num_prompt_logprobs=TOP)
+    one.run()
+    assert max(most) == 7 and len(most) == 1 + 7
+    assert_right(one, "one", prompt_of(50))
+
+
+def test_what_a_model_does_behind_its_head_is_done_here_too(harness: Callable[..., Harness]) -> None:
+    """Transformers' code is not ours to know: here it caps its logits."""
+    model = tiny_model()
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda states: 0.05 * torch.tanh(forward(states))
+    one = harness(model, ours=False, step_tokens=16)
+    one.ask("one", prompt_of(40), 2, num_prompt_logprobs=TOP)
+    one.run()
+    assert_right(one, "one", prompt_of(40))
+
+
+def test_answers_come_behind_their_prompts(harness: Callable[..., Harness]) -> None:
+    one = harness(ours=True, step_tokens=16)
+    one.ask("one", prompt_of(40), 4, num_prompt_logprobs=0)
+    one.run()
+    kinds = [type(message) for message in one.sent if isinstance(message, Outputs | PromptLogprobs)]
+    assert kinds == [PromptLogprobs] * 3 + [Outputs] * 4
+    assert told(one, "one")[1].shape == (39, 0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 33, 64])
+def test_a_prompt_can_be_scored_and_not_continued(harness: Callable[..., Harness], length: int) -> None:
+    """Also one that takes all that a sequence may have."""
+    one = harness(ours=True, share=True, step_tokens=16, max_tokens=64)
+    prompt = prompt_of(length)
+    one.ask("scored", prompt, 0, num_prompt_logprobs=TOP)
+    one.ask("beside", prompt_of(20, 3), 12)
+    one.run()
+    assert_right(one, "scored", prompt, TOP if length > 1 else 0)
+    assert one.tokens("scored") == [] and one.finish_reasons("scored") == ["length"]
+    assert one.tokens("beside") == one.expected(prompt_of(20, 3), 12)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_the_prefix_cache_has_is_computed_again(harness: Callable[..., Harness], ours: bool) -> None:
+    one = harness(ours=ours, share=True, step_tokens=256)
+    prompt = prompt_of(600)
+    one.ask("first", prompt, 4)
+    one.run()
+    assert one.prefix.match(np.array(prompt, np.int32)) >= 599
+    for name, options in (("scored", {"num_prompt_logprobs": TOP}), ("plain", {})):
+        one.ask(name, prompt, 4, **options)
+        one.run()
+        assert one.tokens(name) == one.tokens("first")
+    assert_right(one, "scored", prompt)
+    assert one.outputs("scored")[0].cached_tokens == 0 and one.outputs("plain")[0].cached_tokens > 500
+
+
+def test_who_is_scored_waits_for_nobody_who_computes_the_same(harness: Callable[..., Harness]) -> None:
+    one = harness(ours=True, share=True, step_tokens=700)
+    prompt = prompt_of(600)
+    one.ask("first", prompt, 4)
+    one.ask("scored", prompt, 4, num_prompt_logprobs=TOP)
+    one.engine.step()
+    assert one.engine.num_running == 2
+    one.run()
+    assert_right(one, "scored", prompt)
+    assert one.tokens("scored") == one.tokens("first")
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_who_gives_way_is_told_nothing_twice(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
+) -> None:
+    """In the midst of a prompt, to those that press more, and behind it, when pages run out."""
+    one = harness(wide_rows(), budget_pages=6, step_tokens=24, lookahead=lookahead, share=share, ours=True)
+    prompts = [prompt_of(150 + 7 * index, index) for index in range(3)]
+    scheduler, left = one.engine._scheduler, list[float]()
+    preempt = scheduler._preempt
+
+    def watched(request: Request, **options: Any) -> None:
+        left.append(request.num_scored / (len(request.prompt) - 1))
+        preempt(request, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt", watched)
+    for index, prompt in enumerate(prompts):
+        one.ask(str(index), prompt, 60, num_prompt_logprobs=TOP, priority=1)
+    for urgent in range(3):
+        for _ in range(3 + 4 * urgent):
+            one.step()
+        one.ask(f"urgent {urgent}", prompt_of(200, 90 + urgent), 5)
+    one.run()
+    assert not one.failures()
+    assert any(0 < share < 1 for share in left) and 1 in left
+    for index, prompt in enumerate(prompts):
+        assert_right(one, str(index), prompt)
+        assert one.tokens(str(index)) == one.expected(prompt, 60)
+
+
+def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
+    """Begun again beside nobody, chunks are larger than they were, and the tokens that were scored end within one."""
+    one = harness(ours=True, step_tokens=24, max_sequences=2, lookahead=0)
+    prompt = prompt_of(150)
+    one.ask("beside", prompt_of(5, 1), 15)
+    one.step()
+    one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
+    for _ in range(3):
+        one.step()
+    num_scored = len(told(one, "scored")[0])
+    assert num_scored % 24
+    one.ask("urgent", prompt_of(40, 2), 10)
+    one.run()
+    assert one.engine._scheduler.num_preempted == 1
+    assert_right(one, "scored", prompt)
+
+
+def test_who_gave_way_in_its_prompt_takes_what_was_scored_from_the_cache(harness: Callable[..., Harness]) -> None:
+    one = harness(wide_rows(), ours=True, share=True, step_tokens=64, slots=4, max_sequences=1, lookahead=0)
+    prompt = prompt_of(300)
+    one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
+    for _ in range(3):
+        one.step()
+    assert len(told(one, "scored")[0]) == 192
+    one.ask("urgent", prompt_of(5, 1), 3)
+    attach = one.prefix.attach
+    known = []
+
+    def watched(tokens: Any, **options: Any) -> Any:
+        attached = attach(tokens, **options)
+        known.append((attached.num_tokens, len(told(one, "scored")[0])))
+        return attached
+
+    one.prefix.attach = watched
+    one.run()
+    assert one.engine._scheduler.num_preempted == 1
+    assert known[-1][0] == known[-1][1] >= 192, "and no row that is still to be scored"
+    assert_right(one, "scored", prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "max_new_tokens"),
+    [
+        ({}, 0),
+        ({"num_prompt_logprobs": 1}, -1),
+        ({"num_prompt_logprobs": -1}, 4),
+        ({"num_prompt_logprobs": 1, "beam_width": 2}, 4),
+    ],
+)
+def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dict[str, Any], max_new_tokens: int) -> None:
+    one = harness()
+    one.ask("bad", prompt_of(5), max_new_tokens, **options)
+    assert not one.engine.has_work and "bad" in one.failures()
+
+
+def test_a_model_without_a_head_of_its_own_says_so(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = harness()
+    monkeypatch.setattr(type(one.model), "base_model_prefix", "")
+    one.ask("bad", prompt_of(5), 4, num_prompt_logprobs=1)
+    one.ask("good", prompt_of(5), 4)
+    one.run()
+    assert "no head of its own" in one.failures()["bad"] and one.tokens("good") == one.expected(prompt_of(5), 4)
