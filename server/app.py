@@ -24,7 +24,15 @@ from vmmkv.server.candidate import Candidate, TextDelta
 from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.document import document
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.generation import Generation, check_priority, check_token_ids, engine_requests, fit_beams, fit_key, fit_new_tokens
+from vmmkv.server.generation import (
+    Generation,
+    check_priority,
+    check_token_ids,
+    engine_requests,
+    fit_beams,
+    fit_key,
+    fit_new_tokens,
+)
 from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.guard import AT_END, CALLER, Guard
 from vmmkv.server.hosts import Hosts
@@ -57,9 +65,7 @@ router = APIRouter()
 class Service:
     """What the routes work with: one model, its engine, and its tokenizer once that is loaded; who may ask for how much."""
 
-    def __init__(
-        self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Hosts | None = None) -> None:
         self.front = front or FrontConfig()
         self.hosts = hosts or Hosts(self.front.allowed_hosts)
         self.engine = engine
@@ -68,9 +74,7 @@ class Service:
         self.viewers = Viewers(engine, self.metrics, self.health, model)
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
         self.grammars = GrammarService(shared=self.keys.are_required)
-        self.tokenising = Turns(
-            "long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_required
-        )
+        self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_required)
         self.intake = Intake(engine, self.front)
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
         self.stalls = Stalls()

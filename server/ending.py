@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def end(code: int) -> NoReturn:
-    """End this process now, with what was written and logged on its way. Its children and its files are its caller's business."""
+    """End this process now; what was written and logged is on its way. Its children and files are its caller's business."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,8 +1,8 @@
 """By which names a server may be called: a page of another site must not reach it through a browser of this machine.
 
 A name that its owner points at 127.0.0.1 once the page is loaded makes that page one of this server's own, for the browser (DNS
-rebinding). The name is still in the Host header: it is looked at where a server listens to this machine alone, and wherever names
-are given. Who calls by an address was led here by no name.
+rebinding). The name is still in the Host header: it is looked at where a server listens to this machine alone, and wherever
+names are given. Who calls by an address was led here by no name.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
 """Work that waits for its turn, with a share for each of those who ask: who asks for much waits for himself.
 
-    begin ── a place in the owner's own line ── the lines take turns ──> at most `at_once` at work ── end
+begin ── a place in the owner's own line ── the lines take turns ──> at most `at_once` at work ── end
 """
 
 import asyncio

@@ -3,8 +3,8 @@
     Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
     forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
 
-The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, which can
-be left alone with one that takes too long (`grammar.watch`). Legend: G rows with a grammar, W words.
+The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, which
+can be left alone with one that takes too long (`grammar.watch`). Legend: G rows with a grammar, W words.
 """
 
 import contextlib

@@ -17,8 +17,8 @@ from vmmkv.server.grammar.watch import CALL_S
 
 TRIED_TOKENS: Final = 64
 TRIED_S: Final = 0.5
-"""For so many tokens, a hundred times what a grammar takes. A few letters of an ambiguous one can take seconds for each, and none
-may take more than the engine would wait for.
+"""For so many tokens, a hundred times what a grammar takes. A few letters of an ambiguous one can take seconds for each; and no
+call may take more than the engine would wait for.
 """
 _TOO_SLOW: Final = "it takes too long to follow; make it simpler"
 T = TypeVar("T")

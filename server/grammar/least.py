@@ -1,7 +1,7 @@
 """The shortest text of each rule of a grammar: one that has none never ends, and its forced text would be without end.
 
-xgrammar looks for forced text without a limit: `root ::= "a" root` keeps it for ever, a rule that doubles thirty times for as good
-as that. Both are seen here before they are followed, wherever in the grammar they hide.
+xgrammar looks for forced text without a limit: `root ::= "a" root` keeps it for ever, a rule that doubles thirty times for as
+good as that. Both are seen here before they are followed, wherever in the grammar they hide.
 """
 
 import json

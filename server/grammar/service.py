@@ -25,9 +25,7 @@ class GrammarService:
         if grammar is None:
             return b""
         if self._compiler is None:
-            self._compiler = GrammarCompiler(
-                Path(ready.model), ready.vocabulary_size, ready.end_tokens, shared=self._shared
-            )
+            self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens, shared=self._shared)
         try:
             return await self._compiler.compile(grammar, namespace=namespace, owner=owner)
         except GrammarRefused as error:

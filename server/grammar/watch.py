@@ -62,7 +62,9 @@ class Watch:
                 self._worker = None
                 self._left.append(worker)
                 worker.leave()
-                raise OverTime(f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler")
+                raise OverTime(
+                    f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler"
+                )
         return worker.result()
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class _Worker:
         _here.is_watched = True
         while True:
             self._asked.acquire()
-            if self._function is None or self._ends:
+            if self._function is None:
                 return
             began_s = self._began_s = time.thread_time()
             try:

@@ -105,7 +105,7 @@ DOUBLES = "\n".join(f"r{index} ::= r{index + 1} r{index + 1}" for index in range
     [
         ("ebnf", 'root ::= "a" root', "root never ends"),
         ("ebnf", 'root ::= [a-z]+ "0" x | "b"\nx ::= "a" y\ny ::= "b" x', "never ends"),
-        ("ebnf", f"root ::= [a-z]+ r0 | \"b\"\n{DOUBLES}", "bytes at least"),
+        ("ebnf", f'root ::= [a-z]+ r0 | "b"\n{DOUBLES}', "bytes at least"),
         ("regex", "(((abc){100}){100}){100}", "bytes at least"),
         ("json", json.dumps({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "never ends"),
         ("json", json.dumps({"type": "string", "pattern": "^((a{100}){100}){100}$"}), "bytes at least"),

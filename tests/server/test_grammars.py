@@ -290,7 +290,9 @@ def test_namespaces_share_no_grammar_and_so_nobody_finds_out_what_others_asked(c
 def test_one_key_cannot_fill_the_queue_of_grammars_and_has_a_429(compiling: Compiling) -> None:
     async def law(compiler: GrammarCompiler) -> None:
         compiler._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=True)
-        flood = [asyncio.create_task(compiler.compile(of_choices([f"f{number}"]), owner="flood")) for number in range(MAX_WAITING)]
+        flood = [
+            asyncio.create_task(compiler.compile(of_choices([f"f{number}"]), owner="flood")) for number in range(MAX_WAITING)
+        ]
         await asyncio.sleep(0)
         before = asyncio.create_task(compiler.compile(of_choices(["other"]), owner="other"))
         await before

@@ -7,11 +7,18 @@ from tests.server.support import Running, running_server
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.hosts import Hosts
 
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "127.0.0.1@evil.example",
+    "[::1",
+    "evil.example:x",
+]
 
-@pytest.mark.parametrize(
-    "header", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil.example",
-               "", "[::1", "a b", "evil.example:x"],
-)  # fmt: skip
+
+@pytest.mark.parametrize("header", [*FOREIGN, "", "a b"])
 def test_a_foreign_name_is_refused_and_sees_nothing(server: Running, header: str) -> None:
     for path in ("/", "/health", "/v1/models", "/metrics"):
         refused = httpx.get(f"{server.url}{path}", headers={"Host": header})
@@ -21,7 +28,9 @@ def test_a_foreign_name_is_refused_and_sees_nothing(server: Running, header: str
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_host"), path
 
 
-@pytest.mark.parametrize("header", ["localhost", "LOCALHOST:80", "localhost.", "a.localhost:1", "127.0.0.1:9", "[::1]:8000", "10.1.2.3"])
+@pytest.mark.parametrize(
+    "header", ["localhost", "LOCALHOST:80", "localhost.", "a.localhost:1", "127.0.0.1:9", "[::1]:8000", "10.1.2.3"]
+)
 def test_who_calls_by_an_address_or_localhost_is_answered(server: Running, header: str) -> None:
     assert httpx.get(f"{server.url}/v1/models", headers={"Host": header}).status_code == 200
 

@@ -255,7 +255,8 @@ class TestEnding:
     def test_a_request_whose_body_comes_after_the_drain_began_is_turned_away(self, server: Running) -> None:
         body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}"
             client.sendall(head.encode() + b"\r\n\r\n" + body[:1])
             time.sleep(0.2)  # it has passed the check that requests without a body in sight have
             assert asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(10) is True

@@ -173,7 +173,8 @@ def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((url.host, url.port or 0))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}"
             client.sendall(f"{head}\r\n\r\n{body}".encode())
             assert client.recv(15) == b"HTTP/1.1 200 OK"
             served.process.send_signal(signal.SIGTERM)

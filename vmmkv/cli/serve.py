@@ -81,8 +81,8 @@ HELP: Final[Mapping[str, Words]] = {
     "admin_key": Words("opens /kv/reset and /kv/resize, which are not there without it", "KEY"),
     "admin_key_file": Words("the same, in a file", "FILE"),
     "allowed_hosts": Words(
-        "answer requests for this name too, beside addresses and localhost, though only this machine reaches the server; may be "
-        "given several times. With one given, other names are refused wherever it listens",
+        "answer requests for this name too, beside addresses and localhost; may be given several times. Once there is one, "
+        "other names are refused wherever the server listens",
         "NAME",
         "any name beyond this machine",
     ),
