@@ -121,7 +121,7 @@ class Matcher:
 
 
 class WatchedMatcher(Matcher):
-    """One whose calls are made under a watch. Of another text than was expected each may raise OverTime; then it is no more.
+    """One whose calls are made under a watch: each may raise OverTime, and then the matcher is no more.
 
     A call that nobody waits for any more writes where nobody else does.
     """
@@ -129,9 +129,12 @@ class WatchedMatcher(Matcher):
     def __init__(self, compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, watch: Watch) -> None:
         super().__init__(compiled, vocabulary)
         self._watch = watch
+        self._is_filled = False
+        """Are the words those of what may come next?"""
 
     def accept(self, token: int) -> bool:
         """See Matcher."""
+        self._is_filled = False
         return self._run(lambda: Matcher.accept(self, token))
 
     def fill(self, words_GW: Words, row: int) -> None:
@@ -140,17 +143,33 @@ class WatchedMatcher(Matcher):
 
     def mask(self) -> Words:
         """See Matcher."""
-        self._run(lambda: Matcher.fill(self, self._words, 0))
+        if not self._is_filled:
+            self._run(self._fill)
         words: Words = self._words[0]
         return words
 
     def must_end(self) -> bool:
-        """See Matcher."""
-        return self._run(lambda: Matcher.must_end(self))
+        """See Matcher. Most answers are not whole, and that is no call to watch."""
+        return bool(self._matcher.is_completed()) and self._run(lambda: Matcher.must_end(self))
 
     def force(self, at_most: int) -> list[int]:
-        """See Matcher."""
-        return self._run(lambda: Matcher.force(self, at_most))
+        """See Matcher. Where nothing is forced a mask is wanted next, and the way to the thread takes longer than a mask."""
+
+        def force() -> list[int]:
+            tokens = Matcher.force(self, at_most)
+            if not tokens and not self._is_filled:
+                self._fill()
+            return tokens
+
+        return self._run(force)
+
+    def _fill(self) -> None:
+        Matcher.fill(self, self._words, 0)
+        self._is_filled = True
+
+    def _take_back(self, count: int) -> None:
+        self._is_filled = False
+        super()._take_back(count)
 
     def _run(self, call: Callable[[], T]) -> T:
         if is_watched():

@@ -84,6 +84,9 @@ def test_a_matcher_under_watch_says_what_one_says_that_is_not(vocabulary: Vocabu
         assert (plain.mask() == watched.mask()).all() and plain.must_end() == watched.must_end()
         assert plain.accept(token) == watched.accept(token)
     assert plain.force(9) == watched.force(9) != []
+    for at_most in (9, 1):
+        assert plain.force(at_most) == watched.force(at_most) == []
+        assert (plain.mask() == watched.mask()).all()
     assert watched.watched_s > 0
     watch.close()
 
