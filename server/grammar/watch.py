@@ -12,8 +12,8 @@ that come after none of more than 15 ms, and how long they would have held the l
     ((a{0,20}){0,20}){0,20}                  a mask, five tokens on         1.5 s
     a rule that doubles 22 times             the text that is forced        1.4 s
 
-The way to the thread and back takes 10 to 30 us on two busy cores, and is gone twice for a token. All of these are OverTime after
-50 ms; most are refused before, when they are compiled, for that tries some tokens.
+The way to the thread and back takes 10 to 30 us on two busy cores, and is gone twice for a token. All of these are OverTime
+after 50 ms; most are refused before, when they are compiled, for that tries some tokens.
 """
 
 import threading
