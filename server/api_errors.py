@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vmmkv.server.answer_schemas import ErrorBody, ErrorDetail
+from vmmkv.server.turns import QueueFull, ShareFull
 
 RETRY_AFTER_S = 1
 
@@ -69,10 +70,24 @@ def too_many(message: str, *, of: Literal["requests", "tokens"], retry_after_s: 
     return ApiError(429, message, type=of, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
 
 
+def no_turn(error: QueueFull) -> ApiError:
+    """429 where a key has its own share of what waits, 503 where all of it is taken."""
+    if isinstance(error, ShareFull):
+        return too_many(str(error), of="requests", retry_after_s=RETRY_AFTER_S)
+    return unavailable(f"{error} Try again in a while.")
+
+
 def too_late(seconds: float) -> ApiError:
     """408: the request's time is over. OpenAI's client, which would send it again by itself, is told not to."""
     message = f"The answer was not finished within {seconds:g} s."
     return ApiError(408, message, type="timeout", code="request_timeout", headers={"x-should-retry": "false"})
+
+
+def foreign_host(header: bytes) -> ApiError:
+    """403: a browser may have been led here by another site."""
+    shown = header.decode("ascii", "replace")[:80]
+    message = f"This server is not called {shown!r}: use its address, or have it started with --allowed-host and that name."
+    return ApiError(403, message, type="invalid_request_error", code="foreign_host")
 
 
 def no_key() -> ApiError:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
@@ -28,6 +28,7 @@ from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.generation import (
     Generation,
     check_min_tokens,
+    check_priority,
     check_prompt_logprobs,
     check_token_ids,
     engine_requests,
@@ -37,13 +38,15 @@ from vmmkv.server.generation import (
 )
 from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.guard import AT_END, CALLER, Guard
+from vmmkv.server.hosts import Hosts
 from vmmkv.server.intake import Intake, Ticket
 from vmmkv.server.keys import Caller, Keys
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from vmmkv.server.stalls import Stalls
-from vmmkv.server.tokenizer import PromptError, Tokenizer
+from vmmkv.server.tokenizer import Away, PromptError, Tokenizer
+from vmmkv.server.turns import QueueFull, Turns
 from vmmkv.server.viewers import Viewers
 from vmmkv.server.watchdog import Watchdog
 
@@ -57,6 +60,9 @@ INLINE_SCORES = 512
 """Tokens with log-probabilities that are written in a few milliseconds: not worth the way to another thread and back."""
 QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """What the engine works on."""
+TOKENISING_AT_ONCE = 4
+"""Texts that are long: a short one takes no turn."""
+MAX_TOKENISING = 4096
 
 router = APIRouter()
 
@@ -64,14 +70,16 @@ router = APIRouter()
 class Service:
     """What the routes work with: one model, its engine, and its tokenizer once that is loaded; who may ask for how much."""
 
-    def __init__(self, engine: EngineClient, model: str, front: FrontConfig | None = None) -> None:
+    def __init__(self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Hosts | None = None) -> None:
         self.front = front or FrontConfig()
+        self.hosts = hosts or Hosts(self.front.allowed_hosts)
         self.engine = engine
         self.model = model
         self.metrics = Metrics(engine)
         self.viewers = Viewers(engine, self.metrics, self.health, model)
-        self.grammars = GrammarService()
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
+        self.grammars = GrammarService(shared=self.keys.are_required)
+        self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_required)
         self.intake = Intake(engine, self.front)
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
         self.stalls = Stalls()
@@ -107,6 +115,18 @@ class Service:
             left_s = max(1, math.ceil(self._drained_by_s - time.monotonic()))
             raise api_errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         self.intake.check_room()
+
+    def away(self, request: Request) -> Away:
+        """What takes long is done in a thread when its sender's turn comes. Raises, then: ApiError (429, 503)."""
+        caller = getattr(request.state, CALLER)
+
+        async def in_turn(work: Callable[[], T]) -> T:
+            try:
+                return await self.tokenising.in_thread(caller, work)
+            except QueueFull as error:
+                raise api_errors.no_turn(error) from error
+
+        return in_turn
 
     def timeout_s(self, wanted_s: float | None) -> float | None:
         """How long a request may take that asked for so much."""
@@ -151,7 +171,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(router)
     seeing.install(app, service.engine, service.viewers, service.keys)
-    app.include_router(token_routes.router(service.require))
+    app.include_router(token_routes.router(service.require, service.away))
     if service.front.admin_key is not None:
         app.include_router(admin_routes.router(service.engine))
     api_errors.install(app)
@@ -161,6 +181,7 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=service.front.max_body_bytes,
         queued_paths=QUEUED_PATHS,
         check_room=service.check_room,
+        hosts=service.hosts,
         stalls=service.stalls,
     )
     return app
@@ -185,7 +206,7 @@ async def version() -> Version:
     return Version(version=__version__)
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_class=PlainTextResponse, dependencies=[Depends(seeing.may_see)])
 async def metrics(request: Request) -> Response:
     """For Prometheus; answers in every state."""
     return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -213,7 +234,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
     try:
-        prompts = await tokenizer.encode(body.prompt)
+        prompts = await tokenizer.encode(body.prompt, away=service.away(request))
     except PromptError as error:
         raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
     new_tokens = [
@@ -225,9 +246,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     check_prompt_logprobs(body, prompts)
     said = echoes = None
     if body.num_prompt_logprobs is not None:
-        echoes = await tokenizer.echoes(body.prompt, prompts)
+        echoes = await tokenizer.echoes(body.prompt, prompts, away=service.away(request))
     elif body.echo:
-        said = [text for text in await tokenizer.said(body.prompt) for _ in range(body.num_choices)]
+        said = [text for text in await tokenizer.said(body.prompt, away=service.away(request)) for _ in range(body.num_choices)]
     answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, said)
     return await _respond(
         request, body, ticket, answer, prompts, new_tokens, continues=True, echoes=echoes, arrived_s=arrived_s
@@ -241,7 +262,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
     try:
-        prompt = await tokenizer.encode_chat(body.messages)
+        prompt = await tokenizer.encode_chat(body.messages, away=service.away(request))
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.wanted_tokens
@@ -279,6 +300,7 @@ async def _respond(
     service = _service(request)
     ready, tokenizer = service.require(body.model)
     fit_beams(body, ready)
+    check_priority(body, may_go_first=service.keys.sees_all(ticket.caller))
     check_token_ids(body, tokenizer.vocab_size)
     limit = service.intake.key_limit(ticket.caller)
     new_tokens = fit_key(body, prompts, new_tokens, limit)
@@ -287,7 +309,7 @@ async def _respond(
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
-    grammar = await _compiled(request, body, ready, arrived_s)
+    grammar = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
     if grammar is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
@@ -326,7 +348,9 @@ async def _respond(
     return Response(whole, media_type="application/json")
 
 
-async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arrived_s: float) -> bytes | None:
+async def _compiled(
+    request: Request, body: GenerationRequest, ready: Ready, caller: Caller, namespace: str | None, arrived_s: float
+) -> bytes | None:
     """What the answer follows, for the engine; None if the client went away. Raises: ApiError, also when the time is over."""
     service = _service(request)
     if body.grammar[1] is None:
@@ -335,7 +359,8 @@ async def _compiled(request: Request, body: GenerationRequest, ready: Ready, arr
     left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
     try:
         async with asyncio.timeout(left_s):
-            return await _unless_disconnected(request, _while_engine_lives(service, service.grammars.compiled(body, ready)))
+            work = service.grammars.compiled(body, ready, namespace=namespace, owner=caller)
+            return await _unless_disconnected(request, _while_engine_lives(service, work))
     except TimeoutError as error:
         assert timeout_s is not None
         raise api_errors.too_late(timeout_s) from error

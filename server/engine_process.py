@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 ENGINE_COMMAND: Final = (sys.executable, "-m", "vmmkv.server.engine")
-STOP_S: Final = 10.0
-"""How long an engine that was asked to finish may take; one that was sent SIGTERM gets as long again."""
+STOP_S: Final = 1.0
+"""How long an engine that was asked to finish may take; one that was sent SIGTERM gets as long again. One in a long step is not
+waited for: nobody wants what it computes, and the kernel frees what it has.
+"""
 _PR_SET_PDEATHSIG: Final = 1
 _ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 """What the engine finds if nobody says otherwise: OpenMP threads that spin as they wait make a busy CPU ten times slower."""

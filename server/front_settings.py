@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from vmmkv.server.hosts import check_name
 from vmmkv.units import KIB, MIB, format_bytes
 
 LEAST_KEY_CHARS: Final = 8
@@ -28,6 +29,9 @@ class FrontConfig:
     """Opens /kv/reset and /kv/resize, which are not there without it, and all else."""
     admin_key_file: str | None = None
     """A file with this key alone. None once it is read."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header that are answered, beside addresses and localhost, where only this machine can reach the server;
+    once there are any, only these everywhere."""
     max_tokens_per_key: int | None = None
     """Tokens, of prompts and of answers at their longest, that the requests of one key may have in flight together."""
     max_queued_requests: int = 1024
@@ -54,6 +58,8 @@ class FrontConfig:
                     )
         if self.admin_key in self.api_keys:
             raise ValueError("--admin-key is one of the API keys: its holder could do all that the administrator can")
+        for name in self.allowed_hosts:
+            check_name(name)
         if self.max_tokens_per_key is not None:
             if not self.api_keys:
                 raise ValueError("--max-tokens-per-key has no keys to count by: add --api-key or --api-key-file")

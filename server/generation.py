@@ -74,6 +74,13 @@ def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int
         raise bad_request(message, param="logprobs", code="too_many_logprobs")
 
 
+def check_priority(request: GenerationRequest, *, may_go_first: bool) -> None:
+    """Raises: ApiError (400) if a request would go before those of others, and may not."""
+    if request.priority < 0 and not may_go_first:
+        message = f"Invalid priority: {request.priority} goes before the requests of other keys; send 0, or more to go later."
+        raise bad_request(message, param="priority", code="invalid_value")
+
+
 def fit_key(request: GenerationRequest, prompts: Sequence[list[int]], new_tokens: list[int], limit: int | None) -> list[int]:
     """The new tokens of each prompt under what a key may have in flight: fewer, where nobody asked for so many by number.
 

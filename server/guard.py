@@ -1,6 +1,6 @@
 """What stands before every route: a name for the request, whose it is, and how large it may be.
 
-    headers ── X-Request-Id ── key ── room in the queue ── body, up to its limit ──> the route
+    headers ── X-Request-Id ── Host ── key ── room in the queue ── body, up to its limit ──> the route
 
 Nothing of a body is read before its sender is known to have a key and a place. A body is read whole, so that one that is too
 large, or too slow, is answered as such whatever the route does with it.
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.server import api_errors, logs, request_id
 from vmmkv.server.api_errors import ApiError
+from vmmkv.server.hosts import Hosts
 from vmmkv.server.keys import Keys
 from vmmkv.server.stalls import Stalls
 from vmmkv.units import format_bytes
@@ -50,10 +51,12 @@ class Guard:
         max_body_bytes: int,
         queued_paths: frozenset[str],
         check_room: Callable[[], None],
+        hosts: Hosts | None = None,
         stalls: Stalls | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
+        self._hosts = hosts or Hosts()
         self._max_body_bytes = max_body_bytes
         self._queued_paths = queued_paths
         self._check_room = check_room
@@ -101,6 +104,8 @@ class Guard:
     async def _pass(self, scope: Scope, headers: dict[bytes, bytes], body: "_Body", receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         self._check_headers(scope)
+        if not self._hosts.allow(headers.get(b"host")):
+            raise api_errors.foreign_host(headers[b"host"])
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             caller = self._keys.identify(headers.get(b"authorization"))
             if caller is None:

@@ -29,8 +29,10 @@ from vmmkv.server import logs
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
 from vmmkv.server.connections import uvicorn_options
+from vmmkv.server.ending import in_daemon
 from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
 from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.hosts import Hosts
 from vmmkv.server.models import KNOWN_MODELS, resolve
 from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
@@ -41,8 +43,8 @@ from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 5
-"""How long answers that are finished may take to be sent, when the server stops."""
+GRACE_S: Final = 1
+"""How long errors may take to be sent to those whose answers were not in time, when the server stops."""
 LAST_ANSWERS_S: Final = 3.0
 """How long /health and requests are answered with 503 after the engine has died, before this process ends too."""
 
@@ -60,7 +62,7 @@ def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command
         log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
         return 1
     front = front or FrontConfig()
-    if not front.api_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+    if not front.api_keys and not _is_here(listener):
         log.warning(
             "Whoever reaches %s port %d may use this server: it listens beyond this machine and has no keys; "
             "add --api-key-file, or --host 127.0.0.1.",
@@ -109,7 +111,8 @@ class _Launch:
             console = Console(file=cast(IO[str], logs.LogLines(log)), width=1000)
         self._progress = LoadingProgress(console)
         self._client = EngineClient(address, on_loading=self._progress.show)
-        self._service = Service(self._client, name, front)
+        hosts = Hosts(front.allowed_hosts, own=config.host, listens_here=_is_here(listener))
+        self._service = Service(self._client, name, front, hosts)
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._service),
@@ -195,7 +198,7 @@ class _Launch:
     async def _load(self) -> None:
         """Load the tokenizer while the engine loads the model, and say when both are done."""
         try:
-            self._service.tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+            self._service.tokenizer = await in_daemon(lambda: Tokenizer.load(Path(self._config.model)))
         except Exception as error:  # a broken file makes transformers raise almost anything
             log.error("The tokenizer in %s: %s", self._config.model, error)
             self._give_up("The tokenizer cannot be loaded.")  # clients are told this much, and no path
@@ -225,6 +228,11 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, opened before all else: a port that is taken shows before minutes of fetching and loading."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=2048)
+
+
+def _is_here(listener: socket.socket) -> bool:
+    """Can only this machine reach it?"""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _raise_file_limit() -> None:

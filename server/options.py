@@ -36,7 +36,7 @@ _BYTES: Final = "_bytes"
 _UNITS: Final = (_BYTES, "_s")
 """That names of fields end with, and those of options do not."""
 
-_NAMES: Final[Mapping[str, str]] = {"api_keys": "api_key", "max_body_bytes": "max_body_size"}
+_NAMES: Final[Mapping[str, str]] = {"api_keys": "api_key", "max_body_bytes": "max_body_size", "allowed_hosts": "allowed_host"}
 """Of options that have another name than their field and its unit."""
 
 _WANTED: Final[Mapping[Any, str]] = {

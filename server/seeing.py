@@ -53,7 +53,8 @@ def install(app: FastAPI, engine: EngineClient, viewers: Viewers, keys: Keys) ->
     app.include_router(router)
 
 
-async def _may_see(request: Request) -> None:
+async def may_see(request: Request) -> None:
+    """For what all are doing together. Raises: ApiError (403)."""
     keys: Keys = request.app.state.keys
     if not keys.sees_all(getattr(request.state, CALLER)):
         raise api_errors.not_the_administrator()
@@ -78,7 +79,7 @@ def _file(name: str) -> Response:
     return Response(content, media_type=media_type, headers=HEADERS)
 
 
-@router.get("/kv", dependencies=[Depends(_may_see)])
+@router.get("/kv", dependencies=[Depends(may_see)])
 async def kv(request: Request) -> Response:
     """The live memory map: what is mapped under each slot, and what memory is for."""
     engine: EngineClient = request.app.state.engine
@@ -91,7 +92,7 @@ async def kv(request: Request) -> Response:
     return Response(msgspec.json.encode(told), media_type="application/json")
 
 
-@router.get("/events", include_in_schema=False, dependencies=[Depends(_may_see)])
+@router.get("/events", include_in_schema=False, dependencies=[Depends(may_see)])
 async def events(request: Request) -> Response:
     """State and map for as long as somebody looks, as server-sent events."""
     viewers: Viewers = request.app.state.viewers

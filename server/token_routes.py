@@ -1,20 +1,21 @@
 """/tokenize and /detokenize, as vLLM has them: what a prompt or a conversation is to the model, and back."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Self
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, model_validator
 
 from vmmkv.server.api_errors import bad_request
 from vmmkv.server.protocol import Ready
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 from vmmkv.server.schemas import ChatMessage
-from vmmkv.server.tokenizer import INLINE_CHARS, PromptError, Tokenizer
+from vmmkv.server.tokenizer import INLINE_CHARS, Away, PromptError, Tokenizer
 
 Require = Callable[[str | None], tuple[Ready, Tokenizer]]
 """The engine's limits and the tokenizer of a model, the one there is if None. Raises: ApiError."""
+AwayFor = Callable[[Request], Away]
+"""How what takes long is done for whoever sent a request."""
 
 
 class TokenizeRequest(WireRequest):
@@ -65,20 +66,21 @@ class Text(BaseModel):
     prompt: str
 
 
-def router(require: Require) -> APIRouter:
+def router(require: Require, away_for: AwayFor) -> APIRouter:
     """The two routes."""
     routes = APIRouter()
 
     @routes.post("/tokenize", response_model=Tokens)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text."""
         ready, tokenizer = require(body.model)
+        away = away_for(request)
         try:
             if body.messages is not None:
-                ids = await tokenizer.encode_chat(body.messages)
+                ids = await tokenizer.encode_chat(body.messages, away=away)
             else:
                 assert body.prompt is not None
-                (ids,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+                (ids,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens, away=away)
         except PromptError as error:
             param = "prompt" if body.messages is None else "messages"
             raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
@@ -89,14 +91,15 @@ def router(require: Require) -> APIRouter:
             tokens = Tokens.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
             return Response(tokens.model_dump_json(), media_type="application/json")
 
-        return answer() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(answer)
+        found: Response = answer() if len(ids) <= INLINE_CHARS else await away(answer)
+        return found
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Text:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Text:
         """The text of token ids, special tokens among it."""
         _, tokenizer = require(body.model)
         try:
-            (text,) = await tokenizer.said([body.tokens], skip_special_tokens=False)
+            (text,) = await tokenizer.said([body.tokens], skip_special_tokens=False, away=away_for(request))
         except PromptError as error:
             raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
         return Text(prompt=text)

@@ -5,9 +5,9 @@ Python's lock, so that a long prompt does not hold up the event loop.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import jinja2
 from tokenizers import Tokenizer as RustTokenizer
@@ -24,6 +24,10 @@ INLINE_CHARS = 4096
 """Texts of fewer characters together are tokenised in about a millisecond: not worth the way to another thread and back."""
 MESSAGE_CHARS = 64
 """What a message takes beside its content, in the time of so many characters."""
+
+
+Away: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""How what takes long is done in a thread: at once, or when its turn comes."""
 
 
 class PromptError(ValueError):
@@ -53,13 +57,16 @@ class Tokenizer:
 
         return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
-    async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """See `encode_one`, for several. Does not hold up the event loop. Raises: PromptError."""
-        if sum(map(len, prompts)) <= INLINE_CHARS:
+    async def encode(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True, away: Away = asyncio.to_thread
+    ) -> list[list[int]]:
+        """See `encode_one`, for several. Does not hold up the event loop. Raises: PromptError; what `away` raises."""
+
+        def encode() -> list[list[int]]:
             return [self.encode_one(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
-        return await asyncio.to_thread(
-            lambda: [self.encode_one(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
-        )
+
+        ids: list[list[int]] = encode() if sum(map(len, prompts)) <= INLINE_CHARS else await away(encode)
+        return ids
 
     def encode_one(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt as given to /v1/completions: with the model's own start token where it is text.
@@ -70,7 +77,7 @@ class Tokenizer:
             return self._encode_text(prompt, add_special_tokens=add_special_tokens)
         return self._known(prompt)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], *, away: Away = asyncio.to_thread) -> list[int]:
         """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
 
         Raises: PromptError if the model has no template, its template refuses the conversation, or a content is no text.
@@ -79,7 +86,8 @@ class Tokenizer:
             raise PromptError("this model has no chat template; use /v1/completions")
         if sum(MESSAGE_CHARS + len(message.content) for message in messages) <= INLINE_CHARS:
             return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+        ids: list[int] = await away(lambda: self._encode_chat(messages))
+        return ids
 
     def _known(self, token_ids: list[int]) -> list[int]:
         unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
@@ -107,7 +115,9 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    async def said(self, prompts: Sequence[Prompt], *, skip_special_tokens: bool = True) -> list[str]:
+    async def said(
+        self, prompts: Sequence[Prompt], *, skip_special_tokens: bool = True, away: Away = asyncio.to_thread
+    ) -> list[str]:
         """What prompts say. Does not hold up the event loop. Raises: PromptError."""
 
         def decode() -> list[str]:
@@ -119,9 +129,12 @@ class Tokenizer:
                 for prompt in prompts
             ]
 
-        return decode() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        texts: list[str] = decode() if sum(map(len, prompts)) <= INLINE_CHARS else await away(decode)
+        return texts
 
-    async def echoes(self, prompts: Sequence[Prompt], encoded: Sequence[list[int]]) -> list[Echo]:
+    async def echoes(
+        self, prompts: Sequence[Prompt], encoded: Sequence[list[int]], *, away: Away = asyncio.to_thread
+    ) -> list[Echo]:
         """Prompts, with where each of their tokens stands. Does not hold up the event loop. Raises: PromptError."""
 
         def place() -> list[Echo]:
@@ -130,8 +143,9 @@ class Tokenizer:
                 for text, token_ids in zip(texts, encoded, strict=True)
             ]
 
-        texts = await self.said(prompts)
-        return place() if sum(map(len, encoded)) <= INLINE_CHARS else await asyncio.to_thread(place)
+        texts = await self.said(prompts, away=away)
+        echoes: list[Echo] = place() if sum(map(len, encoded)) <= INLINE_CHARS else await away(place)
+        return echoes
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.

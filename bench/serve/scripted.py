@@ -7,7 +7,7 @@ mask is filled as ever, and then narrowed to the script's next token. All of the
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -127,9 +127,9 @@ class _ByScript(Constraints):
     def _matcher(self, compiled: Any) -> Matcher:
         return Follower(compiled, self._words_of)
 
-    def _compiled(self, data: bytes) -> Any:
+    def _compiled(self, data: bytes, namespace: Hashable) -> Any:
         if data not in self._known:
-            self._known[data] = super()._compiled(data)
+            self._known[data] = super()._compiled(data, namespace)
         return self._known[data]
 
 

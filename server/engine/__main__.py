@@ -6,7 +6,6 @@ Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's conte
 import argparse
 import logging
 import math
-import sys
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ import zmq
 
 from vmmkv import VmmkvError
 from vmmkv.server import logs
+from vmmkv.server.ending import end
 from vmmkv.server.engine.administration import manage
 from vmmkv.server.engine.core import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
@@ -96,4 +96,4 @@ def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -3,14 +3,15 @@
     Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
     forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
 
-The thread is one, and starts with the first grammar; who asks for none has none. Legend: G rows with a grammar, W words.
+The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, which
+can be left alone with one that takes too long (`grammar.watch`). Legend: G rows with a grammar, W words.
 """
 
 import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,9 +26,10 @@ from vmmkv.server.engine.uploads import Uploads
 if TYPE_CHECKING:
     from vmmkv.server.grammar.matcher import Matcher
     from vmmkv.server.grammar.vocabulary import Vocabulary
+    from vmmkv.server.grammar.watch import Watch
 
 CACHE_BYTES: Final = 64 << 20
-"""Of grammars that are kept ready, by what came over the wire."""
+"""Of grammars that are kept ready, by namespace and what came over the wire."""
 
 _NAP_S: Final = 0.0005
 """While nothing else is to do; reading a grammar takes some ten milliseconds."""
@@ -58,7 +60,8 @@ class Constraints:
         self._vocabulary: Vocabulary | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._coming: dict[str, tuple[Request, Future[Any]]] = {}
-        self._ready: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._ready: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
+        self._watch: Watch | None = None
 
     @property
     def num_coming(self) -> int:
@@ -69,7 +72,7 @@ class Constraints:
         """Have a request's grammar read. The request itself does not keep it: it can have megabytes."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        future = self._thread.submit(self._compiled, request.ask.grammar)
+        future = self._thread.submit(self._compiled, request.ask.grammar, request.namespace)
         request.ask = msgspec.structs.replace(request.ask, grammar=b"")
         self._coming[request.ask.request_id] = request, future
 
@@ -101,18 +104,22 @@ class Constraints:
         time.sleep(_NAP_S)
 
     def _matcher(self, compiled: Any) -> "Matcher":
-        from vmmkv.server.grammar.matcher import Matcher
+        from vmmkv.server.grammar.matcher import WatchedMatcher
+        from vmmkv.server.grammar.watch import Watch
 
         assert self._vocabulary is not None, "it was there to read the grammar"
-        return Matcher(compiled, self._vocabulary)
+        self._watch = self._watch or Watch()
+        return WatchedMatcher(compiled, self._vocabulary, self._watch)
 
-    def _compiled(self, data: bytes) -> Any:
-        """In the thread, which alone has the cache."""
+    def _compiled(self, data: bytes, namespace: Hashable) -> Any:
+        """In the thread, which alone has the cache. Namespaces share nothing: nobody finds out by the time that it takes what
+        others have asked.
+        """
         import xgrammar
 
         if self._vocabulary is None:
             self._vocabulary = self._load()
-        name = hashlib.sha256(data).digest()
+        name = namespace, hashlib.sha256(data).digest()
         if name in self._ready:
             self._ready.move_to_end(name)
             return self._ready[name][0]
@@ -136,9 +143,11 @@ def jumps(request: Request) -> bool:
 @contextlib.contextmanager
 def charged(request: Request) -> Iterator[None]:
     """What its grammar does is charged to a request. Raises: TooSlow, when that has taken too long in all."""
-    began_s = time.thread_time()
+    matcher = request.matcher
+    assert matcher is not None, "it has no grammar"
+    began_s = time.thread_time() + matcher.watched_s
     yield
-    request.grammar_s += time.thread_time() - began_s
+    request.grammar_s += time.thread_time() + matcher.watched_s - began_s
     if request.grammar_s > FOLLOW_S + FOLLOW_TOKEN_S * request.num_generated:
         raise TooSlow("it takes too long to follow; make it simpler")
 

@@ -1,5 +1,7 @@
 """Compiling off the event loop: one child process, a deadline for each grammar, and a cache of what came out.
 
+Namespaces share nothing: nobody finds out by the time that it takes what others have asked. Of each who asks so many may wait.
+
 The child starts when the first grammar is asked for, and takes seconds to: who asks for none pays nothing.
 """
 
@@ -9,7 +11,7 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -17,6 +19,7 @@ import msgspec
 
 from vmmkv.server.grammar.asked import Grammar, GrammarRefused
 from vmmkv.server.grammar.compile_process import LENGTH, Compiled, Job, Refused, Started
+from vmmkv.server.turns import Turns
 
 COMPILE_S: Final = 5.0
 START_S: Final = 60.0
@@ -24,41 +27,46 @@ CACHE_BYTES: Final = 64 << 20
 MAX_WAITING: Final = 64
 """Grammars that wait to be compiled."""
 
+_Key: TypeAlias = tuple[Hashable, Grammar]
+"""Namespace, and what was asked for."""
 _Answer: TypeAlias = Compiled | Refused | Started
-
-
-class CompilerBusy(Exception):
-    """Too many grammars wait: try again in a while."""
 
 
 class GrammarCompiler:
     """Compiled grammars of one model. Use and close it within one event loop."""
 
     def __init__(
-        self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int], *, compile_s: float = COMPILE_S
+        self,
+        model_dir: Path,
+        vocabulary_size: int,
+        end_tokens: Sequence[int],
+        *,
+        compile_s: float = COMPILE_S,
+        shared: bool = False,
     ) -> None:
+        """`shared`: there are several who ask, each with a share of those that wait."""
         self._command = [
             *(sys.executable, "-m", "vmmkv.server.grammar.compile_process", "--model", str(model_dir)),
             *("--vocabulary-size", str(vocabulary_size), "--end-tokens", json.dumps(sorted(end_tokens))),
         ]
         self._compile_s = compile_s
-        self._cache: OrderedDict[Grammar, bytes] = OrderedDict()
+        self._cache: OrderedDict[_Key, bytes] = OrderedDict()
         self._cache_bytes = 0
-        self._one_at_a_time = asyncio.Lock()
-        self._coming: dict[Grammar, asyncio.Task[bytes]] = {}
+        self._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=shared)
+        self._coming: dict[_Key, asyncio.Task[bytes]] = {}
         self._process: Process | None = None
 
-    async def compile(self, grammar: Grammar) -> bytes:
-        """For `Generate.grammar`. Raises: GrammarRefused if it is none or takes too long; CompilerBusy."""
-        if (known := self._cached(grammar)) is not None:
+    async def compile(self, grammar: Grammar, *, namespace: Hashable = None, owner: Hashable = None) -> bytes:
+        """For `Generate.grammar`. `owner` is who waits if many do. Raises: GrammarRefused if it is none or takes too long;
+        ShareFull, QueueFull."""
+        key = namespace, grammar
+        if (known := self._cached(key)) is not None:
             return known
-        if grammar not in self._coming:
-            if len(self._coming) >= MAX_WAITING:
-                raise CompilerBusy(f"{MAX_WAITING} grammars wait to be compiled already; try again in a while")
-            task = self._coming[grammar] = asyncio.create_task(self._make(grammar))
-            task.add_done_callback(lambda done: self._made(grammar, done))
+        if key not in self._coming:
+            task = self._coming[key] = asyncio.create_task(self._make(key, owner))
+            task.add_done_callback(lambda done: self._made(key, done))
         # Who asked may go away; others may have asked for the same, and to stop halfway would cost the child.
-        return await asyncio.shield(self._coming[grammar])
+        return await asyncio.shield(self._coming[key])
 
     async def close(self) -> None:
         """End the child, and what waits for it. Idempotent."""
@@ -75,27 +83,30 @@ class GrammarCompiler:
                 process.kill()
             await process.wait()
 
-    async def _make(self, grammar: Grammar) -> bytes:
-        async with self._one_at_a_time:
-            data = await self._ask(grammar)
-        self._keep(grammar, data)
+    async def _make(self, key: _Key, owner: Hashable) -> bytes:
+        await self._turns.begin(owner)
+        try:
+            data = await self._ask(key[1])
+        finally:
+            self._turns.end(owner)
+        self._keep(key, data)
         return data
 
-    def _made(self, grammar: Grammar, task: "asyncio.Task[bytes]") -> None:
-        del self._coming[grammar]
+    def _made(self, key: _Key, task: "asyncio.Task[bytes]") -> None:
+        del self._coming[key]
         if not task.cancelled():
             task.exception()  # has been looked at, also where nobody waits any more
 
-    def _cached(self, grammar: Grammar) -> bytes | None:
-        if (known := self._cache.get(grammar)) is not None:
-            self._cache.move_to_end(grammar)
+    def _cached(self, key: _Key) -> bytes | None:
+        if (known := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
         return known
 
-    def _keep(self, grammar: Grammar, data: bytes) -> None:
-        self._cache[grammar] = data
-        self._cache_bytes += len(data) + len(grammar.source)
+    def _keep(self, key: _Key, data: bytes) -> None:
+        self._cache[key] = data
+        self._cache_bytes += len(data) + len(key[1].source)
         while self._cache_bytes > CACHE_BYTES:
-            old, dropped = self._cache.popitem(last=False)
+            (_, old), dropped = self._cache.popitem(last=False)
             self._cache_bytes -= len(dropped) + len(old.source)
 
     async def _ask(self, grammar: Grammar) -> bytes:

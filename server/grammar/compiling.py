@@ -3,19 +3,25 @@
 import json
 import re
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import numpy as np
 import xgrammar
 
 from vmmkv.server.grammar.asked import Kind
+from vmmkv.server.grammar.least import check_ends
 from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.grammar.watch import CALL_S
 
 TRIED_TOKENS: Final = 64
 TRIED_S: Final = 0.5
-"""For so many tokens, a hundred times what a grammar takes. A few letters of an ambiguous one can take seconds for each."""
+"""For so many tokens, a hundred times what a grammar takes. A few letters of an ambiguous one can take seconds for each; and no
+call may take more than the engine would wait for.
+"""
+_TOO_SLOW: Final = "it takes too long to follow; make it simpler"
+T = TypeVar("T")
 
 
 class Compilation:
@@ -35,16 +41,30 @@ class Compilation:
             raise ValueError(_reason(error)) from error
 
     def _try(self, compiled: xgrammar.CompiledGrammar) -> None:
-        """Follow it for some tokens: in the engine everybody would wait for it. Raises: ValueError if that takes too long."""
-        vocabulary, numbers, began_s = self._vocabulary, np.random.default_rng(0), time.thread_time()
-        matcher = Matcher(compiled, vocabulary)
-        for _ in range(TRIED_TOKENS):
-            words = matcher.mask() & ~vocabulary.ends
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: vocabulary.size])
-            if not len(allowed) or not matcher.accept(int(numbers.choice(allowed))):
-                return
-            if time.thread_time() - began_s > TRIED_S:
-                raise ValueError("it takes too long to follow; make it simpler")
+        """Follow it for some tokens, any of them and then the longest: what is slow where nobody was here the engine finds.
+
+        Raises: ValueError if that takes too long.
+        """
+        check_ends(compiled.grammar.serialize_json(), lambda pattern: xgrammar.Grammar.from_regex(pattern).serialize_json())
+        for wants_long in (False, True):
+            numbers, began_s = np.random.default_rng(0), time.thread_time()
+            matcher = Matcher(compiled, self._vocabulary)
+            for _ in range(TRIED_TOKENS):
+                if not self._step(matcher, numbers, wants_long):
+                    break
+                if time.thread_time() - began_s > TRIED_S:
+                    raise ValueError(_TOO_SLOW)
+
+    def _step(self, matcher: Matcher, numbers: np.random.Generator, wants_long: bool) -> bool:
+        """A token, if any can come. Raises: ValueError if one call takes too long."""
+        vocabulary = self._vocabulary
+        _in_time(matcher.forced_text)
+        words = _in_time(matcher.mask) & ~vocabulary.ends
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: vocabulary.size])
+        if wants_long and len(allowed):
+            num_bytes = vocabulary.num_bytes[allowed]
+            allowed = allowed[num_bytes == num_bytes.max()]
+        return bool(len(allowed)) and _in_time(lambda: matcher.accept(int(numbers.choice(allowed))))
 
     def _compiled(self, kind: Kind, source: str) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
@@ -58,6 +78,14 @@ class Compilation:
                 return compiler.compile_grammar(f"root ::= {_alternatives(json.loads(source))}")
             case "ebnf":
                 return compiler.compile_grammar(source)
+
+
+def _in_time(call: Callable[[], T]) -> T:
+    began_s = time.thread_time()
+    found = call()
+    if time.thread_time() - began_s > CALL_S:
+        raise ValueError(_TOO_SLOW)
+    return found
 
 
 def _alternatives(choices: Sequence[str]) -> str:

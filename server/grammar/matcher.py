@@ -1,15 +1,19 @@
 """Where one answer stands in its grammar: what may come next, and what must."""
 
 import itertools
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.grammar.watch import Watch, is_watched
 
 if TYPE_CHECKING:
     import xgrammar
+
+T = TypeVar("T")
 
 _CONTEXT_TOKENS: Final = 8
 """Of the answer, before what is forced: tokenised with it, so that it comes in the tokens that the model knows it by."""
@@ -28,6 +32,8 @@ class Matcher:
         self._vocabulary = vocabulary
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
+        self.watched_s = 0.0
+        """What its calls took of another thread's time."""
 
     def accept(self, token: int) -> bool:
         """A token has come; False if the grammar does not allow it, and then nothing has changed."""
@@ -68,7 +74,7 @@ class Matcher:
         They are what the tokenizer makes of the text, behind the last tokens if it keeps those as they are; the model has
         computed them already. A last one that could be the beginning of a longer one is left to the model.
         """
-        text = self._forced_text()
+        text = self.forced_text()
         if not text or at_most < 2:
             return []
         tokens = self._accepted(self._tokenised(text)[:at_most])
@@ -80,8 +86,8 @@ class Matcher:
             return []
         return tokens
 
-    def _forced_text(self) -> str:
-        """Whole characters of it."""
+    def forced_text(self) -> str:
+        """What must come next, whole characters of it."""
         try:
             return str(self._matcher.find_jump_forward_string())
         except UnicodeDecodeError as error:
@@ -112,3 +118,62 @@ class Matcher:
     def _take_back(self, count: int) -> None:
         self._matcher.rollback(count)
         del self._tokens[len(self._tokens) - count :]
+
+
+class WatchedMatcher(Matcher):
+    """One whose calls are made under a watch: each may raise OverTime, and then the matcher is no more.
+
+    A call that nobody waits for any more writes where nobody else does.
+    """
+
+    def __init__(self, compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, watch: Watch) -> None:
+        super().__init__(compiled, vocabulary)
+        self._watch = watch
+        self._is_filled = False
+        """Are the words those of what may come next?"""
+
+    def accept(self, token: int) -> bool:
+        """See Matcher."""
+        self._is_filled = False
+        return self._run(lambda: Matcher.accept(self, token))
+
+    def fill(self, words_GW: Words, row: int) -> None:
+        """See Matcher."""
+        words_GW[row] = self.mask()
+
+    def mask(self) -> Words:
+        """See Matcher."""
+        if not self._is_filled:
+            self._run(self._fill)
+        words: Words = self._words[0]
+        return words
+
+    def must_end(self) -> bool:
+        """See Matcher. Most answers are not whole, and that is no call to watch."""
+        return bool(self._matcher.is_completed()) and self._run(lambda: Matcher.must_end(self))
+
+    def force(self, at_most: int) -> list[int]:
+        """See Matcher. Where nothing is forced a mask is wanted next, and the way to the thread takes longer than a mask."""
+
+        def force() -> list[int]:
+            tokens = Matcher.force(self, at_most)
+            if not tokens and not self._is_filled:
+                self._fill()
+            return tokens
+
+        return self._run(force)
+
+    def _fill(self) -> None:
+        Matcher.fill(self, self._words, 0)
+        self._is_filled = True
+
+    def _take_back(self, count: int) -> None:
+        self._is_filled = False
+        super()._take_back(count)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        if is_watched():
+            return call()
+        value, took_s = self._watch.run(call)
+        self.watched_s += took_s
+        return value

@@ -55,7 +55,7 @@ class SmallServer:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
     def metric(self, name: str) -> float:
-        match = re.search(rf"^vmmkv_{name} (\S+)$", self.http().get("/metrics").text, re.MULTILINE)
+        match = re.search(rf"^vmmkv_{name} (\S+)$", self.http(ADMIN).get("/metrics").text, re.MULTILINE)
         assert match is not None, name
         return float(match[1])
 

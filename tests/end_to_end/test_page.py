@@ -185,7 +185,7 @@ def test_the_page_asks_for_the_key_itself_and_one_of_several_may_chat(browser: B
         # What a person types where a browser asks for a password: before the page that would be a window, again and again.
         context = browser.new_context(http_credentials={"username": "me", "password": ONE})
         page = context.new_page()
-        answer = page.goto(f"{server.url}/metrics")
+        answer = page.goto(f"{server.url}/v1/models")
         assert answer is not None and answer.status == 200
         page.goto(server.url)
         expect(page.locator("#status")).to_have_text("this server wants an API key", timeout=15_000)

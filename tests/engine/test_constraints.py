@@ -24,7 +24,7 @@ from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.matcher import Matcher
+from vmmkv.server.grammar.matcher import Matcher, WatchedMatcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort
 
@@ -279,7 +279,7 @@ def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
         pytest.skip("is not called")
     if not jump:
         without_jumps(monkeypatch)
-    real, bad = getattr(Matcher, method), list[Matcher]()
+    real, bad = getattr(WatchedMatcher, method), list[Matcher]()
 
     def failing(matcher: Matcher, *arguments: Any) -> Any:
         if matcher in bad and len(matcher._tokens) >= 3:
@@ -293,7 +293,7 @@ def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
         bad.extend(found_matcher for request, found_matcher in found if request.ask.request_id == "bad")
         return found
 
-    monkeypatch.setattr(Matcher, method, failing)
+    monkeypatch.setattr(WatchedMatcher, method, failing)
     monkeypatch.setattr(Constraints, "opened", opening)
     one = engine(slots=4, share=True)
     # Those that end beside it are told, whatever comes of the rows behind theirs.
@@ -375,6 +375,16 @@ def test_a_grammar_is_kept_once_and_not_read_for_who_is_gone(engine: Callable[..
     go.set()
     one.run()
     assert futures["b"].cancelled() and text(one, "a") == text(one, "c") == "1"
+
+
+def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
+    one = engine()
+    for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
+        one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
+    one.run()
+    assert one.engine._constraints is not None
+    assert sorted(str(namespace) for namespace, _ in one.engine._constraints._ready) == ["None", "one", "two"]
+    assert {text(one, name) for name in "abcd"} == {"1"}
 
 
 def test_filters_see_only_what_is_allowed(engine: Callable[..., Harness]) -> None:

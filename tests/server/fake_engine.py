@@ -87,6 +87,8 @@ class FakeEngine:
         """What it says is mapped; None: it does not say."""
         self.endless = False
         """Repeat the answer up to max_new_tokens."""
+        self.deaf = False
+        """Go on when told to finish."""
         self.step_s = 0.0
         self.received: list[ToEngine] = []
         self.most_running = 0
@@ -146,7 +148,8 @@ class FakeEngine:
                 error = "that is too little" if budget_bytes < 1 << 21 else None
                 self._send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
             case Shutdown():
-                self._stop.set()
+                if not self.deaf:
+                    self._stop.set()
 
     def _say_prompt(self, request: Generate) -> None:
         """In two messages, as if in two chunks: token t had -t / 8, and the likeliest as in answers."""
@@ -225,11 +228,15 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--loading-s", type=float, default=0.0)
     parser.add_argument("--exit-at-start", type=int)
+    parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--endless", action="store_true")
     arguments = parser.parse_args()
     assert os.path.isdir(json.loads(arguments.config)["model"]), arguments.config
     if arguments.exit_at_start is not None:
         sys.exit(arguments.exit_at_start)
-    FakeEngine(arguments.socket).run(loading_s=arguments.loading_s)
+    engine = FakeEngine(arguments.socket)
+    engine.deaf, engine.endless = arguments.deaf, arguments.endless
+    engine.run(loading_s=arguments.loading_s)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import json
 import os
 import signal
@@ -12,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from tests.server.support import Running, eventually
+from tests.server.fake_engine import READY
+from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import token_ids
-from vmmkv.cli.chat import printable
+from vmmkv.cli.chat import Conversation, printable
 from vmmkv.cli.chat_client import ChatClient, ServerError
 from vmmkv.server.protocol import Generate
 
@@ -62,7 +66,15 @@ def test_a_conversation_has_a_history_until_it_is_reset(server: Running) -> None
     assert three == one.replace("one", "three")
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(server: Running) -> None:
+@pytest.fixture
+def patient() -> Iterator[Running]:
+    """Whose endless answers outlast any test."""
+    with running_server(ready=msgspec.structs.replace(READY, max_tokens=1 << 20, pool_tokens=1 << 20)) as running:
+        yield running
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(patient: Running) -> None:
+    server = patient
     server.engine.answer = lambda request: token_ids("la ")
     server.engine.endless, server.engine.step_s = True, 0.02
     with chatting("--url", server.url) as chat:
@@ -73,12 +85,32 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: Running) -> None:
         assert eventually(lambda: bool(prompts(server)), within_s=20)
         assert chat.stdout.read(8) == "> la la "
         chat.send_signal(signal.SIGINT)
-        assert eventually(lambda: len(server.engine.aborted()) == 1), "the server goes on answering nobody"
+        assert eventually(lambda: len(server.engine.aborted()) == 1, within_s=20), "the server goes on answering nobody"
         server.engine.endless = False
         out, err = chat.communicate("again\n", timeout=60)
     assert (chat.returncode, err) == (0, "")
     assert " [stopped]\n> la \n> " in out
     assert "<|im_start|>assistant\nla la" in prompts(server)[1], "what it had said is part of the conversation"
+
+
+def test_a_ctrl_c_in_the_middle_of_a_piece_waits_for_its_end() -> None:
+    """Else the console keeps what it is given from then on to itself."""
+
+    class Interrupted(Console):
+        def render(self, *arguments: Any, **options: Any) -> Any:
+            if str(arguments[0]) == "la ":
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().render(*arguments, **options)
+
+    class Singing(ChatClient):
+        def answer(self, model: str, messages: Any) -> Any:
+            yield from ["la ", "never"]
+
+    console = Interrupted(file=io.StringIO(), force_terminal=False, highlight=False)
+    conversation = Conversation(Singing("http://127.0.0.1:9"), "tiny", None, console, console)
+    conversation._answer("sing")
+    assert console.file.getvalue() == "la  [stopped]\n"  # type: ignore[attr-defined]
+    assert conversation.messages[-1]["content"] == "la "
 
 
 def test_an_answer_comes_as_it_is_made(server: Running) -> None:

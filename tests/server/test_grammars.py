@@ -14,8 +14,9 @@ from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.grammar.asked import Grammar, GrammarRefused, of_choices, of_object, of_schema
-from vmmkv.server.grammar.compiler import MAX_WAITING, CompilerBusy, GrammarCompiler
+from vmmkv.server.grammar.compiler import MAX_WAITING, GrammarCompiler
 from vmmkv.server.protocol import Generate
+from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
 HELLO = [{"role": "user", "content": "hello"}]
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
@@ -148,7 +149,7 @@ def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
 class TestWhileItIsCompiled:
     @pytest.fixture
     def slow(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
-        async def never(*_: object) -> bytes:
+        async def never(*_: object, **options: object) -> bytes:
             await asyncio.sleep(3600)
             raise AssertionError
 
@@ -164,7 +165,7 @@ class TestWhileItIsCompiled:
     def test_a_server_that_ends_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with running_server() as server, ThreadPoolExecutor() as threads:
 
-            async def never(*_: object) -> bytes:
+            async def never(*_: object, **options: object) -> bytes:
                 await asyncio.sleep(3600)
                 raise AssertionError
 
@@ -220,13 +221,14 @@ def test_a_grammar_is_compiled_once_however_often_it_is_asked_for(compiling: Com
 
 def test_who_goes_away_while_it_is_compiled_spoils_nothing(compiling: Compiling) -> None:
     async def law(compiler: GrammarCompiler) -> None:
+        await compiler.compile(of_object())  # so that there is a child, whoever was here before
         process = compiler._process
         gone = asyncio.create_task(compiler.compile(of_choices(["gone"])))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         kept = await compiler.compile(of_schema(COLOUR))
-        assert compiler._cached(of_choices(["gone"])) not in (None, kept)
+        assert compiler._cached((None, of_choices(["gone"]))) not in (None, kept)
         assert kept == await compiler._ask(of_schema(COLOUR)) and compiler._process is process
 
     compiling.run(law(compiling.compiler))
@@ -239,7 +241,7 @@ def test_the_cache_is_bounded_and_forgets_the_oldest(compiling: Compiling, monke
         for number in range(1, 9):
             await compiler.compile(of_choices([f"number {number}"]))
         assert 0 < compiler._cache_bytes <= 4 * len(first)
-        assert compiler._cached(of_choices(["number 8"])) and compiler._cached(of_choices(["number 0"])) is None
+        assert compiler._cached((None, of_choices(["number 8"]))) and compiler._cached((None, of_choices(["number 0"]))) is None
 
     compiling.run(law(compiling.compiler))
 
@@ -248,7 +250,7 @@ def test_too_many_that_wait_are_turned_away(compiling: Compiling) -> None:
     async def law(compiler: GrammarCompiler) -> None:
         waiting = [compiler.compile(of_choices([str(number)])) for number in range(MAX_WAITING + 3)]
         ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert sum(isinstance(one, CompilerBusy) for one in ended) == 3
+        assert sum(isinstance(one, QueueFull) for one in ended) == 3
         assert sum(isinstance(one, bytes) for one in ended) == MAX_WAITING
         assert not compiler._coming
 
@@ -265,6 +267,42 @@ def test_what_takes_too_long_ends_in_time_and_the_next_is_served(compiling: Comp
         assert asyncio.get_running_loop().time() - began_s < 4
         assert process is not None and process.returncode is not None, "it would go on for nobody"
         assert await compiler.compile(of_choices(["a"]))
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_namespaces_share_no_grammar_and_so_nobody_finds_out_what_others_asked(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        asked: list[Grammar] = []
+        ask = compiler._ask
+
+        async def seen(grammar: Grammar) -> bytes:
+            asked.append(grammar)
+            return await ask(grammar)
+
+        compiler._ask = seen  # type: ignore[method-assign]
+        for namespace in ("one", "two", "one", "two"):
+            await compiler.compile(of_choices(["a secret"]), namespace=namespace)
+        assert len(asked) == 2
+        del compiler._ask
+
+    compiling.run(law(compiling.compiler))
+
+
+def test_one_key_cannot_fill_the_queue_of_grammars_and_has_a_429(compiling: Compiling) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        compiler._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=True)
+        flood = [
+            asyncio.create_task(compiler.compile(of_choices([f"f{number}"]), owner="flood")) for number in range(MAX_WAITING)
+        ]
+        await asyncio.sleep(0)
+        before = asyncio.create_task(compiler.compile(of_choices(["other"]), owner="other"))
+        await before
+        assert sum(not task.done() for task in flood) > MAX_WAITING // 8, "the other waited for all of them"
+        ended = await asyncio.gather(*flood, return_exceptions=True)
+        assert sum(isinstance(one, ShareFull) for one in ended) == MAX_WAITING - MAX_WAITING // 4
+        assert sum(isinstance(one, bytes) for one in ended) == MAX_WAITING // 4
+        compiler._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=False)
 
     compiling.run(law(compiling.compiler))
 

@@ -196,7 +196,7 @@ class TestSizes:
         host, port = server.url.removeprefix("http://").split(":")
         for _ in range(10):
             with socket.create_connection((host, int(port))) as connection:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 200
 
     @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 50_000, b"1" * 100_000, b"\xff\xfe", b""])
@@ -255,7 +255,8 @@ class TestEnding:
     def test_a_request_whose_body_comes_after_the_drain_began_is_turned_away(self, server: Running) -> None:
         body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}"
             client.sendall(head.encode() + b"\r\n\r\n" + body[:1])
             time.sleep(0.2)  # it has passed the check that requests without a body in sight have
             assert asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(10) is True

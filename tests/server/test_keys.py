@@ -55,10 +55,18 @@ class TestRoutes:
             locked.openai.completions.create(model="tiny", prompt="abc")
 
     def test_a_browser_may_send_a_key_as_password_but_not_the_administrators(self, locked: Running) -> None:
-        wanted = locked.http.get("/metrics").headers.get_list("WWW-Authenticate")
+        wanted = locked.http.get("/v1/models").headers.get_list("WWW-Authenticate")
         assert wanted == ["Bearer", 'Basic realm="vmmkv"'], "a browser reads one scheme of each header"
-        assert locked.http.get("/metrics", headers=basic(ONE)).status_code == 200
+        assert locked.http.get("/v1/models", headers=basic(ONE)).status_code == 200
         assert locked.http.post("/kv/reset", json={}, headers=basic(ADMIN)).status_code == 401
+
+    def test_what_all_are_doing_is_the_administrators_to_see_and_a_scraper_sends_that_key(self, locked: Running) -> None:
+        for path in ("/metrics", "/kv", "/events"):
+            refused = locked.http.get(path, headers=bearer(ONE))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_permissions")
+        assert "vmmkv_engine_ready 1.0" in locked.http.get("/metrics", headers=bearer(ADMIN)).text
+        with running_server(front=FrontConfig(api_keys=(ONE,))) as server:
+            assert server.http.get("/metrics", headers=bearer(ONE)).status_code == 200, "there is nobody else"
 
     def test_without_keys_any_header_will_do(self, server: Running) -> None:
         for headers in ({}, bearer("whatever"), basic("whatever")):
@@ -102,6 +110,22 @@ class TestAdministrator:
     def test_an_engine_that_dies_answers_the_administrator_too(self, locked: Running) -> None:
         locked.engine_dies("exit code 3")
         assert locked.http.post("/kv/reset", json={}, headers=bearer(ADMIN)).status_code == 503
+
+
+class TestPriorities:
+    def _asked(self, server: Running, key: str, priority: int) -> Any:
+        body = {"model": "tiny", "prompt": "abc", "priority": priority}
+        return server.http.post("/v1/completions", json=body, headers=bearer(key))
+
+    def test_a_key_among_others_may_step_back_and_not_go_first(self, locked: Running) -> None:
+        refused = self._asked(locked, ONE, -1)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert not any(isinstance(message, Generate) for message in locked.engine.received)
+        assert [self._asked(locked, ONE, priority).status_code for priority in (0, 7)] == [200, 200]
+        assert self._asked(locked, ADMIN, -5).status_code == 200
+
+    def test_who_is_alone_orders_as_wanted(self, server: Running) -> None:
+        assert self._asked(server, "none", -5).status_code == 200
 
 
 class TestNamespaces:

@@ -28,11 +28,12 @@ from vmmkv.server.settings import ServeConfig
 ROOT = Path(__file__).parents[2]
 SERVE = """\
 import json, sys
+from vmmkv.server.ending import end
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.launch import run
 from vmmkv.server.settings import ServeConfig
 config, front, command = map(json.loads, sys.argv[1:])
-sys.exit(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
+end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
 """
 
 
@@ -100,11 +101,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model_dir: Path, *engine_arguments: str, front: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
+def serving(
+    model_dir: Path, *engine_arguments: str, front: dict[str, Any] | None = None, before: str = "", **settings: Any
+) -> Iterator[Served]:
     config = json.dumps({"model": str(model_dir), "port": 0, **settings})
     engine = json.dumps([sys.executable, "-m", fake_engine.__name__, *engine_arguments])
     with subprocess.Popen(
-        [sys.executable, "-c", SERVE, config, json.dumps(front or {}), engine], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", before + SERVE, config, json.dumps(front or {}), engine],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         served = Served(process)
         try:
@@ -158,6 +164,34 @@ def test_requests_in_flight_at_a_signal_have_the_drain_timeout_and_no_more(model
         waiting.join(20)
         assert got[0].status_code == 503
         assert served.ends() == 0
+
+
+def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of_a_drain(model_dir: Path) -> None:
+    with serving(model_dir, "--deaf", "--endless", front={"drain_timeout_s": 1}) as served:
+        url = httpx.URL(served.url())
+        body = json.dumps({"model": "tiny", "prompt": "a" * 90, "max_tokens": 160, "n": 32, "stream": True, "logprobs": 0})
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((url.host, url.port or 0))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}"
+            client.sendall(f"{head}\r\n\r\n{body}".encode())
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+            served.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert served.ends(30) == 0
+            assert time.monotonic() - began_s < 1 + 4, "a second to send, one for the engine, and a busy machine"
+        assert "Traceback" not in served.log(), served.log()
+
+
+def test_a_signal_does_not_wait_for_what_is_still_being_loaded(model_dir: Path) -> None:
+    slow = "from vmmkv.server import launch\nlaunch.Tokenizer.load = lambda path: __import__('time').sleep(60)\n"
+    with serving(model_dir, "--loading-s", "60", before=slow) as served:
+        served.engine_pid()
+        time.sleep(0.5)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.ends(20) == 0
+        assert served.is_quiet(), served.log()
 
 
 @pytest.mark.parametrize(("front", "warns"), [({}, True), ({"api_keys": ["a-key-of-one"]}, False)])

@@ -47,7 +47,7 @@ def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them()
             """Without a word, at any moment from before the request is sent to after its answer."""
             host, port = server.url.removeprefix("http://").split(":")
             content = httpx.Request("POST", "http://x", json=body(index % 2 == 0, index)).content
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             data = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
             await asyncio.sleep(chance.random())
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -113,7 +113,7 @@ def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
         async def send(stop: asyncio.Event) -> int:
             host, port = server.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             chunk = b"a" * 65_536
             for _ in range(size_bytes // len(chunk) - 1):
                 writer.write(b"10000\r\n" + chunk + b"\r\n")
@@ -147,7 +147,7 @@ def test_a_client_that_reads_nothing_loses_its_place(caplog: pytest.LogCaptureFi
         server.service.stalls._stall_s = 0.5
         server.engine.endless = True
         content = json.dumps({**body(True, 1), "max_tokens": 90_000})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -32,11 +32,13 @@ def test_every_option_reaches_its_field(fronts: list[FrontConfig], tmp_path: Pat
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = f"--api-key {ONE} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin --max-tokens-per-key 9"
     options += " --max-queued-requests 0 --max-queued-tokens 5 --max-body-size 1MiB --request-timeout 2.5 --drain-timeout 0"
+    options += " --allowed-host a.example --allowed-host b.example"
     assert main(["serve", *options.split(), "--stuck-after", "7"]) == 3
     assert fronts == [
         FrontConfig(
             api_keys=(ONE, TWO),
             admin_key=ADMIN,
+            allowed_hosts=("a.example", "b.example"),
             max_tokens_per_key=9,
             max_queued_requests=0,
             max_queued_tokens=5,

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from vmmkv.cli.chat_client import ChatClient, ServerError
+from vmmkv.server.interrupt import DeferredInterrupt
 from vmmkv.server.options import API_KEY_VARIABLE, URL_VARIABLE
 
 SUMMARY = "talk to a running server, in the terminal"
@@ -90,8 +91,9 @@ class Conversation:
         try:
             with contextlib.closing(self._client.answer(self._model, messages)) as pieces:
                 for piece in pieces:
-                    answer += piece
-                    self._console.print(printable(piece), end="", markup=False)
+                    with DeferredInterrupt():  # a console that stops within a piece prints nothing more, ever
+                        answer += piece
+                        self._console.print(printable(piece), end="", markup=False)
         except KeyboardInterrupt:
             self._console.print(" [stopped]", style="dim", markup=False, end="")
         except ServerError as error:

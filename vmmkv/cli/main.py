@@ -5,13 +5,14 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.markup import escape
 
 from vmmkv.cli import chat, fetch, plan, serve
 from vmmkv.errors import VmmkvError
+from vmmkv.server.ending import end
 
 DESCRIPTION = """\
 KV-cache memory for LLM inference: each sequence has one contiguous range of addresses, and physical memory is mapped
@@ -39,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     raise AssertionError("every command ends with a status")
+
+
+def command() -> NoReturn:
+    """`vmmkv`, as a process."""
+    end(main())
 
 
 def _app() -> typer.Typer:

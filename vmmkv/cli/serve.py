@@ -80,6 +80,12 @@ HELP: Final[Mapping[str, Words]] = {
     "api_key_file": Words("the same, with a key on each line of a file", "FILE"),
     "admin_key": Words("opens /kv/reset and /kv/resize, which are not there without it", "KEY"),
     "admin_key_file": Words("the same, in a file", "FILE"),
+    "allowed_hosts": Words(
+        "answer requests for this name too, beside addresses and localhost; may be given several times. Once there is one, "
+        "other names are refused wherever the server listens",
+        "NAME",
+        "any name beyond this machine",
+    ),
     "max_tokens_per_key": Words(
         "tokens, of prompts and of answers at their longest, that one key may have in flight", "N", "any number"
     ),

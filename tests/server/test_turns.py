@@ -1,0 +1,137 @@
+"""Laws of waiting in turns: the lines take turns, a share is a share, and who goes away leaves nothing behind."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.support import Running, eventually, running_server
+from vmmkv.server import api_errors
+from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.turns import QueueFull, ShareFull, Turns
+
+
+def test_lines_take_turns_however_long_one_is() -> None:
+    async def law() -> list[str]:
+        turns, order = Turns("x", at_once=1, most=100, shared=True), list[str]()
+
+        async def work(owner: str) -> None:
+            await turns.begin(owner)
+            order.append(owner)
+            await asyncio.sleep(0)
+            turns.end(owner)
+
+        await asyncio.gather(*(work("long") for _ in range(10)), *(work("short") for _ in range(2)))
+        assert not turns._here and not turns._at_work and not turns._lines and turns._free == 1
+        return order
+
+    assert asyncio.run(law())[:5] == ["long", "long", "short", "long", "short"]
+
+
+def test_one_who_asks_for_much_leaves_a_place_at_work_and_three_quarters_of_the_queue() -> None:
+    async def law() -> None:
+        turns = Turns("texts", at_once=2, most=8, shared=True)
+        flood = [asyncio.create_task(turns.begin("flood")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert [task.done() for task in flood] == [True, False, True]
+        with pytest.raises(ShareFull, match="2 texts of this key"):
+            flood[2].result()
+        await asyncio.wait_for(turns.begin("other"), 1)
+        turns.end("flood")
+        await asyncio.wait_for(flood[1], 1)
+
+    asyncio.run(law())
+
+
+def test_all_that_may_wait_is_bounded_too() -> None:
+    async def law() -> None:
+        turns = Turns("texts", at_once=1, most=2, shared=False)
+        await turns.begin("a")
+        waiting = asyncio.create_task(turns.begin("a"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 texts wait"):
+            await turns.begin("b")
+        turns.end("a")
+        await waiting
+
+    asyncio.run(law())
+
+
+@pytest.mark.parametrize("when", ["it waits", "its turn has just come"])
+def test_who_goes_away_leaves_nothing_behind(when: str) -> None:
+    async def law() -> None:
+        turns = Turns("texts", at_once=1, most=9, shared=False)
+        await turns.begin("a")
+        gone, stays = (asyncio.create_task(turns.begin(name)) for name in "bc")
+        await asyncio.sleep(0)
+        if when == "it waits":
+            gone.cancel()
+            turns.end("a")
+        else:
+            turns.end("a")
+            gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.wait_for(stays, 1)
+        turns.end("c")
+        assert gone.cancelled() and not turns._here and not turns._at_work and not turns._lines and turns._free == 1
+
+    asyncio.run(law())
+
+
+def test_who_goes_away_keeps_the_turn_until_the_thread_is_done() -> None:
+    async def law() -> None:
+        turns, go = Turns("texts", at_once=1, most=9, shared=False), threading.Event()
+        gone = asyncio.create_task(turns.in_thread("a", lambda: go.wait(10)))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        after = asyncio.create_task(turns.in_thread("b", lambda: 7))
+        await asyncio.sleep(0.05)
+        assert not after.done()
+        go.set()
+        assert await asyncio.wait_for(after, 5) == 7
+
+    asyncio.run(law())
+
+
+def test_a_share_that_is_full_is_a_429_and_a_queue_that_is_full_a_503() -> None:
+    own, all_of_it = api_errors.no_turn(ShareFull("x")), api_errors.no_turn(QueueFull("x"))
+    assert (own.status, all_of_it.status) == (429, 503)
+    assert own.headers and own.headers["Retry-After"] and all_of_it.headers and all_of_it.headers["Retry-After"]
+
+
+class TestTokenising:
+    @pytest.fixture
+    def shared(self) -> Iterator[Running]:
+        with running_server(front=FrontConfig(api_keys=("a-key-of-one", "a-key-of-two"))) as server:
+            server.service.tokenising = Turns("long texts", at_once=2, most=8, shared=True)
+            yield server
+
+    def test_a_key_whose_long_texts_wait_has_a_429_and_another_is_served(
+        self, shared: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer, go = shared.service.tokenizer, threading.Event()
+        assert tokenizer is not None
+        encode = tokenizer.encode_one
+
+        def slow(prompt: str, **options: bool) -> list[int]:
+            assert not prompt.startswith("slow") or go.wait(20)
+            return encode(prompt, **options)
+
+        monkeypatch.setattr(tokenizer, "encode_one", slow)
+
+        def ask(key: str, text: str) -> int:
+            body, headers = {"prompt": text * 2000}, {"Authorization": f"Bearer {key}"}
+            return shared.http.post("/tokenize", json=body, headers=headers).status_code
+
+        flood = [threading.Thread(target=ask, args=("a-key-of-one", "slow")) for _ in range(2)]
+        for thread in flood:
+            thread.start()
+        assert eventually(lambda: shared.service.tokenising._here.total() == 2)
+        assert ask("a-key-of-one", "quick") == 429
+        assert ask("a-key-of-two", "quick") == 200
+        go.set()
+        for thread in flood:
+            thread.join(20)
+        assert ask("a-key-of-one", "quick") == 200
