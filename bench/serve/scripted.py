@@ -150,8 +150,7 @@ class ScriptedEngine:
         self._loaded = assemble(config, models.source, self._said.append)
         self._core: Final[Any] = self._loaded.engine
         self._constraints = _ByScript(vocabulary)
-        # The engine has no hook for it: what reads its grammars is replaced, on this object alone.
-        self._core._constraints = self._constraints
+        self._core.follow_grammars(self._constraints)
 
     def run(self, asks: Sequence[Ask], at_once: int) -> Run:
         """All of them, greedy; `at_once` of them run, and whoever ends makes room for the next.

@@ -1,7 +1,8 @@
 """The engine process: the model, its KV cache, and the loop that steps them. It has one thread and no other busy one.
 
 __main__      the process: loads, connects, runs the loop, and ends it
-core          the loop's body: plan, launch, pump, read an earlier step back, answer
+core          the loop's body: plan, launch, pump, read an earlier step back, answer; with launched (a step under way) and
+              refusals (who never starts)
 loading       model, dtype and layout from a configuration, and an engine of them
 administration  another budget, or no cached prefixes: what an administrator asks
 memory        the KV memory of an engine, from its opening to its close: slots in a pool, or another kind
@@ -23,7 +24,7 @@ decoder/      the dense decoders, from their configuration       decoder_model  
 unmodified    any other model, by transformers' own code
 attention     what both call: append and attend
 
-constraints   grammars of the requests that have one: masks, and text that must come
+guided        answers by a grammar, in the loop; with constraints (reading grammars, calling matchers, masks)
 sampler       logits to tokens, with sampling_state (parameters on the device), adjust (penalties, biases) and withheld
               (`min_tokens`)                           prompt_scores  how likely prompts are
 """

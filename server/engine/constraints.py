@@ -3,17 +3,18 @@
     Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
     forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
 
-The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, which
-can be left alone with one that takes too long (`grammar.watch`). Legend: G rows with a grammar, W words.
+The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, those
+of a step in one trip, which can be left alone with one that takes too long (`grammar.watch`).
+
+Legend: G rows with a grammar, W words.
 """
 
-import contextlib
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,12 +23,13 @@ import torch
 
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.grammar.watch import Watch
 
 if TYPE_CHECKING:
     from vmmkv.server.grammar.matcher import Matcher
     from vmmkv.server.grammar.vocabulary import Vocabulary
-    from vmmkv.server.grammar.watch import Watch
 
+T = TypeVar("T")
 CACHE_BYTES: Final = 64 << 20
 """Of grammars that are kept ready, by namespace and what came over the wire."""
 
@@ -61,7 +63,7 @@ class Constraints:
         self._thread: ThreadPoolExecutor | None = None
         self._coming: dict[str, tuple[Request, Future[Any]]] = {}
         self._ready: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
-        self._watch: Watch | None = None
+        self._watch = Watch()
 
     @property
     def num_coming(self) -> int:
@@ -99,17 +101,30 @@ class Constraints:
             found.append((request, error))
         return found
 
+    def follow(self, calls: Sequence[tuple[Request, Callable[[], T]]]) -> list[T | Exception]:
+        """What these calls of their requests' matchers give, or why one gives nothing; charged to the requests.
+
+        A matcher that has failed is not to be called again: something may still work on it.
+        """
+        found: list[T | Exception] = []
+        for (request, _), outcome in zip(calls, self._watch.run([call for _, call in calls]), strict=True):
+            request.grammar_s += outcome.took_s
+            is_over = request.grammar_s > FOLLOW_S + FOLLOW_TOKEN_S * request.num_generated
+            try:
+                found.append(outcome.get() if not is_over else TooSlow("it takes too long to follow; make it simpler"))
+            except Exception as error:
+                found.append(error)
+        return found
+
     def nap(self) -> None:
         """Leave the interpreter to the thread for a moment: there is nothing else to do."""
         time.sleep(_NAP_S)
 
     def _matcher(self, compiled: Any) -> "Matcher":
-        from vmmkv.server.grammar.matcher import WatchedMatcher
-        from vmmkv.server.grammar.watch import Watch
+        from vmmkv.server.grammar.matcher import Matcher
 
         assert self._vocabulary is not None, "it was there to read the grammar"
-        self._watch = self._watch or Watch()
-        return WatchedMatcher(compiled, self._vocabulary, self._watch)
+        return Matcher(compiled, self._vocabulary)
 
     def _compiled(self, data: bytes, namespace: Hashable) -> Any:
         """In the thread, which alone has the cache. Namespaces share nothing: nobody finds out by the time that it takes what
@@ -138,18 +153,6 @@ def jumps(request: Request) -> bool:
     ask = request.ask
     penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
     return not ask.want_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
-
-
-@contextlib.contextmanager
-def charged(request: Request) -> Iterator[None]:
-    """What its grammar does is charged to a request. Raises: TooSlow, when that has taken too long in all."""
-    matcher = request.matcher
-    assert matcher is not None, "it has no grammar"
-    began_s = time.thread_time() + matcher.watched_s
-    yield
-    request.grammar_s += time.thread_time() + matcher.watched_s - began_s
-    if request.grammar_s > FOLLOW_S + FOLLOW_TOKEN_S * request.num_generated:
-        raise TooSlow("it takes too long to follow; make it simpler")
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:

@@ -1,19 +1,15 @@
 """Where one answer stands in its grammar: what may come next, and what must."""
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import Watch, is_watched
 
 if TYPE_CHECKING:
     import xgrammar
-
-T = TypeVar("T")
 
 _CONTEXT_TOKENS: Final = 8
 """Of the answer, before what is forced: tokenised with it, so that it comes in the tokens that the model knows it by."""
@@ -32,8 +28,6 @@ class Matcher:
         self._vocabulary = vocabulary
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
-        self.watched_s = 0.0
-        """What its calls took of another thread's time."""
 
     def accept(self, token: int) -> bool:
         """A token has come; False if the grammar does not allow it, and then nothing has changed."""
@@ -118,62 +112,3 @@ class Matcher:
     def _take_back(self, count: int) -> None:
         self._matcher.rollback(count)
         del self._tokens[len(self._tokens) - count :]
-
-
-class WatchedMatcher(Matcher):
-    """One whose calls are made under a watch: each may raise OverTime, and then the matcher is no more.
-
-    A call that nobody waits for any more writes where nobody else does.
-    """
-
-    def __init__(self, compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary, watch: Watch) -> None:
-        super().__init__(compiled, vocabulary)
-        self._watch = watch
-        self._is_filled = False
-        """Are the words those of what may come next?"""
-
-    def accept(self, token: int) -> bool:
-        """See Matcher."""
-        self._is_filled = False
-        return self._run(lambda: Matcher.accept(self, token))
-
-    def fill(self, words_GW: Words, row: int) -> None:
-        """See Matcher."""
-        words_GW[row] = self.mask()
-
-    def mask(self) -> Words:
-        """See Matcher."""
-        if not self._is_filled:
-            self._run(self._fill)
-        words: Words = self._words[0]
-        return words
-
-    def must_end(self) -> bool:
-        """See Matcher. Most answers are not whole, and that is no call to watch."""
-        return bool(self._matcher.is_completed()) and self._run(lambda: Matcher.must_end(self))
-
-    def force(self, at_most: int) -> list[int]:
-        """See Matcher. Where nothing is forced a mask is wanted next, and the way to the thread takes longer than a mask."""
-
-        def force() -> list[int]:
-            tokens = Matcher.force(self, at_most)
-            if not tokens and not self._is_filled:
-                self._fill()
-            return tokens
-
-        return self._run(force)
-
-    def _fill(self) -> None:
-        Matcher.fill(self, self._words, 0)
-        self._is_filled = True
-
-    def _take_back(self, count: int) -> None:
-        self._is_filled = False
-        super()._take_back(count)
-
-    def _run(self, call: Callable[[], T]) -> T:
-        if is_watched():
-            return call()
-        value, took_s = self._watch.run(call)
-        self.watched_s += took_s
-        return value

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.engine.conftest import Harness, tiny_model
 from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.engine import core
+from vmmkv.server.engine import guided
 from vmmkv.server.engine.constraints import Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.matcher import Matcher, WatchedMatcher
+from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort
 
@@ -57,10 +57,16 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
     def make(**options: Any) -> Harness:
         ends = frozenset([int(byte_tokenizer().eos_token_id)])
         one = harness(model(), eos_ids=ends, **{"ours": True, **options})
-        one.engine._constraints = Constraints(vocabulary)
+        one.engine.follow_grammars(Constraints(vocabulary))
         return one
 
     yield make
+
+
+def reading(one: Harness) -> Constraints:
+    """What reads its grammars."""
+    assert one.engine._guided is not None
+    return one.engine._guided.constraints
 
 
 def text(one: Harness, name: str) -> str:
@@ -68,7 +74,7 @@ def text(one: Harness, name: str) -> str:
 
 
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "jumps", lambda request: False)
+    monkeypatch.setattr(guided, "jumps", lambda request: False)
 
 
 BIAS = dict.fromkeys(token_ids('"]}'), 4.0)
@@ -137,11 +143,11 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone(engine: Callable
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(core, "_Masks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(guided, "StepMasks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
-    assert not calls and one.engine._constraints is not None and one.engine._constraints._thread is None
+    assert not calls and reading(one)._thread is None
 
 
 def test_who_gives_way_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
@@ -215,7 +221,7 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
         if numbers.random() < 0.3:
             one.engine.receive(Abort(request_id=str(numbers.randrange(12))))
     one.engine.settle()
-    assert one.engine._ledger.num_constrained == 0 and not one.engine._begun
+    assert one.engine._ledger.num_constrained == 0 and one.engine._guided is not None and not one.engine._guided._begun
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
 
 
@@ -247,7 +253,7 @@ def test_a_tokenizer_with_several_ways_to_write_a_text_gives_valid_answers_with_
         if not jump:
             without_jumps(monkeypatch)
         one = harness(smol, eos_ids=frozenset([int(tokenizer.eos_token_id)]), ours=True, max_tokens=1024, slots=len(names))
-        one.engine._constraints = Constraints(lambda: reader)
+        one.engine.follow_grammars(Constraints(lambda: reader))
         for name in names:
             question = [{"role": "user", "content": f"Give me an example of {name} as JSON."}]
             prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
@@ -279,7 +285,7 @@ def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
         pytest.skip("is not called")
     if not jump:
         without_jumps(monkeypatch)
-    real, bad = getattr(WatchedMatcher, method), list[Matcher]()
+    real, bad = getattr(Matcher, method), list[Matcher]()
 
     def failing(matcher: Matcher, *arguments: Any) -> Any:
         if matcher in bad and len(matcher._tokens) >= 3:
@@ -293,7 +299,7 @@ def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
         bad.extend(found_matcher for request, found_matcher in found if request.ask.request_id == "bad")
         return found
 
-    monkeypatch.setattr(WatchedMatcher, method, failing)
+    monkeypatch.setattr(Matcher, method, failing)
     monkeypatch.setattr(Constraints, "opened", opening)
     one = engine(slots=4, share=True)
     # Those that end beside it are told, whatever comes of the rows behind theirs.
@@ -363,8 +369,7 @@ def test_who_begins_with_forced_tokens_says_how_long_it_was_queued(engine: Calla
 
 def test_a_grammar_is_kept_once_and_not_read_for_who_is_gone(engine: Callable[..., Harness]) -> None:
     one = engine()
-    constraints = one.engine._constraints
-    assert constraints is not None
+    constraints = reading(one)
     go = threading.Event()
     constraints._load = lambda: vocabulary() if go.wait(30) else pytest.fail("nobody said so")
     for name in "abc":
@@ -382,8 +387,7 @@ def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
     one.run()
-    assert one.engine._constraints is not None
-    assert sorted(str(namespace) for namespace, _ in one.engine._constraints._ready) == ["None", "one", "two"]
+    assert sorted(str(namespace) for namespace, _ in reading(one)._ready) == ["None", "one", "two"]
     assert {text(one, name) for name in "abcd"} == {"1"}
 
 
@@ -425,7 +429,7 @@ def test_who_could_read_grammars_launches_the_same_where_nobody_asks(
     for could in (False, True):
         one = harness(model(), ours=True, slots=4, share=True)
         if could:
-            one.engine._constraints = Constraints(lambda: pytest.fail("nobody asks"))
+            one.engine.follow_grammars(Constraints(lambda: pytest.fail("nobody asks")))
         for index in range(3):
             one.ask(str(index), token_ids("free"), 30, seed=index, **sampling)
         with Launched() as launched:

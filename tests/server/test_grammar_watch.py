@@ -14,9 +14,8 @@ from tests.server.tiny import byte_tokenizer
 from vmmkv.server.grammar.asked import of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.least import MAX_BYTES, check_ends
-from vmmkv.server.grammar.matcher import Matcher, WatchedMatcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import MAX_LEFT, OverTime, Watch, is_watched
+from vmmkv.server.grammar.watch import MAX_LEFT, OverTime, Watch
 
 
 def busy() -> bytes:
@@ -24,31 +23,48 @@ def busy() -> bytes:
     return hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000)
 
 
-def test_what_a_call_gives_or_raises_is_what_its_caller_has() -> None:
+def test_what_calls_give_or_raise_is_what_their_caller_has() -> None:
     watch = Watch()
-    assert watch.run(lambda: (is_watched(), threading.get_ident()))[0] != (False, threading.get_ident())
-    assert not is_watched()
+    first, second, third = watch.run([threading.get_ident, lambda: 1 // 0, threading.get_ident])
+    assert first.get() == third.get() != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        watch.run(lambda: 1 // 0)
-    assert watch.run(lambda: 7)[0] == 7
+        second.get()
+    assert watch.run([]) == []
+    assert watch.run([lambda: 7])[0].get() == 7
     watch.close()
 
 
-def test_nobody_waits_for_a_call_that_takes_too_long_and_the_next_is_made() -> None:
-    watch = Watch()
+def test_nobody_waits_for_a_call_that_takes_too_long_and_the_others_are_made() -> None:
+    watch, made = Watch(), list[str]()
     began_s = time.monotonic()
-    with pytest.raises(OverTime, match="50 ms for one step"):
-        watch.run(busy)
+    before, slow, after = watch.run([lambda: "before", busy, lambda: made.append("after") or "after"])  # type: ignore[func-returns-value]
     waited_s = time.monotonic() - began_s
+    assert (before.get(), after.get(), made) == ("before", "after", ["after"])
+    with pytest.raises(OverTime, match="50 ms for one step"):
+        slow.get()
     assert watch.num_left == 1, f"after {waited_s} s it had ended"
-    assert watch.run(lambda: "next")[0] == "next"
+    assert watch.run([lambda: "next"])[0].get() == "next"
     assert eventually(lambda: watch.num_left == 0, within_s=30)
+    assert made == ["after"], "the thread that was left made no other call"
+    watch.close()
+
+
+def test_calls_have_their_time_each_for_itself() -> None:
+    watch = Watch(0.05)
+
+    def works() -> str:
+        until_s = time.thread_time() + 0.02
+        while time.thread_time() < until_s:
+            pass
+        return "done"
+
+    assert [outcome.get() for outcome in watch.run([works] * 5)] == ["done"] * 5
     watch.close()
 
 
 def test_a_thread_that_has_had_no_time_is_waited_for() -> None:
     watch = Watch(0.01)
-    assert watch.run(lambda: time.sleep(0.2) or "slept")[0] == "slept"  # type: ignore[func-returns-value]
+    assert watch.run([lambda: time.sleep(0.2) or "slept"])[0].get() == "slept"  # type: ignore[func-returns-value]
     watch.close()
 
 
@@ -60,35 +76,18 @@ def test_only_so_many_work_on_for_nobody() -> None:
         while not go.is_set():
             pass
 
-    for _ in range(MAX_LEFT):
-        with pytest.raises(OverTime, match="for one step"):
-            watch.run(spins)
-    with pytest.raises(OverTime, match="try again later"):
-        watch.run(lambda: "next")
+    errors = [outcome.error for outcome in watch.run([spins] * MAX_LEFT + [lambda: None])]
+    assert all("for one step" in str(error) for error in errors[:MAX_LEFT])
+    assert "try again later" in str(errors[MAX_LEFT])
     go.set()
     assert eventually(lambda: watch.num_left == 0)
-    assert watch.run(lambda: "next")[0] == "next"
+    assert watch.run([lambda: "next"])[0].get() == "next"
     watch.close()
 
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
     return Vocabulary(byte_tokenizer(), 258, [int(byte_tokenizer().eos_token_id)])
-
-
-def test_a_matcher_under_watch_says_what_one_says_that_is_not(vocabulary: Vocabulary) -> None:
-    compiled = xgrammar.GrammarCompiler(vocabulary.info).compile_regex("[ab]{2}(cdefgh)+[0-9]?")
-    watch = Watch()
-    plain, watched = Matcher(compiled, vocabulary), WatchedMatcher(compiled, vocabulary, watch)
-    for token in [*vocabulary.rust.encode("ab", add_special_tokens=False).ids, 0]:
-        assert (plain.mask() == watched.mask()).all() and plain.must_end() == watched.must_end()
-        assert plain.accept(token) == watched.accept(token)
-    assert plain.force(9) == watched.force(9) != []
-    for at_most in (9, 1):
-        assert plain.force(at_most) == watched.force(at_most) == []
-        assert (plain.mask() == watched.mask()).all()
-    assert watched.watched_s > 0
-    watch.close()
 
 
 def rules(kind: str, source: str) -> str:
