@@ -218,7 +218,9 @@ class Scheduler:
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
             if request.num_slots > num_slots:
-                self._displace(request)
+                if not self._displace(request):
+                    self._num_refused = len(self.waiting)
+                    return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
                 admission = Admission(self.waiting, self.running, self._prefix)
                 continue

@@ -190,3 +190,21 @@ def test_nobody_gives_way_to_who_cannot_fit_beside_its_equals(harness: Callable[
     assert one.engine._scheduler.num_preempted == 0 and sorted(running(one)) == ["equal", "low 0", "low 1"]
     one.run()
     assert not one.failures() and len(one.tokens("large")) == 5
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_prompt_logprobs": 0}], ids=["said", "scored"])
+def test_who_wants_a_slot_and_could_not_have_the_memory_waits_and_the_loop_goes_on(
+    harness: Callable[..., Harness], options: dict[str, int], share: bool
+) -> None:
+    one = harness(wide_rows(), budget_pages=6, step_tokens=512, share=share, ours=True, slots=2, max_sequences=2)
+    most = one.cache.layout.tokens_in(6)
+    one.ask("large", prompt_of(most * 2 // 3, 1), 20)
+    one.ask("small", prompt_of(5, 2), 20, priority=1)
+    for _ in range(4):
+        one.step()
+    one.ask("as large", prompt_of(most * 2 // 3, 3), 20, **options)
+    one.step()
+    assert running(one) == ["large", "small"]
+    one.run()
+    assert not one.failures() and {len(one.tokens(name)) for name in ("large", "small", "as large")} == {20}
