@@ -42,6 +42,12 @@ FOLLOW_TOKEN_S: Final = 0.002
 microseconds a token; a short expression can take seconds, and everybody waits for them.
 """
 
+LOOP_SHARE: Final = 0.25
+"""Of the loop's time, what all grammars together may take: beyond that, and FOLLOW_S at once, an answer has its tokens' share and
+CROWDED_S alone. Else an answer's many choices, each slow and none too slow, would stop the loop for seconds.
+"""
+CROWDED_S: Final = 0.01
+
 
 class TooSlow(Exception):
     """A grammar takes more of the loop's time than one answer may have."""
@@ -64,6 +70,9 @@ class Constraints:
         self._coming: dict[str, tuple[Request, Future[Any]]] = {}
         self._ready: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
         self._watch = Watch()
+        self._balance_s = FOLLOW_S
+        """What all grammars may take before the loop is crowded."""
+        self._charged_s = time.perf_counter()
 
     @property
     def num_coming(self) -> int:
@@ -107,14 +116,24 @@ class Constraints:
         A matcher that has failed is not to be called again: something may still work on it.
         """
         found: list[T | Exception] = []
+        now_s = time.perf_counter()
+        self._balance_s = min(FOLLOW_S, self._balance_s + LOOP_SHARE * (now_s - self._charged_s))
+        self._charged_s = now_s
         for (request, _), outcome in zip(calls, self._watch.run([call for _, call in calls]), strict=True):
             request.grammar_s += outcome.took_s
-            is_over = request.grammar_s > FOLLOW_S + FOLLOW_TOKEN_S * request.num_generated
+            self._balance_s -= outcome.took_s
+            at_once_s = FOLLOW_S if self._balance_s > 0 else CROWDED_S
+            is_over = request.grammar_s > at_once_s + FOLLOW_TOKEN_S * request.num_generated
             try:
                 found.append(outcome.get() if not is_over else TooSlow("it takes too long to follow; make it simpler"))
             except Exception as error:
                 found.append(error)
         return found
+
+    @property
+    def is_full(self) -> bool:
+        """Is so much still being worked on for nobody that no answer by a grammar should begin?"""
+        return self._watch.is_full
 
     def nap(self) -> None:
         """Leave the interpreter to the thread for a moment: there is nothing else to do."""
@@ -148,11 +167,12 @@ class Constraints:
 def jumps(request: Request) -> bool:
     """May what is forced be appended without being sampled?
 
-    Not if each token is to be counted, has a log-probability, or may be one that ends the answer.
+    Not if each token is to be counted, has a log-probability (the prompt's come first), or may be one that ends the answer.
     """
     ask = request.ask
+    wants_logprobs = ask.want_logprobs or ask.num_prompt_logprobs is not None
     penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
-    return not ask.want_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
+    return not wants_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:

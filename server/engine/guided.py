@@ -24,6 +24,7 @@ from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.scheduler import Plan, Scheduler
+from vmmkv.server.grammar.watch import OverTime
 from vmmkv.server.protocol import Failed, FromEngine, Output, Outputs
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Guided:
         for request, matcher in self.constraints.opened():
             if isinstance(matcher, Exception):
                 self._refuse(request, "cannot be read", matcher)
+                continue
+            if self.constraints.is_full:
+                busy = OverTime("others that took too long are still being worked on; try again later")
+                self._refuse(request, "cannot be followed", busy)
                 continue
             request.matcher = matcher
             forced: list[int] | Exception = []

@@ -1,7 +1,12 @@
 """What a request must be for this engine, whatever memory there is: else it never starts, and hears why."""
 
+from typing import Final
+
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Generate
+
+MAX_LIKELIEST: Final = 1024
+"""At each place of a prompt: a step of 8192 such places takes 100 MiB of the device, beside its logits."""
 
 
 def why_refused(ask: Generate, runner: Runner, *, max_tokens: int, max_sequences: int) -> str | None:
@@ -39,9 +44,9 @@ def _lengths(ask: Generate, max_tokens: int) -> str | None:
 
 
 def _prompt_logprobs(ask: Generate) -> str | None:
-    if ask.num_prompt_logprobs is None or (ask.num_prompt_logprobs >= 0 and not ask.beam_width):
+    if ask.num_prompt_logprobs is None or (0 <= ask.num_prompt_logprobs <= MAX_LIKELIEST and not ask.beam_width):
         return None
-    return "log-probabilities of a prompt are for sampling, and of 0 or more of the likeliest tokens"
+    return f"log-probabilities of a prompt are for sampling, and of 0 to {MAX_LIKELIEST} of the likeliest tokens"
 
 
 def _beams(ask: Generate, max_sequences: int) -> str | None:

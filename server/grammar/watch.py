@@ -27,7 +27,7 @@ T = TypeVar("T")
 CALL_S: Final = 0.05
 """Of a thread's own time: one that is not scheduled holds nobody up for longer than the machine does anyway."""
 MAX_LEFT: Final = 2
-"""Threads that may work on for nobody before no further calls are begun: each takes a core."""
+"""Threads that may work on for nobody before nothing new is to be begun: each takes a core."""
 
 
 class OverTime(Exception):
@@ -64,15 +64,16 @@ class Watch:
         self._left = [worker for worker in self._left if not worker.is_done]
         return len(self._left)
 
+    @property
+    def is_full(self) -> bool:
+        """Do so many work on for nobody that no more should be risked? What has begun may go on."""
+        return self.num_left >= MAX_LEFT
+
     def run(self, calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
         """What each of them gave, in order. Raises nothing of theirs."""
         outcomes: list[Outcome[T]] = []
         while len(outcomes) < len(calls):
-            if self._worker is None:
-                if self.num_left >= MAX_LEFT:
-                    refusal = OverTime("others that took too long are still being worked on; try again later")
-                    return outcomes + [Outcome(None, refusal, 0.0)] * (len(calls) - len(outcomes))
-                self._worker = _Worker()
+            self._worker = self._worker or _Worker()
             outcomes += self._made(self._worker, calls[len(outcomes) :])
         return outcomes
 
@@ -91,6 +92,7 @@ class Watch:
             if left_s <= 0:
                 self._worker = None
                 self._left.append(worker)
+                worker.end()
                 error = OverTime(
                     f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler"
                 )
@@ -139,6 +141,8 @@ class _Worker:
     def _work(self) -> None:
         while True:
             self._asked.acquire()
+            if self._ends and not self._calls:
+                return
             for place, call in enumerate(self._calls):
                 with self._turning:
                     if self._ends:

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.engine.conftest import Harness, tiny_model
 from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import guided
-from vmmkv.server.engine.constraints import Constraints, TokenMasks, apply_masks
+from vmmkv.server.engine.constraints import FOLLOW_S, Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
@@ -450,3 +451,37 @@ class Launched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}")
         return func(*args, **(kwargs or {}))
+
+
+def test_many_choices_that_are_slow_together_are_charged_together(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be let go on for 0.2 s, and the loop would stand for all of them."""
+    one, real = engine(slots=16), Matcher.fill
+    watched: list[float] = []
+
+    def slow(matcher: Matcher, words: Any, row: int) -> None:
+        until_s = time.thread_time() + 0.02
+        while time.thread_time() < until_s:
+            pass
+        watched.append(0.02)
+        real(matcher, words, row)
+
+    for index in range(16):
+        one.ask(str(index), token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=index)
+    one.ask("free", token_ids("free"), 30)
+    monkeypatch.setattr(Matcher, "fill", slow)
+    one.run()
+    assert len(one.failures()) >= 15 and all("too long to follow" in reason for reason in one.failures().values())
+    assert sum(watched) < 16 * FOLLOW_S / 2 and one.tokens("free") and "free" not in one.failures()
+
+
+def test_no_new_answer_begins_while_too_much_is_worked_on_for_nobody(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    monkeypatch.setattr(Constraints, "is_full", True)
+    one.ask("late", token_ids("?"), 60, grammar=of({"const": "0123"}))
+    one.ask("free", token_ids("free"), 6)
+    one.run()
+    assert "try again later" in one.failures()["late"] and len(one.tokens("free")) == 6

@@ -68,7 +68,7 @@ def test_a_thread_that_has_had_no_time_is_waited_for() -> None:
     watch.close()
 
 
-def test_only_so_many_work_on_for_nobody() -> None:
+def test_it_says_when_too_many_work_on_for_nobody_and_what_has_begun_goes_on() -> None:
     watch = Watch(0.01)
     go = threading.Event()
 
@@ -76,13 +76,26 @@ def test_only_so_many_work_on_for_nobody() -> None:
         while not go.is_set():
             pass
 
-    errors = [outcome.error for outcome in watch.run([spins] * MAX_LEFT + [lambda: None])]
-    assert all("for one step" in str(error) for error in errors[:MAX_LEFT])
-    assert "try again later" in str(errors[MAX_LEFT])
+    *slow, last = watch.run([*([spins] * MAX_LEFT), lambda: None])
+    assert all("for one step" in str(outcome.error) for outcome in slow) and last.error is None
+    assert watch.is_full and watch.run([lambda: "next"])[0].get() == "next"
     go.set()
-    assert eventually(lambda: watch.num_left == 0)
-    assert watch.run([lambda: "next"])[0].get() == "next"
+    assert eventually(lambda: watch.num_left == 0) and not watch.is_full
     watch.close()
+
+
+def test_a_thread_that_is_left_just_as_its_call_ends_ends_too() -> None:
+    watch, before = Watch(0.002), threading.active_count()
+
+    def ends_at_the_limit() -> None:
+        until_s = time.thread_time() + 0.00201
+        while time.thread_time() < until_s:
+            pass
+
+    num_left = sum(outcome.error is not None for _ in range(60) for outcome in watch.run([ends_at_the_limit]))
+    watch.close()
+    assert num_left > 0
+    assert eventually(lambda: threading.active_count() <= before)
 
 
 @pytest.fixture(scope="module")
