@@ -43,8 +43,8 @@ microseconds a token; a short expression can take seconds, and everybody waits f
 """
 
 LOOP_SHARE: Final = 0.25
-"""Of the loop's time, what all grammars together may take: beyond that, and FOLLOW_S at once, an answer has its tokens' share and
-CROWDED_S alone. Else an answer's many choices, each slow and none too slow, would stop the loop for seconds.
+"""Of the loop's time, what all grammars together may take: beyond that, and FOLLOW_S at once, an answer has its tokens' share
+and CROWDED_S alone. Else an answer's many choices, each slow and none too slow, would stop the loop for seconds.
 """
 CROWDED_S: Final = 0.01
 
