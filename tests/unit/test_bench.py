@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +206,26 @@ def test_a_row_that_a_killed_run_cut_off_is_said_and_spoils_no_other(tmp_path: P
     assert reading.cut == (f"{path}:2",)
 
 
-def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(
-    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def harmless_sigterm() -> Iterator[None]:
+    """Who runs the tests is not ended by one that nobody takes."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("what", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.usefixtures("harmless_sigterm")
+def test_ctrl_c_or_sigterm_keeps_what_has_finished_and_says_how_to_go_on(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     def interrupt(settings: Settings, report: Report) -> None:
-        raise KeyboardInterrupt
+        if what == "Ctrl-C":
+            raise KeyboardInterrupt
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # as `timeout` does; it breaks off nothing
 
     def measure(settings: Settings, report: Report) -> None:
         report.add(Row(suite="append", workload="w", system="measured", metric="m", unit="us", summary=exact(1, 1)))
@@ -221,7 +238,7 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(
     printed = capsys.readouterr().out
     assert "measured" in printed
     assert "1 rows appended" in printed
-    assert printed.endswith("stopped by Ctrl-C; continue with --resume\n")
+    assert printed.endswith(f"stopped by {what}; continue with --resume\n")
     assert counted.run(tmp_path, *THREE, "--resume") == ["driver_calls", *(f"kernels {part}" for part in kernels.PARTS)]
 
 
