@@ -219,13 +219,17 @@ def harmless_sigterm() -> Iterator[None]:
 def test_ctrl_c_or_sigterm_keeps_what_has_finished_and_says_how_to_go_on(
     tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
+    ended: list[str] = []
+
     def interrupt(settings: Settings, report: Report) -> None:
-        if what == "Ctrl-C":
-            raise KeyboardInterrupt
         try:
+            if what == "Ctrl-C":
+                raise KeyboardInterrupt
             signal.raise_signal(signal.SIGTERM)
         finally:
-            signal.raise_signal(signal.SIGTERM)  # as `timeout` does; it breaks off nothing
+            if what == "SIGTERM":
+                signal.raise_signal(signal.SIGTERM)  # as `timeout` does
+            ended.append(what)
 
     def measure(settings: Settings, report: Report) -> None:
         report.add(Row(suite="append", workload="w", system="measured", metric="m", unit="us", summary=exact(1, 1)))
@@ -235,6 +239,7 @@ def test_ctrl_c_or_sigterm_keeps_what_has_finished_and_says_how_to_go_on(
         patch.setattr(append, "run", measure)
         patch.setattr(driver_calls, "run", interrupt)
         assert run.main(arguments) == 130
+    assert ended == [what], "the ending was broken off"
     printed = capsys.readouterr().out
     assert "measured" in printed
     assert "1 rows appended" in printed
