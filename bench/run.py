@@ -3,9 +3,12 @@
 Each suite also runs by itself, as `python -m bench.append`.
 """
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Final
 
@@ -33,10 +36,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """What the command line says. The exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _main(arguments)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        with _sigterm_as_ctrl_c():
+            return _main(arguments)
+    except KeyboardInterrupt as interrupt:
+        print(f"stopped by {_who(interrupt)}", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, ends a run as Ctrl-C does: what it has started is ended too."""
+    if threading.current_thread() is not threading.main_thread():  # no other may have a handler
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        # `timeout` sends a second one, to the group, which would break off the ending.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _who(interrupt: KeyboardInterrupt) -> str:
+    return str(interrupt) or "Ctrl-C"
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -55,7 +82,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def run(options: cli.Options) -> int:
-    """Run suites, piece by piece; 1 if any of them failed. Those behind a failed one still run; Ctrl-C ends it, with tables."""
+    """Run suites, piece by piece; 1 if any of them failed. Those behind a failed one still run.
+
+    Ctrl-C or SIGTERM ends it, with tables.
+    """
     settings = options.settings
     torch.manual_seed(settings.seed)
     provenance = Provenance.collect(settings.device, seed=settings.seed, quick=settings.quick, commit=options.commit)
@@ -67,9 +97,9 @@ def run(options: cli.Options) -> int:
     try:
         warm_clock(settings.device)
         _run_pieces(options, report, marks, failed)
-        interrupted = False
-    except KeyboardInterrupt:
-        interrupted = True
+        interrupted = None
+    except KeyboardInterrupt as interrupt:
+        interrupted = _who(interrupt)
     for name in options.suites:
         if any(row.suite == name for row in report.rows):
             suites.print_tables(name, report)
@@ -78,13 +108,16 @@ def run(options: cli.Options) -> int:
         report.say(f"FAILED: {', '.join(failed)}; see the tracebacks above, and the rows `{FAILED}`")
     if interrupted:
         how = f"with --resume {marks.refusal}" if marks.refusal else "continue with --resume"
-        report.say(f"stopped by Ctrl-C; {how}")
+        report.say(f"stopped by {interrupted}; {how}")
         return INTERRUPTED
     return 1 if failed else 0
 
 
 def _run_pieces(options: cli.Options, report: Report, marks: Marks, failed: list[str]) -> None:
     """All of them; the names of those that fail are added to `failed`."""
+    for name in options.suites:
+        for what, why in suites.absent(name, options.settings).items():
+            report.say(f"absent: {name} {what}: {why}")
     pieces = [
         (name, piece, of_piece) for name in options.suites for piece, of_piece in suites.pieces(name, options.settings).items()
     ]

@@ -28,6 +28,8 @@ class Streamed(TypedDict):
     text: str
     finish_reason: str | None
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt's, those that the prefix cache had."""
     completion_tokens: int
     chunks: int
     """That had text, or could have had."""
@@ -97,6 +99,7 @@ def read(data: bytes, status: int, begun_s: float, first_s: float, ended_s: floa
         text="".join(text),
         finish_reason=reason,
         prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         completion_tokens=usage["completion_tokens"],
         chunks=chunks,
         error=None,
@@ -111,6 +114,7 @@ def _failed(error: str, begun_s: float) -> Streamed:
         text="",
         finish_reason=None,
         prompt_tokens=0,
+        cached_tokens=0,
         completion_tokens=0,
         chunks=0,
         error=error,

@@ -44,7 +44,7 @@ class Suite(Protocol):
     """What a suite's module has.
 
     It may also have `PARTS`, names that `--parts` can choose from; `check(settings)`, which raises ValueError for settings that
-    cannot be run; and `pieces(settings)`, see the function of that name.
+    cannot be run; and `pieces(settings)` and `absent(settings)`, see the functions of these names.
     """
 
     run: Callable[[Settings, Report], None]
@@ -104,6 +104,12 @@ def pieces(name: str, settings: Settings) -> Mapping[str, Settings]:
         return {name: settings}
     parts = [part for part in part_names(name) if part in settings.parts or not settings.parts]
     return {f"{name} {part}": replace(settings, parts=(part,)) for part in parts}
+
+
+def absent(name: str, settings: Settings) -> Mapping[str, str]:
+    """By name, what of the suite is left out because something that it needs is not here, and why: said before it runs."""
+    own = getattr(load(name), "absent", None)
+    return own(settings) if own else {}
 
 
 def print_tables(name: str, report: Report) -> None:

@@ -31,7 +31,7 @@ class EngineProcess:
         arguments = (*command, "--socket", socket, "--config", config)
         return cls(
             await asyncio.create_subprocess_exec(
-                *arguments, stdin=DEVNULL, process_group=0, preexec_fn=_die_with_parent(), env=_ENVIRONMENT | os.environ
+                *arguments, stdin=DEVNULL, process_group=0, preexec_fn=die_with_parent(), env=_ENVIRONMENT | os.environ
             )
         )
 
@@ -60,10 +60,11 @@ class EngineProcess:
             await self._process.wait()
 
 
-def _die_with_parent() -> Callable[[], None]:
-    """For the child, before it becomes the engine: have the kernel end it if this process ends, however that happens.
+def die_with_parent() -> Callable[[], None]:
+    """For a child, before it becomes another program: have the kernel end it if this process ends, however that happens.
 
-    Without this an engine whose parent was killed would keep the GPU's memory.
+    Without this an engine whose parent was killed would keep the GPU's memory. Strictly it is the thread that ends: start the
+    child in one that lasts.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
 

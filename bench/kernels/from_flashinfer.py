@@ -5,14 +5,16 @@ GPU.
 
 Over blocks of 16 it is called as its users call it: what it plans, it plans once for a batch, as an engine does once a step for
 all layers, and that is not timed. Over slots there is no such function, for its batched ones want a table of blocks: there it
-is `vmmkv.adapters.attention`'s call for each sequence, whose decode is its prefill with one query, so that a row says what
-FlashInfer as it is does on such memory. Set is `use_tensor_cores`, which it advises where several query heads share one of K
-and V; all else is its default.
+is `single_prefill_with_kv_cache` for each sequence, with one query to decode, since its function that decodes one wants
+K and V without strides; and one call that puts the outputs together. So a row says what FlashInfer as it is does on such
+memory. Set are `use_tensor_cores`, which it advises where several query heads share one of K and V, and over slots the backend
+`fa2`; all else is its default.
 
 Legend: B sequences, S slots, C columns of a table.
 """
 
 import functools
+import itertools
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -21,8 +23,7 @@ import torch
 
 from bench.kernels.batch import Attend, Batch
 from bench.kernels.measure import Inapplicable
-from bench.kernels.memories import BLOCK
-from vmmkv.adapters.attention import flashinfer_decode, flashinfer_prefill
+from bench.kernels.memories import BLOCK, Planes
 from vmmkv.units import MIB, ceil_div
 
 NAME: Final = "FlashInfer"
@@ -46,11 +47,18 @@ def bind_flashinfer(batch: Batch, copy: int) -> Attend:
 
 def _over_slots(batch: Batch, copy: int) -> Attend:
     """Where each sequence begins and ends is on the host, so that a graph can capture the calls."""
-    lengths_B, slots_B = torch.tensor(batch.case.lengths), torch.tensor(batch.slots(copy))
-    if batch.case.is_decode:
-        return lambda planes, _: flashinfer_decode(batch.q_NHD, planes.k, planes.v, lengths_B, slots_B)
-    starts = torch.from_numpy(batch.starts)
-    return lambda planes, _: flashinfer_prefill(batch.q_NHD, planes.k, planes.v, starts, lengths_B, slots_B)
+    attend_one = import_module(_PACKAGE).single_prefill_with_kv_cache
+    queries = [batch.q_NHD[start:end] for start, end in itertools.pairwise(batch.starts.tolist())]
+    places = list(zip(queries, batch.slots(copy), batch.case.lengths, strict=True))
+
+    def attend(planes: Planes, _: torch.Tensor) -> torch.Tensor:
+        outs = [
+            attend_one(q_NHD, planes.k[slot, :length], planes.v[slot, :length], causal=True, kv_layout="NHD", backend="fa2")
+            for q_NHD, slot, length in places
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    return attend
 
 
 def _over_blocks(batch: Batch, copy: int) -> Attend:

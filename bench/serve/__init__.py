@@ -18,7 +18,7 @@ Parts with texts, by a real tokenizer over random weights (padding):
 
 over_http  http: the same requests over HTTP and without          server    `vmmkv serve` and its clients, in processes
 grammar    grammar: masks, and what is forced skipped or sampled  scripted  an engine that says a script
-schemas    what the answers follow
+schemas    what the answers follow                                needs     what these parts lack here
 """
 
 from dataclasses import replace
@@ -27,6 +27,7 @@ from typing import Final
 
 from bench.report import Report
 from bench.serve.models import model_of
+from bench.serve.needs import NEEDY, lacking
 from bench.serve.sizes import Sizes
 from bench.settings import Settings, Shape
 from bench.timing import now_us
@@ -72,9 +73,15 @@ _LONG: Final = ("llama-3.1-8b", "wide")
 
 
 def check(settings: Settings) -> None:
-    """Raises: ValueError for a part that there is not, naming those that there are; or for steps of too few tokens."""
+    """Raises: ValueError for a part that there is not, naming those that there are; for one that was asked for, by its name or
+    by a tokenizer for it, and lacks something; or for steps of too few tokens.
+    """
     if unknown := [part for part in settings.parts if part not in PARTS]:
         raise ValueError(f"no part {', '.join(unknown)}; serve has {', '.join(PARTS)}")
+    for part in NEEDY:
+        asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
+        if asked and (why := lacking(part, settings)):
+            raise ValueError(f"serve's part {part} cannot run: {why}")
     small = settings.quick or not settings.on_gpu
     for shape in _shapes(settings):
         num_sequences = Sizes.of(model_of(shape.name, tiny=small), small=small).max_num_seqs
@@ -84,6 +91,12 @@ def check(settings: Settings) -> None:
                 f"--max-num-batched-tokens {step_tokens} is less than the {num_sequences} sequences that run at once, each of "
                 f"which needs one token a step; raise it to {num_sequences} at least"
             )
+
+
+def absent(settings: Settings) -> dict[str, str]:
+    """Parts that are left out because they lack something here, and why. None is where parts were named: see check."""
+    reasons = {} if settings.parts else {part: lacking(part, settings) for part in NEEDY}
+    return {part: why for part, why in reasons.items() if why}
 
 
 def pieces(settings: Settings) -> dict[str, Settings]:
@@ -104,7 +117,9 @@ def pieces(settings: Settings) -> dict[str, Settings]:
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Every part for every shape. What fails has a row `failed` and no other, and is raised at the end.
+    """Every part for every shape. What fails has a row `failed`, and is raised at the end.
+
+    It has no other, but for `http`: the engine's own have been checked before the server starts.
 
     Raises: ExceptionGroup of WrongNumbers and whatever else the engine raised; ValueError for a part that there is not.
     """
@@ -144,5 +159,5 @@ def _parts(settings: Settings, shape: Shape) -> list[str]:
     if settings.parts:
         return [name for name in PARTS if name in settings.parts]
     small = settings.quick or not settings.on_gpu
-    left_out = ([] if shape.name in _LONG else ["long"]) + ([] if small else ["outside"])
+    left_out = [*([] if shape.name in _LONG else ["long"]), *([] if small else ["outside"]), *absent(settings)]
     return [name for name in PARTS if name not in left_out]

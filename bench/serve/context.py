@@ -71,7 +71,8 @@ class Context:
         except Exception as error:
             self.report.say(f"failed: {workload}: {type(error).__name__}: {error}")
             self.report.add(Row.failed(SUITE, workload, _ANY))
-            error.add_note(workload)
+            # The first note names the row (bench/failures.py); others, such as a server's log, stay behind it.
+            error.__notes__ = [workload, *getattr(error, "__notes__", ())]
             error.__context__ = error.__cause__ = None
             # A traceback keeps the frames, and these keep the memory that the next engine needs.
             self.failures.append(error.with_traceback(None))

@@ -10,7 +10,7 @@ from typing import Final
 from bench.serve import FREE
 from bench.serve.context import Context
 from bench.serve.models import ServedModel
-from bench.serve.padding import tokenizer_file
+from bench.serve.padding import digest_of, tokenizer_file
 from bench.serve.schemas import SCHEMAS
 from bench.serve.scripted import Ask, Run, ScriptedEngine, Told
 from bench.serve.system import Models
@@ -67,7 +67,8 @@ def grammar(context: Context) -> None:
     """The corpus with masks and as free text; of what is mostly forced, with that skipped and sampled."""
     with context.guarded(context.name("grammar", "answers by a grammar")):
         context.close()  # its engine has all memory
-        model = context.model.with_tokenizer(tokenizer_file(context.settings.tokenizer))
+        file = tokenizer_file(context.settings.tokenizer)
+        model = context.model.with_tokenizer(file)
         sizes = _Sizes.of(small=context.settings.quick or not context.settings.on_gpu)
         with closing(Models(model, context.settings.device, context.settings.seed)) as models:
             vocabulary = Vocabulary.load(models.directory, model.vocabulary, sorted(models.source.end_tokens))
@@ -76,7 +77,7 @@ def grammar(context: Context) -> None:
             max_tokens = 2 * _PROMPT_TOKENS + sizes.max_tokens
             engine = ScriptedEngine(models, vocabulary, max_tokens=max_tokens, max_num_seqs=max(sizes.at_once))
             with closing(engine):
-                _measure(context, engine, model, sizes, vocabulary, compiled)
+                _measure(context, engine, model, sizes, vocabulary, compiled, f"tokenizer {digest_of(file)}")
 
 
 def _measure(
@@ -86,7 +87,9 @@ def _measure(
     sizes: _Sizes,
     vocabulary: Vocabulary,
     compiled: Mapping[str, bytes],
+    by: str,
 ) -> None:
+    """`by` is what the workloads say of the tokenizer."""
     draws = random.Random(context.settings.seed)
 
     def prompt() -> list[int]:
@@ -114,10 +117,10 @@ def _measure(
         # As many tokens are sampled: the one that ends an answer too.
         free = [Ask(ask.prompt, b"", by_grammar[ask.grammar].num_sampled) for ask in asks]
         runs = _runs(context, engine, at_once, {FREE: free, MASKS: masks})
-        _add_masks(context, at_once, len(written), runs)
+        _add_masks(context, at_once, len(written), by, runs)
         asks = scripted(forced, at_once)
         runs = _runs(context, engine, at_once, {MASKS: [replace(ask, jumps=False) for ask in asks], JUMPS: asks})
-        _add_jumps(context, at_once, len(forced), runs)
+        _add_jumps(context, at_once, len(forced), by, runs)
 
 
 def _compiled(vocabulary: Vocabulary, names: Sequence[str]) -> dict[str, bytes]:
@@ -165,11 +168,11 @@ def _runs(context: Context, engine: ScriptedEngine, at_once: int, systems: Mappi
     return runs
 
 
-def _add_masks(context: Context, at_once: int, num_schemas: int, runs: Mapping[str, Sequence[Run]]) -> None:
+def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
     count = len(runs[FREE][0].told)
     num_tokens = sum(told.num_sampled for told in runs[MASKS][0].told)
     text = f"masks, {at_once} at once: {count} answers by {num_schemas} schemas, {num_tokens} tokens, all sampled"
-    name = context.name("grammar", text)
+    name = context.name("grammar", f"{text}, {by}")
     decode_s: dict[str, float] = {}
     for system, of_system in runs.items():
         # A free answer's last token has been told; that which ends one by a grammar has not, but was sampled at its end.
@@ -186,11 +189,11 @@ def _add_masks(context: Context, at_once: int, num_schemas: int, runs: Mapping[s
     context.add_figure(name, f"time per token over {FREE}", "x", decode_s[MASKS] / decode_s[FREE], count, system=MASKS)
 
 
-def _add_jumps(context: Context, at_once: int, num_schemas: int, runs: Mapping[str, Sequence[Run]]) -> None:
+def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
     jumped = runs[JUMPS][0].told
     num_tokens = sum(len(told.tokens) for told in jumped)
     text = f"jumps, {at_once} at once: {len(jumped)} answers by {num_schemas} schemas, {num_tokens} tokens"
-    name = context.name("grammar", f"{text}, half of each or more forced")
+    name = context.name("grammar", f"{text}, half of each or more forced, {by}")
     mean_s: dict[str, float] = {}
     steps: dict[str, int] = {}
     for system, of_system in runs.items():

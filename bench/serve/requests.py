@@ -1,5 +1,6 @@
 """What is asked of the engine: prompts of random token ids, and how many tokens each wants."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,20 @@ class Workload:
     def num_out(self) -> int:
         """Tokens of all answers."""
         return sum(self.outs)
+
+
+def begins_alike(prompts: Sequence[TokenIds]) -> int:
+    """Tokens at the beginnings of prompts that another one begins with too: the most that a prefix cache finds if it was empty.
+
+    Of many random prompts some have a first token in common.
+    """
+    ordered = sorted(prompts)  # who has most in common adjoins
+    commons = [_num_common(one, other) for one, other in itertools.pairwise(ordered)]
+    return sum(map(max, [0, *commons], [*commons, 0]))
+
+
+def _num_common(one: TokenIds, other: TokenIds) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class Requests:

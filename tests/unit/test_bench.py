@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +206,30 @@ def test_a_row_that_a_killed_run_cut_off_is_said_and_spoils_no_other(tmp_path: P
     assert reading.cut == (f"{path}:2",)
 
 
-def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(
-    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def harmless_sigterm() -> Iterator[None]:
+    """Who runs the tests is not ended by one that nobody takes."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("what", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.usefixtures("harmless_sigterm")
+def test_ctrl_c_or_sigterm_keeps_what_has_finished_and_says_how_to_go_on(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
+    ended: list[str] = []
+
     def interrupt(settings: Settings, report: Report) -> None:
-        raise KeyboardInterrupt
+        try:
+            if what == "Ctrl-C":
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            if what == "SIGTERM":
+                signal.raise_signal(signal.SIGTERM)  # as `timeout` does
+            ended.append(what)
 
     def measure(settings: Settings, report: Report) -> None:
         report.add(Row(suite="append", workload="w", system="measured", metric="m", unit="us", summary=exact(1, 1)))
@@ -218,10 +239,11 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(
         patch.setattr(append, "run", measure)
         patch.setattr(driver_calls, "run", interrupt)
         assert run.main(arguments) == 130
+    assert ended == [what], "the ending was broken off"
     printed = capsys.readouterr().out
     assert "measured" in printed
     assert "1 rows appended" in printed
-    assert printed.endswith("stopped by Ctrl-C; continue with --resume\n")
+    assert printed.endswith(f"stopped by {what}; continue with --resume\n")
     assert counted.run(tmp_path, *THREE, "--resume") == ["driver_calls", *(f"kernels {part}" for part in kernels.PARTS)]
 
 

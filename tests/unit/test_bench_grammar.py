@@ -11,7 +11,7 @@ import torch
 
 from bench import run
 from bench.serve.models import model_of
-from bench.serve.padding import tokenizer_file
+from bench.serve.padding import SOURCE, digest_of, tokenizer_file
 from bench.serve.schemas import SCHEMAS
 from bench.serve.scripted import Ask, ScriptedEngine
 from bench.serve.system import Models
@@ -19,6 +19,7 @@ from bench.timing import WrongNumbers
 from vmmkv.server.grammar.asked import of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.models import resolve
 
 PROMPT = [5, 6, 7]
 
@@ -31,8 +32,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def source() -> None:
+    """The model whose tokenizer is taken is here: a run fetches nothing."""
+    resolve(SOURCE)
+
+
 @pytest.fixture(scope="module")
-def made() -> Iterator[tuple[ScriptedEngine, Compilation]]:
+def made(source: None) -> Iterator[tuple[ScriptedEngine, Compilation]]:
     model = model_of("llama-3.1-8b", tiny=True).with_tokenizer(tokenizer_file(None))
     with closing(Models(model, torch.device("cpu"), 0)) as models:
         vocabulary = Vocabulary.load(models.directory, model.vocabulary, sorted(models.source.end_tokens))
@@ -88,6 +95,7 @@ def test_a_quick_run_has_masks_and_jumps_beside_what_they_are_held_against(
     rows = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()]
     parts = {row["workload"].removeprefix("tiny llama-3.1-8b grammar: ").partition(":")[0] for row in rows}
     assert parts == {"masks, 1 at once", "jumps, 1 at once", "masks, 4 at once", "jumps, 4 at once"}
+    assert all(row["workload"].endswith(f", tokenizer {digest_of(tokenizer_file(None))}") for row in rows)
     found = {(row["workload"].split()[3], row["system"], row["metric"]): row["p50"] for row in rows}
     assert found["jumps,", "jump-forward", "steps saved"] > 0
     assert found["jumps,", "jump-forward", "forced"] >= 50
