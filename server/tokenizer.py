@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 INLINE_CHARS = 4096
 """Texts of fewer characters together are tokenised in about a millisecond: not worth the way to another thread and back."""
+INLINE_ECHO_TOKENS = 256
+"""Tokens of prompts that are placed in their text in about a millisecond."""
 MESSAGE_CHARS = 64
 """What a message takes beside its content, in the time of so many characters."""
 
@@ -144,7 +146,7 @@ class Tokenizer:
             ]
 
         texts = await self.said(prompts, away=away)
-        echoes: list[Echo] = place() if sum(map(len, encoded)) <= INLINE_CHARS else await away(place)
+        echoes: list[Echo] = place() if sum(map(len, encoded)) <= INLINE_ECHO_TOKENS else await away(place)
         return echoes
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
