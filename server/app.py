@@ -134,12 +134,11 @@ class Service:
         """
         arrived_s = time.perf_counter() if arrived_s is None else arrived_s
 
-        async def away(work: Callable[[], T]) -> T:
+        async def away(work: Callable[[], Any]) -> Any:
             done = await _in_time(request, self.in_turn(request)(work), self.timeout_s(wanted_s), arrived_s)
             if done is None:
                 raise api_errors.client_left()
-            result: T = done
-            return result
+            return done
 
         return away
 

@@ -5,7 +5,7 @@ Python's lock, so that a long prompt does not hold up the event loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -28,7 +28,7 @@ MESSAGE_CHARS = 64
 """What a message takes beside its content, in the time of so many characters."""
 
 
-Away: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+Away: TypeAlias = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """How what takes long is done in a thread: at once, or when its turn comes."""
 
 
