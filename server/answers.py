@@ -83,7 +83,8 @@ class CompletionAnswer(Answer):
         return Completion(**self._head, choices=[], usage=usage)
 
     def _choice(self, delta: TextDelta) -> CompletionChoice:
-        logprobs = None if delta.scores is None else self._logprobs(delta.scores)
+        scores = delta.all_scores()
+        logprobs = None if scores is None else self._logprobs(scores)
         return CompletionChoice(index=delta.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason)
 
     def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:

@@ -83,6 +83,11 @@ def too_late(seconds: float) -> ApiError:
     return ApiError(408, message, type="timeout", code="request_timeout", headers={"x-should-retry": "false"})
 
 
+def client_left() -> ApiError:
+    """499, as nginx has it: nobody reads it."""
+    return ApiError(499, "The client went away.", type="invalid_request_error", code="client_closed_request")
+
+
 def foreign_host(header: bytes) -> ApiError:
     """403: a browser may have been led here by another site."""
     shown = header.decode("ascii", "replace")[:80]

@@ -55,9 +55,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat may go on as long as it fits."""
-CLIENT_CLOSED_REQUEST = 499
-INLINE_SCORES = 512
-"""Tokens with log-probabilities that are written in a few milliseconds: not worth the way to another thread and back."""
+INLINE_LOGPROBS = 512
+"""Those that are written in a few milliseconds: not worth the way to another thread and back."""
 QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """What the engine works on."""
 TOKENISING_AT_ONCE = 4
@@ -78,8 +77,8 @@ class Service:
         self.metrics = Metrics(engine)
         self.viewers = Viewers(engine, self.metrics, self.health, model)
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
-        self.grammars = GrammarService(shared=self.keys.are_required)
-        self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_required)
+        self.grammars = GrammarService(shared=self.keys.are_several)
+        self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_several)
         self.intake = Intake(engine, self.front)
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
         self.stalls = Stalls()
@@ -116,7 +115,7 @@ class Service:
             raise api_errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         self.intake.check_room()
 
-    def away(self, request: Request) -> Away:
+    def in_turn(self, request: Request) -> Away:
         """What takes long is done in a thread when its sender's turn comes. Raises, then: ApiError (429, 503)."""
         caller = getattr(request.state, CALLER)
 
@@ -127,6 +126,21 @@ class Service:
                 raise api_errors.no_turn(error) from error
 
         return in_turn
+
+    def away(self, request: Request, wanted_s: float | None = None, arrived_s: float | None = None) -> Away:
+        """See `in_turn`; to be waited for while the client is there and the request's time is not over.
+
+        Raises, then: ApiError (408, 499) too.
+        """
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
+
+        async def away(work: Callable[[], Any]) -> Any:
+            done = await _in_time(request, self.in_turn(request)(work), self.timeout_s(wanted_s), arrived_s)
+            if done is None:
+                raise api_errors.client_left()
+            return done
+
+        return away
 
     def timeout_s(self, wanted_s: float | None) -> float | None:
         """How long a request may take that asked for so much."""
@@ -233,8 +247,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service, arrived_s = _service(request), time.perf_counter()
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
+    away = service.away(request, body.timeout, arrived_s)
     try:
-        prompts = await tokenizer.encode(body.prompt, away=service.away(request))
+        prompts = await tokenizer.encode(body.prompt, away=away)
     except PromptError as error:
         raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
     new_tokens = [
@@ -246,9 +261,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     check_prompt_logprobs(body, prompts)
     said = echoes = None
     if body.num_prompt_logprobs is not None:
-        echoes = await tokenizer.echoes(body.prompt, prompts, away=service.away(request))
+        echoes = await tokenizer.echoes(body.prompt, prompts, away=away)
     elif body.echo:
-        said = [text for text in await tokenizer.said(body.prompt, away=service.away(request)) for _ in range(body.num_choices)]
+        said = [text for text in await tokenizer.said(body.prompt, away=away) for _ in range(body.num_choices)]
     answer = CompletionAnswer(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts, said)
     return await _respond(
         request, body, ticket, answer, prompts, new_tokens, continues=True, echoes=echoes, arrived_s=arrived_s
@@ -262,7 +277,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
     try:
-        prompt = await tokenizer.encode_chat(body.messages, away=service.away(request))
+        prompt = await tokenizer.encode_chat(body.messages, away=service.away(request, body.timeout, arrived_s))
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.wanted_tokens
@@ -311,7 +326,7 @@ async def _respond(
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
     grammar = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
     if grammar is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return api_errors.client_left().response()
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
@@ -336,15 +351,15 @@ async def _respond(
     )
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
-        return _EventStream(_events(answer, opening, generation, body), generation.close)
+        return _EventStream(_events(answer, opening, generation, body, service.in_turn(request)), generation.close)
     try:
-        whole = await _unless_disconnected(request, _whole(answer, generation))
+        whole = await _unless_disconnected(request, _whole(answer, generation, service.in_turn(request)))
     except (RequestFailed, EngineDead) as error:
         raise _api_error(error) from error
     finally:
         generation.close()
     if whole is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return api_errors.client_left().response()
     return Response(whole, media_type="application/json")
 
 
@@ -355,38 +370,44 @@ async def _compiled(
     service = _service(request)
     if body.grammar[1] is None:
         return b""
-    timeout_s = service.timeout_s(body.timeout)
+    work = service.grammars.compiled(body, ready, namespace=namespace, owner=caller)
+    return await _in_time(request, _while_engine_lives(service, work), service.timeout_s(body.timeout), arrived_s)
+
+
+async def _in_time(request: Request, work: Coroutine[Any, Any, T], timeout_s: float | None, arrived_s: float) -> T | None:
+    """The result of `work`, or None, and `work` cancelled, if the client goes away before. Raises: ApiError (408) when the
+    request's time is over."""
     left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
     try:
         async with asyncio.timeout(left_s):
-            work = service.grammars.compiled(body, ready, namespace=namespace, owner=caller)
-            return await _unless_disconnected(request, _while_engine_lives(service, work))
+            return await _unless_disconnected(request, work)
     except TimeoutError as error:
         assert timeout_s is not None
         raise api_errors.too_late(timeout_s) from error
 
 
-async def _whole(answer: Answer, generation: Generation) -> str:
+async def _whole(answer: Answer, generation: Generation, away: Away) -> str:
     """As JSON."""
     deltas: dict[int, list[TextDelta]] = {}
     async for delta in generation.deltas():
         deltas.setdefault(delta.index, []).append(delta)
     choices = [TextDelta.joined(place, deltas[index]) for place, index in enumerate(generation.chosen())]
-    return await _written(lambda: answer.whole(choices, generation.usage()), choices)
+    return await _written(lambda: answer.whole(choices, generation.usage()), choices, away)
 
 
-async def _written(make: Callable[[], BaseModel], deltas: Sequence[TextDelta]) -> str:
-    """JSON of what is made of these, off the event loop if many of their tokens are named."""
+async def _written(make: Callable[[], BaseModel], deltas: Sequence[TextDelta], away: Away) -> str:
+    """JSON of what is made of these, off the event loop if they have many log-probabilities. Raises: what `away` raises."""
 
     def write() -> str:
         return make().model_dump_json()
 
-    is_short = sum(len(delta.scores or ()) for delta in deltas) <= INLINE_SCORES
-    return write() if is_short else await asyncio.to_thread(write)
+    is_short = sum(delta.num_logprobs for delta in deltas) <= INLINE_LOGPROBS
+    written: str = write() if is_short else await away(write)
+    return written
 
 
 async def _events(
-    answer: Answer, opening: Sequence[BaseModel], generation: Generation, body: GenerationRequest
+    answer: Answer, opening: Sequence[BaseModel], generation: Generation, body: GenerationRequest, away: Away
 ) -> AsyncIterator[str]:
     """Server-sent events; an error after the start can only be one of them, for the status is sent."""
 
@@ -400,7 +421,7 @@ async def _events(
         for chunk in opening:
             yield _event(counted(chunk))
         async for delta in generation.deltas():
-            yield f"data: {await _written(functools.partial(chunk_of, delta), [delta])}\n\n"
+            yield f"data: {await _written(functools.partial(chunk_of, delta), [delta], away)}\n\n"
         if body.include_usage:
             yield _event(answer.closing(generation.usage()))
     except ApiError as error:

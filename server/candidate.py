@@ -1,13 +1,13 @@
 """One text as it comes: its tokens to text, and what is known of each token."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
 from typing import NamedTuple
 
 from vmmkv.server.detokenize import Detokenizer
-from vmmkv.server.prompt_logprobs import unpacked
+from vmmkv.server.prompt_logprobs import LOGPROB_BYTES, unpacked
 from vmmkv.server.protocol import FinishReason, Output, PromptLogprobs
 
 
@@ -34,6 +34,34 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class EchoScores:
+    """The Scores of a prompt as the engine sent them: to unpack them takes long, and the event loop is not the place for it."""
+
+    echo: Echo
+    messages: Sequence[PromptLogprobs]
+
+    @property
+    def num_tokens(self) -> int:
+        """The first of a prompt among them, of which nothing is sent."""
+        return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES
+
+    @property
+    def num_logprobs(self) -> int:
+        """Those of the likeliest tokens among them."""
+        return sum(len(message.logprobs) + len(message.top_logprobs) for message in self.messages) // LOGPROB_BYTES
+
+    def unpacked(self) -> Iterator[Score]:
+        """Of each token, in order."""
+        yield Score(self.echo.token_ids[0], None, (), self.echo.offsets[0])
+        end = 1
+        for message in self.messages:
+            logprobs, likeliest = unpacked(message)
+            begin, end = end, end + len(logprobs)
+            echo = self.echo
+            yield from starmap(Score, zip(echo.token_ids[begin:end], logprobs, likeliest, echo.offsets[begin:end], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text of one candidate, which is a choice of the answer; the last one of each has a finish reason."""
 
@@ -42,12 +70,27 @@ class TextDelta:
     finish_reason: FinishReason | None
     scores: Sequence[Score] | None = None
     """Of the new tokens; None if nobody asked."""
+    echo_scores: EchoScores | None = None
+    """Of a prompt that stands before the new tokens."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many there are to write."""
+        of_echo = 0 if self.echo_scores is None else self.echo_scores.num_logprobs
+        return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
+
+    def all_scores(self) -> Sequence[Score] | None:
+        """Those of an echoed prompt too, which takes a few microseconds each."""
+        if self.echo_scores is None:
+            return self.scores
+        return [*self.echo_scores.unpacked(), *(self.scores or ())]
 
     @staticmethod
     def joined(index: int, deltas: Sequence["TextDelta"]) -> "TextDelta":
         """All that came of one candidate, as if it had come at once."""
         scores = None if deltas[0].scores is None else [score for delta in deltas for score in delta.scores or ()]
-        return TextDelta(index, "".join(delta.text for delta in deltas), deltas[-1].finish_reason, scores)
+        echo_scores = next((delta.echo_scores for delta in deltas if delta.echo_scores is not None), None)
+        return TextDelta(index, "".join(delta.text for delta in deltas), deltas[-1].finish_reason, scores, echo_scores)
 
 
 class Candidate:
@@ -58,11 +101,9 @@ class Candidate:
         self._detokenizer = detokenizer
         self._text = ""
         self._scores: list[Score] | None = [] if scored else None
-        self._echo = echo
-        self._first_offset = 0
-        if echo is not None:
-            self._first_offset = len(echo.text)
-            self._add_scores([None], [()])
+        self._first_offset = 0 if echo is None else len(echo.text)
+        self._echo_scores = None if echo is None else EchoScores(echo, ())
+        self._show_echo()
         self._reason: FinishReason | None = None
         self._logprob_sum = 0.0
         self._num_logprobs = 0
@@ -85,7 +126,9 @@ class Candidate:
 
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """What the engine said of the prompt that is echoed: of its next tokens, in order."""
-        self._add_scores(*unpacked(message))
+        assert self._echo_scores is not None and self._scores is not None, "nobody asked for them"
+        self._echo_scores = EchoScores(self._echo_scores.echo, (*self._echo_scores.messages, message))
+        self._show_echo()
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """What the engine said since the last time, in order. What comes after a stop string counts for nothing."""
@@ -111,20 +154,17 @@ class Candidate:
         """What is new since the last time, as of candidate `index`. None if there is nothing to show: scores wait for text."""
         if not self._text and self._reason is None:
             return None
-        delta = TextDelta(index, self._text, self._reason, self._scores)
-        self._text = ""
+        delta = TextDelta(index, self._text, self._reason, self._scores, self._echo_scores)
+        self._text, self._echo_scores = "", None
         if self._scores is not None:
             self._scores = []
         return delta
 
-    def _add_scores(self, logprobs: Sequence[float | None], likeliest: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Of the next tokens of the prompt; when all are there it can be shown."""
-        echo, scores = self._echo, self._scores
-        assert echo is not None and scores is not None, "nobody asked for them"
-        places = slice(len(scores), len(scores) + len(logprobs))
-        scores += starmap(Score, zip(echo.token_ids[places], logprobs, likeliest, echo.offsets[places], strict=True))
-        if len(scores) == len(echo.token_ids):
-            self._text = echo.text
+    def _show_echo(self) -> None:
+        """Of a prompt that is scored, when all its scores are there."""
+        scores = self._echo_scores
+        if scores is not None and scores.num_tokens == len(scores.echo.token_ids):
+            self._text = scores.echo.text
 
     def _feed_scored(
         self, token_ids: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[tuple[int, float]]]

@@ -14,7 +14,7 @@ from vmmkv.server.client import Answers, EngineClient, News, RequestFailed
 from vmmkv.server.limits import DoesNotFit, Limits
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Beams, Generate, Output, PromptLogprobs, Ready
-from vmmkv.server.sampling_schemas import MAX_PROMPT_LOGPROBS
+from vmmkv.server.sampling_schemas import MAX_PROMPT_LOGPROBS, PROMPT_TOKEN_WEIGHT
 from vmmkv.server.schemas import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int
     """Raises: ApiError (400) if it asks for more log-probabilities of its prompts than an answer may hold."""
     if request.num_prompt_logprobs is None:
         return
-    each = 1 + request.num_prompt_logprobs
+    each = PROMPT_TOKEN_WEIGHT + request.num_prompt_logprobs
     num_tokens = request.num_candidates * sum(map(len, prompts))
     if each * num_tokens > MAX_PROMPT_LOGPROBS:
         message = (
-            f"Invalid logprobs: with echo this request is for {each * num_tokens} log-probabilities, {each} for each of "
+            f"Invalid logprobs: with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of "
             f"{num_tokens} tokens of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or "
             "choices in a request."
         )

@@ -34,6 +34,8 @@ class Keys:
         ]
         self.are_required = bool(self._callers)
         """Whether who has no key is turned away."""
+        self.are_several = len(self._callers) > 1
+        """Whether one may have to leave something to another; the administrator's does not count."""
         if admin_key is not None:
             self._callers.append(Caller(name="the administrator", is_admin=True, digest=self._digest(admin_key.encode())))
 
@@ -51,7 +53,7 @@ class Keys:
 
     def sees_all(self, caller: Caller) -> bool:
         """May this caller see what all are doing? Where several keys are, only the administrator."""
-        return caller.is_admin or len(self._callers) - any(each.is_admin for each in self._callers) <= 1
+        return caller.is_admin or not self.are_several
 
     def namespace(self, caller: Caller, salt: str | None) -> str | None:
         """What prompts must have in common, beside their tokens, to share what is known of them.

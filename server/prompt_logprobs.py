@@ -4,11 +4,14 @@ Legend: W tokens of a prompt, T likeliest ones at the place of each.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from vmmkv.server.protocol import PromptLogprobs
+
+LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
 
 
 def packed(

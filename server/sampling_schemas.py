@@ -13,9 +13,11 @@ from vmmkv.server.schema_base import WireRequest
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 """Of the likeliest tokens at each place."""
-MAX_PROMPT_LOGPROBS: Final = 1 << 18
+MAX_PROMPT_LOGPROBS: Final = 1 << 15
 """Of the prompts of one request, all their choices together, those of the likeliest tokens among them: each is named in the
-answer, which takes a few microseconds."""
+answer, which takes a few microseconds, some of them under Python's lock without a pause."""
+PROMPT_TOKEN_WEIGHT: Final = 4
+"""What a token of a prompt counts for there beside its likeliest: it has a text, a place and a table of its own."""
 
 
 def _as_token_ids(value: Any) -> Any:

@@ -5,7 +5,7 @@ Python's lock, so that a long prompt does not hold up the event loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 INLINE_CHARS = 4096
 """Texts of fewer characters together are tokenised in about a millisecond: not worth the way to another thread and back."""
+INLINE_ECHO_TOKENS = 256
+"""Tokens of prompts that are placed in their text in about a millisecond."""
 MESSAGE_CHARS = 64
 """What a message takes beside its content, in the time of so many characters."""
 
 
-Away: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+Away: TypeAlias = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """How what takes long is done in a thread: at once, or when its turn comes."""
 
 
@@ -144,7 +146,7 @@ class Tokenizer:
             ]
 
         texts = await self.said(prompts, away=away)
-        echoes: list[Echo] = place() if sum(map(len, encoded)) <= INLINE_CHARS else await away(place)
+        echoes: list[Echo] = place() if sum(map(len, encoded)) <= INLINE_ECHO_TOKENS else await away(place)
         return echoes
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:

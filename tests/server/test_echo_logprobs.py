@@ -1,14 +1,18 @@
 """Laws of `echo` with `logprobs`: how likely a prompt is, over the wire."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
-from tests.server.tiny import token_ids
-from vmmkv.server.protocol import Generate
+from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv.server import candidate
+from vmmkv.server.protocol import Generate, PromptLogprobs
 from vmmkv.server.sampling_schemas import MAX_PROMPT_LOGPROBS
+from vmmkv.server.tokenizer import Tokenizer
 
 PROMPT = "a€bc"
 """Of six tokens, three of which are one character."""
@@ -126,11 +130,50 @@ def test_beams_say_nothing_of_a_prompt(server: Running) -> None:
     assert refused(server, use_beam_search=True)["param"] == "logprobs"
 
 
-def test_too_many_are_refused_with_what_would_work(server: Running) -> None:
-    most = MAX_PROMPT_LOGPROBS // 21 // 128
-    error = refused(server, prompt=[[97] * (most + 1)] * 128, logprobs=20, max_tokens=1)
+@pytest.mark.parametrize("count", [0, 20])
+def test_too_many_are_refused_with_what_would_work(server: Running, count: int) -> None:
+    most = MAX_PROMPT_LOGPROBS // (4 + count) // 128
+    error = refused(server, prompt=[[97] * (most + 1)] * 128, logprobs=count, max_tokens=1)
     assert error["param"] == "logprobs" and str(MAX_PROMPT_LOGPROBS) in error["message"]
-    assert len(ask(server, prompt=[[97] * most] * 128, logprobs=20, max_tokens=0)["choices"]) == 128
+    assert len(ask(server, prompt=[[97] * most] * 128, logprobs=count, max_tokens=0)["choices"]) == 128
+
+
+def test_the_guide_says_how_many_there_may_be() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/server.md").read_text()
+    most = [MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS // 4, MAX_PROMPT_LOGPROBS // 24]
+    assert all(f" {count:,} " in guide for count in most)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_those_of_a_long_prompt_are_unpacked_in_a_thread_in_its_senders_turn(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    at_work: list[int] = []
+
+    def unpacked(message: PromptLogprobs) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        at_work.append(server.service.tokenising._at_work.total())
+        return real(message)
+
+    real = candidate.unpacked
+    monkeypatch.setattr(candidate, "unpacked", unpacked)
+    body: Any = {"prompt": [97] * 200, "logprobs": 5, "max_tokens": 1}
+    (choice,) = joined(server, **body) if stream else ask(server, **body)["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 201 and set(at_work) == {1}
+
+
+@pytest.mark.parametrize("num_tokens, is_away", [(256, False), (257, True)])
+def test_few_tokens_of_a_prompt_are_placed_on_the_event_loop(num_tokens: int, is_away: bool) -> None:
+    done: list[bool] = []
+
+    async def away(work: Any) -> Any:
+        done.append(True)
+        return work()
+
+    prompt = token_ids("a") * num_tokens
+    (echo,) = asyncio.run(Tokenizer(byte_tokenizer()).echoes([prompt], [prompt], away=away))
+    assert list(echo.offsets) == list(range(num_tokens)) and bool(done) == is_away
 
 
 def test_who_goes_away_in_its_prompt_leaves_nothing() -> None:

@@ -3,11 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.support import Running, eventually, running_server
 from vmmkv.server import api_errors
+from vmmkv.server.app import MAX_TOKENISING
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
@@ -135,3 +138,48 @@ class TestTokenising:
         for thread in flood:
             thread.join(20)
         assert ask("a-key-of-one", "quick") == 200
+
+    @pytest.fixture
+    def taken(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+        """A server whose only turn somebody has until the test ends."""
+        with running_server() as server:
+            tokenizer, go = server.service.tokenizer, threading.Event()
+            assert tokenizer is not None
+            monkeypatch.setattr(tokenizer, "encode_one", lambda prompt, **options: [97] if go.wait(20) else [])
+            server.service.tokenising = Turns("long texts", at_once=1, most=8, shared=False)
+            has_it = threading.Thread(target=server.http.post, args=("/tokenize",), kwargs={"json": {"prompt": "a" * 9999}})
+            has_it.start()
+            try:
+                assert eventually(lambda: server.service.tokenising._at_work.total() == 1)
+                yield server
+            finally:
+                go.set()
+                has_it.join(20)
+
+    COMPLETION = ("/v1/completions", {"prompt": "a" * 9999})
+    CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 9999}]})
+    TOKENS = ("/tokenize", {"prompt": "a" * 9999})
+
+    @pytest.mark.parametrize("path, body", [COMPLETION, CHAT])
+    def test_who_waits_for_a_turn_has_an_answer_when_the_time_is_over(
+        self, taken: Running, path: str, body: dict[str, Any]
+    ) -> None:
+        late = taken.http.post(path, json={"model": "tiny", "timeout": 0.1, **body}, timeout=5)
+        assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
+        assert taken.service.tokenising._here.total() == 1 and taken.service.intake.num_sequences == 0
+
+    @pytest.mark.parametrize("path, body", [COMPLETION, CHAT, TOKENS])
+    def test_who_goes_away_while_waiting_for_a_turn_gives_back_the_place(
+        self, taken: Running, path: str, body: dict[str, Any]
+    ) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            taken.http.post(path, json={"model": "tiny", **body}, timeout=0.2)
+        assert eventually(lambda: taken.service.tokenising._here.total() == 1, within_s=2)
+        assert eventually(lambda: taken.service.intake.num_sequences == 0, within_s=2)
+
+    @pytest.mark.parametrize("keys, is_shared", [((), False), (("one",), False), (("one", "two"), True)])
+    def test_the_places_are_shared_only_where_several_ask(self, keys: tuple[str, ...], is_shared: bool) -> None:
+        api_keys = tuple(f"a-key-of-{name}" for name in keys)
+        with running_server(front=FrontConfig(api_keys=api_keys, admin_key="the-admins-key")) as server:
+            assert (server.service.tokenising.most_each < MAX_TOKENISING) == is_shared
+            assert server.service.grammars._shared == is_shared
