@@ -13,7 +13,7 @@ from vmmkv.server.schema_base import WireRequest
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROBS: Final = 20
 """Of the likeliest tokens at each place."""
-MAX_PROMPT_LOGPROBS: Final = 1 << 15
+MAX_PROMPT_LOGPROBS: Final = 1 << 17
 """Of the prompts of one request, all their choices together, those of the likeliest tokens among them: each is named in the
 answer, which takes a few microseconds, some of them under Python's lock without a pause."""
 PROMPT_TOKEN_WEIGHT: Final = 4
