@@ -4,6 +4,7 @@ Exit codes: 0 it was asked to finish; 1 it could not start; 3 the device's conte
 """
 
 import argparse
+import gc
 import logging
 import math
 from typing import Any
@@ -55,6 +56,9 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     loaded = load(config, send)
     send(loaded.ready)
     loaded.engine.settle()
+    # What has been loaded stays: a full collection would look at all of it, 0.2 s for 400,000 objects, between two steps.
+    gc.collect()
+    gc.freeze()
     log.info(
         "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
         format_bytes(loaded.ready.budget_bytes),
