@@ -62,6 +62,8 @@ QUEUED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 TOKENISING_AT_ONCE = 4
 """Texts that are long: a short one takes no turn."""
 MAX_TOKENISING = 4096
+WRITING_AT_ONCE = 2
+"""Answers of many log-probabilities. As many may wait as requests are in flight: what is finished is not turned away."""
 
 router = APIRouter()
 
@@ -79,6 +81,7 @@ class Service:
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
         self.grammars = GrammarService(shared=self.keys.are_several)
         self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_several)
+        self.writing = Turns("long answers", at_once=WRITING_AT_ONCE, shared=self.keys.are_several)
         self.intake = Intake(engine, self.front)
         self.watchdog = Watchdog(engine.silent_s, self.front.stuck_after_s)
         self.stalls = Stalls()
@@ -115,32 +118,28 @@ class Service:
             raise api_errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         self.intake.check_room()
 
-    def in_turn(self, request: Request) -> Away:
-        """What takes long is done in a thread when its sender's turn comes. Raises, then: ApiError (429, 503)."""
-        caller = getattr(request.state, CALLER)
-
-        async def in_turn(work: Callable[[], T]) -> T:
-            try:
-                return await self.tokenising.in_thread(caller, work)
-            except QueueFull as error:
-                raise api_errors.no_turn(error) from error
-
-        return in_turn
-
     def away(self, request: Request, wanted_s: float | None = None, arrived_s: float | None = None) -> Away:
-        """See `in_turn`; to be waited for while the client is there and the request's time is not over.
+        """A long text is read in a thread when its sender's turn comes, if the client is there then, and the time not over.
 
-        Raises, then: ApiError (408, 499) too.
+        Raises, then: ApiError (408, 429, 499, 503).
         """
+        caller = getattr(request.state, CALLER)
         arrived_s = time.perf_counter() if arrived_s is None else arrived_s
 
         async def away(work: Callable[[], Any]) -> Any:
-            done = await _in_time(request, self.in_turn(request)(work), self.timeout_s(wanted_s), arrived_s)
+            try:
+                done = await _in_time(request, self.tokenising.in_thread(caller, work), self.timeout_s(wanted_s), arrived_s)
+            except QueueFull as error:
+                raise api_errors.no_turn(error) from error
             if done is None:
                 raise api_errors.client_left()
             return done
 
         return away
+
+    def writes(self, request: Request) -> Away:
+        """A long answer is written in a thread when its sender's turn comes."""
+        return functools.partial(self.writing.in_thread, getattr(request.state, CALLER))
 
     def timeout_s(self, wanted_s: float | None) -> float | None:
         """How long a request may take that asked for so much."""
@@ -351,9 +350,9 @@ async def _respond(
     )
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
-        return _EventStream(_events(answer, opening, generation, body, service.in_turn(request)), generation.close)
+        return _EventStream(_events(answer, opening, generation, body, service.writes(request)), generation.close)
     try:
-        whole = await _unless_disconnected(request, _whole(answer, generation, service.in_turn(request)))
+        whole = await _unless_disconnected(request, _whole(answer, generation, service.writes(request)))
     except (RequestFailed, EngineDead) as error:
         raise _api_error(error) from error
     finally:
@@ -396,7 +395,7 @@ async def _whole(answer: Answer, generation: Generation, away: Away) -> str:
 
 
 async def _written(make: Callable[[], BaseModel], deltas: Sequence[TextDelta], away: Away) -> str:
-    """JSON of what is made of these, off the event loop if they have many log-probabilities. Raises: what `away` raises."""
+    """JSON of what is made of these, off the event loop if they have many log-probabilities."""
 
     def write() -> str:
         return make().model_dump_json()

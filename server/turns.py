@@ -4,6 +4,7 @@ begin ── a place in the owner's own line ── the lines take turns ──>
 """
 
 import asyncio
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -20,14 +21,14 @@ class ShareFull(QueueFull):
 
 
 class Turns:
-    """Of one kind of work, `of`, of which `at_once` are done at once, and `most` wait or are done.
+    """Of one kind of work, `of`, of which `at_once` are done at once, and `most`, if not all that come, wait or are done.
 
     With `shared` one owner has at most a quarter of the places, and not all of what is done at once where that is several.
     Use within one event loop.
     """
 
-    def __init__(self, of: str, *, at_once: int, most: int, shared: bool) -> None:
-        self.most_each = max(1, most // 4) if shared else most
+    def __init__(self, of: str, *, at_once: int, shared: bool, most: float = math.inf) -> None:
+        self.most_each = max(1, most / 4) if shared else most
         self._of = of
         self._most = most
         self._free = at_once

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.support import Running, eventually, running_server
 from vmmkv.server import api_errors
-from vmmkv.server.app import MAX_TOKENISING
+from vmmkv.server.app import INLINE_LOGPROBS, MAX_TOKENISING
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
@@ -183,3 +183,14 @@ class TestTokenising:
         with running_server(front=FrontConfig(api_keys=api_keys, admin_key="the-admins-key")) as server:
             assert (server.service.tokenising.most_each < MAX_TOKENISING) == is_shared
             assert server.service.grammars._shared == is_shared
+
+
+class TestWriting:
+    def test_a_finished_answer_is_written_however_many_texts_wait_to_be_read(self) -> None:
+        with running_server() as server:
+            server.service.tokenising = Turns("long texts", at_once=1, most=1, shared=False)
+            asyncio.run_coroutine_threadsafe(server.service.tokenising.begin("somebody"), server.loop).result(10)
+            body = {"model": "tiny", "prompt": "a" * 120, "max_tokens": 120, "logprobs": 5}
+            answer = server.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert INLINE_LOGPROBS < 120 * 5 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 120
