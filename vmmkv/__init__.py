@@ -2,34 +2,38 @@
 
     from vmmkv import KVCache, KVLayout, Pool
 
-Importing this starts no CUDA context, no thread and no logging.
+Importing this starts no CUDA context, no thread and no logging; torch comes with the first name that is asked for.
 """
 
-from vmmkv.cache import KVCache
-from vmmkv.driver.base import Driver
-from vmmkv.errors import (
-    BudgetError,
-    Closed,
-    DriverError,
-    DriverUnavailable,
-    Evicted,
-    ForkedProcess,
-    LayoutError,
-    OutOfPages,
-    OutOfSlots,
-    RowsUnmapped,
-    SequenceTooLong,
-    VmmkvError,
-)
-from vmmkv.kv_type import KVType
-from vmmkv.layout import Group, KVLayout, Plane
-from vmmkv.pool import Pool, PoolStats
-from vmmkv.prefix import PrefixCache, PrefixStats
-from vmmkv.prefix_costs import Rung
-from vmmkv.prefix_ladder import Attached
-from vmmkv.sequence import Parked, Sequence
-from vmmkv.stats import CacheStats
-from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vmmkv.cache import KVCache
+    from vmmkv.driver.base import Driver
+    from vmmkv.errors import (
+        BudgetError,
+        Closed,
+        DriverError,
+        DriverUnavailable,
+        Evicted,
+        ForkedProcess,
+        LayoutError,
+        OutOfPages,
+        OutOfSlots,
+        RowsUnmapped,
+        SequenceTooLong,
+        VmmkvError,
+    )
+    from vmmkv.kv_type import KVType
+    from vmmkv.layout import Group, KVLayout, Plane
+    from vmmkv.pool import Pool, PoolStats
+    from vmmkv.prefix import PrefixCache, PrefixStats
+    from vmmkv.prefix_costs import Rung
+    from vmmkv.prefix_ladder import Attached
+    from vmmkv.sequence import Parked, Sequence
+    from vmmkv.stats import CacheStats
+    from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
 
 __version__ = "0.1.0"
 
@@ -67,3 +71,48 @@ __all__ = [
     "SequenceTooLong",
     "VmmkvError",
 ]
+
+_MODULE_OF = {
+    "GIB": "units",
+    "KIB": "units",
+    "MIB": "units",
+    "PAGE_BYTES": "units",
+    "TIB": "units",
+    "Attached": "prefix_ladder",
+    "BudgetError": "errors",
+    "CacheStats": "stats",
+    "Closed": "errors",
+    "Driver": "driver.base",
+    "DriverError": "errors",
+    "DriverUnavailable": "errors",
+    "Evicted": "errors",
+    "ForkedProcess": "errors",
+    "Group": "layout",
+    "KVCache": "cache",
+    "KVLayout": "layout",
+    "KVType": "kv_type",
+    "LayoutError": "errors",
+    "OutOfPages": "errors",
+    "OutOfSlots": "errors",
+    "Parked": "sequence",
+    "Plane": "layout",
+    "Pool": "pool",
+    "PoolStats": "pool",
+    "PrefixCache": "prefix",
+    "PrefixStats": "prefix",
+    "RowsUnmapped": "errors",
+    "Rung": "prefix_costs",
+    "Sequence": "sequence",
+    "SequenceTooLong": "errors",
+    "VmmkvError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,13 +1,14 @@
 """What quantised K and V are kept as. What the bits mean is said, and done, in kernels/quantise.py."""
 
 from dataclasses import dataclass
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from vmmkv.errors import LayoutError
 
-_PAYLOAD_DTYPES: Final = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+if TYPE_CHECKING:
+    import torch
+
+_PAYLOAD_DTYPES: Final = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 
 KV_KINDS: Final = tuple(_PAYLOAD_DTYPES)
 KV_SCALES: Final = ("token", "head")
@@ -38,9 +39,12 @@ class KVType:
             )
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """Of the payload's elements."""
-        return _PAYLOAD_DTYPES[self.kind]
+        import torch  # the command line knows the kinds without it
+
+        dtype: torch.dtype = getattr(torch, _PAYLOAD_DTYPES[self.kind])
+        return dtype
 
     def width(self, dim: int) -> int:
         """Payload elements of a vector of `dim`. Raises LayoutError for an odd one in int4."""

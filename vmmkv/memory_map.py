@@ -6,13 +6,15 @@ pages   0    1    2    3    4    5    6    7
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vmmkv.memory import SlotMemory
-from vmmkv.occupancy import Occupancy
-from vmmkv.ranges import Span
 from vmmkv.slots import SlotState
 from vmmkv.units import PAGE_BYTES
+
+if TYPE_CHECKING:  # who only reads maps needs no torch
+    from vmmkv.memory import SlotMemory
+    from vmmkv.occupancy import Occupancy
+    from vmmkv.ranges import Span
 
 
 class RunState(enum.StrEnum):
@@ -57,7 +59,7 @@ _new = tuple.__new__
 """Of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
 
 
-def slot_maps(memory: SlotMemory, occupancy: Occupancy, slots: Sequence[int]) -> list[SlotMap]:
+def slot_maps(memory: "SlotMemory", occupancy: "Occupancy", slots: Sequence[int]) -> list[SlotMap]:
     """Look at some slots. The pool's lock is held."""
     table, parked = memory.table, occupancy.parked
     states, lengths = table.states[slots].tolist(), table.lengths[slots].tolist()
@@ -76,7 +78,7 @@ def slot_maps(memory: SlotMemory, occupancy: Occupancy, slots: Sequence[int]) ->
     return found
 
 
-def _runs(span: Span, state: RunState, written_end_page: int) -> list[Run]:
+def _runs(span: "Span", state: RunState, written_end_page: int) -> list[Run]:
     """Live extents that begin at or past `written_end_page` are ahead. One pass, that does little for each extent."""
     runs: list[Run] = []
     mappings, page, end_page = span.mappings, span.first_page, span.end_page
@@ -100,7 +102,7 @@ def _runs(span: Span, state: RunState, written_end_page: int) -> list[Run]:
     return runs
 
 
-def _retiring(span: Span) -> list[Run]:
+def _retiring(span: "Span") -> list[Run]:
     runs: list[Run] = []
     for page in sorted(span.mappings):
         mapping = span.mappings[page]

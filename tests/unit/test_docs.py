@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-import vmmkv
+import vmmkv.errors
 from bench import suites
 from vmmkv.cli import serve
 from vmmkv.server import metrics
