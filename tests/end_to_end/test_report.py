@@ -1,4 +1,4 @@
-"""All quick suites on the CPU, and the report of their rows as a browser shows it."""
+"""All quick suites on the CPU: their rows, and the report of them as a browser shows it."""
 
 import json
 import os
@@ -9,15 +9,26 @@ import sys
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from bench.decode_loop import Mode
+from bench.hf import PARTS, decode, fitting, memory
+from bench.hf.caches import DYNAMIC, STATIC, SYSTEMS, VMMKV
+from bench.serve.compared_sizes import ComparedSizes
+from bench.serve.models import model_of
+from bench.serve.padding import digest_of, tokenizer_file
 from bench.suites import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
 PHONE_WIDTH = 390
+FIELDS = (
+    *("suite", "workload", "system", "metric", "unit", "p20", "p50", "p80", "p99", "n", "bound"),
+    *("device", "driver", "versions", "commit", "seed", "quick", "date"),
+)
 
 # A page that opens the report in a frame as wide as a phone, unfolds all of it, and leaves what it measures in its own title.
 PROBE = """<!DOCTYPE html><title>none</title>
@@ -70,33 +81,173 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Browser:
     return Browser(program, tmp_path_factory.mktemp("profile"))
 
 
+@dataclass(frozen=True, slots=True)
+class QuickRun:
+    """Everything that is quick, once."""
+
+    folder: Path
+    said: str
+    progress: str
+
+    def rows(self, suite: str, part: str = "") -> list[dict[str, Any]]:
+        """Of a suite, or of those whose workload has a word in its name."""
+        rows = map(json.loads, (self.folder / f"{suite}.jsonl").read_text().splitlines())
+        return [row for row in rows if part in row["workload"]]
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run of everything that is quick."""
-    out = tmp_path_factory.mktemp("bench")
-    bench(f"run --quick --device cpu --commit tested --out {out}")
-    bench(f"report {out} --out {out}")
-    return out / "report.html"
+def quick(tmp_path_factory: pytest.TempPathFactory) -> QuickRun:
+    folder = tmp_path_factory.mktemp("bench")
+    done = bench(f"run --quick --device cpu --commit tested --seed 7 --out {folder}")
+    return QuickRun(folder, done.stdout, done.stderr)
 
 
-def bench(arguments: str) -> None:
+@pytest.fixture(scope="module")
+def report(quick: QuickRun) -> Path:
+    """The page of it."""
+    bench(f"report {quick.folder} --out {quick.folder}")
+    return quick.folder / "report.html"
+
+
+def bench(arguments: str) -> "subprocess.CompletedProcess[str]":
     done = subprocess.run(
         [sys.executable, "-m", "bench", *arguments.split()],
         cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=290,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done
 
 
-def test_every_quick_suite_writes_rows_and_none_has_failed(report: Path) -> None:
-    for suite in ALL:
-        rows = [json.loads(line) for line in (report.parent / f"{suite}.jsonl").read_text().splitlines()]
-        assert rows
-        assert not [row["workload"] for row in rows if row["metric"] == "failed"]
+# the rows
+
+
+@pytest.mark.parametrize("suite", ALL)
+def test_every_suite_writes_rows_that_are_whole_and_none_has_failed(quick: QuickRun, suite: str) -> None:
+    rows = quick.rows(suite)
+    assert rows
+    for row in rows:
+        assert tuple(row) == FIELDS
+        assert (row["suite"], row["commit"], row["seed"], row["quick"]) == (suite, "tested", 7, True)
+        assert row["metric"] != "failed", row["workload"]
+        assert row["n"] > 0 or row["unit"] == "times", "what others do meanwhile may be counted over nobody"
+        assert row["p20"] <= row["p50"] <= row["p80"] <= row["p99"]
+        assert set(row["versions"]) == {"torch", "triton", "cuda_bindings", "vmmkv", "python"}
+    names = [(row["workload"], row["system"], row["metric"]) for row in rows]
+    assert len(set(names)) == len(names), "two rows have one name"
+
+
+def test_append_runs_every_mode(quick: QuickRun) -> None:
+    coming = [row for row in quick.rows("append") if row["workload"].endswith("coming and going")]
+    assert {row["system"] for row in coming} == {mode.value for mode in Mode}
+    stalled = {row["system"]: row["p50"] for row in coming if row["metric"] == "stalled"}
+    assert stalled["off"] > 0
+    assert stalled["static"] == 0
+    for mode in ("slack", "adopted"):
+        assert any(row["metric"] == "pumped" and row["p99"] > 0 for row in coming if row["system"] == mode)
+
+
+def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
+    rows = quick.rows("prefix")
+    cold = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, cold"}
+    assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "copy", "recompute"))}
+    warm = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, warm"}
+    assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy"))}
+    for rung in ("alias", "adopt", "copy"):
+        taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {rung}", f"by {rung}")]
+        assert taken and all(share > 0 for share in taken)
+    assert {row["system"] for row in rows if row["workload"].startswith("wide attach ")} == {
+        *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")
+    }
+    assert any(row["system"] == "radix tree" for row in rows)
+    assert {row["system"] for row in rows if row["workload"] == "wide 4 requests of 20 + 12 tokens, 4 out, cold"} == {
+        *("paged 16", "vmmkv chooser", "vmmkv alias", "vmmkv copy")
+    }
+    assert {row["system"] for row in rows if row["metric"] == "promoted"} == {*("vmmkv chooser", "vmmkv alias", "vmmkv adopt")}
+    assert "attention over aliases, times as fast as over copies" not in quick.said, "promised of another shape"
+
+
+def test_serve_has_every_part_and_checks_its_answers(quick: QuickRun) -> None:
+    parts = ("mixed", "single", "first", "long", "shared cold", "shared warm", "step", "host 64", "host 512")
+    elsewhere = ("closed", "rates", "bursts", "outside", "http", "grammar")
+    found = {row["workload"].removeprefix("tiny llama-3.1-8b ").partition(":")[0] for row in quick.rows("serve")}
+    assert parts and found - set(elsewhere) == set(parts)
+    rows = [row for row in quick.rows("serve") if row["workload"].removeprefix("tiny llama-3.1-8b ").partition(":")[0] in parts]
+    assert {row["system"] for row in rows} == {"vmmkv"}
+    assert {row["bound"] for row in rows} == {None}, "a CPU has none"
+    assert {row["n"] for row in rows if row["metric"] == "total"} == {2}
+    assert {row["p20"] for row in rows if row["metric"] == "same answers in all runs"} == {100}
+    attached = {row["workload"].split()[3].rstrip(":"): row["p50"] for row in rows if row["metric"] == "prompt tokens attached"}
+    assert attached["warm"] > 90
+    assert "absent: breakdown" in quick.said
+    assert "checked: tiny llama-3.1-8b mixed: 10 answered with exactly" in quick.said
+    assert "tiny llama-3.1-8b, single, run 2 of 2" in quick.progress
+
+
+def test_serve_compares_every_system_on_every_workload(quick: QuickRun) -> None:
+    sizes = ComparedSizes.of(model_of("wide", tiny=True), 0, small=True, max_num_batched_tokens=None)
+    engines = {"vmmkv", "paged 16", "static 512"}
+    for workload in sizes.closed:
+        mine = quick.rows("serve", f"tiny llama-3.1-8b closed: {workload.name}: ")
+        assert engines <= {row["system"] for row in mine}
+        same = {row["system"]: row["p50"] for row in mine if row["metric"] == "same answers as vmmkv"}
+        assert same.keys() >= engines - {"vmmkv"} and all(share == 100 for share in same.values())
+        first = {row["system"]: row["n"] for row in mine if row["metric"] == "first token"}
+        assert all(first[system] == 2 * len(workload.asks) for system in engines), "two runs"
+    rates = {row["workload"] for row in quick.rows("serve", " rates: ")}
+    assert len(rates) == len(sizes.rates) + len(sizes.bursts)
+    goodputs = [row for row in quick.rows("serve") if row["metric"] == "goodput"]
+    assert len(goodputs) == len(rates) * len(engines) and all(row["p50"] > 0 for row in goodputs)
+
+
+def test_what_the_server_says_over_http_is_what_the_engine_says(quick: QuickRun) -> None:
+    rows = quick.rows("serve", "tiny llama-3.1-8b http: ")
+    found = {(row["system"], row["metric"]): row["p50"] for row in rows}
+    assert {system for system, metric in found if metric == "throughput"} == {"vmmkv", "vmmkv serve"}
+    assert found["vmmkv serve", "same answers as vmmkv"] == found["vmmkv", "same answers in all runs"] == 100
+    assert {row["workload"].rpartition(", ")[2] for row in rows} == {f"tokenizer {digest_of(tokenizer_file(None))}"}
+
+
+def test_masks_and_jumps_stand_beside_what_they_are_held_against(quick: QuickRun) -> None:
+    rows = quick.rows("serve", " grammar: ")
+    parts = {row["workload"].removeprefix("tiny llama-3.1-8b grammar: ").partition(":")[0] for row in rows}
+    assert parts == {"masks, 1 at once", "jumps, 1 at once", "masks, 4 at once", "jumps, 4 at once"}
+    assert all(row["workload"].endswith(f", tokenizer {digest_of(tokenizer_file(None))}") for row in rows)
+    found = {(row["workload"].split()[3], row["system"], row["metric"]): row["p50"] for row in rows}
+    assert found["jumps,", "jump-forward", "steps saved"] > 0
+    assert found["jumps,", "jump-forward", "forced"] >= 50
+    assert {system for part, system, _ in found if part == "masks,"} == {"free text", "masks"}
+    assert "all runs say the same" in quick.said
+
+
+def test_hf_has_rows_of_all_systems_in_all_parts(quick: QuickRun) -> None:
+    found: dict[str, set[tuple[str, str]]] = {part: set() for part in PARTS}
+    for row in quick.rows("hf"):
+        (part,) = (part for part in PARTS if f" {part}: " in row["workload"])
+        found[part].add((row["system"], row["metric"]))
+    assert {system for system, _ in found["decode"]} == set(SYSTEMS)
+    for metric in (decode.STEP, decode.RATE, decode.PREFILL):
+        assert {(system, metric) for system in SYSTEMS} <= found["decode"]
+    assert all(row["p20"] == 100 for row in quick.rows("hf") if row["metric"] == decode.SAME)
+    metrics = {"memory": [memory.PEAK, memory.WASTE, memory.LAYER], "longest": [fitting.LONGEST], "mixed": [fitting.ADMITTED]}
+    for part, of_part in metrics.items():
+        assert found[part] == {(system, metric) for system in SYSTEMS for metric in of_part}
+    counted = {(row["system"], row["metric"]): row for row in quick.rows("hf") if row["bound"] is not None}
+    assert 1.4 < ratio(counted[DYNAMIC, memory.LAYER]) < 1.6, "keys are copied while the values are there too"
+    assert ratio(counted[VMMKV, memory.LAYER]) == pytest.approx(1, abs=0.01)
+    assert 0.8 < ratio(counted[VMMKV, fitting.LONGEST]) <= 1 and ratio(counted[STATIC, fitting.LONGEST]) > 0.99
+    assert counted[VMMKV, fitting.ADMITTED]["p50"] > counted[STATIC, fitting.ADMITTED]["p50"]
+
+
+def ratio(row: dict[str, Any]) -> float:
+    return float(row["p50"] / row["bound"])
+
+
+# the page
 
 
 def test_every_figure_and_table_is_there_and_fits_a_phone(report: Path, browser: Browser) -> None:

@@ -125,32 +125,6 @@ def test_who_waits_too_long_or_gets_slow_tokens_is_not_good() -> None:
     assert compared._num_tokens(outcome, 0.7) == 4 and compared._num_tokens(outcome, 2.9) == 8
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("compared")
-    assert quick(folder, "--parts", "closed", "rates", "bursts", "--repeat", "1") == 0
-    return rows_of(folder)
-
-
-def test_a_quick_run_compares_every_system_on_every_workload(rows: list[dict[str, Any]]) -> None:
-    sizes = ComparedSizes.of(model_of("wide", tiny=True), 0, small=True, max_num_batched_tokens=None)
-    engines = {"vmmkv", "paged 16", "static 512"}
-    names = [(row["workload"], row["system"], row["metric"]) for row in rows]
-    assert len(set(names)) == len(names), "two rows have one name"
-    for workload in sizes.closed:
-        prefix = f"tiny llama-3.1-8b closed: {workload.name}: "
-        mine = [row for row in rows if row["workload"].startswith(prefix)]
-        assert engines <= {row["system"] for row in mine}
-        same = {row["system"]: row["p50"] for row in mine if row["metric"] == "same answers as vmmkv"}
-        assert same.keys() >= engines - {"vmmkv"} and all(share == 100 for share in same.values())
-        first = {row["system"]: row["n"] for row in mine if row["metric"] == "first token"}
-        assert all(first[system] == len(workload.asks) for system in engines)
-    rates = {row["workload"] for row in rows if " rates: " in row["workload"]}
-    assert len(rates) == len(sizes.rates) + len(sizes.bursts)
-    goodputs = [row for row in rows if row["metric"] == "goodput"]
-    assert len(goodputs) == len(rates) * len(engines) and all(row["p50"] > 0 for row in goodputs)
-
-
 def test_a_system_that_says_something_else_has_a_row_that_says_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,17 +1,14 @@
 """What answers by a grammar cost, measured: all runs say the same script, and what is wrong is seen."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench import run
 from bench.serve.models import model_of
-from bench.serve.padding import SOURCE, digest_of, tokenizer_file
+from bench.serve.padding import SOURCE, tokenizer_file
 from bench.serve.schemas import SCHEMAS
 from bench.serve.scripted import Ask, ScriptedEngine
 from bench.serve.system import Models
@@ -85,19 +82,3 @@ def test_a_script_that_the_grammar_does_not_allow_is_seen(made: tuple[ScriptedEn
     with pytest.raises(WrongNumbers):
         engine.run([replace(ask, script=[*written.tokens[:-1], written.tokens[-1] + 1])], 1)
     assert engine.run([ask], 1).told[0].tokens == written.tokens, "and the engine goes on"
-
-
-def test_a_quick_run_has_masks_and_jumps_beside_what_they_are_held_against(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--parts", "grammar", "--repeat", "1", "--commit", "abc123")
-    assert run.main(("serve", "--quick", "--device", "cpu", "--out", str(tmp_path), *options)) == 0
-    rows = [json.loads(line) for line in (tmp_path / "serve.jsonl").read_text().splitlines()]
-    parts = {row["workload"].removeprefix("tiny llama-3.1-8b grammar: ").partition(":")[0] for row in rows}
-    assert parts == {"masks, 1 at once", "jumps, 1 at once", "masks, 4 at once", "jumps, 4 at once"}
-    assert all(row["workload"].endswith(f", tokenizer {digest_of(tokenizer_file(None))}") for row in rows)
-    found = {(row["workload"].split()[3], row["system"], row["metric"]): row["p50"] for row in rows}
-    assert found["jumps,", "jump-forward", "steps saved"] > 0
-    assert found["jumps,", "jump-forward", "forced"] >= 50
-    assert {system for part, system, _ in found if part == "masks,"} == {"free text", "masks"}
-    assert "all runs say the same" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """The hf suite: caches of transformers under one loop, no report of what is wrong, meters that count, and the bars."""
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,31 +43,6 @@ def context(tmp_path: Path) -> Iterator[Context]:
 
 def rows_of(*, batch: int = 2, seed: int = 3) -> Rows:
     return Rows(SMALL, CPU, batch=batch, pass_tokens=16, seed=seed)
-
-
-def test_a_quick_run_has_rows_of_all_systems_in_all_parts(tmp_path: Path) -> None:
-    assert run.main(("hf", "--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc123")) == 0
-    rows = [json.loads(line) for line in (tmp_path / "hf.jsonl").read_text().splitlines()]
-    found: dict[str, set[tuple[str, str]]] = {part: set() for part in PARTS}
-    for row in rows:
-        (part,) = (part for part in PARTS if f" {part}: " in row["workload"])
-        found[part].add((row["system"], row["metric"]))
-    assert {system for system, _ in found["decode"]} == set(SYSTEMS)
-    for metric in (decode.STEP, decode.RATE, decode.PREFILL):
-        assert {(system, metric) for system in SYSTEMS} <= found["decode"]
-    assert all(row["p20"] == 100 for row in rows if row["metric"] == decode.SAME)
-    metrics = {"memory": [memory.PEAK, memory.WASTE, memory.LAYER], "longest": [fitting.LONGEST], "mixed": [fitting.ADMITTED]}
-    for part, of_part in metrics.items():
-        assert found[part] == {(system, metric) for system in SYSTEMS for metric in of_part}
-    counted = {(row["system"], row["metric"]): row for row in rows if row["bound"] is not None}
-    assert 1.4 < ratio(counted[DYNAMIC, memory.LAYER]) < 1.6, "keys are copied while the values are there too"
-    assert ratio(counted[VMMKV, memory.LAYER]) == pytest.approx(1, abs=0.01)
-    assert 0.8 < ratio(counted[VMMKV, fitting.LONGEST]) <= 1 and ratio(counted[STATIC, fitting.LONGEST]) > 0.99
-    assert counted[VMMKV, fitting.ADMITTED]["p50"] > counted[STATIC, fitting.ADMITTED]["p50"]
-
-
-def ratio(row: dict[str, Any]) -> float:
-    return float(row["p50"] / row["bound"])
 
 
 # what is wrong

@@ -25,7 +25,7 @@ from bench.serve import PARTS, absent
 from bench.serve.bars import bars
 from bench.serve.engine import Answers
 from bench.serve.over_http import _check_streams, _checked
-from bench.serve.padding import SOURCE, digest_of, padded, tokenizer_file, vocabulary_of
+from bench.serve.padding import SOURCE, padded, tokenizer_file, vocabulary_of
 from bench.serve.requests import Workload, begins_alike
 from bench.serve.server import Clients, Server
 from bench.settings import SHAPES, Settings
@@ -375,14 +375,3 @@ def test_the_engines_own_rows_stay_if_the_server_fails_which_has_the_same_worklo
     assert {row["system"] for row in rows if row["metric"] == "throughput"} == {"vmmkv"}
     assert len({row["workload"] for row in rows}) == 1
     assert "its log" in capsys.readouterr().out
-
-
-def test_a_quick_run_over_http_says_what_the_engine_says(tmp_path: Path) -> None:
-    options = ("--parts", "http", "--repeat", "1", "--commit", "abc123")
-    assert run.main(("serve", "--quick", "--device", "cpu", "--out", str(tmp_path), *options)) == 0
-    rows = rows_of(tmp_path)
-    found = {(row["system"], row["metric"]): row["p50"] for row in rows}
-    assert {system for system, metric in found if metric == "throughput"} == {"vmmkv", "vmmkv serve"}
-    assert found["vmmkv serve", "same answers as vmmkv"] == found["vmmkv", "same answers in all runs"] == 100
-    assert {row["workload"].rpartition(", ")[2] for row in rows} == {f"tokenizer {digest_of(tokenizer_file(None))}"}
-    assert {row["workload"].partition(":")[0] for row in rows} == {"tiny llama-3.1-8b http"}

@@ -236,29 +236,6 @@ def test_attached_rows_are_compared_bit_for_bit(kind: "str | Sharing") -> None:
         system.close()
 
 
-def test_a_quick_run_has_every_part_and_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(("prefix", "--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc123")) == 0
-    rows = [json.loads(line) for line in (tmp_path / "prefix.jsonl").read_text().splitlines()]
-    names = [(row["workload"], row["system"], row["metric"]) for row in rows]
-    assert len(set(names)) == len(names), "two rows have one name"
-    cold = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, cold"}
-    assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "copy", "recompute"))}
-    warm = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, warm"}
-    assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy"))}
-    for rung in ("alias", "adopt", "copy"):
-        taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {rung}", f"by {rung}")]
-        assert taken and all(share > 0 for share in taken)
-    assert {row["system"] for row in rows if row["workload"].startswith("wide attach ")} == {
-        *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")
-    }
-    assert any(row["system"] == "radix tree" for row in rows)
-    assert {row["system"] for row in rows if row["workload"] == "wide 4 requests of 20 + 12 tokens, 4 out, cold"} == {
-        *("paged 16", "vmmkv chooser", "vmmkv alias", "vmmkv copy")
-    }
-    assert {row["system"] for row in rows if row["metric"] == "promoted"} == {*("vmmkv chooser", "vmmkv alias", "vmmkv adopt")}
-    assert "attention over aliases, times as fast as over copies" not in capsys.readouterr().out, "promised of another shape"
-
-
 def test_parts_that_there_are_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run.main(["prefix", "--parts", "chatt"])

@@ -27,9 +27,6 @@ from vmmkv import Attached, PrefixCache
 from vmmkv.server import Completion, Engine
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = ("closed", "rates", "bursts", "outside", "http", "grammar")
-"""Parts with test files of their own."""
-
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen3-0.6b"]
 
 
@@ -121,28 +118,6 @@ def test_steady_steps_have_their_context_before_the_first_has_ended(step_tokens:
 
 
 # a run
-
-
-def test_a_quick_run_has_every_part_and_checks_its_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quick(tmp_path, "--parts", *(part for part in PARTS if part not in ELSEWHERE)) == 0
-    rows = rows_of(tmp_path)
-    names = [(row["workload"], row["system"], row["metric"]) for row in rows]
-    assert len(set(names)) == len(names), "two rows have one name"
-    for row in rows:
-        assert (row["suite"], row["system"], row["quick"], row["commit"]) == ("serve", "vmmkv", True, "abc123")
-        assert row["p20"] <= row["p50"] <= row["p80"] <= row["p99"]
-        assert row["bound"] is None, "a CPU has none"
-        assert row["metric"] != "failed"
-    parts = {row["workload"].removeprefix("tiny llama-3.1-8b ").partition(":")[0] for row in rows}
-    assert parts == {"mixed", "single", "first", "long", "shared cold", "shared warm", "step", "host 64", "host 512"}
-    assert {row["n"] for row in rows if row["metric"] == "total"} == {2}
-    assert {row["p20"] for row in rows if row["metric"] == "same answers in all runs"} == {100}
-    attached = {row["workload"].split()[3].rstrip(":"): row["p50"] for row in rows if row["metric"] == "prompt tokens attached"}
-    assert attached["warm"] > 90
-    printed = capsys.readouterr()
-    assert "absent: breakdown" in printed.out
-    assert "checked: tiny llama-3.1-8b mixed: 10 answered with exactly" in printed.out
-    assert "tiny llama-3.1-8b, single, run 2 of 2" in printed.err
 
 
 def test_parts_repeats_and_other_models_are_taken_from_the_command_line(tmp_path: Path) -> None:
