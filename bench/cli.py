@@ -158,7 +158,11 @@ def _parser(*, short: bool) -> Parser:
     group = parser.add_argument_group("suites with parts")
     group.add_argument("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
     group.add_argument(
-        "--cases", nargs="+", default=(), metavar="CASE", help="of kernels alone, by the names that rows have, such as 64x8K"
+        "--cases",
+        nargs="+",
+        default=(),
+        metavar="CASE",
+        help="of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems too: chat, or 8",
     )
     group.add_argument(
         "--fa3",

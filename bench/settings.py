@@ -63,10 +63,11 @@ class Settings:
     append suite does on the device: `attention` (real rows, real kernels) or `sleep`. `sequences` and `steps` of None
     are the suite's own choice.
 
-    `parts` of the kernels, the prefix or the serve suite by their names, empty for all. Of the kernels suite: `cases` likewise;
-    `fa3`, FlashAttention-3's library; `shapes`, empty for `shape` alone. Of the serve suite: `repeat`, timed runs of each
-    workload; `max_num_batched_tokens`, what a step computes at most, None for the engine's own choice; `tokenizer`, the
-    tokenizer.json of its parts that make texts, None for that of SmolLM2.
+    `parts` of the kernels, the prefix or the serve suite by their names, empty for all. `cases` likewise, of the kernels suite
+    and of the serve suite's parts that compare systems. Of the kernels suite: `fa3`, FlashAttention-3's library; `shapes`,
+    empty for `shape` alone. Of the serve suite: `repeat`, timed runs of each workload; `max_num_batched_tokens`, what a step
+    computes at most, None for the engine's own choice; `tokenizer`, the tokenizer.json of its parts that make texts, None for
+    that of SmolLM2.
     """
 
     device: torch.device

@@ -78,9 +78,13 @@ def check(settings: Settings, names: Sequence[str]) -> None:
 
     Raises: ValueError.
     """
-    for option, given in (("--cases", settings.cases), ("--fa3", settings.fa3)):
-        if given and "kernels" not in names:
-            raise ValueError(f"{option} is of kernels, which is not wanted here: name that suite, or leave {option} out")
+    if settings.cases and "kernels" not in names and not ("serve" in names and settings.parts):
+        raise ValueError(
+            "--cases is of kernels, which is not wanted here, and of serve where --parts names what has some: name that suite, "
+            "or such parts, or leave --cases out"
+        )
+    if settings.fa3 and "kernels" not in names:
+        raise ValueError("--fa3 is of kernels, which is not wanted here: name that suite, or leave --fa3 out")
     with_parts = [name for name in names if part_names(name)]
     if settings.parts and not with_parts:
         raise ValueError(f"--parts: {' and '.join(names)} have none; leave --parts out")

@@ -60,7 +60,10 @@ PARTS: Final = {
 }
 """The module where each is a function of that name. It is loaded when the suite runs: the other suites need no server."""
 
-_ALONE: Final = ("compared", "over_http", "grammar")
+_COMPARED: Final = "compared"
+"""The module whose parts have cases."""
+
+_ALONE: Final = (_COMPARED, "over_http", "grammar")
 """Modules whose parts have engines of their own: each is a piece of a run."""
 
 _LAST: Final = "breakdown"
@@ -74,7 +77,7 @@ _LONG: Final = ("llama-3.1-8b", "wide")
 
 def check(settings: Settings) -> None:
     """Raises: ValueError for a part that there is not, naming those that there are; for one that was asked for, by its name or
-    by a tokenizer for it, and lacks something; or for steps of too few tokens.
+    by a tokenizer for it, and lacks something; for cases that its parts have not; or for steps of too few tokens.
     """
     if unknown := [part for part in settings.parts if part not in PARTS]:
         raise ValueError(f"no part {', '.join(unknown)}; serve has {', '.join(PARTS)}")
@@ -82,6 +85,7 @@ def check(settings: Settings) -> None:
         asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
         if asked and (why := lacking(part, settings)):
             raise ValueError(f"serve's part {part} cannot run: {why}")
+    _check_cases(settings)
     small = settings.quick or not settings.on_gpu
     for shape in _shapes(settings):
         num_sequences = Sizes.of(model_of(shape.name, tiny=small), small=small).max_num_seqs
@@ -91,6 +95,25 @@ def check(settings: Settings) -> None:
                 f"--max-num-batched-tokens {step_tokens} is less than the {num_sequences} sequences that run at once, each of "
                 f"which needs one token a step; raise it to {num_sequences} at least"
             )
+
+
+def _check_cases(settings: Settings) -> None:
+    """Cases are of the parts that were named. Where none was, they are another suite's."""
+    if not (settings.cases and settings.parts):
+        return
+    if others := [part for part in settings.parts if PARTS[part] != _COMPARED]:
+        some = ", ".join(part for part, module in PARTS.items() if module == _COMPARED)
+        raise ValueError(f"--cases: serve's part {', '.join(others)} has none; {some} have some, and are then named alone")
+    names = {part: _case_names(settings, _shapes(settings)[0], part) for part in settings.parts}
+    if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
+        there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
+        raise ValueError(f"no case {', '.join(unknown)}: {there_are}")
+
+
+def _case_names(settings: Settings, shape: Shape, part: str) -> list[str]:
+    from bench.serve.compared_sizes import sizes_of
+
+    return sizes_of(settings, model_of(shape.name, tiny=settings.quick or not settings.on_gpu)).case_names(part)
 
 
 def absent(settings: Settings) -> dict[str, str]:
@@ -105,13 +128,22 @@ def pieces(settings: Settings) -> dict[str, Settings]:
     The profiler slows what comes later: its part goes last, of all shapes.
     """
     groups: dict[tuple[Shape, str], list[str]] = {}
+    cases: dict[tuple[Shape, str], tuple[str, ...]] = {}
     for shape in _shapes(settings):
         for name in _parts(settings, shape):
             alone = PARTS[name] in _ALONE or name == _LAST
-            groups.setdefault((shape, name if alone else "engine"), []).append(name)
+            group = shape, name if alone else "engine"
+            if settings.cases and settings.parts:
+                own = _case_names(settings, shape, name)
+                cases[group] = tuple(case for case in settings.cases if case in own)
+                if not cases[group]:
+                    continue
+            groups.setdefault(group, []).append(name)
     last_last = sorted(groups.items(), key=lambda item: item[1] == [_LAST])
     return {
-        f"{shape.name} {group}": replace(settings, shape=shape, shapes=(), parts=tuple(names))
+        f"{shape.name} {group}": replace(
+            settings, shape=shape, shapes=(), parts=tuple(names), cases=cases.get((shape, group), ())
+        )
         for (shape, group), names in last_last
     }
 

@@ -15,7 +15,7 @@ import torch
 from bench.baselines.memory import systems_on
 from bench.serve import SYSTEM, roofline
 from bench.serve.checks import TOLERANCE, LogProbs, alike, distance
-from bench.serve.compared_sizes import ComparedSizes, Target
+from bench.serve.compared_sizes import ComparedSizes, Target, sizes_of
 from bench.serve.context import Context
 from bench.serve.drive import Outcome
 from bench.serve.outside import absent, outside_systems
@@ -89,13 +89,7 @@ def _open_loop(context: Context, at_rates: Sequence[float], burstiness: float, k
 
 
 def _sizes(context: Context) -> ComparedSizes:
-    settings = context.settings
-    return ComparedSizes.of(
-        context.model,
-        settings.seed,
-        small=settings.quick or not settings.on_gpu,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-    )
+    return sizes_of(context.settings, context.model).only(context.settings.cases)
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """What the parts that compare systems ask of them, and what the systems may take."""
 
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 from bench import workloads
 from bench.serve.models import ServedModel
 from bench.serve.system import Limits
+from bench.settings import Settings
 from bench.workloads import Workload
 from vmmkv.units import GIB, MIB
+
+_Asked = TypeVar("_Asked", Workload, float)
 
 _IDS: Final = 10_001
 """Token ids of prompts are below it, whatever the model, as in the suite's other parts."""
@@ -56,6 +60,27 @@ class ComparedSizes:
     sampled: int
     """Requests whose first tokens are held against those of the first system."""
 
+    def case_names(self, part: str) -> list[str]:
+        """By which `--cases` chooses among what a part asks one after the other: workloads' names, or rates."""
+        asked: tuple[Workload | float, ...] = getattr(self, part)
+        return [_case_name(each) for each in asked]
+
+    def only(self, cases: Sequence[str]) -> "ComparedSizes":
+        """Of what the parts ask that of these names; all if none is named."""
+        if not cases:
+            return self
+
+        def chosen(asked: tuple[_Asked, ...]) -> tuple[_Asked, ...]:
+            return tuple(each for each in asked if _case_name(each) in cases)
+
+        return replace(
+            self,
+            closed=chosen(self.closed),
+            outside=chosen(self.outside),
+            rates=chosen(self.rates),
+            bursts=chosen(self.bursts),
+        )
+
     def arriving(self, rate: float, burstiness: float, seed: int) -> Workload:
         """The open workload's first requests at a rate."""
         count = min(len(self.open.asks), max(self.least, round(rate * self.duration_s)))
@@ -103,3 +128,17 @@ class ComparedSizes:
             target=Target(first_s=5.0, per_token_s=0.5) if small else Target(first_s=1.0, per_token_s=0.05),
             sampled=2 if small else 4,
         )
+
+
+def sizes_of(settings: Settings, model: ServedModel) -> ComparedSizes:
+    """Those of a run."""
+    return ComparedSizes.of(
+        model,
+        settings.seed,
+        small=settings.quick or not settings.on_gpu,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+
+
+def _case_name(asked: Workload | float) -> str:
+    return asked.name if isinstance(asked, Workload) else f"{asked:g}"

@@ -57,6 +57,11 @@ WAYS: dict[str, dict[str, Any]] = {
 PADDED = "a mask: padding, or another pattern than causal"
 
 
+pytestmark = pytest.mark.skipif(
+    not checks.INTERPRETED, reason="CPU tensors go to vmmkv's kernels in Triton's interpreter alone; on a GPU: test_hf_cuda.py"
+)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_declined_unseen() -> Iterator[None]:
     declined.clear()

@@ -1,18 +1,21 @@
 """Systems side by side: driven by arrivals, checked against each other, and what is wrong has no row but that it failed."""
 
+import dataclasses
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bench import workloads
+from bench import serve, workloads
 from bench.serve import compared
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.drive import Drive, Outcome, Served
 from bench.serve.models import model_of
 from bench.serve.system import Begin, EngineSystem
+from bench.settings import SHAPES, Settings
 from bench.timing import WrongNumbers
 from bench.workloads import Ask
 from tests.unit.test_bench_serve import quick, rows_of
@@ -123,6 +126,21 @@ def test_who_waits_too_long_or_gets_slow_tokens_is_not_good() -> None:
     outcome = Outcome(served, 3.0, [])
     assert compared._num_good(outcome, target) == 2
     assert compared._num_tokens(outcome, 0.7) == 4 and compared._num_tokens(outcome, 2.9) == 8
+
+
+def test_a_run_of_some_cases_has_their_rows_and_can_be_resumed_at_the_others(tmp_path: Path) -> None:
+    options = ("--parts", "closed", "rates", "bursts", "--cases")
+    settings = Settings(device=torch.device("cpu"), shape=SHAPES["wide"], quick=True, parts=options[1:4], cases=("chat", "8"))
+    wanted = {"wide closed": ("chat",), "wide rates": ("8",), "wide bursts": ("8",)}
+    assert {name: piece.cases for name, piece in serve.pieces(settings).items()} == wanted
+    of_chat = dataclasses.replace(settings, cases=("chat",))
+    assert list(serve.pieces(of_chat)) == ["wide closed"]
+    of_another_suite = dataclasses.replace(settings, parts=())
+    assert not any(piece.cases for piece in serve.pieces(of_another_suite).values())
+    assert quick(tmp_path, *options, "skewed", "8", "--repeat", "1") == 0
+    asked = {row["workload"].partition("closed: ")[2].partition(":")[0] or row["workload"] for row in rows_of(tmp_path)}
+    assert "skewed" in asked and len(asked) == 3
+    assert all(each == "skewed" or ", 8 requests/s, " in each for each in asked)
 
 
 def test_a_system_that_says_something_else_has_a_row_that_says_failed(

@@ -185,6 +185,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(capsys: pytest.Ca
         (["serve", "prefix", "--parts", "mixed"], "serve and prefix have different ones; name one suite"),
         (["serve", "--repeat", "0"], "--repeat 0: at least 1"),
         (["serve", "--cases", "64x8K"], "--cases is of kernels, which is not wanted here"),
+        (
+            ["serve", "--parts", "closed", "single", "--cases", "chat"],
+            "serve's part single has none; closed, rates, bursts, outside",
+        ),
+        (["serve", "--quick", "--parts", "rates", "bursts", "--cases", "8", "9"], "no case 9: rates has 4, 8; bursts has 8"),
         (["serve", "append", "--fa3", __file__], "--fa3 is of kernels, which is not wanted here"),
         (["serve", "--quick", "--max-num-batched-tokens", "15"], "15 is less than the 16 sequences"),
         (["append", "--device", "cuda:64"], "--device cuda:64: torch sees"),
