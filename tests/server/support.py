@@ -48,9 +48,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(*, ready: Ready = READY, start_engine: bool = True, front: FrontConfig | None = None) -> Iterator[Running]:
-    """Start all of it, and stop all of it; nothing is left of either."""
+def running_server(
+    *,
+    ready: Ready = READY,
+    start_engine: bool = True,
+    front: FrontConfig | None = None,
+    send_buffer_bytes: int | None = None,
+) -> Iterator[Running]:
+    """Start all of it, and stop all of it; nothing is left of either. The kernel holds so much of an answer for a client."""
     with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, socket.create_server(("127.0.0.1", 0)) as listener:
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # connections have it from there
         address = f"ipc://{directory}/engine"
         engine = FakeEngine(address, ready=ready)
         started = threading.Event()
