@@ -2,12 +2,23 @@
 
 import os
 
+import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# `make nightly`: more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
-settings.register_profile("nightly")
+# Examples have no time that a busy machine could exceed, and are the same in every run, but for those of `make nightly`: there
+# are more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", unhurried, derandomize=False)
+settings.register_profile("each change", unhurried, derandomize=True)
+settings.load_profile("each change")
 
 # Triton reads this when it is first imported, its own library functions included. Some packages import it on their way.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random numbers are its own, whatever ran before it in the same process."""
+    torch.manual_seed(0)

@@ -28,12 +28,23 @@ def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_after
     directory = tmp_path / "model"
     directory.mkdir()
     with small_server(directory, "--api-key", ONE, "--admin-key", ADMIN, "--max-num-seqs", "8") as server:
-        for options in RUNS:
+
+        def finished() -> float:
+            return server.metric('requests_total{outcome="finished"}')
+
+        def ask(options: tuple[str, ...], seed: int) -> None:
             command = [*COMMAND, *options, "--max-time", str(seconds), "--workers", str(workers), f"{server.url}/openapi.json"]
+            command += [] if is_nightly else ["--seed", str(seed)]
             ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds + 120)
             assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+        for options in RUNS:
+            ask(options, 1)
+        for seed in (2, 3, 4, 5):  # a busy machine asks less in its seconds
+            if finished() <= 10:
+                ask(RUNS[-1], seed)
         until(server.is_empty)
-        assert server.metric('requests_total{outcome="finished"}') > 10, "hardly anything reached the engine"
+        assert finished() > 10, "hardly anything reached the engine"
         assert server.http(ADMIN).post("/kv/reset", json={}).status_code == 200
         until(lambda: server.metric("kv_free_bytes") == server.metric("kv_created_bytes"))
         assert server.openai().completions.create(model="model", prompt="a", max_tokens=2).choices

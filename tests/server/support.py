@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -46,9 +48,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(*, ready: Ready = READY, start_engine: bool = True, front: FrontConfig | None = None) -> Iterator[Running]:
-    """Start all of it, and stop all of it; nothing is left of either."""
+def running_server(
+    *,
+    ready: Ready = READY,
+    start_engine: bool = True,
+    front: FrontConfig | None = None,
+    send_buffer_bytes: int | None = None,
+) -> Iterator[Running]:
+    """Start all of it, and stop all of it; nothing is left of either. The kernel holds so much of an answer for a client."""
     with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, socket.create_server(("127.0.0.1", 0)) as listener:
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # connections have it from there
         address = f"ipc://{directory}/engine"
         engine = FakeEngine(address, ready=ready)
         started = threading.Event()
@@ -85,8 +95,21 @@ def running_server(*, ready: Ready = READY, start_engine: bool = True, front: Fr
                 engine.stop()
 
 
-def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
-    """Whether the condition comes true in time."""
+@contextlib.contextmanager
+def asking(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A request whose client waits until the end of the block, answered or not, and then goes away without a word."""
+    server, content = httpx.URL(url), json.dumps(body).encode()
+    head = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((server.host, server.port or 80), timeout=20) as connection:
+        connection.sendall(f"POST {path} {head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> bool:
+    """Whether the condition comes true in time.
+
+    What another thread or process does after it has answered is waited for like this: how soon is up to the machine.
+    """
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,5 +1,6 @@
 """Laws of the API, as OpenAI's own client and plain HTTP see it."""
 
+import itertools
 import json
 import math
 import threading
@@ -13,7 +14,7 @@ import openai
 import pytest
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED
-from tests.server.support import Running, eventually, running_server
+from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.protocol import Generate
 
@@ -119,12 +120,19 @@ class TestChat:
         assert all(chunk.usage is None for chunk in stream)
 
     def test_text_is_streamed_as_it_comes(self, server: Running) -> None:
-        server.engine.answer, server.engine.step_s = answering("abcd"), 0.1
-        started = time.monotonic()
-        times = [
-            time.monotonic() - started for _ in server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
-        ]
-        assert times[-1] - times[1] > 0.2
+        ids, num_steps = token_ids("abcd"), itertools.count(1)
+        seen, in_time = threading.Event(), list[bool]()
+
+        def answer(_: Generate) -> list[int]:
+            if next(num_steps) > 1:  # the second step is made when the first one's text has been read
+                in_time.append(seen.wait(10))
+            return ids
+
+        server.engine.answer = answer
+        for chunk in server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True):
+            if chunk.choices[0].delta.content:
+                seen.set()
+        assert in_time and all(in_time)
 
     def test_a_template_that_refuses_is_a_400_with_its_words(self, server: Running) -> None:
         error = refused(server, "/v1/chat/completions", {"messages": [{"role": "assistant", "content": "hi"}]})
@@ -222,18 +230,31 @@ class TestCompletions:
         assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", **body}).status_code == 200
 
     @pytest.mark.parametrize("prompt", ["hello there " * 100_000, ["hello there " * 300] * 128])
-    def test_a_large_prompt_does_not_hold_up_others(self, server: Running, prompt: Any) -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+    def test_a_large_prompt_does_not_hold_up_others(
+        self, server: Running, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are answered while tokens are made of it: not so on the event loop, or in a thread that keeps Python's lock."""
+        tokenizer, encoded, answered = server.service.tokenizer, list[tuple[float, float]](), list[tuple[float, float]]()
+        assert tokenizer is not None
+        encode = tokenizer.encode_one
+
+        def timed(prompt: Any, **options: bool) -> list[int]:
+            began_s = time.monotonic()
+            ids = encode(prompt, **options)
+            encoded.append((began_s, time.monotonic()))
+            return ids
+
+        monkeypatch.setattr(tokenizer, "encode_one", timed)
+        with httpx.Client(base_url=server.url, timeout=60) as http, server.http as other:
             body = {"model": "tiny", "prompt": prompt}
             large = threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": body})
             large.start()
-            slowest = 0.0
             while large.is_alive():
-                started = time.monotonic()
-                assert server.http.get("/health").status_code == 200
-                slowest = max(slowest, time.monotonic() - started)
+                began_s = time.monotonic()
+                assert other.get("/health").status_code == 200
+                answered.append((began_s, time.monotonic()))
             large.join()
-        assert slowest < 0.7
+        assert any(encoded[0][0] < began_s and ended_s < encoded[-1][1] for began_s, ended_s in answered)
 
 
 class TestStop:
@@ -507,7 +528,7 @@ class TestFailure:
         next(stream)
         assert eventually(lambda: len(server.engine.received) == 2)
         server.engine_dies("The engine process ended with exit code 3.")
-        waiting.join(10)
+        waiting.join(20)
         assert got[0].status_code == 503
         assert "exit code 3" in got[0].json()["error"]["message"]
         with pytest.raises(openai.APIError, match="exit code 3"):
@@ -536,8 +557,8 @@ class TestFailure:
     @pytest.mark.parametrize("stream", [False, True])
     def test_when_the_client_goes_away_the_engine_is_told(self, server: Running, stream: bool) -> None:
         body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED, "stream": stream}
-        with httpx.Client(base_url=server.url, timeout=0.3) as http, pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=body)
+        with asking(server.url, "/v1/completions", body):
+            assert eventually(lambda: bool(server.engine.received))
         assert eventually(lambda: server.engine.aborted() == {sent(server).request_id})
         assert eventually(lambda: 'vmmkv_requests_total{outcome="aborted"} 1.0' in server.http.get("/metrics").text)
 
@@ -556,8 +577,7 @@ class TestModelsAndMetrics:
 
     def test_metrics_show_the_engines_snapshot(self, server: Running) -> None:
         server.openai.completions.create(model="tiny", prompt="abc")
-        lines = server.http.get("/metrics").text.splitlines()
-        for line in (
+        wanted = {
             "vmmkv_engine_ready 1.0",
             "vmmkv_requests_running 0.0",
             "vmmkv_requests_waiting 0.0",
@@ -575,5 +595,7 @@ class TestModelsAndMetrics:
             "vmmkv_request_duration_seconds_count 1.0",
             "vmmkv_time_to_first_token_seconds_count 1.0",
             'vmmkv_requests_total{outcome="finished"} 1.0',
-        ):
-            assert line in lines
+        }
+        # The engine's last account of itself comes behind its last token.
+        eventually(lambda: wanted <= set(server.http.get("/metrics").text.splitlines()))
+        assert not wanted - set(server.http.get("/metrics").text.splitlines())

@@ -82,10 +82,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(patient: Running) -> None:
         chat.stdin.write("sing\n")
         chat.stdin.flush()
         assert chat.stdout.readline().startswith("tiny at ")
-        assert eventually(lambda: bool(prompts(server)), within_s=20)
+        assert eventually(lambda: bool(prompts(server)))
         assert chat.stdout.read(8) == "> la la "
         chat.send_signal(signal.SIGINT)
-        assert eventually(lambda: len(server.engine.aborted()) == 1, within_s=20), "the server goes on answering nobody"
+        assert eventually(lambda: len(server.engine.aborted()) == 1), "the server goes on answering nobody"
         server.engine.endless = False
         out, err = chat.communicate("again\n", timeout=60)
     assert (chat.returncode, err) == (0, "")
@@ -117,7 +117,7 @@ def test_an_answer_comes_as_it_is_made(server: Running) -> None:
     server.engine.answer = lambda request: token_ids("a")
     server.engine.endless, server.engine.step_s = True, 0.05
     with contextlib.closing(ChatClient(server.url).answer("tiny", [{"role": "user", "content": "x"}])) as pieces:
-        assert next(pieces) == "a"
+        assert set(next(pieces)) == {"a"}, "a letter, or those of as many steps as it was kept waiting"
     assert eventually(lambda: len(server.engine.aborted()) == 1)
 
 

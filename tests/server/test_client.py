@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ async def connected(address: str) -> AsyncIterator[tuple[EngineClient, FakeEngin
     client.start()
     engine.start()
     try:
-        assert await asyncio.wait_for(client.settled(), 10) == READY
+        assert await asyncio.wait_for(client.settled(), 20) == READY
         yield client, engine
     finally:
         await client.close()
@@ -47,7 +48,7 @@ def _output(news: Output | Beams) -> Output:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -99,7 +100,8 @@ def test_leaving_the_block_aborts_what_runs_and_only_that(address: str) -> None:
                         break
             await until(lambda: engine.aborted() == {"silent"})
             answers.close()
-            await asyncio.sleep(0.05)
+            with client.submit([request("after")]) as answers:  # what was sent before is there before it
+                await every(answers)
             assert sum(isinstance(message, Abort) for message in engine.received) == 1
 
     asyncio.run(check())
@@ -109,9 +111,8 @@ def test_tokens_of_an_aborted_request_are_dropped(address: str) -> None:
     async def check() -> None:
         async with connected(address) as (client, engine):
             engine.endless = True
-            with client.submit([request("a", num_tokens=100), request("b", num_tokens=100)]) as answers:
-                await anext(answers)
-                await asyncio.sleep(0.05)
+            with client.submit([request("a", num_tokens=1 << 20), request("b", num_tokens=100)]) as answers:
+                await until(lambda: any(each.request_id == "a" for each in answers._arrived))
                 answers.abort("a")
                 assert {output.request_id for output in await every(answers)} == {"b"}
 
@@ -145,12 +146,17 @@ def test_when_the_engine_dies_everybody_who_waits_is_told(address: str) -> None:
     asyncio.run(check())
 
 
-def test_what_the_engine_said_before_it_died_still_counts(address: str) -> None:
+def test_what_the_engine_said_before_it_died_still_counts(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vmmkv.server.client.LAST_WORDS_S", 20.0)  # which here come from an engine that has yet to say them
+
     async def check() -> None:
         async with connected(address) as (client, _):
             with client.submit([request("a")]) as answers:
-                await client.engine_ended("exit code 3")
+                ending = asyncio.create_task(client.engine_ended("exit code 3"))
                 assert (await every(answers))[-1].finish_reason == "stop"
+                assert not ending.done()
+                ending.cancel()
+            await until(lambda: client.snapshot is not None and client.snapshot.generated_tokens == 3)  # nothing is on its way
 
     asyncio.run(check())
 
@@ -162,7 +168,7 @@ def test_what_cannot_be_read_ends_the_connection_and_not_in_silence(address: str
         with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as stranger:
             stranger.connect(address)
             await stranger.send(b"hello")
-            phase = await asyncio.wait_for(client.settled(), 5)
+            phase = await asyncio.wait_for(client.settled(), 20)
             assert isinstance(phase, Dead)
             assert "cannot be read" in phase.reason
         await client.close()
@@ -179,7 +185,7 @@ def test_an_error_of_the_receiving_task_reaches_everybody(address: str) -> None:
 
             client._handle = broken  # type: ignore[method-assign]
             with client.submit([request("a")]) as answers, pytest.raises(EngineDead, match="KeyError"):
-                await asyncio.wait_for(anext(answers), 5)
+                await asyncio.wait_for(anext(answers), 20)
 
     asyncio.run(check())
 
@@ -223,7 +229,12 @@ def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(address: 
     asyncio.run(check())
 
 
-def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing_is_left() -> None:
+def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("vmmkv.server.client.time", clock)
+
     async def check() -> None:
         client = EngineClient("ipc:///nobody/is/there")
         client.phase = READY
@@ -233,18 +244,18 @@ def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing
         assert client.silent_s() == 0
         answers = client.submit([request("a")])
         client._handle(working)  # it turns round, and computes nothing
-        await asyncio.sleep(0.05)
+        clock.now_s += 5
         client._handle(working)
-        assert client.silent_s() >= 0.05
+        assert client.silent_s() == 5
         for change in ({"kv_tokens": 1}, {"prompt_tokens": 1}, {"generated_tokens": 1}):
-            await asyncio.sleep(0.02)
-            before_s = client.silent_s()
+            clock.now_s += 2
+            assert client.silent_s() > 0
             working = msgspec.structs.replace(working, **change)  # type: ignore[arg-type]
             client._handle(working)
-            assert client.silent_s() < before_s
+            assert client.silent_s() == 0
         answers.close()  # and this the engine is to hear of
-        await asyncio.sleep(0.02)
-        assert client.silent_s() >= 0.02
+        clock.now_s += 2
+        assert client.silent_s() == 2
         client._handle(msgspec.structs.replace(working, running=0))
         assert client.silent_s() == 0
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -129,18 +129,18 @@ def test_how_long_to_wait_follows_from_what_came_through() -> None:
 class TestDeadlines:
     @pytest.mark.parametrize("of_server", [False, True])
     def test_an_answer_that_is_late_is_a_408_that_clients_do_not_repeat_and_the_engine_is_told(self, of_server: bool) -> None:
-        with running_server(front=FrontConfig(request_timeout_s=0.3 if of_server else 60)) as server:
+        with running_server(front=FrontConfig(request_timeout_s=0.5 if of_server else 60)) as server:
             client = server.openai.with_options(max_retries=3)
             with pytest.raises(openai.APIStatusError) as caught:
-                client.completions.create(**SILENT, extra_body={"timeout": 60 if of_server else 0.3})  # type: ignore[call-overload]
+                client.completions.create(**SILENT, extra_body={"timeout": 60 if of_server else 0.5})  # type: ignore[call-overload]
             assert (caught.value.status_code, caught.value.code) == (408, "request_timeout")
-            assert "0.3 s" in str(caught.value)
-            assert len(generates(server)) == 1
-            assert eventually(lambda: server.engine.aborted() == {generates(server)[0].request_id})
+            assert "0.5 s" in str(caught.value)
+            assert eventually(lambda: len(server.engine.aborted()) == 1)
+            assert [request.request_id for request in generates(server)] == [*server.engine.aborted()]
             assert eventually(lambda: server.service.intake.num_sequences == 0)
 
     def test_a_stream_that_is_late_has_what_was_made_by_then_and_ends_with_the_error(self, server: Running) -> None:
-        server.engine.endless, server.engine.step_s = True, 0.05
+        server.engine.endless, server.engine.step_s = True, 0.02
         texts, body = [], {"timeout": 0.5}
         stream = server.openai.completions.create(model="tiny", prompt="a", max_tokens=200, stream=True, extra_body=body)
         with pytest.raises(openai.APIError, match=r"within 0\.5 s"):
@@ -171,7 +171,8 @@ class TestSizes:
         assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 70_000)
+            with contextlib.suppress(ConnectionError):  # it need not have read the last of it
+                connection.sendall(b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 70_000)
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
         assert server.http.get("/v1/models").status_code == 200
 
@@ -181,15 +182,14 @@ class TestSizes:
     ) -> None:
         monkeypatch.setattr(PatientProtocol, "header_s", 0.5)
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection, httpx.Client(base_url=server.url) as http:
-            began = time.monotonic()
+        with socket.create_connection((host, int(port)), timeout=20) as connection, server.http as http:
             assert http.get("/health").status_code == 200
             for letter in "GET /health HTTP" if drips else "":
                 with contextlib.suppress(OSError):
                     connection.send(letter.encode())
                 time.sleep(0.05)
-            assert connection.recv(10) == b""
-            assert time.monotonic() - began < 10
+            with contextlib.suppress(ConnectionResetError):  # as it ends where a letter was on its way
+                assert connection.recv(10) == b""  # in less than 20 s, which are not the 30 s of a server that is not told
             assert http.get("/health").status_code == 200  # on the connection that it has
 
     def test_bodies_that_do_not_come_are_let_go_of(self, server: Running) -> None:
@@ -242,23 +242,28 @@ class TestEnding:
     def test_while_draining_the_health_says_so_new_requests_get_503_and_running_ones_finish(self, server: Running) -> None:
         server.engine.endless, server.engine.step_s = True, 0.02
         stream = iter(server.openai.completions.create(model="tiny", prompt="a", max_tokens=40, stream=True))
-        next(stream)
+        num_letters = len(next(stream).choices[0].text)
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop)
         assert eventually(lambda: server.http.get("/health").json()["status"] == "draining")
         health, refused = server.http.get("/health"), server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert (health.status_code, refused.status_code) == (503, 503)
         assert "shutting down" in refused.json()["error"]["message"]
         assert 1 <= int(refused.headers["Retry-After"]) <= 25
-        assert sum(len(chunk.choices[0].text) for chunk in stream) == 39
+        assert num_letters + sum(len(chunk.choices[0].text) for chunk in stream) == 40
         assert draining.result(10) is True
 
-    def test_a_request_whose_body_comes_after_the_drain_began_is_turned_away(self, server: Running) -> None:
+    def test_a_request_whose_body_comes_after_the_drain_began_is_turned_away(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        intake, passed = server.service.intake, threading.Event()
+        check_room = intake.check_room
+        monkeypatch.setattr(intake, "check_room", lambda *few: (check_room(*few), passed.set()))
         body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
         with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             head += f"Content-Length: {len(body)}"
             client.sendall(head.encode() + b"\r\n\r\n" + body[:1])
-            time.sleep(0.2)  # it has passed the check that requests without a body in sight have
+            assert passed.wait(10)  # the check that requests without a body in sight have
             assert asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(10) is True
             client.sendall(body[1:])
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
@@ -281,7 +286,15 @@ class TestEnding:
                 assert eventually(lambda: server.http.get("/health").json()["status"] == "stuck")
                 assert server.http.get("/health").status_code == 503
                 assert eventually(lambda: "has made no step" in caplog.text)
-                assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 200
-                assert server.http.get("/health").json()["status"] == "ok"
+                assert eventually(self._is_ok_after_a_step(server))
             assert eventually(lambda: "makes steps again" in caplog.text)
             watching.cancel()
+
+    @staticmethod
+    def _is_ok_after_a_step(server: Running) -> Callable[[], bool]:
+        """The one that is silent makes it stuck again soon: whoever comes late to look has another step made."""
+        body = {"model": "tiny", "prompt": "a"}
+        return lambda: (
+            server.http.post("/v1/completions", json=body).status_code == 200
+            and server.http.get("/health").json()["status"] == "ok"
+        )

@@ -20,7 +20,7 @@ import pytest
 
 from tests.server import fake_engine
 from tests.server.fake_engine import DIE_SEED, SILENT_SEED
-from tests.server.support import eventually
+from tests.server.support import asking, eventually
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.launch import run
 from vmmkv.server.settings import ServeConfig
@@ -56,7 +56,7 @@ class Served:
 
     def url(self) -> str:
         """Where it serves; waits until it does."""
-        assert eventually(lambda: "/v1" in self.log() or self.process.poll() is not None, within_s=60), self.log()
+        assert eventually(lambda: "KV budget" in self.log() or self.process.poll() is not None, within_s=120), self.log()
         match = re.search(r"serves (\S+) .* at (http://\S+)/v1", self.log())
         assert match is not None, self.log()
         return match[2]
@@ -72,15 +72,28 @@ class Served:
         """The server's child; waits until it is there. Before it others come and go: triton's import runs ldconfig."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
 
-        def engines() -> list[int]:
-            with contextlib.suppress(FileNotFoundError):
-                pids = map(int, children.read_text().split())
-                return [pid for pid in pids if b"--socket" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            return []
+        engines: list[int] = []
 
-        assert eventually(lambda: engines() != [], within_s=60)
-        (pid,) = engines()
+        def is_there() -> bool:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                pids = map(int, children.read_text().split())
+                engines[:] = [pid for pid in pids if b"--socket" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            return engines != []
+
+        assert eventually(is_there, within_s=120)
+        (pid,) = engines
         return pid
+
+
+def in_flight(url: str) -> int:
+    """Requests that a server says it works on."""
+    with httpx.stream("GET", f"{url}/events", timeout=20) as response:
+        state = next(line.removeprefix("data: ") for line in response.iter_lines() if '"num_requests"' in line)
+        return int(json.loads(state)["num_requests"])
+
+
+def is_draining(url: str) -> bool:
+    return str(httpx.get(f"{url}/health", timeout=20).json()["status"]) == "draining"
 
 
 def alive(pid: int) -> bool:
@@ -139,9 +152,9 @@ def test_requests_in_flight_at_a_signal_get_an_answer(model_dir: Path) -> None:
         body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
         waiting = Thread(target=lambda: got.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
         waiting.start()
-        time.sleep(0.5)
+        assert eventually(lambda: in_flight(url) == 1)
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        assert eventually(lambda: is_draining(url))
         served.process.send_signal(signal.SIGTERM)  # at once, rather than after the grace
         waiting.join(20)
         assert got[0].status_code == 503
@@ -150,15 +163,15 @@ def test_requests_in_flight_at_a_signal_get_an_answer(model_dir: Path) -> None:
 
 
 def test_requests_in_flight_at_a_signal_have_the_drain_timeout_and_no_more(model_dir: Path) -> None:
-    with serving(model_dir, front={"drain_timeout_s": 1}) as served:
+    with serving(model_dir, front={"drain_timeout_s": 2}) as served:
         url = served.url()
         got: list[httpx.Response] = []
         body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
         waiting = Thread(target=lambda: got.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
         waiting.start()
-        time.sleep(0.5)
+        assert eventually(lambda: in_flight(url) == 1)
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        assert eventually(lambda: is_draining(url))
         assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "1 sequences are still in flight"}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
         waiting.join(20)
@@ -180,7 +193,8 @@ def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of
             served.process.send_signal(signal.SIGTERM)
             began_s = time.monotonic()
             assert served.ends(30) == 0
-            assert time.monotonic() - began_s < 1 + 4, "a second to send, one for the engine, and a busy machine"
+            # A second for the drain, one to send, one for the engine; who waits for one of the two waits for ever.
+            assert time.monotonic() - began_s < 15
         assert "Traceback" not in served.log(), served.log()
 
 
@@ -204,10 +218,8 @@ def test_a_server_that_all_networks_reach_without_a_key_warns(model_dir: Path, f
 def test_a_stuck_engine_is_logged(model_dir: Path) -> None:
     with serving(model_dir, front={"stuck_after_s": 0.5}) as served:
         url = served.url()
-        body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED, "timeout": 10}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=2)
-        assert "has made no step" in served.log()
+        with asking(url, "/v1/completions", {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}):
+            assert eventually(lambda: "has made no step" in served.log())
 
 
 def test_when_the_engine_dies_requests_are_answered_health_says_so_and_the_exit_code_is_not_zero(model_dir: Path) -> None:
@@ -225,7 +237,7 @@ def test_when_the_engine_dies_requests_are_answered_health_says_so_and_the_exit_
 
 def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path) -> None:
     with serving(model_dir, "--exit-at-start", "7") as served:
-        assert served.ends(60) == 1
+        assert served.ends(120) == 1
         assert "exit code 7" in served.log()
         assert served.is_quiet(), served.log()
 
@@ -262,8 +274,8 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_
         (tmp_path / name).write_text((model_dir / name).read_text())
     (tmp_path / "tokenizer.json").write_text("{")
     with serving(tmp_path, "--loading-s", "60") as served:
-        assert eventually(lambda: "tokenizer" in served.log(), within_s=60)
-        assert served.ends(8) == 1  # at once: an engine that loads is not asked to finish
+        assert eventually(lambda: "tokenizer" in served.log(), within_s=120)
+        assert served.ends(20) == 1  # which is not after the minute that the engine loads
         assert str(tmp_path) in served.log()
 
 
@@ -271,7 +283,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path)
     with serving(model_dir) as first:
         port = int(first.url().rpartition(":")[2])
         with serving(model_dir, port=port) as second:
-            assert second.ends(60) == 1
+            assert second.ends(120) == 1
             assert f"port {port}" in second.log()
             assert "serves" not in second.log()
 
@@ -294,5 +306,5 @@ def test_who_looks_does_not_keep_the_server_from_its_end(model_dir: Path) -> Non
             for _ in lines:  # to its end, which is no error
                 pass
             assert served.ends() == 0
-        assert time.monotonic() - began_s < 6, "the stream was waited for"
+        assert time.monotonic() - began_s < 15, "the stream was waited for"
         assert served.is_quiet(), served.log()

@@ -39,21 +39,28 @@ def nothing_is_left(server: Running) -> bool:
 
 
 def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them() -> None:
-    with running_server(front=FrontConfig(max_queued_requests=NUM_LEAVING)) as server:
+    ready = msgspec.structs.replace(READY, max_tokens=100_000, pool_tokens=100_000)
+    with running_server(ready=ready, front=FrontConfig(max_queued_requests=NUM_LEAVING)) as server:
         server.engine.endless, server.engine.step_s = True, 0.005
         chance = random.Random(1)
 
         async def leave(index: int) -> None:
             """Without a word, at any moment from before the request is sent to after its answer."""
             host, port = server.url.removeprefix("http://").split(":")
-            content = httpx.Request("POST", "http://x", json=body(index % 2 == 0, index)).content
+            is_whole = index % 5 != 0
+            # These leave in the middle however slowly all are served: they have had something, and would never have it all.
+            goes_on = is_whole and index % 8 in (2, 4, 6)
+            asked = body(index % 2 == 0, index) | ({"max_tokens": 90_000} if goes_on else {})
+            content = httpx.Request("POST", "http://x", json=asked).content
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             data = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
             await asyncio.sleep(chance.random())
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data if index % 5 else data[: chance.randrange(len(data))])
+            writer.write(data if is_whole else data[: chance.randrange(len(data))])
+            if goes_on:
+                await reader.read(1000)
             try:
-                async with asyncio.timeout(chance.random() ** 2 * 2):
+                async with asyncio.timeout(chance.random() ** 2):
                     while await reader.read(1000):
                         pass
             except TimeoutError:
@@ -64,7 +71,7 @@ def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them()
             await asyncio.gather(*(leave(index) for index in range(NUM_LEAVING)))
 
         asyncio.run(storm())
-        assert eventually(lambda: nothing_is_left(server), within_s=10)
+        assert eventually(lambda: nothing_is_left(server), within_s=30)
         told = sum(isinstance(message, Abort) for message in server.engine.received)
         assert told > NUM_LEAVING // 4, "hardly anybody left in the middle"
         server.engine.endless = False
@@ -109,13 +116,17 @@ def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
     """Ten times as much as may be held, sent at once by clients that do not finish."""
     size_bytes = 1 << 20
     with running_server(front=FrontConfig(max_body_bytes=size_bytes)) as server:
+        sent_bytes = size_bytes - (1 << 16)
+        num_clients, num_held = 160, MAX_BODIES * size_bytes // sent_bytes
+        num_refused = 0
 
         async def send(stop: asyncio.Event) -> int:
+            nonlocal num_refused
             host, port = server.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             chunk = b"a" * 65_536
-            for _ in range(size_bytes // len(chunk) - 1):
+            for _ in range(sent_bytes // len(chunk)):
                 writer.write(b"10000\r\n" + chunk + b"\r\n")
                 await asyncio.sleep(0.001)
                 if writer.transport.is_closing():
@@ -124,18 +135,21 @@ def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
             stopped = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait((refused, stopped), return_when=asyncio.FIRST_COMPLETED)
             status = int(refused.result()[9:12] or b"0") if refused in done else 0
+            num_refused += status == 429
+            if num_refused == num_clients - num_held:  # all that are to be; only a server that holds too much is waited for
+                stop.set()
             refused.cancel()
             writer.transport.abort()
             return status
 
         async def flood() -> list[int]:
             stop = asyncio.Event()
-            asyncio.get_running_loop().call_later(3, stop.set)
-            return await asyncio.gather(*(send(stop) for _ in range(160)))
+            asyncio.get_running_loop().call_later(60, stop.set)
+            return await asyncio.gather(*(send(stop) for _ in range(num_clients)))
 
         statuses = asyncio.run(flood())
         held = statuses.count(0)
-        assert 0 < held <= MAX_BODIES * size_bytes // (size_bytes - (1 << 16)) + 1, collections.Counter(statuses)
+        assert 0 < held <= num_held + 1, collections.Counter(statuses)
         assert statuses.count(429) == len(statuses) - held
         assert eventually(lambda: server.http.get("/health").status_code == 200)
         assert server.openai.completions.create(model="tiny", prompt="abc").choices[0].text == "abc"
@@ -143,7 +157,7 @@ def test_a_flood_of_large_bodies_is_held_in_bounded_memory() -> None:
 
 def test_a_client_that_reads_nothing_loses_its_place(caplog: pytest.LogCaptureFixture) -> None:
     long = msgspec.structs.replace(READY, max_tokens=100_000, pool_tokens=200_000)
-    with running_server(ready=long) as server:
+    with running_server(ready=long, send_buffer_bytes=4096) as server:
         server.service.stalls._stall_s = 0.5
         server.engine.endless = True
         content = json.dumps({**body(True, 1), "max_tokens": 90_000})
@@ -153,8 +167,8 @@ def test_a_client_that_reads_nothing_loses_its_place(caplog: pytest.LogCaptureFi
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-            assert eventually(lambda: server.service.intake.num_sequences == 1)
-            assert eventually(lambda: nothing_is_left(server), within_s=20)
+            assert eventually(lambda: bool(server.engine.received))
+            assert eventually(lambda: nothing_is_left(server), within_s=60)
         assert "has read nothing for 0.5 s" in caplog.text
         assert "Exception in ASGI" not in caplog.text
         reply = server.openai.completions.create(model="tiny", prompt="abc", max_tokens=3)

@@ -676,16 +676,37 @@ def test_the_budget_of_a_pump_is_shared_among_the_groups(windowed, budget_pages,
     windowed.check()
 
 
-def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+class Clock:
+    """The real one, on which `late_s` more seconds have passed; `read_by` are the threads that looked at it."""
+
+    def __init__(self, monkeypatch):
+        self.late_s, self.read_by = 0, set()
+        self._real_ns = time.perf_counter_ns
+        monkeypatch.setattr(time, "perf_counter_ns", self._now_ns)
+
+    def _now_ns(self):
+        self.read_by.add(threading.current_thread())
+        return self._real_ns() + self.late_s * 10**9
+
+    def hour_passes(self):
+        self.late_s += 3600
+
+
+def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monkeypatch, clock):
     busy = written(cache, 128)
     launch_over(driver, cache, busy)
     busy.close()
     cache.pool.resize(8 * PAGE_BYTES)
     fence = cache._memory.mapper.oldest_fence()
     slow = type(fence).wait
-    monkeypatch.setattr(type(fence), "wait", lambda self: (time.sleep(0.2), slow(self)))
+    monkeypatch.setattr(type(fence), "wait", lambda self: (clock.hour_passes(), slow(self)))
     cache.open().grow(16)
-    assert cache._memory.mapper.map_us < 10_000
+    assert clock.late_s and cache._memory.mapper.map_us < 60e6, "some of the hour is in it"
 
 
 def test_negative_leads_are_refused(cache):
@@ -724,16 +745,20 @@ def test_nobody_else_waits_while_a_cache_waits_for_its_fences(cache, pool, drive
     cache.check()
 
 
-def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool):
+def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool, clock):
     sequence = written(cache, 16)
     with pool.lock:
         thread = in_thread(lambda: sequence.grow(20))
-        time.sleep(0.05)
+        deadline_s = time.monotonic() + 10
+        while thread not in clock.read_by:
+            assert time.monotonic() < deadline_s, "it does not look when it begins"
+            time.sleep(0.001)
+        clock.hour_passes()
         cache.pump(lead_tokens=4)  # does its work meanwhile
     thread.join()
     stats = cache.stats()
     assert stats.stalls == 1
-    assert stats.stall_us > 20_000
+    assert stats.stall_us > 3600e6
     sequence.grow(20)
     assert cache.stats().stalls == 1
 
@@ -952,7 +977,7 @@ def forked(function):
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        signal.alarm(120)
         try:
             function()
             os.write(theirs, b"nothing")
