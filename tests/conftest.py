@@ -1,6 +1,7 @@
 """What must be settled before any test module is imported."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("nightly", unhurried, derandomize=False)
 settings.register_profile("each change", unhurried, derandomize=True)
 settings.load_profile("each change")
+
+# A shell has what it runs in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton reads this when it is first imported, its own library functions included. Some packages import it on their way.
 if not torch.cuda.is_available():
