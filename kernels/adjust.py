@@ -66,11 +66,7 @@ def adjust(
     Raises: ValueError naming the argument.
     """
     device = logits_BV.device
-    checks.runnable("logits_BV", device)
-    if logits_BV.dtype not in checks.FLOAT_DTYPES or logits_BV.dim() != 2 or logits_BV.stride(1) != 1:
-        given = f"{logits_BV.dtype} of shape {tuple(logits_BV.shape)} and strides {logits_BV.stride()}"
-        checks.refuse("logits_BV", given, "float16, bfloat16 or float32 of 2 dimensions, the last one contiguous")
-    num_rows, num_tokens = logits_BV.shape
+    num_rows, num_tokens = checks.logits("logits_BV", logits_BV)
     checks.index("slots_B", slots_B, num_rows, device)
     num_slots, num_state_rows = state_row_S.shape[0], counts_RV.shape[0]
     state = (num_state_rows, num_tokens)

@@ -86,6 +86,15 @@ def index(argument: str, tensor: torch.Tensor, count: int, device: torch.device)
         refuse(argument, f"strided by {tensor.stride(0)}", "a contiguous tensor")
 
 
+def logits(argument: str, tensor: torch.Tensor) -> tuple[int, int]:
+    """Refuse what is no batch of logits whose elements are contiguous, or cannot be worked on here; its rows and its width."""
+    runnable(argument, tensor.device)
+    if tensor.dtype not in FLOAT_DTYPES or tensor.dim() != 2 or tensor.stride(1) != 1:
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        refuse(argument, given, "float16, bfloat16 or float32 of 2 dimensions, the last one contiguous")
+    return tensor.shape[0], tensor.shape[1]
+
+
 def limits(argument: str, tensor: torch.Tensor, slots: int, device: torch.device) -> None:
     """Refuse anything but one int32 a slot: the row at which reads and appends of that slot end."""
     index(argument, tensor, slots, device)

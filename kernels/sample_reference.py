@@ -122,3 +122,14 @@ def adjust(
     if bias_RV is not None:
         logits_AV = logits_AV + bias_RV[state_A]
     logits_BV[rows_A] = logits_AV.to(logits_BV.dtype)
+
+
+def forbid(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: torch.Tensor) -> None:
+    """What a grammar does not allow, in place: see `token_mask.forbid`."""
+    masks_N = (rows_G >= 0).nonzero()[:, 0]
+    rows_N = rows_G[masks_N].long()
+    # Bit i of a word is, on little-endian machines, as all are that this runs on, bit i % 8 of its byte i // 8.
+    bytes_NE1 = words_GW[masks_N].view(torch.uint8)[:, :, None]
+    bits_NV = (bytes_NE1 >> torch.arange(8, dtype=torch.uint8, device=words_GW.device)) & 1
+    may_NV = bits_NV.flatten(1)[:, : logits_BV.shape[1]] != 0
+    logits_BV[rows_N] = logits_BV[rows_N].masked_fill(~may_NV, -torch.inf)

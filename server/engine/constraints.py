@@ -14,13 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from vmmkv.kernels import sample_reference
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.watch import Watch
@@ -57,7 +57,9 @@ class TokenMasks(NamedTuple):
     """Which tokens may come next, of some rows of a step."""
 
     rows: list[int]
-    words_GW: npt.NDArray[np.int32]
+    """Below 0: nobody's any more."""
+    words_GW: torch.Tensor
+    """int32, from `Uploads.blank`."""
 
 
 class Constraints:
@@ -176,12 +178,9 @@ def jumps(request: Request) -> bool:
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
-    """-inf, in place, for the tokens that may not come next. One copy to the device, a few launches; waits for nothing."""
-    num_rows, num_words = masks.words_GW.shape
-    rows_G, words = uploads.pack([masks.rows, masks.words_GW.reshape(-1)])
-    # Bit i of a word is token i of its 32: on little-endian machines, as both are, bit i % 8 of its byte i // 8.
-    bytes_GE1 = words.view(torch.uint8).view(num_rows, 4 * num_words, 1)
-    places = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
-    may_GV = ((bytes_GE1 >> places) & 1).view(num_rows, 32 * num_words)[:, : logits_BV.shape[1]]
-    rows_G = rows_G.long()
-    logits_BV.index_copy_(0, rows_G, logits_BV.index_select(0, rows_G).masked_fill_(may_GV == 0, -torch.inf))
+    """-inf, in place, for the tokens that may not come next. Two copies to the device and a launch; waits for nothing."""
+    operations: ModuleType = sample_reference
+    if logits_BV.is_cuda:
+        from vmmkv.kernels import token_mask as operations
+    (rows_G,) = uploads.pack([masks.rows])
+    operations.forbid(logits_BV, rows_G, uploads.send(masks.words_GW))

@@ -24,6 +24,7 @@ from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.scheduler import Plan, Scheduler
+from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.watch import OverTime
 from vmmkv.server.protocol import Failed, FromEngine, Output, Outputs
 
@@ -157,7 +158,7 @@ class StepMasks:
         self._ends = slots
 
     @torch.inference_mode(False)  # as steps are read elsewhere: who ends here leaves nothing that was made in another mode
-    def __call__(self, rows: Slots) -> TokenMasks | None:
+    def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
         """Read what is under way, and have the matchers say. `rows` are the slots of the rows that are given a token."""
         self._book()
         self._guided.drain()
@@ -165,12 +166,13 @@ class StepMasks:
         if not following:
             return None
         # Rows of their own for all: one that takes too long is written to even when nobody waits for it any more.
-        words_GW = np.empty((len(following), following[0][2].num_words), np.int32)
+        blank_GW = uploads.blank(len(following), following[0][2].num_words)
+        words_GW = blank_GW.numpy()
         calls = [
             (request, self._looking(request, matcher, words_GW, index, is_decoding=place is None))
             for index, (_, request, matcher, place) in enumerate(following)
         ]
-        asking: list[int] = []
+        asking = [-1] * len(following)
         outputs: list[Output] = []
         guided = self._guided
         for index, following_next in enumerate(guided.constraints.follow(calls)):
@@ -185,10 +187,10 @@ class StepMasks:
                 outputs.append(guided.told(request, following_next.forced))
                 self._disown(row, place)
             else:
-                asking.append(index)
+                asking[index] = row
         if outputs:
             guided.send(Outputs(outputs=outputs))
-        return TokenMasks([following[index][0] for index in asking], words_GW[asking]) if asking else None
+        return TokenMasks(asking, blank_GW) if max(asking) >= 0 else None
 
     def launched(self, readback: Readback) -> Launched:
         """All of the step is under way."""

@@ -28,8 +28,8 @@ from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import Generate
 
-Masks: TypeAlias = Callable[[Slots], TokenMasks | None]
-"""Of a step's rows, by the slots of those, which tokens may come next; None if all may."""
+Masks: TypeAlias = Callable[[Slots, Uploads], TokenMasks | None]
+"""Of a step's rows, by the slots of those, which tokens may come next; None if all may. The masks are blanks of the uploads."""
 
 _ALWAYS: Final = np.iinfo(np.int64).max
 
@@ -153,14 +153,15 @@ class Runner:
 
         What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
         """
-        allowed = None if masks is None else masks(slots)
+        allowed = None if masks is None else masks(slots, self.uploads)
         adjusts = self._adjusts(slots, ends)
-        adjusted_BV = logits_BV
+        adjusted_BV = logits_BV  # log-probabilities, and what beams choose from, are of the model's own
         if adjusts:
-            adjusted_BV = logits_BV.to(torch.float32, copy=True)  # log-probabilities are of the model's own
+            adjusted_BV = logits_BV.to(torch.float32, copy=True)
             self._sampler.adjust(adjusted_BV, slots_B, ends_B)
         if allowed is not None:
-            adjusted_BV = adjusted_BV if adjusts else logits_BV.clone()
+            if not adjusts and (searching or (self._options.num_logprobs[slots] >= 0).any()):
+                adjusted_BV = logits_BV.clone()
             apply_masks(adjusted_BV, allowed, self.uploads)
         greedy = bool(self._options.is_greedy[slots].all())
         sampled_B = self._sampler.sample(adjusted_BV, slots_B, ends_B, greedy=greedy)

@@ -37,5 +37,14 @@ class Uploads:
         device = self._staged(torch.from_numpy(packed)).to(self._device, non_blocking=True)
         return [device[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=True)]
 
+    def blank(self, *shape: int) -> torch.Tensor:
+        """int32 on the host, not set, to be written to and then sent: no copy is made on the way."""
+        return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def send(self, blank: torch.Tensor) -> torch.Tensor:
+        """What has been written to a blank, on the device. What is written to it later may or may not come too."""
+        self.count += 1
+        return blank.to(self._device, non_blocking=True)
+
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -43,9 +43,8 @@ class Matcher:
 
     def fill(self, words_GW: Words, row: int) -> None:
         """What may come next, into a row of C-contiguous masks. Tens of microseconds."""
-        # Where all is allowed xgrammar may leave the mask as it was.
-        words_GW[row] = -1
-        self._matcher.fill_next_token_bitmask(words_GW, row)
+        if not self._matcher.fill_next_token_bitmask(words_GW, row):
+            words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
         if (
             self._tokens
             and (after := self._vocabulary.after.get(int(self._vocabulary.last_bytes[self._tokens[-1]]))) is not None
@@ -68,8 +67,7 @@ class Matcher:
         They are what the tokenizer makes of the text, behind the last tokens if it keeps those as they are; the model has
         computed them already. A last one that could be the beginning of a longer one is left to the model.
         """
-        text = self.forced_text()
-        if not text or at_most < 2:
+        if at_most < 2 or (len(text := self.forced_text()) < 2 and text.isascii()):
             return []
         tokens = self._accepted(self._tokenised(text)[:at_most])
         if tokens and len(tokens) < at_most and self._could_be_longer(tokens[-1]):
@@ -104,10 +102,9 @@ class Matcher:
     def _could_be_longer(self, last: int) -> bool:
         """Could a longer token stand where the last one stands? What comes behind the forced text would decide."""
         self._take_back(1)
-        allowed = np.unpackbits(self.mask().view(np.uint8), bitorder="little")[: self._vocabulary.size].astype(np.bool_)
-        longest = int(self._vocabulary.num_bytes[allowed].max(initial=0))
+        could_be = bool((self.mask() & self._vocabulary.longer(int(self._vocabulary.num_bytes[last]))).any())
         assert self.accept(last), "it was accepted before"
-        return longest > int(self._vocabulary.num_bytes[last])
+        return could_be
 
     def _take_back(self, count: int) -> None:
         self._matcher.rollback(count)

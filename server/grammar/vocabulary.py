@@ -47,6 +47,7 @@ class Vocabulary:
         """Of each token."""
         self.last_bytes = np.array([token[-1] if token else 0 for token in self.info.decoded_vocab], np.uint8)
         """Of each token."""
+        self._longer: dict[int, npt.NDArray[np.int32]] = {}
         firsts = np.zeros(32 * self.num_words, np.uint8)
         firsts[:size] = [token[0] if token else 0 for token in self.info.decoded_vocab]
         self.after = {lead: _bits((firsts < low) | (firsts > high)) for lead, low, high in _NOT_UTF8}
@@ -55,6 +56,14 @@ class Vocabulary:
         """The mask that allows the end tokens alone."""
         for token_id in ends:
             self.ends[token_id // 32] |= np.uint32(1 << (token_id % 32)).view(np.int32)
+
+    def longer(self, num_bytes: int) -> npt.NDArray[np.int32]:
+        """The mask that allows the tokens of more bytes than so many."""
+        if num_bytes not in self._longer:
+            is_longer = np.zeros(32 * self.num_words, np.bool_)
+            is_longer[: self.size] = self.num_bytes > num_bytes
+            self._longer[num_bytes] = _bits(is_longer)
+        return self._longer[num_bytes]
 
     @classmethod
     def load(cls, model_dir: Path, size: int, end_tokens: Sequence[int]) -> Self:

@@ -237,7 +237,9 @@ def test_masks_leave_allowed_logits_as_they_are_and_forbid_the_others(size: int,
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     expected = logits.clone()
     expected[[3, 1]] = expected[[3, 1]].masked_fill(torch.from_numpy(~may), -torch.inf)
-    apply_masks(logits, TokenMasks([3, 1], words), Uploads(torch.device("cpu")))
+    nobodys = np.zeros((1, words.shape[1]), np.int32)
+    masks = TokenMasks([3, -1, 1], torch.from_numpy(np.concatenate([words[:1], nobodys, words[1:]])))
+    apply_masks(logits, masks, Uploads(torch.device("cpu")))
     assert torch.equal(logits, expected)
 
 
