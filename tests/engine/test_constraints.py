@@ -17,8 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.conftest import Harness, tiny_model
+from tests.engine.grammars import (
+    BIAS,
+    SIZE,
+    assert_logprobs_are_the_models_own,
+    compiled,
+    following,
+    of,
+    text,
+    vocabulary,
+)
 from tests.grammar.corpus import SCHEMAS
-from tests.server.tiny import byte_tokenizer, token_ids
+from tests.server.tiny import token_ids
 from vmmkv.server.engine import guided
 from vmmkv.server.engine.constraints import FOLLOW_S, Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
@@ -29,24 +39,6 @@ from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort
 
-SIZE = 263
-"""Of the model's logits: more than the tokenizer has."""
-
-
-@functools.cache
-def vocabulary() -> Vocabulary:
-    tokenizer = byte_tokenizer()
-    return Vocabulary(tokenizer, SIZE, [int(tokenizer.eos_token_id)])
-
-
-@functools.cache
-def compiled(grammar: Grammar) -> bytes:
-    return Compilation(vocabulary()).compile(grammar.kind, grammar.source)
-
-
-def of(schema: Any) -> bytes:
-    return compiled(of_schema(schema))
-
 
 @functools.cache
 def model() -> Any:
@@ -56,10 +48,7 @@ def model() -> Any:
 @pytest.fixture
 def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
     def make(**options: Any) -> Harness:
-        ends = frozenset([int(byte_tokenizer().eos_token_id)])
-        one = harness(model(), eos_ids=ends, **{"ours": True, **options})
-        one.engine.follow_grammars(Constraints(vocabulary))
-        return one
+        return following(harness, model(), **options)
 
     yield make
 
@@ -70,16 +59,8 @@ def reading(one: Harness) -> Constraints:
     return one.engine._guided.constraints
 
 
-def text(one: Harness, name: str) -> str:
-    return str(vocabulary().rust.decode(one.tokens(name)))
-
-
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guided, "jumps", lambda request: False)
-
-
-BIAS = dict.fromkeys(token_ids('"]}'), 4.0)
-"""So that strings and lists of a model that knows nothing end."""
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -224,6 +205,18 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
     one.engine.settle()
     assert one.engine._ledger.num_constrained == 0 and one.engine._guided is not None and not one.engine._guided._begun
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_log_probabilities_are_the_models_own_beside_others_that_have_none(
+    engine: Callable[..., Harness], is_biased: bool
+) -> None:
+    one = engine(slots=3)
+    for seed, name in enumerate(("bound", "scored")):
+        options = {"want_logprobs": name == "scored", "logit_bias": BIAS if is_biased else {}}
+        one.ask(name, token_ids("?"), 40, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=seed, **options)
+    one.run()
+    assert_logprobs_are_the_models_own(one, "scored", token_ids("?"), within=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 263, 1000])

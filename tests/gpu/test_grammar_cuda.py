@@ -1,0 +1,64 @@
+"""Answers by a grammar on a GPU: whole and valid, the same without jumps, and nobody else touched."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.engine.conftest import Harness, harness
+from tests.engine.grammars import BIAS, assert_logprobs_are_the_models_own, following, of, text
+from tests.grammar.corpus import SCHEMAS
+from tests.server.tiny import token_ids
+from vmmkv.server.engine import guided
+
+__all__ = ["harness"]
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_every_answer_to_the_corpus_is_whole_at_temperature_1(harness: Callable[..., Harness], lookahead: int) -> None:
+    one = following(harness, device=DEVICE, capture=True, slots=64, lookahead=lookahead)
+    for index, (name, schema) in enumerate(SCHEMAS.items()):
+        one.ask(name, token_ids(name), 1000, grammar=of(schema), temperature=1.0, seed=index, logit_bias=BIAS)
+    one.run()
+    assert one.failures() == {}
+    for name in SCHEMAS:
+        assert one.finish_reasons(name)[-1] == "stop", name
+        json.loads(text(one, name))
+
+
+def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for jumps in (True, False):
+        if not jumps:
+            monkeypatch.setattr(guided, "jumps", lambda request: False)
+        one = following(harness, device=DEVICE, capture=True, slots=8)
+        for name in ("long keys", "tool call", "classification", "four deep", "constant", "address"):
+            one.ask(name, token_ids(name), 300, grammar=of(SCHEMAS[name]), logit_bias=BIAS)
+        one.run()
+        assert one.failures() == {}
+        answers.append({name: one.tokens(name) for name in SCHEMAS})
+    assert answers[0] == answers[1]
+
+
+def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabilities_are_the_models_own(
+    harness: Callable[..., Harness],
+) -> None:
+    one = following(harness, device=DEVICE, capture=True, slots=6)
+    one.ask("bound", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=1)
+    one.ask("scored", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=2, want_logprobs=True)
+    one.ask("free", token_ids("free"), 60, ignore_eos=True)
+    one.run()
+    assert one.tokens("free") == one.expected(token_ids("free"), 60)
+    assert_logprobs_are_the_models_own(one, "scored", token_ids("free"), within=2e-3)
