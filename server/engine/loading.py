@@ -13,10 +13,11 @@ import torch
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, VmmkvError
 from vmmkv.server.engine import decoder
-from vmmkv.server.engine.constraints import Constraints
+from vmmkv.server.engine.constraints import Constraints, TokenMasks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
 from vmmkv.server.engine.kv import KV
+from vmmkv.server.engine.ledger import Slots
 from vmmkv.server.engine.memory import EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
 from vmmkv.server.engine.mixed_steps import Chunk
 from vmmkv.server.engine.model import Model
@@ -24,8 +25,10 @@ from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
+from vmmkv.units import ceil_div
 
 if TYPE_CHECKING:
     from vmmkv.server.grammar.vocabulary import Vocabulary
@@ -233,7 +236,8 @@ def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Voca
 
 
 def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
-    """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling.
+    """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling;
+    and one for which nothing is asked but a mask.
 
     Kernels compile, and torch's peak of memory is reached.
 
@@ -244,6 +248,12 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
         request_id="warm-up", prompt=[0], max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
         want_logprobs=True, num_logprobs=1,
     )  # fmt: skip
+
+    num_words = ceil_div(runner.model.vocabulary_size, 32)
+
+    def all_may_come(slots: Slots, uploads: Uploads) -> TokenMasks:
+        return TokenMasks(list(range(len(slots))), uploads.blank(len(slots), num_words).fill_(-1))
+
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         runner.assign(sequence.slot, everything, np.zeros(1, np.int32), nothing)
@@ -252,6 +262,7 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
                 tokens = np.zeros(end - start, np.int32)
                 scored = ScoredRows(start, tokens, num_likeliest=1) if scores else None
                 chunk = Chunk(sequence.slot, start, tokens, is_last=True, num_candidates=0, scored=scored)
-                runner.mixed(nobody, nobody, [chunk]).wait()
+                runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
                 runner.model.check()
         runner.release(sequence.slot)
+        runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
