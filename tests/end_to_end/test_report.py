@@ -151,6 +151,14 @@ def test_append_runs_every_mode(quick: QuickRun) -> None:
         assert any(row["metric"] == "pumped" and row["p99"] > 0 for row in coming if row["system"] == mode)
 
 
+def test_kernels_leave_out_what_does_not_apply(quick: QuickRun) -> None:
+    workloads: dict[str, set[str]] = {}
+    for row in quick.rows("kernels"):
+        workloads.setdefault(row["workload"], set()).add(row["system"])
+    assert workloads["wide decode 2x96"] >= {"SDPA, malloc", "reference, malloc, again", "reference, paged 16"}
+    assert not any(system.startswith("SDPA") for system in workloads["wide prefill mixed"] | workloads["wide decode skewed"])
+
+
 def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
     rows = quick.rows("prefix")
     cold = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, cold"}
