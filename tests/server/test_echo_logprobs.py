@@ -153,7 +153,7 @@ def test_those_of_a_long_prompt_are_unpacked_in_a_thread_in_its_senders_turn(
     def unpacked(message: PromptLogprobs) -> Any:
         with pytest.raises(RuntimeError, match="no running event loop"):
             asyncio.get_running_loop()
-        at_work.append(server.service.tokenising._at_work.total())
+        at_work.append(server.service.writing._at_work.total())
         return real(message)
 
     real = candidate.unpacked
