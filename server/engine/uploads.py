@@ -1,4 +1,7 @@
-"""From the host to the device, in order on the current stream and without waiting for it, which pageable memory would."""
+"""From the host to the device, without waiting for it, which pageable memory would.
+
+What is small goes in order on the current stream, what is large beside what runs there.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -18,6 +21,7 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._beside: torch.cuda.Stream | None = None
         self.count = 0
 
     def into(self, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
@@ -42,9 +46,20 @@ class Uploads:
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def send(self, blank: torch.Tensor) -> torch.Tensor:
-        """What has been written to a blank, on the device. What is written to it later may or may not come too."""
+        """What has been written to a blank, on the device: copied while the current stream goes on, which then waits for it.
+
+        What is written to it later may or may not come too.
+        """
         self.count += 1
-        return blank.to(self._device, non_blocking=True)
+        if self._device.type != "cuda":
+            return blank
+        self._beside = self._beside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._beside):
+            sent = blank.to(self._device, non_blocking=True)
+        current.wait_stream(self._beside)
+        sent.record_stream(current)
+        return sent
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
