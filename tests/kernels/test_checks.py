@@ -44,7 +44,7 @@ def missing(tensor: torch.Tensor) -> None:
 
 
 _LAUNCHED: set[object] = set()
-"""Functions, and of what shapes and types their arguments were, when they worked: the interpreter takes half a second for one."""
+"""Functions, and of what shapes and types their arguments were, when they worked: the interpreter takes half a second."""
 
 
 def assert_refused(launch: Callable[..., object], arguments: dict[str, Any], refusal: Refusal) -> None:
