@@ -29,18 +29,20 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # to a type checker every name would be one of the package's
 
-    try:
-        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("vmmkv"):
-            raise
-        raise ImportError(f"{name} needs {error.name}, which is not installed: pip install 'vmmkv[server]'") from error
-    return getattr(module, name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        try:
+            module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("vmmkv"):
+                raise
+            raise ImportError(f"{name} needs {error.name}, which is not installed: pip install 'vmmkv[server]'") from error
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:

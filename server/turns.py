@@ -28,7 +28,7 @@ class Turns:
     """
 
     def __init__(self, of: str, *, at_once: int, shared: bool, most: float = math.inf) -> None:
-        self.most_each = max(1, most / 4) if shared else most
+        self.most_each = max(1, math.floor(most / 4)) if shared and most < math.inf else most
         self._of = of
         self._most = most
         self._free = at_once

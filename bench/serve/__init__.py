@@ -117,9 +117,15 @@ def _case_names(settings: Settings, shape: Shape, part: str) -> list[str]:
 
 
 def absent(settings: Settings) -> dict[str, str]:
-    """Parts that are left out because they lack something here, and why. None is where parts were named: see check."""
-    reasons = {} if settings.parts else {part: lacking(part, settings) for part in NEEDY}
-    return {part: why for part, why in reasons.items() if why}
+    """Parts that are left out because they lack something here, and why. Where parts were named, only those without the cases
+    that were named too: see check.
+    """
+    if settings.parts:
+        named = set(settings.cases)
+        parts = settings.parts if named else ()
+        without = [part for part in parts if named.isdisjoint(_case_names(settings, _shapes(settings)[0], part))]
+        return dict.fromkeys(without, "it has none of these cases")
+    return {part: why for part in NEEDY if (why := lacking(part, settings))}
 
 
 def pieces(settings: Settings) -> dict[str, Settings]:
@@ -135,7 +141,7 @@ def pieces(settings: Settings) -> dict[str, Settings]:
             group = shape, name if alone else "engine"
             if settings.cases and settings.parts:
                 own = _case_names(settings, shape, name)
-                cases[group] = tuple(case for case in settings.cases if case in own)
+                cases[group] = tuple(case for case in own if case in settings.cases)
                 if not cases[group]:
                     continue
             groups.setdefault(group, []).append(name)

@@ -266,3 +266,4 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
                 runner.model.check()
         runner.release(sequence.slot)
         runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
+    runner.uploads.send(runner.uploads.blank(cache.num_slots, num_words))  # as many masks as there can be: memory is there then

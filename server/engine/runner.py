@@ -155,12 +155,13 @@ class Runner:
         """
         allowed = None if masks is None else masks(slots, self.uploads)
         adjusts = self._adjusts(slots, ends)
-        adjusted_BV = logits_BV  # log-probabilities, and what beams choose from, are of the model's own
+        adjusted_BV = logits_BV  # log-probabilities are of the model's own, and who searches follows no grammar
         if adjusts:
             adjusted_BV = logits_BV.to(torch.float32, copy=True)
             self._sampler.adjust(adjusted_BV, slots_B, ends_B)
         if allowed is not None:
-            if not adjusts and (searching or (self._options.num_logprobs[slots] >= 0).any()):
+            masked = [row for row in allowed.rows if row >= 0]
+            if not adjusts and (self._options.num_logprobs[slots[masked]] >= 0).any():
                 adjusted_BV = logits_BV.clone()
             apply_masks(adjusted_BV, allowed, self.uploads)
         greedy = bool(self._options.is_greedy[slots].all())

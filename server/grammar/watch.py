@@ -153,6 +153,7 @@ class _Worker:
                 except BaseException as error:
                     outcome = Outcome(None, error, time.thread_time() - began_s)
                 self.outcomes.append(outcome)
+                del call  # with all that it holds, while nothing is asked
             self._calls = ()
             self.is_done = True
             self._answered.release()

@@ -134,7 +134,7 @@ def test_every_suite_writes_rows_that_are_whole_and_none_has_failed(quick: Quick
         assert tuple(row) == FIELDS
         assert (row["suite"], row["commit"], row["seed"], row["quick"]) == (suite, "tested", 7, True)
         assert row["metric"] != "failed", row["workload"]
-        assert row["n"] > 0 or row["unit"] == "times", "what others do meanwhile may be counted over nobody"
+        assert row["n"] > 0 or (suite, row["unit"]) == ("waste", "times"), "who gives way may do so while nobody ends"
         assert row["p20"] <= row["p50"] <= row["p80"] <= row["p99"]
         assert set(row["versions"]) == {"torch", "triton", "cuda_bindings", "vmmkv", "python"}
     names = [(row["workload"], row["system"], row["metric"]) for row in rows]

@@ -1,14 +1,17 @@
 """Grammars for engines with a tiny model, whose tokens are bytes."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.attending import attending_by
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv.server.engine import runner
 from vmmkv.server.engine.constraints import Constraints
 from vmmkv.server.grammar.asked import Grammar, of_schema
 from vmmkv.server.grammar.compiling import Compilation
@@ -56,3 +59,35 @@ def assert_logprobs_are_the_models_own(one: Harness, name: str, prompt: list[int
     ours = one.logprobs(name)[: len(own_T)]
     assert len(ours) == len(own_T) > 0
     assert max(abs(a - b) for a, b in zip(ours, own_T, strict=True)) < within
+
+
+def masked_in_place(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each mask of a decode step from now on: is it applied to the very logits that the forward half has written?"""
+    in_place: list[bool] = []
+    written: list[torch.Tensor] = []
+    forward, apply_masks = one.runner.steps.forward, runner.apply_masks
+
+    def remembered(*arguments: Any) -> torch.Tensor:
+        written[:] = [forward(*arguments)]
+        return written[0]
+
+    def looked_at(logits_BV: torch.Tensor, *arguments: Any) -> None:
+        in_place.append(bool(written) and logits_BV.data_ptr() == written[0].data_ptr())
+        apply_masks(logits_BV, *arguments)
+
+    monkeypatch.setattr(one.runner.steps, "forward", remembered)
+    monkeypatch.setattr(runner, "apply_masks", looked_at)
+    return in_place
+
+
+def assert_free_and_bound_answers_are_right(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without penalties and log-probabilities: masks are applied in place, and only to the rows that follow a grammar."""
+    in_place = masked_in_place(one, monkeypatch)
+    for seed in range(3):
+        one.ask(f"bound {seed}", token_ids("?"), 60, grammar=compiled(Grammar("regex", "[ab]{20}")), temperature=1.0, seed=seed)
+    one.ask("free", token_ids("free"), 60, ignore_eos=True)
+    one.run()
+    assert one.failures() == {}
+    assert all(re.fullmatch("[ab]{20}", text(one, f"bound {seed}").removesuffix("<|im_end|>")) for seed in range(3))
+    assert one.tokens("free") == one.expected(token_ids("free"), 60)
+    assert sum(in_place) >= 15

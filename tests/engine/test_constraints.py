@@ -20,6 +20,7 @@ from tests.engine.conftest import Harness, tiny_model
 from tests.engine.grammars import (
     BIAS,
     SIZE,
+    assert_free_and_bound_answers_are_right,
     assert_logprobs_are_the_models_own,
     compiled,
     following,
@@ -205,6 +206,12 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
     one.engine.settle()
     assert one.engine._ledger.num_constrained == 0 and one.engine._guided is not None and not one.engine._guided._begun
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
+
+
+def test_masks_in_the_logits_of_a_step_touch_nobody_else(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_free_and_bound_answers_are_right(engine(slots=6), monkeypatch)
 
 
 @pytest.mark.parametrize("is_biased", [False, True])

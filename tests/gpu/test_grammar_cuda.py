@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, harness
-from tests.engine.grammars import BIAS, assert_logprobs_are_the_models_own, following, of, text
+from tests.engine.grammars import (
+    BIAS,
+    assert_free_and_bound_answers_are_right,
+    assert_logprobs_are_the_models_own,
+    following,
+    of,
+    text,
+)
 from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import token_ids
 from vmmkv.server.engine import guided
@@ -39,7 +46,7 @@ def test_every_answer_to_the_corpus_is_whole_at_temperature_1(harness: Callable[
 def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = []
+    answers, steps = [], []
     for jumps in (True, False):
         if not jumps:
             monkeypatch.setattr(guided, "jumps", lambda request: False)
@@ -49,7 +56,16 @@ def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
         one.run()
         assert one.failures() == {}
         answers.append({name: one.tokens(name) for name in SCHEMAS})
+        steps.append(one.engine._num_steps)
     assert answers[0] == answers[1]
+    assert steps[0] < steps[1]
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_masks_in_the_logits_of_a_graph_touch_nobody_else(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, capture: bool
+) -> None:
+    assert_free_and_bound_answers_are_right(following(harness, device=DEVICE, capture=capture, slots=6), monkeypatch)
 
 
 def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabilities_are_the_models_own(

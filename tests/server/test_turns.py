@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.support import Running, asking, eventually, running_server
 from vmmkv.server import api_errors
-from vmmkv.server.app import INLINE_LOGPROBS, MAX_TOKENISING
+from vmmkv.server.app import INLINE_LOGPROBS, MAX_TOKENISING, WRITING_AT_ONCE
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
@@ -190,12 +191,42 @@ class TestTokenising:
             assert server.service.grammars._shared == is_shared
 
 
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "a" * 120, "max_tokens": 120, "logprobs": 5}
+"""Of more log-probabilities than are written on the event loop."""
+
+
 class TestWriting:
-    def test_a_finished_answer_is_written_however_many_texts_wait_to_be_read(self) -> None:
-        with running_server() as server:
+    @pytest.mark.parametrize("keys", [(), ("a-key-of-one", "a-key-of-two")])
+    def test_finished_answers_wait_for_their_turn_to_be_written_and_none_is_turned_away(self, keys: tuple[str, ...]) -> None:
+        assert INLINE_LOGPROBS < 120 * 5
+        with running_server(front=FrontConfig(api_keys=keys)) as server:
+            writing, answers = server.service.writing, list[httpx.Response]()
             server.service.tokenising = Turns("long texts", at_once=1, most=1, shared=False)
-            asyncio.run_coroutine_threadsafe(server.service.tokenising.begin("somebody"), server.loop).result(10)
-            body = {"model": "tiny", "prompt": "a" * 120, "max_tokens": 120, "logprobs": 5}
-            answer = server.http.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            assert INLINE_LOGPROBS < 120 * 5 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 120
+            for turns, count in ((writing, WRITING_AT_ONCE), (server.service.tokenising, 1)):
+                for place in range(count):
+                    asyncio.run_coroutine_threadsafe(turns.begin(f"somebody {place}"), server.loop).result(10)
+
+            def ask() -> None:
+                headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+                answers.append(server.http.post("/v1/completions", json=LONG, headers=headers))
+
+            askers = [threading.Thread(target=ask) for _ in range(4)]
+            for asker in askers:
+                asker.start()
+            assert eventually(lambda: writing._here.total() == WRITING_AT_ONCE + 4) and not answers
+            for place in range(WRITING_AT_ONCE):
+                server.loop.call_soon_threadsafe(writing.end, f"somebody {place}")
+            for asker in askers:
+                asker.join(20)
+            assert [answer.status_code for answer in answers] == [200] * 4
+            assert {len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers} == {120}
+            assert eventually(lambda: not writing._here)
+
+    def test_who_goes_away_before_the_answer_is_written_gives_back_the_place(self) -> None:
+        with running_server() as server:
+            writing = server.service.writing
+            for place in range(WRITING_AT_ONCE):
+                asyncio.run_coroutine_threadsafe(writing.begin(place), server.loop).result(10)
+            with asking(server.url, "/v1/completions", LONG):
+                assert eventually(lambda: writing._here.total() == WRITING_AT_ONCE + 1)
+            assert eventually(lambda: writing._here.total() == WRITING_AT_ONCE)

@@ -135,6 +135,9 @@ def test_a_run_of_some_cases_has_their_rows_and_can_be_resumed_at_the_others(tmp
     assert {name: piece.cases for name, piece in serve.pieces(settings).items()} == wanted
     of_chat = dataclasses.replace(settings, cases=("chat",))
     assert list(serve.pieces(of_chat)) == ["wide closed"]
+    assert set(serve.absent(of_chat)) == {"rates", "bursts"} and not serve.absent(settings)
+    turned = dataclasses.replace(settings, cases=("skewed", "chat", "chat"))
+    assert serve.pieces(turned)["wide closed"].cases == ("chat", "skewed"), "the same run by whatever order"
     of_another_suite = dataclasses.replace(settings, parts=())
     assert not any(piece.cases for piece in serve.pieces(of_another_suite).values())
     assert quick(tmp_path, *options, "skewed", "8", "--repeat", "1") == 0
