@@ -8,23 +8,25 @@ Importing this starts no CUDA context, no thread and no logging; torch comes wit
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vmmkv.errors import (
+    BudgetError,
+    Closed,
+    DriverError,
+    DriverUnavailable,
+    Evicted,
+    ForkedProcess,
+    LayoutError,
+    OutOfPages,
+    OutOfSlots,
+    RowsUnmapped,
+    SequenceTooLong,
+    VmmkvError,
+)
+from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
+
 if TYPE_CHECKING:
     from vmmkv.cache import KVCache
     from vmmkv.driver.base import Driver
-    from vmmkv.errors import (
-        BudgetError,
-        Closed,
-        DriverError,
-        DriverUnavailable,
-        Evicted,
-        ForkedProcess,
-        LayoutError,
-        OutOfPages,
-        OutOfSlots,
-        RowsUnmapped,
-        SequenceTooLong,
-        VmmkvError,
-    )
     from vmmkv.kv_type import KVType
     from vmmkv.layout import Group, KVLayout, Plane
     from vmmkv.pool import Pool, PoolStats
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from vmmkv.prefix_ladder import Attached
     from vmmkv.sequence import Parked, Sequence
     from vmmkv.stats import CacheStats
-    from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
 
 __version__ = "0.1.0"
 
@@ -72,39 +73,22 @@ __all__ = [
     "VmmkvError",
 ]
 
-_MODULE_OF = {
-    "GIB": "units",
-    "KIB": "units",
-    "MIB": "units",
-    "PAGE_BYTES": "units",
-    "TIB": "units",
+_MODULE_OF = {  # of what needs torch
     "Attached": "prefix_ladder",
-    "BudgetError": "errors",
     "CacheStats": "stats",
-    "Closed": "errors",
     "Driver": "driver.base",
-    "DriverError": "errors",
-    "DriverUnavailable": "errors",
-    "Evicted": "errors",
-    "ForkedProcess": "errors",
     "Group": "layout",
     "KVCache": "cache",
     "KVLayout": "layout",
     "KVType": "kv_type",
-    "LayoutError": "errors",
-    "OutOfPages": "errors",
-    "OutOfSlots": "errors",
     "Parked": "sequence",
     "Plane": "layout",
     "Pool": "pool",
     "PoolStats": "pool",
     "PrefixCache": "prefix",
     "PrefixStats": "prefix",
-    "RowsUnmapped": "errors",
     "Rung": "prefix_costs",
     "Sequence": "sequence",
-    "SequenceTooLong": "errors",
-    "VmmkvError": "errors",
 }
 
 

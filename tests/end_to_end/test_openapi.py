@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
@@ -24,7 +25,7 @@ RUNS = ((), ("--mode", "positive", "--phases", "fuzzing", "--include-path-regex"
 def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
     """Ten minutes in `make nightly`, with several clients."""
     is_nightly = hypothesis.settings.get_current_profile_name() == "nightly"
-    seconds, workers = (300, 4) if is_nightly else (10, 1)
+    seconds, num_clients = (300, 4) if is_nightly else (10, 1)
     directory = tmp_path / "model"
     directory.mkdir()
     with small_server(directory, "--api-key", ONE, "--admin-key", ADMIN, "--max-num-seqs", "8") as server:
@@ -33,10 +34,18 @@ def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_after
             return server.metric('requests_total{outcome="finished"}')
 
         def ask(options: tuple[str, ...], seed: int) -> None:
-            command = [*COMMAND, *options, "--max-time", str(seconds), "--workers", str(workers), f"{server.url}/openapi.json"]
+            """In processes: threads that make examples at once meet a fault of CPython 3.11's parser."""
+            command = [*COMMAND, *options, "--max-time", str(seconds), f"{server.url}/openapi.json"]
             command += [] if is_nightly else ["--seed", str(seed)]
-            ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds + 120)
-            assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+            def client(number: int) -> "subprocess.CompletedProcess[str]":
+                folder = tmp_path / f"client-{number}"
+                folder.mkdir(exist_ok=True)
+                return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds + 120)
+
+            with ThreadPoolExecutor(num_clients) as clients:
+                for ran in clients.map(client, range(num_clients)):
+                    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
 
         for options in RUNS:
             ask(options, 1)
