@@ -32,7 +32,8 @@ def _forbid(p_logits, p_rows, p_words, num_rows, num_tokens, num_words, stride, 
 def forbid(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: torch.Tensor) -> None:
     """Set the logits of row rows_G[g] to -inf, in place, of all tokens whose bit in words_GW[g] is 0.
 
-    Allowed logits stay as they are, and are not read. A row below 0 is nobody's: its mask is passed over.
+    Allowed logits stay as they are, and are not read. The mask of a row that there is not, -1 for one, is
+    passed over.
 
     logits_BV: fp16, bf16 or fp32; elements contiguous. rows_G: int32 or int64, no row twice. words_GW: contiguous int32 with
     W = ceil(V / 32) or more.

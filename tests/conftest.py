@@ -5,14 +5,10 @@ import signal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-# Examples have no time that a busy machine could exceed, and are the same in every run, but for those of `make nightly`: there
-# are more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("nightly", unhurried, derandomize=False)
-settings.register_profile("each change", unhurried, derandomize=True)
-settings.load_profile("each change")
+# `make nightly`: more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
+settings.register_profile("nightly")
 
 # A shell has what it runs in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

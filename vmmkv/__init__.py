@@ -2,7 +2,7 @@
 
     from vmmkv import KVCache, KVLayout, Pool
 
-Importing this starts no CUDA context, no thread and no logging; torch comes with the first name that is asked for.
+Importing this starts no CUDA context, no thread and no logging; torch comes with the first name that needs it.
 """
 
 from importlib import import_module

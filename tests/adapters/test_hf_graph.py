@@ -115,7 +115,7 @@ def test_errors_come_out_of_the_graph(pool: Pool) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_pass_whose_output_nobody_reads_keeps_its_rows(pool: Pool, backend: str) -> None:
-    model = llama(num_hidden_layers=1)
+    model = llama(num_hidden_layers=2)
     model.set_attn_implementation("vmmkv")
 
     def fill(ids: torch.Tensor, cache: VmmCache) -> None:
@@ -130,7 +130,7 @@ def test_a_pass_whose_output_nobody_reads_keeps_its_rows(pool: Pool, backend: st
 @pytest.mark.parametrize("of_the_first", [False, True], ids=["the same token", "the next token"])
 def test_a_second_pass_in_a_graph_is_refused(pool: Pool, backend: str, of_the_first: bool) -> None:
     """It would have the positions of the first."""
-    model = llama(num_hidden_layers=1)
+    model = llama(num_hidden_layers=2)
     model.set_attn_implementation("vmmkv")
 
     def two_steps(ids: torch.Tensor, cache: VmmCache) -> Any:
@@ -184,7 +184,7 @@ def test_a_model_whose_layers_do_more_than_attend_breaks_its_graph(pool: Pool, m
 
 def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing in the configuration says so."""
-    model = deepseek(num_hidden_layers=1)
+    model = deepseek(num_hidden_layers=2)
     model.set_attn_implementation("vmmkv")
     monkeypatch.setattr(VmmCache, "_is_attended_by_vmmkv", True)
     with VmmCache(model.config, pool) as cache:
@@ -194,7 +194,7 @@ def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monke
 
 
 def test_a_graph_over_transformers_own_cache_has_latents_and_sinks_too() -> None:
-    for model in (deepseek(num_hidden_layers=1), gpt_oss()):
+    for model in (deepseek(num_hidden_layers=2), gpt_oss()):
         model.set_attn_implementation("vmmkv")
         expected, _ = steps(model, model, DynamicCache(config=model.config), 3)
         compiled = torch.compile(model, backend="eager", dynamic=True)

@@ -23,8 +23,6 @@ SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
 """Some 330 tokens: three full pages of 91 and more."""
 PHONE = 390
 
-expect.set_options(timeout=30_000)  # of a condition that nobody gives another: the map comes twice a second, on an idle machine
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -58,7 +56,7 @@ def opened(browser: Browser, url: str, *, width: int = 1280, scheme: str = "ligh
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(url)
-    expect(page.locator("#status")).to_have_text("serving")
+    expect(page.locator("#status")).to_have_text("serving", timeout=15_000)
     yield page
     context.close()
     assert said == []
@@ -72,7 +70,7 @@ def ask(page: Page, question: str, max_tokens: int) -> None:
     page.locator("#options > summary").click()
     page.fill("#question", question)
     page.press("#question", "Enter")
-    expect(page.locator(".said.assistant")).to_have_text(re.compile(r"\w"))
+    expect(page.locator(".said.assistant")).to_have_text(re.compile(r"\w"), timeout=20_000)
 
 
 def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browser: Browser) -> None:
@@ -86,7 +84,7 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browse
             running[:] = [slot for slot in slots if slot["state"] == "live"]
             return len(running) == 2
 
-        until(both_run)
+        until(both_run, seconds=5)
         for slot in running:
             group, page, num_pages, state, sharers, prefix = slot["runs"][0]
             assert (group, page, state, sharers) == (0, 0, "live", 2) and num_pages >= 3 and prefix is not None
@@ -108,7 +106,7 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browse
         second.click("#new")
         ask(second, "And a short one.", 6)
         meta = second.locator("#chat .meta")
-        expect(meta).to_have_text(re.compile(r"^\d+ tokens? · first after"))
+        expect(meta).to_have_text(re.compile(r"^\d+ tokens? · first after"), timeout=20_000)
         known = re.search(r"(\d+) of (\d+) prompt tokens known", meta.inner_text())
         assert known is not None and int(known[1]) >= 3 * 91
 
@@ -190,10 +188,10 @@ def test_the_page_asks_for_the_key_itself_and_one_of_several_may_chat(browser: B
         answer = page.goto(f"{server.url}/v1/models")
         assert answer is not None and answer.status == 200
         page.goto(server.url)
-        expect(page.locator("#status")).to_have_text("this server wants an API key")
+        expect(page.locator("#status")).to_have_text("this server wants an API key", timeout=15_000)
         page.fill("#key", TWO)
         page.press("#key", "Tab")
-        expect(page.locator("#status")).to_contain_text("chat alone")
+        expect(page.locator("#status")).to_contain_text("chat alone", timeout=15_000)
         page.fill("#question", "Hi")
         page.locator("#options > summary").click()
         page.fill("#max-tokens", "4")
@@ -201,5 +199,5 @@ def test_the_page_asks_for_the_key_itself_and_one_of_several_may_chat(browser: B
         expect(page.locator("#chat .meta")).to_be_visible(timeout=20_000)
         page.fill("#key", ADMIN)
         page.press("#key", "Tab")
-        expect(page.locator("#status")).to_have_text("serving")
+        expect(page.locator("#status")).to_have_text("serving", timeout=15_000)
         context.close()

@@ -105,7 +105,7 @@ def asking(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def eventually(condition: Callable[[], bool], *, within_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
     """Whether the condition comes true in time.
 
     What another thread or process does after it has answered is waited for like this: how soon is up to the machine.

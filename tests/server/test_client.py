@@ -48,7 +48,7 @@ def _output(news: Output | Beams) -> Output:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.01)
 

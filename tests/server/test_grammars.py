@@ -264,7 +264,7 @@ def test_what_takes_too_long_ends_in_time_and_the_next_is_served(compiling: Comp
         with monkeypatch.context() as patch, pytest.raises(GrammarRefused, match=r"takes more than 2 s|too much memory"):
             patch.setattr(compiler, "_compile_s", 2.0)
             await compiler.compile(HUGE)
-        assert asyncio.get_running_loop().time() - began_s < 9, "not the ten seconds and more that it takes"
+        assert asyncio.get_running_loop().time() - began_s < 4
         assert process is not None and process.returncode is not None, "it would go on for nobody"
         assert await compiler.compile(of_choices(["a"]))
 

@@ -182,14 +182,16 @@ class TestSizes:
     ) -> None:
         monkeypatch.setattr(PatientProtocol, "header_s", 0.5)
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection, server.http as http:
+        with socket.create_connection((host, int(port)), timeout=5) as connection, server.http as http:
+            began = time.monotonic()
             assert http.get("/health").status_code == 200
             for letter in "GET /health HTTP" if drips else "":
                 with contextlib.suppress(OSError):
                     connection.send(letter.encode())
                 time.sleep(0.05)
             with contextlib.suppress(ConnectionResetError):  # as it ends where a letter was on its way
-                assert connection.recv(10) == b""  # in less than 20 s, which are not the 30 s of a server that is not told
+                assert connection.recv(10) == b""
+            assert time.monotonic() - began < 10
             assert http.get("/health").status_code == 200  # on the connection that it has
 
     def test_bodies_that_do_not_come_are_let_go_of(self, server: Running) -> None:

@@ -194,7 +194,7 @@ def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of
             began_s = time.monotonic()
             assert served.ends(30) == 0
             # A second for the drain, one to send, one for the engine; who waits for one of the two waits for ever.
-            assert time.monotonic() - began_s < 15
+            assert time.monotonic() - began_s < 1 + 4, "a second to send, one for the engine, and a busy machine"
         assert "Traceback" not in served.log(), served.log()
 
 
@@ -275,7 +275,7 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_
     (tmp_path / "tokenizer.json").write_text("{")
     with serving(tmp_path, "--loading-s", "60") as served:
         assert eventually(lambda: "tokenizer" in served.log(), within_s=120)
-        assert served.ends(20) == 1  # which is not after the minute that the engine loads
+        assert served.ends(8) == 1  # at once: an engine that loads is not asked to finish
         assert str(tmp_path) in served.log()
 
 
@@ -306,5 +306,5 @@ def test_who_looks_does_not_keep_the_server_from_its_end(model_dir: Path) -> Non
             for _ in lines:  # to its end, which is no error
                 pass
             assert served.ends() == 0
-        assert time.monotonic() - began_s < 15, "the stream was waited for"
+        assert time.monotonic() - began_s < 6, "the stream was waited for"
         assert served.is_quiet(), served.log()

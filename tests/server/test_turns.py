@@ -170,7 +170,7 @@ class TestTokenising:
     def test_who_waits_for_a_turn_has_an_answer_when_the_time_is_over(
         self, taken: Running, path: str, body: dict[str, Any]
     ) -> None:
-        late = taken.http.post(path, json={"model": "tiny", "timeout": 0.1, **body}, timeout=10)  # before the turn could come
+        late = taken.http.post(path, json={"model": "tiny", "timeout": 0.1, **body}, timeout=5)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
         assert eventually(lambda: taken.service.tokenising._here.total() == 1 and taken.service.intake.num_sequences == 0)
 
@@ -180,8 +180,8 @@ class TestTokenising:
     ) -> None:
         with asking(taken.url, path, {"model": "tiny", **body}):
             assert eventually(lambda: taken.service.tokenising._here.total() == 2)
-        assert eventually(lambda: taken.service.tokenising._here.total() == 1, within_s=10)  # before the turn could come
-        assert eventually(lambda: taken.service.intake.num_sequences == 0, within_s=10)
+        assert eventually(lambda: taken.service.tokenising._here.total() == 1, within_s=2)
+        assert eventually(lambda: taken.service.intake.num_sequences == 0, within_s=2)
 
     @pytest.mark.parametrize("keys, is_shared", [((), False), (("one",), False), (("one", "two"), True)])
     def test_the_places_are_shared_only_where_several_ask(self, keys: tuple[str, ...], is_shared: bool) -> None:

@@ -101,7 +101,7 @@ def test_streams_that_do_not_end_are_waited_for_no_longer_than_their_limit() -> 
         began_s = time.monotonic()
         with pytest.raises(WrongNumbers, match="not ended in their time"):
             clients.ask(url, [{}], 1.0)
-        assert time.monotonic() - began_s < 60
+        assert time.monotonic() - began_s < 10
 
 
 # the server
@@ -176,7 +176,7 @@ with server.Server(Path(sys.argv[1])):
 def test_a_server_ends_with_who_started_it_however_that_ends(played: str, tmp_path: Path) -> None:
     done = subprocess.run([PYTHON, "-c", OWNER, str(tmp_path / "python")], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 10
     while is_running(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline_s, "it goes on"
         time.sleep(0.01)
