@@ -24,7 +24,7 @@ from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.capacity import why_never_fits
 from vmmkv.server.engine.constraints import Constraints
-from vmmkv.server.engine.guided import Guided
+from vmmkv.server.engine.guided import NOBODY_FOLLOWS, Guided
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
 from vmmkv.server.engine.ledger import Slots, TokenIds
@@ -284,17 +284,21 @@ class EngineCore:
         self._read_s = now_s
         self._num_steps += 1
         outputs: list[Output] = []
-        row = len(step.slots)
         live = np.flatnonzero(self._ledger.epochs[step.slots] == step.epochs)
         slots = step.slots[live]
         self._ledger.confirmed[slots] = step.ends[live]
-        self._answer(slots, tokens[live], [logprobs.get(index) for index in live.tolist()] if logprobs else None, outputs)
+        rows, speaking = live.tolist(), slots.tolist()
+        row = len(step.slots)
         for index, chunk in enumerate(step.chunks):
             if chunk.is_live:
                 if index in scores:
                     self._score(chunk.strand.request, scores[index])
-                self._confirm(chunk, tokens, row, logprobs, candidates, outputs)
+                if self._confirm(chunk, tokens, row, candidates, outputs):
+                    rows.append(row)
+                    speaking.append(chunk.strand.memory.slot)
             row += chunk.is_last
+        told = [logprobs.get(row) for row in rows] if logprobs else None
+        self._answer(np.array(speaking, np.int64), tokens[rows], told, outputs)
         if outputs:
             self._send(Outputs(outputs=outputs))
         if self._windowed and self._num_steps % _WINDOW_STEPS == 0:
@@ -305,11 +309,10 @@ class EngineCore:
         chunk: LaunchedChunk,
         tokens: TokenIds,
         row: int,
-        logprobs: dict[int, Logprobs],
         candidates: dict[int, list[Candidate]],
         outputs: list[Output],
-    ) -> None:
-        """A chunk has been computed; `row` is what the step gave for it, if it was its strand's last."""
+    ) -> bool:
+        """A chunk has been computed; `row` is what the step gave for it, if it was its last. Is that its next token?"""
         strand, request = chunk.strand, chunk.strand.request
         if strand is request:
             slot = request.memory.slot
@@ -320,16 +323,17 @@ class EngineCore:
             if num_prompt and not (chunk.is_last and tokens[row] == NOT_A_NUMBER):
                 self._scheduler.share(request)
         if not chunk.is_last or not chunk.is_answered:
-            return
+            return False
         if not request.ask.max_new_tokens and tokens[row] >= 0:
             outputs.append(output_of(request, -1, "length", None))
             self._scheduler.end(request)
         elif request.beams is None:
-            self._answer(np.array([request.memory.slot]), tokens[row : row + 1], [logprobs.get(row)], outputs)
+            return True
         elif tokens[row] == NOT_A_NUMBER:
             self._fail([request], _NO_NUMBERS)
         else:
             self._search(request, strand, candidates[row])
+        return False
 
     def _score(self, request: Request, scores: PromptScores) -> None:
         """Its client is told how likely the next tokens of its prompt were."""
@@ -352,8 +356,8 @@ class EngineCore:
         self._counts.generated_tokens += int(is_kept.sum())
         ends = stops | (ledger.known[slots] >= ledger.ends[slots])
         ended: list[Request] = []
-        why = dict[int, str]()
-        if self._guided is not None and (why := self._guided.strays(slots, tokens, is_kept)):
+        why, going_on = NOBODY_FOLLOWS if self._guided is None else self._guided.follow(slots, tokens, is_kept)
+        if why:
             tokens = tokens.copy()
             tokens[list(why)] = _STRAY
         for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
@@ -369,6 +373,8 @@ class EngineCore:
                 ended.append(request)
         for request in ended:
             self._scheduler.end(request)
+        if self._guided is not None:
+            self._guided.go_on(going_on, outputs)
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""

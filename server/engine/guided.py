@@ -1,8 +1,8 @@
 """Answers that follow a grammar, in the loop: what is forced is told, a step's rows get their masks, tokens are accepted.
 
     begin ──> open: its grammar has been read, and forces the first tokens ──> waiting ──> tell_begun, when it runs
-    masks: the forward half of a step is under way ──> the earlier ones are read ──> for each row: it ends, jumps, or has a mask
-    strays: what was sampled ──> the matchers accept it
+    follow: what was sampled ──> the matchers accept it, and say what comes next ──> it ends, jumps, or has a mask
+    masks: the forward half of a step is under way ──> the earlier ones are read, and so followed ──> a mask for each row
 
 What may come next depends on the tokens before, so the earlier steps are read before such a step samples: they run while the
 matchers work, and so does its forward half. Legend: G rows with a grammar, W words of a mask.
@@ -34,6 +34,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NO_TOKEN: Final = "the model's vocabulary has no token that the grammar allows here"
+
+
+class Next(NamedTuple):
+    """What comes next in an answer."""
+
+    must_end: bool
+    forced: list[int]
+    """If there are none, any token that its matcher has allowed."""
+
+
+class Followed(NamedTuple):
+    """What the matchers said of tokens that were sampled."""
+
+    strays: dict[int, str]
+    """Places of those that are not allowed, or could not be followed, and why."""
+    going_on: list[tuple[Request, Next]]
+    """Those that must end, or go on with tokens that are forced."""
+
+
+NOBODY_FOLLOWS: Final = Followed({}, [])
 
 
 class Guided:
@@ -115,36 +135,55 @@ class Guided:
         speaks = any(chunk.is_last and chunk.strand.request.matcher is not None for chunk in chunks)
         return StepMasks(self, plan, slots, chunks) if speaks or ledger.constrained[slots].any() else None
 
-    def strays(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> dict[int, str]:
-        """The matchers of those that follow a grammar accept what was sampled; places where one does not, and why."""
+    def follow(self, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
+        """The matchers of those that follow a grammar accept what was sampled, and say what comes next, in one trip."""
         ledger = self.scheduler.ledger
         if not ledger.num_constrained:
-            return {}
+            return NOBODY_FOLLOWS
+        found = Followed({}, [])
         places = np.flatnonzero(ledger.constrained[slots] & is_kept).tolist()
-        calls: list[tuple[Request, Callable[[], bool]]] = []
+        calls: list[tuple[Request, Callable[[], Next | None]]] = []
         for place in places:
             request = ledger.requests[slots[place]]
             assert request is not None and request.matcher is not None, "nobody with a grammar runs there"
-            calls.append((request, _accepting(request.matcher, int(tokens[place]))))
-        strays: dict[int, str] = {}
-        for place, (request, _), accepted in zip(places, calls, self.constraints.follow(calls), strict=True):
-            if isinstance(accepted, Exception):
-                strays[place] = not_followed(request, accepted)
-            elif not accepted:
-                strays[place] = _NO_TOKEN
-        return strays
+            calls.append((request, _accepting(request.matcher, int(tokens[place]), self.num_more(request), jumps(request))))
+        for place, (request, _), comes in zip(places, calls, self.constraints.follow(calls), strict=True):
+            if isinstance(comes, Exception):
+                found.strays[place] = not_followed(request, comes)
+            elif comes is None:
+                found.strays[place] = _NO_TOKEN
+            elif comes.must_end or comes.forced:
+                found.going_on.append((request, comes))
+        return found
+
+    def go_on(self, going_on: Sequence[tuple[Request, Next]], outputs: list[Output]) -> None:
+        """Their clients know what was sampled last: now they end, or go on with what is forced."""
+        for request, comes in going_on:
+            if comes.must_end:
+                outputs.append(output_of(request, -1, "stop"))
+                self.scheduler.end(request)
+            else:
+                self.scheduler.force(request, comes.forced)
+                outputs.append(self.told(request, comes.forced))
+
+    def num_more(self, request: Request) -> int:
+        """Tokens that a running request may still have."""
+        slot = request.memory.slot
+        return int(self.scheduler.ledger.ends[slot] - self.scheduler.ledger.known[slot])
 
     def _refuse(self, request: Request, why: str, error: Exception) -> None:
         log.warning("request %s: its grammar %s: %s", request.ask.request_id, why, error)
         self.send(Failed(request_id=request.ask.request_id, message=f"its grammar {why}: {error}"))
 
 
-class _Next(NamedTuple):
-    """What comes next in an answer."""
+class _Following(NamedTuple):
+    """A row of a step whose request follows a grammar."""
 
-    must_end: bool
-    forced: list[int]
-    """If there are none, any token that its mask allows."""
+    row: int
+    request: Request
+    matcher: "Matcher"
+    place: int | None
+    """Of the chunk that it is behind; None if it decodes."""
 
 
 class StepMasks:
@@ -159,38 +198,27 @@ class StepMasks:
 
     @torch.inference_mode(False)  # as steps are read elsewhere: who ends here leaves nothing that was made in another mode
     def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
-        """Read what is under way, and have the matchers say. `rows` are the slots of the rows that are given a token."""
+        """Read what is under way, and so follow it. `rows` are the slots of the rows that are given a token."""
         self._book()
         self._guided.drain()
         following = self._following(rows)
-        if not following:
+        if behind_chunks := [each for each in following if each.place is not None]:
+            self._begin(behind_chunks)
+        asking = []
+        for each in following:
+            if each.request.sequence is None:
+                continue
+            if each.request.decodes:
+                asking.append(each)
+            else:  # it goes on with what is forced
+                self._disown(each.row, each.place)
+        if not asking:
             return None
-        # Rows of their own for all: one that takes too long is written to even when nobody waits for it any more.
-        blank_GW = uploads.blank(len(following), following[0][2].num_words)
+        blank_GW = uploads.blank(len(asking), asking[0].matcher.num_words)
         words_GW = blank_GW.numpy()
-        calls = [
-            (request, self._looking(request, matcher, words_GW, index, is_decoding=place is None))
-            for index, (_, request, matcher, place) in enumerate(following)
-        ]
-        asking = [-1] * len(following)
-        outputs: list[Output] = []
-        guided = self._guided
-        for index, following_next in enumerate(guided.constraints.follow(calls)):
-            row, request, _, place = following[index]
-            if isinstance(following_next, Exception):
-                guided.fail([request], not_followed(request, following_next))
-            elif following_next.must_end:
-                outputs.append(output_of(request, -1, "stop"))
-                guided.scheduler.end(request)
-            elif following_next.forced:
-                guided.scheduler.force(request, following_next.forced)
-                outputs.append(guided.told(request, following_next.forced))
-                self._disown(row, place)
-            else:
-                asking[index] = row
-        if outputs:
-            guided.send(Outputs(outputs=outputs))
-        return TokenMasks(asking, blank_GW) if max(asking) >= 0 else None
+        for index, each in enumerate(asking):
+            words_GW[index] = each.matcher.allowed
+        return TokenMasks([each.row for each in asking], blank_GW)
 
     def launched(self, readback: Readback) -> Launched:
         """All of the step is under way."""
@@ -204,34 +232,30 @@ class StepMasks:
             self._guided.scheduler.launched(self._plan)
             self._epochs, self._ends = self._ledger.epochs[self._slots], self._guided.cache.lengths[self._slots]
 
-    def _following(self, rows: Slots) -> "list[tuple[int, Request, Matcher, int | None]]":
-        """Rows of those that follow a grammar and still run; of a chunk's, the chunk's place too."""
+    def _begin(self, behind_chunks: Sequence[_Following]) -> None:
+        """What comes behind tokens that were not sampled: nobody has asked their matchers yet."""
+        guided, outputs = self._guided, list[Output]()
+        calls = [
+            (each.request, _looking(each.matcher, guided.num_more(each.request), jumps(each.request))) for each in behind_chunks
+        ]
+        for each, comes in zip(behind_chunks, guided.constraints.follow(calls), strict=True):
+            if isinstance(comes, Exception):
+                guided.fail([each.request], not_followed(each.request, comes))
+            elif comes.forced:
+                guided.go_on([(each.request, comes)], outputs)
+        if outputs:
+            guided.send(Outputs(outputs=outputs))
+
+    def _following(self, rows: Slots) -> list[_Following]:
+        """Rows of those that follow a grammar and still run."""
         speaking = [place for place, chunk in enumerate(self._chunks) if chunk.is_last]
         found = []
         for row, slot in enumerate(rows.tolist()):
             place = None if row < len(self._slots) else speaking[row - len(self._slots)]
             request = self._still(row, slot, place)
             if request is not None and request.matcher is not None:
-                found.append((row, request, request.matcher, place))
+                found.append(_Following(row, request, request.matcher, place))
         return found
-
-    def _looking(
-        self, request: Request, matcher: "Matcher", words_GW: npt.NDArray[np.int32], index: int, *, is_decoding: bool
-    ) -> Callable[[], _Next]:
-        """Can its answer only end here? If not, which tokens must come next? If none must, the mask of those that may."""
-        slot = request.memory.slot
-        at_most = int(self._ledger.ends[slot] - self._ledger.known[slot]) - 1 if jumps(request) else 0
-        may_end = is_decoding and jumps(request)
-
-        def look() -> _Next:
-            if may_end and matcher.must_end():
-                return _Next(True, [])
-            forced = matcher.force(at_most) if at_most > 0 else []
-            if not forced:
-                matcher.fill(words_GW, index)
-            return _Next(False, forced)
-
-        return look
 
     def _still(self, row: int, slot: int, place: int | None) -> Request | None:
         """Who had a part in the step when it was launched, and still runs."""
@@ -260,5 +284,26 @@ def _forcing(matcher: "Matcher", at_most: int) -> Callable[[], list[int]]:
     return lambda: matcher.force(at_most)
 
 
-def _accepting(matcher: "Matcher", token: int) -> Callable[[], bool]:
-    return lambda: matcher.accept(token)
+def _accepting(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Callable[[], Next | None]:
+    """What comes behind a token; None if it is not allowed."""
+
+    def accept() -> Next | None:
+        if not matcher.accept(token):
+            return None
+        if num_more and may_jump and matcher.must_end():
+            return Next(True, [])
+        return _next(matcher, num_more, may_jump)
+
+    return accept
+
+
+def _looking(matcher: "Matcher", num_more: int, may_jump: bool) -> Callable[[], Next]:
+    return lambda: _next(matcher, num_more, may_jump)
+
+
+def _next(matcher: "Matcher", num_more: int, may_jump: bool) -> Next:
+    """Of an answer that may have so many more tokens: which must come? If none must, the matcher says which may."""
+    forced = matcher.force(num_more - 1) if num_more and may_jump else []
+    if num_more and not forced:
+        matcher.allow()
+    return Next(False, forced)

@@ -24,6 +24,7 @@ from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.sampling_state import Entry
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
@@ -256,7 +257,7 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
 
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
-        runner.assign(sequence.slot, everything, np.zeros(1, np.int32), nothing)
+        runner.assign([Entry(sequence.slot, everything, np.zeros(1, np.int32), nothing)])
         for start, end, scores in ((0, num_tokens - 1, True), (0, num_tokens - 1, False), (num_tokens - 1, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
                 tokens = np.zeros(end - start, np.int32)

@@ -21,6 +21,9 @@ from vmmkv.units import format_bytes
 PARKED_SLOTS: Final = 3
 """For sequences that have ended, for each that may run: a conversation goes on where its own was parked. Addresses are free."""
 
+CLOSING_SLOTS: Final = 1
+"""For each that may run, where nothing is parked: who begins does not wait until the device is done with who has ended."""
+
 GPU_MARGIN_BYTES: Final = 1 * GIB
 """Left to the device for what other libraries take later: cuBLAS workspaces, fragmentation."""
 
@@ -100,7 +103,7 @@ class SlotsInPool:
     def open(cls, wanted: Wanted) -> Self:
         """Raises: BudgetError, DriverError, OutOfPages, naming the option of the server that would help."""
         pool = Pool(wanted.device, wanted.budget_bytes or _least_bytes(wanted))
-        slots = wanted.max_sequences * (1 + PARKED_SLOTS * wanted.shares_prefixes)
+        slots = wanted.max_sequences * (1 + (PARKED_SLOTS if wanted.shares_prefixes else CLOSING_SLOTS))
         cache = open_cache(wanted.layout, pool, slots, wanted.max_tokens)
         try:
             return cls(cache, wanted)

@@ -9,8 +9,9 @@ decode have no id here: theirs is on the device.
 Legend: N tokens of the step, B runs, R runs that are given a token, V vocabulary.
 """
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from vmmkv.server.engine.decode_steps import capture
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.prompt_scores import ScoredRows, States
+from vmmkv.server.engine.sampler import Sampler
 from vmmkv.server.engine.step_state import StepState
 from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Uploads
 from vmmkv.units import round_up
@@ -61,13 +63,17 @@ class Spoken(NamedTuple):
     """Of those rows, the ones that search, and how many candidates each wants."""
     states: States | None
     """For those who ask how likely their prompts are; None if nobody does."""
+    samples: Mapping[bool, Callable[[], None]] | None
+    """What samples from these logits where it was captured: if all of the rows are greedy, and if not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     logits_RV: torch.Tensor
     replay: Callable[[], None]
+    samples: Mapping[bool, Callable[[], None]]
     took_s: float
+    """The forward half."""
 
 
 def token_sizes(most: int) -> list[int]:
@@ -82,13 +88,16 @@ def token_sizes(most: int) -> list[int]:
 class MixedSteps:
     """All mixed steps of one engine; `capture` makes graphs of them. One is launched at a time."""
 
-    def __init__(self, model: Model, state: StepState, uploads: Uploads, *, max_rows: int, max_tokens: int) -> None:
-        self._model, self._state, self._uploads = model, state, uploads
+    def __init__(
+        self, model: Model, sampler: Sampler, state: StepState, uploads: Uploads, *, max_rows: int, max_tokens: int
+    ) -> None:
+        self._model, self._sampler, self._state, self._uploads = model, sampler, state, uploads
         device = state.tokens_S.device
         self._on_gpu: Final = device.type == "cuda"
         self._max_rows: Final = max_rows
         self._max_tokens: Final = max_tokens
         self._packed = torch.zeros(_Places.of(max_rows, max_tokens).size, dtype=torch.int32, device=device)
+        self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
         self._launch_s = float("inf")
         """What launching a step one by one takes the host."""
@@ -96,7 +105,7 @@ class MixedSteps:
     def capture(self, pool: Any) -> None:
         """Make the graphs, the largest first, for the others use its memory; nobody's rows are touched.
 
-        Cost: a step of each size three times.
+        Cost: a step of each size three times, and a few launches.
         """
         self._packed.zero_()
         for size in reversed(token_sizes(self._max_tokens)):
@@ -115,7 +124,13 @@ class MixedSteps:
             began_s = time.perf_counter()
             replay()
             torch.cuda.synchronize()
-            self._graphs[size] = _Captured(logits_RV, replay, time.perf_counter() - began_s)
+            took_s = time.perf_counter() - began_s
+            samples = {}
+            for greedy in (True, False):
+                sample = functools.partial(self._sample, logits_RV, places, greedy=greedy)
+                sample()
+                samples[greedy] = capture(sample, pool)
+            self._graphs[size] = _Captured(logits_RV, replay, samples, took_s)
 
     def forward(self, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> Spoken:
         """Launch a token for each of these slots, whose last one is on the device behind `lengths` rows, and the chunks."""
@@ -126,17 +141,36 @@ class MixedSteps:
         size = num_tokens if captured is None else captured[0]
         places = _Places.of(self._max_rows if self._on_gpu else len(step.runs), size)
         self._uploads.into(self._packed[: places.size], step.packed(places))
-        states = None
+        states = samples = None
         if step.scored:
             logits_RV, states = self._forward_scored(places, None if self._on_gpu else step.runs, step)
         elif captured is not None:
             captured[1].replay()
-            logits_RV = captured[1].logits_RV
+            logits_RV, samples = captured[1].logits_RV, captured[1].samples
         else:
             logits_RV = self._forward(places, None if self._on_gpu else step.runs)
         _, slots_R, ends_R = places.of_rows(self._packed)
         slots, ends = step.slots_B[step.speaking], (step.starts_B + step.counts_B)[step.speaking]
-        return Spoken(logits_RV, slots_R, ends_R, slots, ends, step.candidates, states)
+        return Spoken(logits_RV, slots_R, ends_R, slots, ends, step.candidates, states, samples)
+
+    def sample(self, step: Spoken, *, greedy: bool) -> torch.Tensor:
+        """Launch the other half of the step; int32 tokens of its slots, to be copied before the next one is launched."""
+        if step.samples is not None:
+            step.samples[greedy]()
+            return self._out_R[: len(step.slots)]
+        return self.finish(step, self._sampler.sample(step.logits_RV, step.slots_R, step.ends_R, greedy=greedy))
+
+    def finish(self, step: Spoken, sampled_R: torch.Tensor) -> torch.Tensor:
+        """Instead of `sample`, if the tokens have been sampled by the caller."""
+        self._end(step.slots_R, step.ends_R, sampled_R)
+        return self._out_R[: len(step.slots)]
+
+    def _sample(self, logits_RV: torch.Tensor, places: "_Places", *, greedy: bool) -> None:
+        _, slots_R, ends_R = places.of_rows(self._packed)
+        self._end(slots_R, ends_R, self._sampler.sample(logits_RV, slots_R, ends_R, greedy=greedy))
+
+    def _end(self, slots_R: torch.Tensor, ends_R: torch.Tensor, sampled_R: torch.Tensor) -> None:
+        self._state.end(slots_R, sampled_R, ends_R, self._out_R[: len(sampled_R)])
 
     def _worthwhile(self, num_tokens: int) -> tuple[int, _Captured] | None:
         """The graph for so many tokens, if it is done before the same, launched one by one, would be."""

@@ -6,7 +6,7 @@
 Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -17,7 +17,7 @@ import torch
 from vmmkv.server.engine.constraints import TokenMasks, apply_masks
 from vmmkv.server.engine.decode_steps import DecodeSteps
 from vmmkv.server.engine.kv import KV
-from vmmkv.server.engine.ledger import Slots, TokenIds
+from vmmkv.server.engine.ledger import Slots
 from vmmkv.server.engine.mixed_steps import Chunk, MixedSteps
 from vmmkv.server.engine.model import Model
 from vmmkv.server.engine.prompt_scores import States, scores
@@ -59,7 +59,9 @@ class Runner:
         self._sampler = Sampler(num_slots, model.vocabulary_size, cache.device)
         self._options = _Options(np.ones(num_slots, np.bool_), np.zeros(num_slots, np.int64), np.full(num_slots, -1))
         self.steps: Final = DecodeSteps(model, self._sampler, self._state, self.uploads, max_rows=max_rows)
-        self.mixed_steps: Final = MixedSteps(model, self._state, self.uploads, max_rows=max_rows, max_tokens=max_tokens)
+        self.mixed_steps: Final = MixedSteps(
+            model, self._sampler, self._state, self.uploads, max_rows=max_rows, max_tokens=max_tokens
+        )
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -76,13 +78,15 @@ class Runner:
             raise ValueError("this model has no head of its own, and so no log-probabilities of its prompts: leave them out")
 
     @torch.inference_mode()
-    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()) -> None:
-        """From now on the tokens in this slot are chosen as a request asked; `withheld` ones not before its `min_tokens`."""
-        options, entry = self._options, Entry(slot, ask, prompt, generated, withheld)
-        self._sampler.assign([entry])
-        options.is_greedy[slot] = self._sampler.is_greedy(slot)
-        options.adjusts_before[slot] = _ALWAYS if self._sampler.needs_adjusting(slot) else entry.withheld_before
-        options.num_logprobs[slot] = ask.num_logprobs if ask.want_logprobs else -1
+    def assign(self, entries: Sequence[Entry]) -> None:
+        """From now on the tokens in these slots are chosen as their requests asked: one upload. Errors: Sampler.assign's."""
+        self._sampler.assign(entries)
+        options = self._options
+        for entry in entries:
+            slot, ask = entry.slot, entry.asked
+            options.is_greedy[slot] = self._sampler.is_greedy(slot)
+            options.adjusts_before[slot] = _ALWAYS if self._sampler.needs_adjusting(slot) else entry.withheld_before
+            options.num_logprobs[slot] = ask.num_logprobs if ask.want_logprobs else -1
 
     def release(self, slot: int) -> None:
         """The request in this slot is over."""
@@ -104,15 +108,17 @@ class Runner:
 
         `masks` is called when the forward half is under way, and says which tokens may come next.
         """
-        logits_BV = self.steps.forward(slots, lengths)
-        num_rows, size = len(slots), len(logits_BV)
+        steps = self.steps
+        logits_BV = steps.forward(slots, lengths)
+        slots_B, ends_B = steps.slots_B[: len(logits_BV)], steps.ends_B[: len(logits_BV)]
+        changed_BV = self._changed(logits_BV, slots_B, ends_B, slots, lengths + 1, masks)
         greedy = bool(self._options.is_greedy[slots].all())
-        if masks is not None or self._adjusts(slots, lengths + 1):
-            slots_B, ends_B = self.steps.slots_B[:size], self.steps.ends_B[:size]
-            sampled_B = self._choose(logits_BV, slots_B, ends_B, slots, lengths + 1, masks=masks)
-            tokens_B = self.steps.finish(num_rows, sampled_B)
+        if changed_BV is logits_BV:
+            tokens_B = steps.sample(len(slots), logits_BV, greedy=greedy)
         else:
-            tokens_B = self.steps.sample(num_rows, logits_BV, greedy=greedy)
+            sampled_B = self._sampler.sample(changed_BV, slots_B, ends_B, greedy=greedy)
+            self._count(slots_B, sampled_B, slots, lengths + 1)
+            tokens_B = steps.finish(len(slots), sampled_B)
         return self._read(tokens_B, logits_BV, slots, [])
 
     @torch.inference_mode()
@@ -125,33 +131,27 @@ class Runner:
         step = self.mixed_steps.forward(slots, lengths, chunks)
         if not len(step.slots):
             return self._read(step.slots_R[:0], step.logits_RV, step.slots, [], step.states)
-        sampled_R = self._choose(
-            step.logits_RV,
-            step.slots_R,
-            step.ends_R,
-            step.slots,
-            step.ends,
-            searching=[row for row, _ in step.candidates],
-            masks=masks,
-        )
-        out_R = torch.empty_like(sampled_R)
-        self._state.end(step.slots_R, sampled_R, step.ends_R, out_R)
-        return self._read(out_R[: len(step.slots)], step.logits_RV, step.slots, step.candidates, step.states)
+        changed_RV = self._changed(step.logits_RV, step.slots_R, step.ends_R, step.slots, step.ends, masks)
+        greedy = bool(self._options.is_greedy[step.slots].all())
+        if changed_RV is step.logits_RV:
+            tokens_R = self.mixed_steps.sample(step, greedy=greedy)
+        else:
+            sampled_R = self._sampler.sample(changed_RV, step.slots_R, step.ends_R, greedy=greedy)
+            self._count(step.slots_R, sampled_R, step.slots, step.ends, searching=[row for row, _ in step.candidates])
+            tokens_R = self.mixed_steps.finish(step, sampled_R)
+        return self._read(tokens_R, step.logits_RV, step.slots, step.candidates, step.states)
 
-    def _choose(
+    def _changed(
         self,
         logits_BV: torch.Tensor,
         slots_B: torch.Tensor,
         ends_B: torch.Tensor,
         slots: Slots,
         ends: Slots,
-        *,
-        searching: Sequence[int] = (),
-        masks: Masks | None = None,
+        masks: Masks | None,
     ) -> torch.Tensor:
-        """Sample for rows whose first ones are these slots, behind `ends` tokens, after what changes the logits of some.
-
-        What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
+        """What is sampled from, for rows whose first ones are these slots, behind `ends` tokens: the logits, or a copy that is
+        changed, where log-probabilities are wanted of them as they are.
         """
         allowed = None if masks is None else masks(slots, self.uploads)
         adjusts = self._adjusts(slots, ends)
@@ -164,14 +164,20 @@ class Runner:
             if not adjusts and (self._options.num_logprobs[slots[masked]] >= 0).any():
                 adjusted_BV = logits_BV.clone()
             apply_masks(adjusted_BV, allowed, self.uploads)
-        greedy = bool(self._options.is_greedy[slots].all())
-        sampled_B = self._sampler.sample(adjusted_BV, slots_B, ends_B, greedy=greedy)
-        if adjusts:
+        return adjusted_BV
+
+    def _count(
+        self, slots_B: torch.Tensor, sampled_B: torch.Tensor, slots: Slots, ends: Slots, *, searching: Sequence[int] = ()
+    ) -> None:
+        """Penalties of these slots know what was sampled.
+
+        What is sampled for rows that search is nobody's: a beam's slot may have state left of who had it before.
+        """
+        if self._adjusts(slots, ends):
             counted_B = sampled_B.clone()
             for row in searching:
                 counted_B[row] = NOT_A_NUMBER
             self._sampler.count(slots_B, counted_B)
-        return sampled_B
 
     def _adjusts(self, slots: Slots, ends: Slots) -> bool:
         """Are logits changed of any of these slots, behind so many tokens?"""

@@ -37,6 +37,10 @@ class Asked(Protocol):
     def min_tokens(self) -> int: ...  # noqa: D102
     @property
     def seed(self) -> int: ...  # noqa: D102
+    @property
+    def want_logprobs(self) -> bool: ...  # noqa: D102
+    @property
+    def num_logprobs(self) -> int: ...  # noqa: D102
 
 
 class Entry(NamedTuple):

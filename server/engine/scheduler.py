@@ -1,6 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,9 @@ from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.admission import Admission
 from vmmkv.server.engine.beam_group import BeamGroup
 from vmmkv.server.engine.kv import KV, KVSequence, Prefixes
-from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
+from vmmkv.server.engine.ledger import Ledger, Slots
 from vmmkv.server.engine.requests import Request, Strand
-from vmmkv.server.protocol import Generate
+from vmmkv.server.engine.sampling_state import Entry
 
 
 class CannotRun(Exception):
@@ -26,8 +26,8 @@ class CannotRun(Exception):
 class Assigner(Protocol):
     """Who must know how the tokens of a slot are chosen."""
 
-    def assign(self, slot: int, ask: Generate, prompt: TokenIds, generated: TokenIds, withheld: Collection[int] = ()) -> None:
-        """From now on as this request asked; `withheld` ones not before its `min_tokens`."""
+    def assign(self, entries: Sequence[Entry]) -> None:
+        """From now on as these requests asked. Whatever it raises, it can be asked again for some of them."""
         ...
 
     def release(self, slot: int) -> None:
@@ -90,6 +90,8 @@ class Scheduler:
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._decoding: Slots | None = None
         """Slots of those whose last token is on the device, the oldest first; None if that has to be looked up."""
+        self._beginning: list[Request] = []
+        """Those that run, and of whose slots nobody was told yet how their tokens are chosen."""
         self._num_refused = 0
         """How many waited when one of them found no room; 0 if there may be some. To try is to map, and to evict what is
         cached: it is not done again before memory can have come back, or somebody else has come."""
@@ -109,6 +111,7 @@ class Scheduler:
         Raises: CannotRun, naming the request that must be ended; the others can go on.
         """
         self._admit()
+        self._begin()
         lengths, limits = self._cache.lengths, self._cache.limits
         decoding = self._slots_decoding()
         if len(short := decoding[lengths[decoding] >= limits[decoding]]):
@@ -244,17 +247,35 @@ class Scheduler:
             self.waiting.remove(request)
             self.running.append(request)
             request.enter(self.ledger, sequence, num_known)
-            try:
-                if request.ask.beam_width:
+            if not request.ask.beam_width:
+                self._beginning.append(request)
+            else:
+                try:
                     request.beams = BeamGroup(request, self._cache)
-                else:
-                    generated = request.tokens[len(request.prompt) :]
-                    self._assigner.assign(sequence.slot, request.ask, request.prompt, generated, request.withheld)
-            except Exception as error:
-                raise CannotRun(request, f"this request could not begin: {error}") from error
+                except Exception as error:
+                    raise CannotRun(request, f"this request could not begin: {error}") from error
             admission.admitted(request)
             num_tokens -= request.num_left
             num_slots -= request.num_slots
+
+    def _begin(self) -> None:
+        """From now on tokens are chosen for those who were let in as they ask: one upload for all of them.
+
+        Raises: CannotRun for the first that cannot begin; those behind it have their turn in the next call.
+        """
+        self._beginning = [request for request in self._beginning if request.sequence is not None]  # the others are gone
+        if not self._beginning:
+            return
+        try:
+            self._assigner.assign([_entry(request) for request in self._beginning])
+            self._beginning.clear()
+        except Exception:
+            while self._beginning:
+                request = self._beginning.pop(0)
+                try:
+                    self._assigner.assign([_entry(request)])
+                except Exception as error:
+                    raise CannotRun(request, f"this request could not begin: {error}") from error
 
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
@@ -373,3 +394,8 @@ class Scheduler:
         request.leave()
         self.waiting.insert(0, request)
         self.num_preempted += 1
+
+
+def _entry(request: Request) -> Entry:
+    """How a running request samples, and what it has sampled before it gave way."""
+    return Entry(request.memory.slot, request.ask, request.prompt, request.tokens[len(request.prompt) :], request.withheld)

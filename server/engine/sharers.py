@@ -65,7 +65,8 @@ def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
     begin = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or not commons[end - 1]:
-            found += _best(order[begin:end], commons[begin : end - 1])
+            if end - begin > 1:
+                found += _best(order[begin:end], commons[begin : end - 1])
             begin = end
     found = [group for group in found if group.saved >= _LEAST_SAVED]
     return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]

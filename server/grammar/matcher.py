@@ -27,6 +27,7 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._vocabulary = vocabulary
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
+        self._allowed = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
 
     def accept(self, token: int) -> bool:
@@ -50,6 +51,16 @@ class Matcher:
             and (after := self._vocabulary.after.get(int(self._vocabulary.last_bytes[self._tokens[-1]]))) is not None
         ):
             words_GW[row] &= after
+
+    def allow(self) -> None:
+        """Have `allowed` say what may come next."""
+        self.fill(self._allowed, 0)
+
+    @property
+    def allowed(self) -> Words:
+        """[W]: what could come next when `allow` was called last; a view that the next such call writes over."""
+        words: Words = self._allowed[0]
+        return words
 
     def mask(self) -> Words:
         """What may come next; a view that the next call writes over."""
