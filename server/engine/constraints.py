@@ -22,8 +22,9 @@ import torch
 
 from vmmkv.kernels import sample_reference
 from vmmkv.server.engine.requests import Request
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Uploads
 from vmmkv.server.grammar.watch import Watch
+from vmmkv.units import round_up
 
 if TYPE_CHECKING:
     from vmmkv.server.grammar.matcher import Matcher
@@ -54,12 +55,23 @@ class TooSlow(Exception):
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens may come next, of some rows of a step."""
+    """Which tokens may come next, of some rows of a step; on the host, and to be sent in one piece."""
 
     rows: list[int]
-    """Below 0: nobody's any more."""
+    """Below 0: nobody's."""
     words_GW: torch.Tensor
-    """int32, from `Uploads.blank`."""
+    """int32, to be written to: a view of `packed`."""
+    packed: torch.Tensor
+    """From `Uploads.blank`: the masks, and behind them, aligned, their rows."""
+
+    @classmethod
+    def of(cls, rows: list[int], num_words: int, uploads: Uploads) -> "TokenMasks":
+        """For these rows; what the masks say is not set."""
+        num_elements = len(rows) * num_words
+        begin = round_up(num_elements, ALIGNED_ELEMENTS)
+        packed = uploads.blank(begin + len(rows))
+        packed.numpy()[begin:] = rows
+        return cls(rows, packed[:num_elements].view(len(rows), num_words), packed)
 
 
 class Constraints:
@@ -178,9 +190,10 @@ def jumps(request: Request) -> bool:
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
-    """-inf, in place, for the tokens that may not come next. Two copies to the device and a launch; waits for nothing."""
+    """-inf, in place, for the tokens that may not come next. A copy to the device and a launch; waits for nothing."""
     operations: ModuleType = sample_reference
     if logits_BV.is_cuda:
         from vmmkv.kernels import token_mask as operations
-    (rows_G,) = uploads.pack([masks.rows])
-    operations.forbid(logits_BV, rows_G, uploads.send(masks.words_GW))
+    sent = uploads.send(masks.packed)
+    num_rows, num_words = masks.words_GW.shape
+    operations.forbid(logits_BV, sent[len(sent) - num_rows :], sent[: num_rows * num_words].view(num_rows, num_words))

@@ -110,6 +110,8 @@ class EngineCore:
         self._guided: Guided | None = None
         if constraints is not None:
             self.follow_grammars(constraints)
+        self._has_pumped = False
+        """Since the last plan: a step with masks does while its forward half runs."""
         self._step_us = 10_000.0
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
@@ -117,7 +119,14 @@ class EngineCore:
     def follow_grammars(self, constraints: Constraints) -> None:
         """From now on requests may have a grammar, which `constraints` reads. Before any has come."""
         self._guided = Guided(
-            constraints, self._scheduler, self.cache, self._counts, send=self._send, fail=self._fail, drain=self._drain
+            constraints,
+            self._scheduler,
+            self.cache,
+            self._counts,
+            send=self._send,
+            fail=self._fail,
+            pump=self._pump,
+            drain=self._drain,
         )
 
     @property
@@ -204,8 +213,10 @@ class EngineCore:
         if self._guided is not None:
             self._guided.tell_begun()
         if plan:
+            self._has_pumped = False
             self._launch(plan)
-            self._pump()
+            if not self._has_pumped:
+                self._pump()
         while len(self._under_way) > (self._lookahead if plan else 0):
             self._read()
             if not plan:
@@ -378,6 +389,7 @@ class EngineCore:
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
+        self._has_pumped = True
         try:
             self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
             if self._prefix is not None:

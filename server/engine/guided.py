@@ -57,7 +57,7 @@ NOBODY_FOLLOWS: Final = Followed({}, [])
 
 
 class Guided:
-    """The requests of one engine that have a grammar. `send`, `fail` and `drain` are the engine's own."""
+    """The requests of one engine that have a grammar. `send`, `fail`, `pump` and `drain` are the engine's own."""
 
     def __init__(
         self,
@@ -68,12 +68,14 @@ class Guided:
         *,
         send: Callable[[FromEngine], None],
         fail: Callable[[Sequence[Request], str], None],
+        pump: Callable[[], None],
         drain: Callable[[], object],
     ) -> None:
         self.constraints = constraints
         self.scheduler: Final = scheduler
         self.cache: Final = cache
         self.fail: Final = fail
+        self.pump: Final = pump
         self.drain: Final = drain
         self.send: Final = send
         self._counts = counts
@@ -200,6 +202,7 @@ class StepMasks:
     def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
         """Read what is under way, and so follow it. `rows` are the slots of the rows that are given a token."""
         self._book()
+        self._guided.pump()  # while the device has work: between two such steps it waits for the host
         self._guided.drain()
         following = self._following(rows)
         if behind_chunks := [each for each in following if each.place is not None]:
@@ -214,11 +217,11 @@ class StepMasks:
                 self._disown(each.row, each.place)
         if not asking:
             return None
-        blank_GW = uploads.blank(len(asking), asking[0].matcher.num_words)
-        words_GW = blank_GW.numpy()
+        masks = TokenMasks.of([each.row for each in asking], asking[0].matcher.num_words, uploads)
+        words_GW = masks.words_GW.numpy()
         for index, each in enumerate(asking):
             words_GW[index] = each.matcher.allowed
-        return TokenMasks([each.row for each in asking], blank_GW)
+        return masks
 
     def launched(self, readback: Readback) -> Launched:
         """All of the step is under way."""

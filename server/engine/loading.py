@@ -253,7 +253,9 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
     num_words = ceil_div(runner.model.vocabulary_size, 32)
 
     def all_may_come(slots: Slots, uploads: Uploads) -> TokenMasks:
-        return TokenMasks(list(range(len(slots))), uploads.blank(len(slots), num_words).fill_(-1))
+        masks = TokenMasks.of(list(range(len(slots))), num_words, uploads)
+        masks.words_GW.fill_(-1)
+        return masks
 
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
@@ -267,4 +269,5 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
                 runner.model.check()
         runner.release(sequence.slot)
         runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
-    runner.uploads.send(runner.uploads.blank(cache.num_slots, num_words))  # as many masks as there can be: memory is there then
+    most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
+    runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then

@@ -238,8 +238,10 @@ def test_masks_leave_allowed_logits_as_they_are_and_forbid_the_others(size: int,
     expected = logits.clone()
     expected[[3, 1]] = expected[[3, 1]].masked_fill(torch.from_numpy(~may), -torch.inf)
     nobodys = np.zeros((1, words.shape[1]), np.int32)
-    masks = TokenMasks([3, -1, 1], torch.from_numpy(np.concatenate([words[:1], nobodys, words[1:]])))
-    apply_masks(logits, masks, Uploads(torch.device("cpu")))
+    uploads = Uploads(torch.device("cpu"))
+    masks = TokenMasks.of([3, -1, 1], words.shape[1], uploads)
+    masks.words_GW.copy_(torch.from_numpy(np.concatenate([words[:1], nobodys, words[1:]])))
+    apply_masks(logits, masks, uploads)
     assert torch.equal(logits, expected)
 
 
