@@ -13,20 +13,16 @@ D / 2 bytes), P physical blocks, U rows of a block, C columns of a block table.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks
+from vmmkv.kernels.decode_launches import Call, Workspace, launches_of
 from vmmkv.kernels.decode_merge import merge_partials
 from vmmkv.kernels.decode_tiles import attend_tiles
-from vmmkv.kernels.lanes import MAX_LEAF_BITS
 from vmmkv.kernels.memory import KVMemory, kv_memory
 from vmmkv.kernels.tiling import Tiling, tiling
-from vmmkv.units import ceil_div
 
 MAX_SEQUENCES = 4096
 """Every program sums up the tiles of all sequences in its registers."""
@@ -47,29 +43,6 @@ def _num_lanes(device: torch.device, num_kv_heads: int, programs_per_sm: int) ->
     return max(1, resident // num_kv_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Workspace:
-    """What the first launch leaves for the second: a partial for each chunk, and for each tile that is kept apart."""
-
-    max_chunks: int
-    """Of a sequence."""
-    max_apart: int
-    """Tiles of a lane."""
-    num_partials: int
-
-    @classmethod
-    def of(cls, cut: Tiling, num_sequences: int, num_rows: int, num_lanes: int) -> "_Workspace":
-        most_tiles = ceil_div(num_rows, cut.tile_rows)
-        max_chunks = max(1, min(cut.max_chunks, ceil_div(most_tiles, cut.chunk_tiles)))
-        largest_chunk = cut.chunk_tiles * ceil_div(most_tiles, cut.chunk_tiles * max_chunks)
-        max_apart = max(2 * cut.short_tiles, ceil_div(largest_chunk, 1 << MAX_LEAF_BITS))
-        return cls(max_chunks, max_apart, num_sequences * max_chunks + num_lanes * max_apart)
-
-    def elements(self, num_heads: int, head_dim: int) -> int:
-        """Output, peak and total of every query head."""
-        return self.num_partials * num_heads * (head_dim + 2)
-
-
 def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch.Tensor | None = None) -> int:
     """float32 elements that `decode` needs as its workspace for tensors like these, whatever the lengths.
 
@@ -79,7 +52,7 @@ def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch
     cut = tiling(num_heads, k.shape[2], head_dim, q_BHD.element_size(), k.shape[3] * k.element_size())
     num_rows = k.shape[1] if tables_SC is None else tables_SC.shape[1] * k.shape[1]
     num_lanes = _num_lanes(q_BHD.device, k.shape[2], cut.programs_per_sm)
-    return _Workspace.of(cut, num_sequences, num_rows, num_lanes).elements(num_heads, head_dim)
+    return Workspace.of(cut, num_sequences, num_rows, num_lanes).elements(num_heads, head_dim)
 
 
 def decode(
@@ -175,24 +148,18 @@ def _check_lse(lse_BH: torch.Tensor, shape: tuple[int, int], device: torch.devic
         checks.refuse("lse_BH", given, f"contiguous float32 of shape {shape}: a number for each query head")
 
 
-def _descriptor(plane: torch.Tensor, tile_rows: int) -> TensorDescriptor:
-    """A plane of all slots for the tensor memory accelerator, in boxes of one tile of one kv head of one slot.
+def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    """A tensor for the tensor memory accelerator, in such boxes.
 
     The strides of dimensions of size 1, which are never followed, are made what a descriptor takes.
     """
-    unfollowed = checks.ALIGNMENT_BYTES
-    strides = [stride if size > 1 else unfollowed for size, stride in zip(plane.shape, plane.stride(), strict=True)]
-    strides[3] = 1
-    box = [1, tile_rows, 1, max(16, triton.next_power_of_2(plane.shape[3]))]
-    return TensorDescriptor(plane, list(plane.shape), strides, box)
-
-
-def _query_descriptor(q_NHD: torch.Tensor, group: int) -> TensorDescriptor:
-    """Queries for the tensor memory accelerator, in boxes of one kv head's, padded by the next one's."""
-    strides = [stride if size > 1 else checks.ALIGNMENT_BYTES for size, stride in zip(q_NHD.shape, q_NHD.stride(), strict=True)]
-    strides[2] = 1
-    box = [1, max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(q_NHD.shape[2]))]
-    return TensorDescriptor(q_NHD, list(q_NHD.shape), strides, box)
+    shape = list(tensor.shape)
+    strides = list(tensor.stride())
+    if 1 in shape:
+        unfollowed = checks.ALIGNMENT_BYTES
+        strides = [stride if size > 1 else unfollowed for size, stride in zip(shape, strides, strict=True)]
+        strides[-1] = 1
+    return TensorDescriptor(tensor, shape, strides, box)
 
 
 def attend_singles(
@@ -213,62 +180,40 @@ def attend_singles(
     Then there is no `lse_BH`: it has a row for each sequence, not for each query.
     """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
-    num_sequences, num_kv_heads = lengths_B.shape[0], memory.num_kv_heads
-    group = checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
+    num_sequences, num_kv_heads, num_rows, block = lengths_B.shape[0], memory.num_kv_heads, memory.num_rows, memory.block
+    checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
     cut = tiling(num_heads, num_kv_heads, head_dim, q_NHD.element_size(), memory.payload_bytes)
-    suffix = "PUKW" if memory.block else "STKW"
-    checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
-    checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or cut.tile_rows)
+    checks.tile_offsets("k_PUKW" if block else "k_STKW", memory.k, block or cut.tile_rows)
+    checks.tile_offsets("v_PUKW" if block else "v_STKW", memory.v, block or cut.tile_rows)
     num_lanes = _num_lanes(device, num_kv_heads, cut.programs_per_sm)
-    space = _Workspace.of(cut, num_sequences, memory.num_rows, num_lanes)
-    elements = space.elements(num_heads, head_dim)
+    by_tma = _can_describe(memory, cut, options.rows_seen)
+    launches = launches_of(
+        Call(
+            cut, num_lanes, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
+            memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
+            options.softcap_log2 > 0.0, limit_S is not None, query_starts is not None, firsts_B is not None, lse_BH is not None,
+        )
+    )  # fmt: skip
     if workspace is None:
-        workspace = torch.empty(elements, dtype=torch.float32, device=device)
+        workspace = torch.empty(launches.elements, dtype=torch.float32, device=device)
     else:
-        checks.workspace("workspace", workspace, elements, device)
-
-    width = memory.k.shape[3]
-    overlaps = checks.launches_dependents(device)
-    common: dict[str, Any] = {
-        "B_PAD": max(16, triton.next_power_of_2(num_sequences)), "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
-        "SHORT_TILES": cut.short_tiles,
-        "QMAX": memory.qmax, "SCALE": memory.scale, "HAS_LIMIT": limit_S is not None, "HAS_STARTS": query_starts is not None,
-        "HAS_FIRSTS": firsts_B is not None, "HAS_LSE": lse_BH is not None, "PDL": overlaps,
-    }  # fmt: skip
-    if overlaps:
-        common["launch_pdl"] = True
-    # A table's entries are loaded a stage before the rows that they name: Triton makes two stages of each.
-    num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
-    resources: dict[str, Any] = {"num_warps": cut.num_warps, "num_stages": num_stages}
-    if cut.max_registers is not None and not checks.INTERPRETED:
-        resources["maxnreg"] = cut.max_registers
-    k, v, by_tma = memory.k, memory.v, _can_describe(memory, cut, options.rows_seen)
-    query_with_tiles = by_tma and cut.query_with_tiles and memory.kind is None
-    rows_of_partials = min(16, triton.next_power_of_2(space.max_chunks))
+        checks.workspace("workspace", workspace, launches.elements, device)
+    k, v, q, space = memory.k, memory.v, q_NHD, launches.space
     with checks.on_device(device):
-        attend_tiles[(num_lanes * num_kv_heads,)](
-            _query_descriptor(q_NHD, group) if query_with_tiles else q_NHD,
-            _descriptor(k, cut.tile_rows) if by_tma else k, _descriptor(v, cut.tile_rows) if by_tma else v,
+        attend_tiles[launches.tiles_grid](
+            q if launches.query_box is None else _descriptor(q, launches.query_box),
+            _descriptor(k, launches.rows_box) if by_tma else k, _descriptor(v, launches.rows_box) if by_tma else v,
             memory.k_scale, memory.v_scale, memory.tables_SC,
             lengths_B, slots_B, limit_S, query_starts, firsts_B, out_NHD, lse_BH, workspace,
-            options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q_NHD.shape[0],
-            memory.num_slots, memory.num_rows, space.max_chunks, space.max_apart,
-            q_NHD.stride(0), q_NHD.stride(1), out_NHD.stride(0), out_NHD.stride(1),
-            memory.stride_table, *memory.strides,
-            K=num_kv_heads, G=group, G_PAD=max(16, triton.next_power_of_2(group)),
-            W=width, W_PAD=max(16, triton.next_power_of_2(width)), BLOCK=memory.block, TMA=by_tma,
-            PACKED=memory.kind is not None and not checks.INTERPRETED and q_NHD.dtype != torch.float32,
-            PAIRED=memory.has_paired_scales, KIND=memory.kind or "", HAS_SOFTCAP=options.softcap_log2 > 0.0,
-            QUERY_WITH_TILES=query_with_tiles, **resources, **common,
+            options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q.shape[0],
+            memory.num_slots, num_rows, space.max_chunks, space.max_apart,
+            q.stride(0), q.stride(1), out_NHD.stride(0), out_NHD.stride(1), memory.stride_table, *memory.strides,
+            **launches.tiles,
         )  # fmt: skip
-        # A border between lanes lies in at most one sequence.
-        merge_partials[(min(num_sequences, num_lanes), num_heads)](
+        merge_partials[launches.merge_grid](
             out_NHD, lse_BH, lengths_B, slots_B, limit_S, query_starts, firsts_B, memory.v_scale, workspace,
-            options.rows_seen, num_sequences, q_NHD.shape[0], memory.num_slots, memory.num_rows, num_lanes,
-            space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1),
-            H=num_heads, G=group, D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)),
-            STEP=rows_of_partials, UNROLL=15 if rows_of_partials <= 2 else 8,
-            num_warps=max(1, min(4, rows_of_partials // 2)), **common,
+            options.rows_seen, num_sequences, q.shape[0], memory.num_slots, num_rows, num_lanes,
+            space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1), **launches.merge,
         )  # fmt: skip
 
 

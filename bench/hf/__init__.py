@@ -1,8 +1,8 @@
 """A VmmCache in transformers against the caches that transformers has: time, memory, how long and how many sequences can be.
 
 sizes       how large everything is        caches    what is compared          rows      rows without a model
-decode      the model, token by token      meter     what torch's memory held  context   what parts share
 memory      the peak of a cache            fitting   the longest context, and sequences of mixed lengths
+decode      the model, token by token      meter     what torch's memory held  context   what parts share
 bars        what was promised
 """
 
@@ -26,11 +26,12 @@ class Part(NamedTuple):
 
 
 PARTS: Final = {
-    "decode": Part(decode.num_steps, decode.run),
     "memory": Part(memory.num_steps, memory.run),
     "longest": Part(fitting.num_longest_steps, fitting.run_longest),
     "mixed": Part(fitting.num_mixed_steps, fitting.run_mixed),
+    "decode": Part(decode.num_steps, decode.run),
 }
+"""In the order in which they run: what `decode` compiles leaves memory with torch in which a meter sees nothing."""
 
 
 def check(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from bench.hf.caches import SYSTEMS, Memory, memory_of
 from bench.hf.context import Context
 from bench.hf.meter import Meter, meter_of
 from bench.hf.rows import Rows, plan_of
+from bench.timing import WrongNumbers
 from vmmkv.errors import OutOfPages
 from vmmkv.units import format_bytes
 
@@ -114,7 +115,12 @@ def run_mixed(context: Context, begin: Callable[[str], None]) -> None:
     for system in SYSTEMS:
         begin(f"{workload}, {system}")
         with context.guarded(f"{workload}, {system}"):
-            context.add_figure(workload, system, ADMITTED, "sequences", _admitted(context, system, rows, requests), most)
+            admitted = _admitted(context, system, rows, requests)
+            if admitted > most:
+                raise WrongNumbers(
+                    f"{admitted} sequences were admitted, and the budget has rows for {most}: some memory was not counted"
+                )
+            context.add_figure(workload, system, ADMITTED, "sequences", admitted, most)
 
 
 def _admitted(context: Context, system: str, rows: Rows, requests: list[tuple[int, int]]) -> int:

@@ -6,13 +6,17 @@ A GPU's allocator counts for itself. A CPU's does not: there every operation's n
 import gc
 import weakref
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vmmkv.units import format_bytes
+from bench.timing import WrongNumbers
+from vmmkv.units import MIB, format_bytes
+
+_MOST_UNUSED_BYTES: Final = 32 * MIB
+"""That torch may have kept when a meter begins: the rest of a segment, of up to 20 MiB, of which somebody holds a piece."""
 
 
 class Meter(Protocol):
@@ -28,7 +32,11 @@ class Meter(Protocol):
 
     @property
     def taken_bytes(self) -> int:
-        """From the device, at most: on a GPU with what the allocator keeps of memory that was given back, in pieces or not."""
+        """From the device, at most: on a GPU with what the allocator keeps of memory that was given back, in pieces or not.
+
+        Raises: WrongNumbers if there was memory in the beginning that torch had kept and could not give back, and that nobody
+        used: what is put there is not counted.
+        """
 
     def restart(self) -> None:
         """Begin the peaks anew."""
@@ -69,6 +77,13 @@ class _DeviceMeter:
 
     @property
     def taken_bytes(self) -> int:
+        unused_bytes = self._reserved_before - self._allocated_before
+        if unused_bytes > _MOST_UNUSED_BYTES:
+            raise WrongNumbers(
+                f"torch had kept {format_bytes(unused_bytes)} that nobody used when counting began, over "
+                f"{format_bytes(_MOST_UNUSED_BYTES)}, and what was put there is not counted; run these parts in a process of "
+                f"their own: --parts memory longest mixed"
+            )
         return torch.cuda.max_memory_reserved(self._device) - self._reserved_before
 
     def restart(self) -> None:

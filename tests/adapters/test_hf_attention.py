@@ -387,6 +387,21 @@ class Reads(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
+def test_queries_that_kernels_cannot_load_are_copied_though_others_of_their_shape_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[torch.Tensor] = []
+    monkeypatch.setattr(decode, "attend_singles", lambda *args: launched.append(args[0]))
+    k_BKTD = torch.zeros(2, 2, 9, 32)
+    numbers = torch.zeros(2 * 4 * 32 + 1)
+    even, misplaced = numbers[:-1].view(2, 4, 1, 32), numbers[1:].view(2, 4, 1, 32)
+    spaced = torch.zeros(2, 4, 1, 33)[..., :32]
+    for q_BHND in (even, misplaced, spaced, even):
+        hf_attend.attend_causally(q_BHND, k_BKTD, k_BKTD, None, None, None, None)
+        checks.aligned("q_BHD", launched[-1])
+    assert [each.data_ptr() == even.data_ptr() for each in launched] == [True, False, False, True]
+
+
 def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, launches = [], []
     plan = hf_attend._plan

@@ -12,6 +12,7 @@ from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
 from tests.kernels.memories import FORMATS
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.decode import decode, workspace_elements
+from vmmkv.kernels.decode_launches import launches_of
 from vmmkv.kernels.quantise import Kind
 from vmmkv.kernels.tiling import Tiling, tiling
 
@@ -329,6 +330,18 @@ def test_indices_may_have_64_bits(device: torch.device) -> None:
     case = make_case([50, 0, 130], device=device, **SMALL)
     wide = dataclasses.replace(case, lengths_B=case.lengths_B.long(), slots_B=case.slots_B.long())
     assert torch.equal(wide.decode(window=129), case.decode(window=129))
+
+
+def test_what_launches_are_given_is_worked_out_once_for_all_layers(cut_like: Cut, device: torch.device) -> None:
+    cut_like(tile_rows=32)
+    launches_of.cache_clear()
+    for seed in range(3):
+        case = make_case([40, 3], seed=seed, **SMALL, device=device)
+        assert_right(case.decode(out=case.poisoned_out()), case)
+    assert launches_of.cache_info().misses == 1
+    case = make_case([40, 3, 7], **SMALL, device=device)
+    assert_right(case.decode(out=case.poisoned_out()), case)
+    assert launches_of.cache_info().misses == 2
 
 
 def test_an_empty_batch_launches_nothing(device: torch.device) -> None:

@@ -229,21 +229,59 @@ def test_the_meter_counts_what_is_new_while_it_lives_and_refuses_what_is_over_th
     assert torch.cat([old, old]).numel() == 2048, "nothing is refused any more"
 
 
-def test_a_gpus_meter_counts_from_where_it_began_and_limits_what_comes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"memory_allocated": 30, "max_memory_allocated": 30, "memory_reserved": 40, "max_memory_reserved": 40}
-    shares: list[float] = []
-    for name in figures:
-        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: figures[name])
+class Counted:
+    """What torch's allocator says of a GPU that there is not."""
+
+    def __init__(self) -> None:
+        self.figures = {"memory_allocated": 30, "max_memory_allocated": 30, "memory_reserved": 40, "max_memory_reserved": 40}
+        self.shares: list[float] = []
+        """Of the device's memory that torch may have, as they were set."""
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """In place of torch's."""
+    counted = Counted()
+    for name in counted.figures:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: counted.figures[name])
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 1000))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: counted.shares.append(share))
+    return counted
+
+
+def test_a_gpus_meter_counts_from_where_it_began_and_limits_what_comes_on_top(counted: Counted) -> None:
     with meter_of(torch.device("cuda", 0), 60) as meter:
-        figures |= {"memory_allocated": 35, "max_memory_allocated": 70, "max_memory_reserved": 90}
+        counted.figures |= {"memory_allocated": 35, "max_memory_allocated": 70, "max_memory_reserved": 90}
         assert (meter.live_bytes, meter.peak_bytes, meter.taken_bytes) == (5, 40, 50)
-        assert shares == [0.1]
-    assert shares == [0.1, 1.0]
+        assert counted.shares == [0.1]
+    assert counted.shares == [0.1, 1.0]
+
+
+def test_a_gpus_meter_does_not_say_what_was_taken_where_some_of_it_was_kept_for_nobody(counted: Counted) -> None:
+    """As CUDA graphs leave it: new tensors would come to lie where nothing is taken from the device."""
+    counted.figures |= {"memory_reserved": 30 + 32 * MIB, "max_memory_reserved": 40 + 32 * MIB}
+    with meter_of(torch.device("cuda", 0)) as meter:
+        assert meter.taken_bytes == 10, "the rest of a segment may be kept"
+    counted.figures["memory_reserved"] += MIB
+    with meter_of(torch.device("cuda", 0)) as meter:
+        assert meter.peak_bytes == 0, "what is in tensors does not depend on what is kept"
+        with pytest.raises(WrongNumbers, match=r"kept 33\.0 MiB .* over 32\.0 MiB.*--parts memory longest mixed"):
+            _ = meter.taken_bytes
+
+
+def test_what_is_compiled_runs_behind_all_that_counts_memory() -> None:
+    assert [*PARTS][-1] == "decode"
+
+
+def test_more_sequences_than_there_are_rows_for_are_no_figure(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_admitted", lambda *_: 10_000)
+    fitting.run_mixed(context, lambda name: None)
+    assert not context.report.rows
+    assert [type(error) for error in context.failures] == [WrongNumbers] * len(SYSTEMS)
+    assert "10000 sequences were admitted, and the budget has rows for" in str(context.failures[0])
 
 
 @pytest.mark.parametrize("most", [1, 100, 5000])
@@ -309,7 +347,7 @@ def test_bars_compare_what_was_promised() -> None:
 
 
 def test_a_part_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="no part nothing; hf has decode, memory, longest, mixed"):
+    with pytest.raises(ValueError, match="no part nothing; hf has memory, longest, mixed, decode"):
         check(replace(QUICK, parts=("nothing",)))
 
 

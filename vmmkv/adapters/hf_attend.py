@@ -54,6 +54,8 @@ class Plan:
     """Why vmmkv's kernels cannot do it; None if they can, and then the others are there."""
     options: Any = None
     """`checks.AttentionOptions`, for a decode step."""
+    even_queries: bool = False
+    """Can loads of 16 bytes follow them as they are?"""
     lengths_B: torch.Tensor | None = None
     slots_B: torch.Tensor | None = None
     query_starts: torch.Tensor | None = None
@@ -97,9 +99,10 @@ def plan_of(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, sc
     # A tensor that one stream writes may be read by another before it is written.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (
-        q_BHND.shape, q_BHND.dtype, device, stream, k_BKTD.shape, k_BKTD.stride(), k_BKTD.dtype, k_BKTD.device,
+        q_BHND.shape, q_BHND.stride(), q_BHND.dtype, device, stream,
+        k_BKTD.shape, k_BKTD.stride(), k_BKTD.dtype, k_BKTD.device,
         v_BKTD.shape, v_BKTD.stride(), v_BKTD.dtype, v_BKTD.device, scoring,
-        (k_BKTD.data_ptr() | v_BKTD.data_ptr()) % 16,
+        (q_BHND.data_ptr() | k_BKTD.data_ptr() | v_BKTD.data_ptr()) % 16,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -114,19 +117,22 @@ def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch
 
     Cost: two launches for one query of each sequence, three or four for more; no synchronisation.
     """
-    from vmmkv.kernels.decode import attend_singles
-    from vmmkv.kernels.memory import KVMemory
-    from vmmkv.kernels.prefill import prefill
-
     assert plan.lengths_B is not None and plan.slots_B is not None, "there is no obstacle"
     num_sequences, num_heads, num_queries, head_dim = q_BHND.shape
     k_BTKD, v_BTKD = k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2)
     if num_queries == 1:
+        from vmmkv.kernels.decode import attend_singles
+        from vmmkv.kernels.memory import KVMemory
+
         memory = KVMemory(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
-        q_BHD = _even(q_BHND.select(2, 0))
+        q_BHD = q_BHND.select(2, 0)
+        if not plan.even_queries:
+            q_BHD = _even(q_BHD)
         out_BHD = torch.empty((num_sequences, num_heads, head_dim), dtype=q_BHD.dtype, device=q_BHD.device)
         attend_singles(q_BHD, memory, plan.lengths_B, plan.slots_B, None, None, plan.options, out_BHD, None)
         return out_BHD.unsqueeze(1)
+    from vmmkv.kernels.prefill import prefill
+
     assert plan.query_starts is not None, "there are several queries"
     q_NHD = _even(q_BHND.transpose(1, 2).reshape(-1, num_heads, head_dim))
     out_NHD = prefill(q_NHD, k_BTKD, v_BTKD, plan.query_starts, plan.lengths_B, plan.slots_B, **scoring._asdict())
@@ -200,6 +206,7 @@ def _plan(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scor
     return Plan(
         obstacle=None,
         options=checks.attention_options(*scoring, head_dim),
+        even_queries=_is_even(q_BHND),
         lengths_B=torch.full((num_sequences,), k_BKTD.shape[2], dtype=torch.int32, device=device),
         slots_B=torch.arange(num_sequences, dtype=torch.int32, device=device),
         query_starts=starts,
