@@ -58,7 +58,6 @@ class TokenMasks(NamedTuple):
     """Which tokens may come next, of some rows of a step; on the host, and to be sent in one piece."""
 
     rows: list[int]
-    """Below 0: nobody's."""
     words_GW: torch.Tensor
     """int32, to be written to: a view of `packed`."""
     packed: torch.Tensor

@@ -160,8 +160,7 @@ class Runner:
             adjusted_BV = logits_BV.to(torch.float32, copy=True)
             self._sampler.adjust(adjusted_BV, slots_B, ends_B)
         if allowed is not None:
-            masked = [row for row in allowed.rows if row >= 0]
-            if not adjusts and (self._options.num_logprobs[slots[masked]] >= 0).any():
+            if not adjusts and (self._options.num_logprobs[slots[allowed.rows]] >= 0).any():
                 adjusted_BV = logits_BV.clone()
             apply_masks(adjusted_BV, allowed, self.uploads)
         return adjusted_BV

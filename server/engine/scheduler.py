@@ -1,5 +1,6 @@
 """Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ from vmmkv.server.engine.kv import KV, KVSequence, Prefixes
 from vmmkv.server.engine.ledger import Ledger, Slots
 from vmmkv.server.engine.requests import Request, Strand
 from vmmkv.server.engine.sampling_state import Entry
+
+log = logging.getLogger(__name__)
 
 
 class CannotRun(Exception):
@@ -270,6 +273,7 @@ class Scheduler:
             self._assigner.assign([_entry(request) for request in self._beginning])
             self._beginning.clear()
         except Exception:
+            log.exception("requests could not begin together, and now begin one by one")
             while self._beginning:
                 request = self._beginning.pop(0)
                 try:
