@@ -25,7 +25,9 @@ from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T")
 CALL_S: Final = 0.05
-"""For a call, which is all that one answer's matcher does for one token. Of a thread's own time: one that is not scheduled holds nobody up for longer than the machine does anyway."""
+"""For a call, which is all that an answer's matcher does for one token. Of a thread's own time: one that is not scheduled
+holds nobody up for longer than the machine does anyway.
+"""
 MAX_LEFT: Final = 2
 """Threads that may work on for nobody before nothing new is to be begun: each takes a core."""
 
