@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 from bench.timing import WrongNumbers
 from vmmkv.units import MIB, format_bytes
 
-_MOST_UNUSED_BYTES: Final = 32 * MIB
-"""That torch may have kept when a meter begins: the rest of a segment, of up to 20 MiB, of which somebody holds a piece."""
+_MOST_UNUSED_BYTES: Final = 96 * MIB
+"""That torch may have kept when a meter begins: the rest of a few segments, of up to 20 MiB each, of which somebody holds a
+piece. What compiled steps leave is gigabytes.
+"""
 
 
 class Meter(Protocol):

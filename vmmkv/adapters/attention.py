@@ -38,6 +38,9 @@ from vmmkv.errors import VmmkvError
 
 _INT32_END: Final = 2**31
 
+_WIDE_OFFSETS: Final = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Not torch's kernel for few queries, which does not compile where offsets take 64 bits (torch 2.11)."""
+
 _FLASH_3_TILES: Final = {
     2: {64: 192, 96: 144, 128: 176, 192: 128, 256: 80},
     1: {64: 160, 96: 128, 128: 224, 192: 160, 256: 128},
@@ -144,7 +147,8 @@ def flex_prefill(
             mask = create_block_mask(_seen_from(before), None, None, count, length, device=device)
         q_1HND = q_NHD[None, queries].transpose(1, 2)
         rows = (view[slot : slot + 1, :length].transpose(1, 2) for view in (k_STKD, v_STKD))
-        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        options = _WIDE_OFFSETS if length * max(k_STKD.stride(1), v_STKD.stride(1)) >= _INT32_END else None
+        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True, kernel_options=options)[0].transpose(0, 1)
     return out_NHD
 
 
