@@ -67,6 +67,66 @@ def test_memory_trouble_at_admission_fails_one_request(
     assert len(one.tokens("good")) == 10
 
 
+def test_of_those_who_begin_together_one_that_cannot_keeps_nobody_from_what_it_asked(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "plain": {"temperature": 1.0, "seed": 3},
+        "bad": PENALTIES,
+        "last": {"temperature": 0.7, "top_k": 5, "seed": 4},
+        "scored": {"want_logprobs": True, "num_logprobs": 2},
+    }
+    alone = {}
+    for index, (name, options) in enumerate(asked.items()):
+        other = harness(slots=6, ours=True)
+        other.ask(name, prompt_of(10, index), 12, **options)
+        other.run()
+        alone[name] = other.tokens(name)
+    one = harness(slots=6, ours=True)
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(one.runner._sampler._adjustments), "_grow", full)
+    for index, (name, options) in enumerate(asked.items()):
+        one.ask(name, prompt_of(10, index), 12, **options)
+    one.run()
+    assert one.failures().keys() == {"bad"}
+    assert {name: one.tokens(name) for name in asked if name != "bad"} == {
+        name: tokens for name, tokens in alone.items() if name != "bad"
+    }
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Harness], share: bool) -> None:
+    """Those of who has ended are still read by the device when the next begins."""
+    one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=memory.SlotsInPool.open, max_tokens=64)
+    one.pool = one.cache.pool
+    assert one.cache.num_slots >= 6
+    for index in range(9):
+        one.ask(str(index), prompt_of(10, index), 6)
+    one.run()
+    assert one.failures() == {} and all(len(one.tokens(str(index))) == 6 for index in range(9))
+
+
+def test_all_who_begin_in_a_step_are_told_to_the_device_in_one_upload(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = harness(slots=6, ours=True)
+    uploads: list[int] = []
+    assign = one.runner._sampler.assign
+
+    def counting(entries: Any) -> None:
+        uploads.append(len(entries))
+        assign(entries)
+
+    monkeypatch.setattr(one.runner._sampler, "assign", counting)
+    for index in range(5):
+        one.ask(str(index), prompt_of(10, index), 6, temperature=1.0, seed=index)
+    one.run()
+    assert uploads == [5]
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_what_a_window_gives_back_lets_others_in(harness: Callable[..., Harness], share: bool) -> None:
     one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300, share=share)
