@@ -1,6 +1,6 @@
 """Which way to attach a matched prefix is the cheapest: adopt, alias, copy or compute it again.
 
-    adopt       a write of the limit
+    adopt       a write of the limit, and what the parked slot has past the match, which goes: tokens * lose_us_per_token
     alias       handles * alias_us, and the copy of the rest
     copy        bytes * copy_us_per_byte, handles * map_us, and pages * map_us * (1 + the share of the budget that is held):
                 what a page is worth, since somebody else will have to do without it
@@ -52,6 +52,9 @@ class Costs:
     """Device memory to device memory."""
     recompute_us_per_token: float = float("inf")
     """Of prefill; only the owner of the model knows. Never, if nobody says."""
+    lose_us_per_token: float = 2.0
+    """What a row is worth that is lost to others: computing it takes some 20 us (8 billion weights, an H200), and one in ten is
+    wanted again. So a newcomer with the same system prompt does not take the slot of a long conversation."""
 
     def calibrate(self, device: torch.device) -> None:
         """Measure what a copy takes. Cost: some milliseconds and 32 MiB for that long; waits for the device."""
@@ -65,18 +68,19 @@ class Costs:
             _wait(device)
             self.copy_us_per_byte = (time.perf_counter_ns() - began_ns) / 1e3 / 4 / source.numel()
 
-    def of(self, rung: Rung, plan: Plan, row_bytes: int, *, scarcity: float, num_steps: int) -> float:
+    def of(self, rung: Rung, plan: Plan, row_bytes: int, *, scarcity: float, num_steps: int, num_lost: int) -> float:
         """What attaching takes by one rung, in us.
 
         `scarcity`: the share of the budget that is held.
         `num_steps`: in how many steps the prefix will be read.
+        `num_lost`: rows past the match that the slot has which would be adopted.
         """
+        if rung is Rung.ADOPT:
+            return num_lost * self.lose_us_per_token
         size_bytes = plan.num_tokens * row_bytes
         num_pages = ceil_div(size_bytes, PAGE_BYTES)
         num_handles = sum(divmod(num_pages, LARGE_PAGES))
         aliased_pages = sum(extent.num_pages for pages in plan.pages for extent in pages.values())
-        if rung is Rung.ADOPT:
-            return 0.0
         if rung is Rung.ALIAS:
             rest_bytes = max(0, size_bytes - aliased_pages * PAGE_BYTES)
             return plan.num_handles * self.alias_us + self.map_us + rest_bytes * self.copy_us_per_byte

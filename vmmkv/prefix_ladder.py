@@ -88,15 +88,17 @@ class Ladder:
             possible.append(Rung.COPY)
         if rung is not None:
             return (rung if rung in possible else Rung.RECOMPUTE), parked
-        if parked is not None:  # nothing is cheaper, and what could be aliased need not be looked up
-            return Rung.ADOPT, parked
         pool = self._cache.pool
         scarcity = pool.held_bytes / pool.budget_bytes
         if self._is_measured:
             self.costs.map_us = self._memory.mapper.map_us
+        num_lost = 0 if parked is None else parked.length - best.num_tokens
 
         def cost(each: Rung) -> float:
-            return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps)
+            return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps, num_lost=num_lost)
+
+        if parked is not None and cost(Rung.ADOPT) <= self.costs.map_us:
+            return Rung.ADOPT, parked  # no alias is cheaper, and what could be aliased need not be looked up
 
         return min(possible, key=cost), parked
 

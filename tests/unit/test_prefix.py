@@ -182,6 +182,25 @@ def test_adopting_a_part_forgets_what_will_be_written_over(prefix):
     assert prefix.match(PROMPT) == 20
 
 
+def test_a_newcomer_with_the_same_beginning_does_not_take_a_long_conversations_slot(cache):
+    prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
+    park(prefix, PROMPT)
+    attached = prefix.attach([*PROMPT[:20], 0])
+    assert (attached.rung, attached.num_tokens) == (Rung.ALIAS, 20)
+    assert prefix.match([*PROMPT, 0]) == 100
+    again = prefix.attach([*PROMPT, 0])
+    assert (again.rung, again.num_tokens) == (Rung.ADOPT, 100)
+    assert_reads(again.sequence, 100)
+
+
+def test_a_few_rows_are_given_up_for_a_slot_that_costs_nothing_else(cache):
+    prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
+    park(prefix, PROMPT)
+    attached = prefix.attach([*PROMPT[:90], 0])
+    assert (attached.rung, attached.num_tokens) == (Rung.ADOPT, 90)
+    assert prefix.match(PROMPT) == 90
+
+
 def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
     park(prefix, PROMPT[:40])
     prefix.pin(PROMPT[:40])
