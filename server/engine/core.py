@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,9 +38,6 @@ from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
 from vmmkv.server.prompt_logprobs import packed
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
