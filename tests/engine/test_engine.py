@@ -35,6 +35,20 @@ def test_more_requests_than_slots_wait(harness: Callable[..., Harness]) -> None:
     assert all(len(one.tokens(str(index))) == 8 for index in range(5))
 
 
+def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: Callable[..., Harness]) -> None:
+    one = harness(slots=40)
+    for index in range(40):
+        one.ask(str(index), prompt_of(5, index), 8)
+    running = []
+    for _ in range(3):
+        one.engine.step()
+        running.append(one.engine.num_running)
+    assert running == [16, 32, 40]
+    one.run()
+    for index in range(40):
+        assert one.tokens(str(index)) == one.expected(prompt_of(5, index), 8)
+
+
 def test_what_does_not_fit_now_waits(harness: Callable[..., Harness]) -> None:
     one = harness(budget_pages=3, step_tokens=8192)
     one.ask("a", prompt_of(4090, 1), 4)  # two pages

@@ -38,9 +38,6 @@ from vmmkv.errors import VmmkvError
 
 _INT32_END: Final = 2**31
 
-_WIDE_OFFSETS: Final = {"FORCE_USE_FLEX_ATTENTION": True}
-"""Not torch's kernel for few queries, which does not compile where offsets take 64 bits (torch 2.11)."""
-
 _FLASH_3_TILES: Final = {
     2: {64: 192, 96: 144, 128: 176, 192: 128, 256: 80},
     1: {64: 160, 96: 128, 128: 224, 192: 160, 256: 128},
@@ -134,12 +131,20 @@ def flex_prefill(
     """torch FlexAttention, a call for each sequence. Cost: as `sdpa_prefill`; compiled when it is first called on a GPU.
 
     One call for the whole batch, by a block mask over the flattened slots, would load whole blocks of rows past each length.
+
+    Raises: ValueError on a GPU for rows 2**31 elements and more behind a sequence's first. There torch's kernel for few queries
+    does not compile, and the other one touches memory that is not the sequence's (torch 2.11).
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     attend, device = _flex(q_NHD.device.type), q_NHD.device
     out_NHD = torch.zeros_like(q_NHD)
     for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
+        if device.type == "cuda" and length * (stride := max(k_STKD.stride(1), v_STKD.stride(1))) >= _INT32_END:
+            raise ValueError(
+                f"{length} rows {stride} elements apart reach past 2**31 elements, where torch's flex_attention is wrong on a "
+                f"GPU; sdpa_decode and sdpa_prefill take them, and so do vmmkv's own kernels"
+            )
         count = queries.stop - queries.start
         mask = None
         if count > 1:
@@ -147,8 +152,7 @@ def flex_prefill(
             mask = create_block_mask(_seen_from(before), None, None, count, length, device=device)
         q_1HND = q_NHD[None, queries].transpose(1, 2)
         rows = (view[slot : slot + 1, :length].transpose(1, 2) for view in (k_STKD, v_STKD))
-        options = _WIDE_OFFSETS if length * max(k_STKD.stride(1), v_STKD.stride(1)) >= _INT32_END else None
-        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True, kernel_options=options)[0].transpose(0, 1)
+        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     return out_NHD
 
 
