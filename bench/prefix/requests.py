@@ -82,12 +82,11 @@ def num_steps(context: Context) -> int:
 
 def _plan(context: Context, number: int) -> list[tuple[int, _Entry]]:
     """Which systems run on a length of prefix, in their order, each with the number of its round."""
-    num_rounds = context.sizes.rounds if number == 0 else 1
     return [
         (round_, entry)
-        for round_ in range(num_rounds)
+        for round_ in range(context.sizes.rounds)
         for entry in _ENTRIES
-        if round_ < (entry.rounds or num_rounds) and not (number and entry.first_only)
+        if round_ < (entry.rounds or context.sizes.rounds) and not (number and entry.first_only)
     ]
 
 

@@ -44,7 +44,7 @@ class Sizes:
     token_budget: int
     """New tokens that a step computes at most."""
     rounds: int
-    """Fresh starts of a system on the first prefix: a cold run and the warm ones each. On the others there is one."""
+    """Fresh starts of a system on each prefix: a cold run and the warm ones each."""
     warm_runs: int
     decode_prefix: int
     """Shared by all sequences whose attention is measured."""
