@@ -56,6 +56,8 @@ def http(context: Context) -> None:
             with Clients(_CLIENTS[context.settings.device.type]) as clients, Server(directory, *options) as server:
                 context.progress(f"http: vmmkv serve is there, at {server.url}")
                 served = _served(context, server, clients, workload, limit_s)
+                context.progress("http: vmmkv serve stops")
+        context.progress("http: texts are compared")
         share = _checked(context, workload, tokenizer, offline[0], same, served)
         _add_served_rows(context, name, workload, served, share)
 
