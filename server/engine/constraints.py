@@ -137,7 +137,8 @@ class Constraints:
             request.grammar_s += outcome.took_s
             self._balance_s -= outcome.took_s
             at_once_s = FOLLOW_S if self._balance_s > 0 else CROWDED_S
-            is_over = request.grammar_s > at_once_s + FOLLOW_TOKEN_S * request.num_generated
+            used_s = request.grammar_s - at_once_s
+            is_over = used_s > 0 and used_s > FOLLOW_TOKEN_S * request.num_generated  # which is looked up for few
             try:
                 found.append(outcome.get() if not is_over else TooSlow("it takes too long to follow; make it simpler"))
             except Exception as error:
