@@ -18,7 +18,7 @@ from bench.timing import WrongNumbers
 from vmmkv.server.engine.constraints import Constraints
 from vmmkv.server.engine.loading import assemble
 from vmmkv.server.engine.requests import Request
-from vmmkv.server.grammar.matcher import Matcher
+from vmmkv.server.grammar.matcher import Matcher, Words
 from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
 from vmmkv.server.settings import ServeConfig
@@ -79,12 +79,12 @@ class Follower(Matcher):
     jumps: bool = True
     num_forced: int = 0
 
-    def allow(self) -> None:
-        """As ever, then narrowed."""
-        super().allow()
-        if self.script is None:
+    def fill(self, words_GW: Words, row: int) -> None:
+        """As ever, then narrowed where a step asks."""
+        super().fill(words_GW, row)
+        if self.script is None or words_GW is self._words:
             return
-        words, place = self.allowed, len(self._tokens)
+        words, place = words_GW[row], len(self._tokens)
         if place == len(self.script):
             words &= self._vocabulary.ends
         else:

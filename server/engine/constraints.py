@@ -3,8 +3,9 @@
     Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
     forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
 
-The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in another, those
-of a step in one trip, which can be left alone with one that takes too long (`grammar.watch`).
+The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in others, those
+of a step in two trips: tokens are accepted; then masks are filled, several at once. A thread can be left alone with a call that
+takes too long (`grammar.watch`).
 
 Legend: G rows with a grammar, W words.
 """
@@ -123,20 +124,21 @@ class Constraints:
             found.append((request, error))
         return found
 
-    def follow(self, calls: Sequence[tuple[Request, Callable[[], T]]]) -> list[T | Exception]:
+    def follow(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool = False) -> list[T | Exception]:
         """What these calls of their requests' matchers give, or why one gives nothing; charged to the requests.
 
-        A matcher that has failed is not to be called again: something may still work on it.
+        A matcher that has failed is not to be called again: something may still work on it. `spread`: in several threads.
         """
         found: list[T | Exception] = []
         now_s = time.perf_counter()
         self._balance_s = min(FOLLOW_S, self._balance_s + LOOP_SHARE * (now_s - self._charged_s))
         self._charged_s = now_s
-        for (request, _), outcome in zip(calls, self._watch.run([call for _, call in calls]), strict=True):
+        for (request, _), outcome in zip(calls, self._watch.run([call for _, call in calls], spread=spread), strict=True):
             request.grammar_s += outcome.took_s
             self._balance_s -= outcome.took_s
             at_once_s = FOLLOW_S if self._balance_s > 0 else CROWDED_S
-            is_over = request.grammar_s > at_once_s + FOLLOW_TOKEN_S * request.num_generated
+            used_s = request.grammar_s - at_once_s
+            is_over = used_s > 0 and used_s > FOLLOW_TOKEN_S * request.num_generated  # which is looked up for few
             try:
                 found.append(outcome.get() if not is_over else TooSlow("it takes too long to follow; make it simpler"))
             except Exception as error:

@@ -11,6 +11,7 @@ matchers work, and so does its forward half. Legend: G rows with a grammar, W wo
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -41,7 +42,10 @@ class Next(NamedTuple):
 
     must_end: bool
     forced: list[int]
-    """If there are none, any token that its matcher has allowed."""
+    """If there are none, any token that its matcher allows."""
+
+
+_ANY: Final = Next(False, [])
 
 
 class Followed(NamedTuple):
@@ -92,10 +96,10 @@ class Guided:
                 busy = OverTime("others that took too long are still being worked on; try again later")
                 self._refuse(request, "cannot be followed", busy)
                 continue
-            request.matcher = matcher
+            request.matcher, request.may_jump = matcher, jumps(request)
             forced: list[int] | Exception = []
-            if jumps(request):
-                ((forced),) = self.constraints.follow([(request, _forcing(matcher, request.ask.max_new_tokens - 1))])
+            if request.may_jump:
+                (forced,) = self.constraints.follow([(request, partial(matcher.force, request.ask.max_new_tokens - 1))])
             if isinstance(forced, Exception):
                 self._refuse(request, "cannot be followed", forced)
                 continue
@@ -143,13 +147,15 @@ class Guided:
         if not ledger.num_constrained:
             return NOBODY_FOLLOWS
         found = Followed({}, [])
-        places = np.flatnonzero(ledger.constrained[slots] & is_kept).tolist()
+        places = np.flatnonzero(ledger.constrained[slots] & is_kept)
+        among = slots[places]
         calls: list[tuple[Request, Callable[[], Next | None]]] = []
-        for place in places:
-            request = ledger.requests[slots[place]]
+        nums_more = (ledger.ends[among] - ledger.known[among]).tolist()
+        for slot, token, num_more in zip(among.tolist(), tokens[places].tolist(), nums_more, strict=True):
+            request = ledger.requests[slot]
             assert request is not None and request.matcher is not None, "nobody with a grammar runs there"
-            calls.append((request, _accepting(request.matcher, int(tokens[place]), self.num_more(request), jumps(request))))
-        for place, (request, _), comes in zip(places, calls, self.constraints.follow(calls), strict=True):
+            calls.append((request, partial(_accept, request.matcher, token, num_more, request.may_jump)))
+        for place, (request, _), comes in zip(places.tolist(), calls, self.constraints.follow(calls), strict=True):
             if isinstance(comes, Exception):
                 found.strays[place] = not_followed(request, comes)
             elif comes is None:
@@ -218,10 +224,17 @@ class StepMasks:
         if not asking:
             return None
         masks = TokenMasks.of([each.row for each in asking], asking[0].matcher.num_words, uploads)
-        words_GW = masks.words_GW.numpy()
-        for index, each in enumerate(asking):
-            words_GW[index] = each.matcher.allowed
+        self._fill(asking, masks.words_GW.numpy())
         return masks
+
+    def _fill(self, asking: Sequence[_Following], words_GW: npt.NDArray[np.int32]) -> None:
+        """What may come next in these rows, side by side: most of it is work within xgrammar."""
+        calls = [(each.request, partial(each.matcher.fill, words_GW, index)) for index, each in enumerate(asking)]
+        for index, filled in enumerate(self._guided.constraints.follow(calls, spread=True)):
+            if isinstance(filled, Exception):
+                words_GW[index] = -1  # nobody's row, in which something may still write
+                request = asking[index].request
+                self._guided.fail([request], not_followed(request, filled))
 
     def launched(self, readback: Readback) -> Launched:
         """All of the step is under way."""
@@ -239,13 +252,15 @@ class StepMasks:
         """What comes behind tokens that were not sampled: nobody has asked their matchers yet."""
         guided, outputs = self._guided, list[Output]()
         calls = [
-            (each.request, _looking(each.matcher, guided.num_more(each.request), jumps(each.request))) for each in behind_chunks
+            (each.request, partial(each.matcher.force, guided.num_more(each.request) - 1))
+            for each in behind_chunks
+            if each.request.may_jump
         ]
-        for each, comes in zip(behind_chunks, guided.constraints.follow(calls), strict=True):
-            if isinstance(comes, Exception):
-                guided.fail([each.request], not_followed(each.request, comes))
-            elif comes.forced:
-                guided.go_on([(each.request, comes)], outputs)
+        for (request, _), forced in zip(calls, guided.constraints.follow(calls), strict=True):
+            if isinstance(forced, Exception):
+                guided.fail([request], not_followed(request, forced))
+            elif forced:
+                guided.go_on([(request, Next(False, forced))], outputs)
         if outputs:
             guided.send(Outputs(outputs=outputs))
 
@@ -283,30 +298,10 @@ def not_followed(request: Request, error: Exception) -> str:
     return f"its grammar cannot be followed: {error}"
 
 
-def _forcing(matcher: "Matcher", at_most: int) -> Callable[[], list[int]]:
-    return lambda: matcher.force(at_most)
-
-
-def _accepting(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Callable[[], Next | None]:
-    """What comes behind a token; None if it is not allowed."""
-
-    def accept() -> Next | None:
-        if not matcher.accept(token):
-            return None
-        if num_more and may_jump and matcher.must_end():
-            return Next(True, [])
-        return _next(matcher, num_more, may_jump)
-
-    return accept
-
-
-def _looking(matcher: "Matcher", num_more: int, may_jump: bool) -> Callable[[], Next]:
-    return lambda: _next(matcher, num_more, may_jump)
-
-
-def _next(matcher: "Matcher", num_more: int, may_jump: bool) -> Next:
-    """Of an answer that may have so many more tokens: which must come? If none must, the matcher says which may."""
-    forced = matcher.force(num_more - 1) if num_more and may_jump else []
-    if num_more and not forced:
-        matcher.allow()
-    return Next(False, forced)
+def _accept(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Next | None:
+    """What comes behind a token, of an answer that may have so many more; None if it is not allowed."""
+    if not matcher.accept(token):
+        return None
+    if not num_more or not may_jump:
+        return _ANY
+    return Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_more - 1))

@@ -88,6 +88,8 @@ class Request:
     """Its search, while it runs; None if it samples."""
     matcher: "Matcher | None" = None
     """Where it stands in its grammar, of all tokens that the host knows; None without one."""
+    may_jump: bool = False
+    """May what its grammar forces be appended without being sampled?"""
     grammar_s: float = 0.0
     """Of the loop's time, what its grammar has taken."""
 

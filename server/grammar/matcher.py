@@ -27,7 +27,6 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._vocabulary = vocabulary
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
-        self._allowed = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
 
     def accept(self, token: int) -> bool:
@@ -43,7 +42,7 @@ class Matcher:
         return self._vocabulary.num_words
 
     def fill(self, words_GW: Words, row: int) -> None:
-        """What may come next, into a row of C-contiguous masks. Tens of microseconds."""
+        """What may come next, into a row of C-contiguous masks. Microseconds; within a string, tens or hundreds of them."""
         if not self._matcher.fill_next_token_bitmask(words_GW, row):
             words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
         if (
@@ -51,16 +50,6 @@ class Matcher:
             and (after := self._vocabulary.after.get(int(self._vocabulary.last_bytes[self._tokens[-1]]))) is not None
         ):
             words_GW[row] &= after
-
-    def allow(self) -> None:
-        """Have `allowed` say what may come next."""
-        self.fill(self._allowed, 0)
-
-    @property
-    def allowed(self) -> Words:
-        """[W]: what could come next when `allow` was called last; a view that the next such call writes over."""
-        words: Words = self._allowed[0]
-        return words
 
     def mask(self) -> Words:
         """What may come next; a view that the next call writes over."""
@@ -99,12 +88,12 @@ class Matcher:
 
     def _tokenised(self, text: str) -> list[int]:
         rust = self._vocabulary.rust
+        if context := self._tokens[-_CONTEXT_TOKENS:]:
+            together: list[int] = rust.encode(rust.decode(context) + text, add_special_tokens=False).ids
+            if together[: len(context)] == context:
+                return together[len(context) :]
         alone: list[int] = rust.encode(text, add_special_tokens=False).ids
-        context = self._tokens[-_CONTEXT_TOKENS:]
-        if not context:
-            return alone
-        together: list[int] = rust.encode(rust.decode(context) + text, add_special_tokens=False).ids
-        return together[len(context) :] if together[: len(context)] == context else alone
+        return alone
 
     def _accepted(self, tokens: list[int]) -> list[int]:
         """As many as the grammar accepts: all of them, unless the tokenizer changes the text that it is given."""

@@ -1,8 +1,9 @@
-"""Calls that nobody can interrupt, made in a thread that can be left alone with them.
+"""Calls that nobody can interrupt, made in threads that can be left alone with them.
 
-    run ── the thread makes one call after the other, the caller waits ──┬── what each gave, or raised
-                                                                         └── OverTime, for one that takes more than CALL_S: the
-                                                                             thread is left with it, another makes the rest
+    run ── a thread makes one call after the other, the caller waits ──┬── what each gave, or raised
+                                                                       └── OverTime, for one that takes more than CALL_S: the
+                                                                           thread is left with it, another makes the rest
+    run, spread ── several threads take the next call each, until there is none ── the same
 
 xgrammar's calls are C++, which no signal ends, and release Python's lock. How long one takes depends on the text as well as on
 the grammar: whoever chooses both can make the call after a quick one take minutes. Measured with SmolLM2's 49,152 tokens, calls
@@ -14,30 +15,34 @@ that come after none of more than 15 ms, and how long they would have held the l
     a rule that doubles 22 times             the text that is forced        1.4 s
 
 All of these are OverTime after 50 ms; most are refused before, when they are compiled, for that tries some tokens. The way to
-the thread and back takes 10 to 30 us on two busy cores, whatever number of calls is made there.
+the thread and back takes 10 to 30 us on two busy cores, whatever number of calls is made there. Calls are spread where most of
+their time is C++: what they do in Python still comes one behind the other.
 """
 
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 CALL_S: Final = 0.05
-"""For a call, which is all that an answer's matcher does for one token. Of a thread's own time: one that is not scheduled
-holds nobody up for longer than the machine does anyway.
+"""For a call, of which an answer's matcher makes two for one token. Of a thread's own time: one that is not scheduled holds
+nobody up for longer than the machine does anyway.
 """
 MAX_LEFT: Final = 2
 """Threads that may work on for nobody before nothing new is to be begun: each takes a core."""
+_MOST_THREADS: Final = 4
+"""That calls are spread over. With more of them Python's lock would be what they wait for."""
+_LEAST_CALLS: Final = 4
+"""That a further thread is worth waking for."""
 
 
 class OverTime(Exception):
     """A call takes too long; what it works on is not to be touched again, for it goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class Outcome(NamedTuple, Generic[T]):
     """What one call gave, or raised."""
 
     value: T | None
@@ -53,12 +58,16 @@ class Outcome(Generic[T]):
 
 
 class Watch:
-    """Makes calls, one at a time. `left` are those that went on."""
+    """Makes calls, and waits for them. `num_threads` are those that it spreads calls over: up to _MOST_THREADS of half the
+    cores if None.
+    """
 
-    def __init__(self, call_s: float = CALL_S) -> None:
+    def __init__(self, call_s: float = CALL_S, num_threads: int | None = None) -> None:
         self._call_s = call_s
-        self._worker: _Worker | None = None
+        self._num_threads = num_threads or max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._workers: list[_Worker] = []
         self._left: list[_Worker] = []
+        """Those that went on."""
 
     @property
     def num_left(self) -> int:
@@ -71,34 +80,39 @@ class Watch:
         """Do so many work on for nobody that no more should be risked? What has begun may go on."""
         return self.num_left >= MAX_LEFT
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
-        """What each of them gave, in order. Raises nothing of theirs."""
-        outcomes: list[Outcome[T]] = []
-        while len(outcomes) < len(calls):
-            self._worker = self._worker or _Worker()
-            outcomes += self._made(self._worker, calls[len(outcomes) :])
-        return outcomes
+    def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[Outcome[T]]:
+        """What each of them gave, in order. Raises nothing of theirs. `spread`: they may be made side by side."""
+        outcomes: dict[int, Outcome[T]] = {}
+        places = iter(range(len(calls)))
+        while left := len(calls) - len(outcomes):
+            num_threads = max(1, min(self._num_threads, left // _LEAST_CALLS)) if spread else 1
+            self._workers += [_Worker() for _ in range(num_threads - len(self._workers))]
+            working = self._workers[:num_threads]
+            for worker in working:
+                worker.begin(calls, places)
+            for worker in working:
+                outcomes.update(self._made(worker))
+        return [outcomes[place] for place in range(len(calls))]
 
     def close(self) -> None:
-        """End the thread. Idempotent; one that is left ends after its call."""
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+        """End the threads. Idempotent; one that is left ends after its call."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
 
-    def _made(self, worker: "_Worker", calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
-        """What came of them; those behind one that takes too long have not been made."""
-        worker.begin(calls)
+    def _made(self, worker: "_Worker") -> dict[int, Outcome[Any]]:
+        """What came of the calls that a thread has taken; it takes none behind one that takes too long."""
         left_s = self._call_s
         while not worker.wait(left_s):
             left_s = worker.left_s(self._call_s)
             if left_s <= 0:
-                self._worker = None
+                self._workers.remove(worker)
                 self._left.append(worker)
                 worker.end()
                 error = OverTime(
                     f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler"
                 )
-                return [*worker.outcomes[: worker.place], Outcome(None, error, self._call_s)]
+                return {**worker.outcomes, worker.place: Outcome(None, error, self._call_s)}
         return worker.outcomes
 
 
@@ -110,7 +124,10 @@ class _Worker:
         self._asked.acquire()
         self._answered.acquire()
         self._calls: Sequence[Callable[[], Any]] = ()
-        self.outcomes: list[Outcome[Any]] = []
+        self._places: Iterator[int] = iter(())
+        """Of the calls that nobody has taken yet. Others take from it too: that is one step of the interpreter."""
+        self.outcomes: dict[int, Outcome[Any]] = {}
+        """By their places."""
         self.place = 0
         """Of the call that is being made."""
         self.is_done = True
@@ -119,8 +136,8 @@ class _Worker:
         self._thread = threading.Thread(target=self._work, name="grammar-calls", daemon=True)  # it may never come back
         self._thread.start()
 
-    def begin(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self._calls, self.outcomes, self._began_s, self.is_done = calls, [], None, False
+    def begin(self, calls: Sequence[Callable[[], Any]], places: Iterator[int]) -> None:
+        self._calls, self._places, self.outcomes, self._began_s, self.is_done = calls, places, {}, None, False
         self._asked.release()
 
     def wait(self, seconds: float) -> bool:
@@ -145,18 +162,23 @@ class _Worker:
             self._asked.acquire()
             if self._ends and not self._calls:
                 return
-            for place, call in enumerate(self._calls):
+            began_s = time.thread_time()
+            while True:
                 with self._turning:
-                    if self._ends:
+                    self._began_s = began_s
+                    if self._ends or (place := next(self._places, None)) is None:
                         break
-                    self.place, self._began_s = place, (began_s := time.thread_time())
+                    self.place = place
+                value, failure = None, None
                 try:
-                    outcome: Outcome[Any] = Outcome(call(), None, time.thread_time() - began_s)
+                    value = self._calls[place]()
                 except BaseException as error:
-                    outcome = Outcome(None, error, time.thread_time() - began_s)
-                self.outcomes.append(outcome)
-                del call  # with all that it holds, while nothing is asked
-            self._calls = ()
+                    failure = error
+                ended_s = time.thread_time()
+                self.outcomes[place] = Outcome(value, failure, ended_s - began_s)
+                began_s = ended_s
+            value = failure = None  # nor anything of the calls is kept while nothing is asked
+            self._calls, self._places = (), iter(())
             self.is_done = True
             self._answered.release()
             if self._ends:

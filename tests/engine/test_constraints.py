@@ -30,7 +30,7 @@ from tests.engine.grammars import (
 )
 from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import token_ids
-from vmmkv.server.engine import guided
+from vmmkv.server.engine import constraints, guided
 from vmmkv.server.engine.constraints import FOLLOW_S, Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.uploads import Uploads
@@ -38,6 +38,7 @@ from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.grammar.watch import Watch
 from vmmkv.server.protocol import Abort
 
 
@@ -478,6 +479,54 @@ def test_many_choices_that_are_slow_together_are_charged_together(
     one.run()
     assert len(one.failures()) >= 15 and all("too long to follow" in reason for reason in one.failures().values())
     assert sum(watched) < 16 * FOLLOW_S / 2 and one.tokens("free") and "free" not in one.failures()
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_masks_that_are_filled_side_by_side_are_the_same(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, jump: bool
+) -> None:
+    if not jump:
+        without_jumps(monkeypatch)
+    names = list(SCHEMAS)[::3]
+    answers = []
+    for num_threads in (1, 4):
+        monkeypatch.setattr(constraints, "Watch", functools.partial(Watch, num_threads=num_threads))
+        one = engine(slots=len(names))
+        for seed, name in enumerate(names):
+            one.ask(name, token_ids("?"), 60, grammar=of(SCHEMAS[name]), temperature=1.0, seed=seed, logit_bias=BIAS)
+        one.run()
+        assert one.failures() == {}
+        answers.append({name: one.tokens(name) for name in names})
+    assert answers[0] == answers[1]
+
+
+def test_a_mask_that_takes_too_long_ends_its_request_and_nobody_else(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "Watch", functools.partial(Watch, num_threads=3))
+    real, opened, go, bad = Matcher.fill, Constraints.opened, threading.Event(), list[Matcher]()
+
+    def filling(matcher: Matcher, words: Any, row: int) -> None:
+        if matcher in bad and len(matcher._tokens) >= 3:
+            words[row] = 0  # as it may be while it is worked on
+            while not go.is_set():
+                pass
+        real(matcher, words, row)
+
+    def opening(self: Constraints) -> Any:
+        found = opened(self)
+        bad.extend(matcher for request, matcher in found if request.ask.request_id == "5" and isinstance(matcher, Matcher))
+        return found
+
+    monkeypatch.setattr(Matcher, "fill", filling)
+    monkeypatch.setattr(Constraints, "opened", opening)
+    one = engine(slots=12)
+    for index in range(12):
+        one.ask(str(index), token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=3, logit_bias=BIAS)
+    one.run()
+    go.set()
+    assert one.failures().keys() == {"5"} and "too long to follow" in one.failures()["5"]
+    assert all(one.tokens(str(index)) == one.tokens("0") != [] for index in range(12) if index != 5)
 
 
 def test_no_new_answer_begins_while_too_much_is_worked_on_for_nobody(

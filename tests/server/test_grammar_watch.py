@@ -1,5 +1,6 @@
 """A call that takes too long is left alone; a grammar whose forced text has no end is refused wherever that hides."""
 
+import functools
 import hashlib
 import json
 import threading
@@ -65,6 +66,40 @@ def test_calls_have_their_time_each_for_itself() -> None:
 def test_a_thread_that_has_had_no_time_is_waited_for() -> None:
     watch = Watch(0.01)
     assert watch.run([lambda: time.sleep(0.2) or "slept"])[0].get() == "slept"  # type: ignore[func-returns-value]
+    watch.close()
+
+
+def test_calls_are_spread_over_threads_and_what_they_give_is_in_order() -> None:
+    watch, both = Watch(num_threads=2), threading.Barrier(2)
+
+    def made(place: int) -> int:
+        both.wait(30)  # each needs another beside it
+        return place
+
+    for _ in range(20):
+        outcomes = watch.run([functools.partial(made, place) for place in range(8)], spread=True)
+        assert [outcome.get() for outcome in outcomes] == list(range(8))
+    assert watch.run([], spread=True) == []
+    apart = [outcome.get() for outcome in watch.run([threading.get_ident] * 8)]
+    assert len(set(apart)) == 1, "who does not ask for it has one thread"
+    watch.close()
+
+
+def test_others_make_the_calls_that_a_thread_with_a_slow_one_has_left() -> None:
+    watch, go = Watch(0.02, num_threads=3), threading.Event()
+
+    def spins() -> None:
+        while not go.is_set():
+            pass
+
+    calls = [functools.partial(int, place) for place in range(40)]
+    outcomes = watch.run([*calls[:7], spins, *calls[7:30], spins, *calls[30:]], spread=True)
+    slow = [place for place, outcome in enumerate(outcomes) if isinstance(outcome.error, OverTime)]
+    assert slow == [7, 31] and watch.num_left == 2
+    assert [outcome.get() for place, outcome in enumerate(outcomes) if place not in slow] == list(range(40))
+    assert [outcome.get() for outcome in watch.run(calls, spread=True)] == list(range(40))
+    go.set()
+    assert eventually(lambda: watch.num_left == 0)
     watch.close()
 
 
