@@ -306,9 +306,11 @@ class KVCache:
         Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
         any to do, however small the budget. Never waits for a fence, nor takes a parked slot that running work may touch.
         Not under graph capture.
-        Raises: DriverError; what was done before it stays done. ValueError for a negative lead.
+        Raises: DriverError; what was done before it stays done. ValueError for a negative budget or lead.
         """
         lead_tokens = whole("lead_tokens", lead_tokens)
+        if not budget_us >= 0:  # nor is it NaN
+            raise ValueError(f"budget_us={budget_us}: time to spend is at least 0; leave it out for no limit")
         if lead_tokens < 0:
             raise ValueError(f"lead_tokens={lead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:

@@ -714,6 +714,12 @@ def test_negative_leads_are_refused(cache):
         cache.pump(lead_tokens=-3)
 
 
+@pytest.mark.parametrize("budget_us", [-1, float("nan")])
+def test_a_pump_that_may_take_less_than_no_time_is_refused(cache, budget_us):
+    with pytest.raises(ValueError, match=f"budget_us={budget_us}: .* at least 0"):
+        cache.pump(budget_us)
+
+
 # waiting
 
 
