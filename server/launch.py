@@ -41,7 +41,7 @@ from vmmkv.server.protocol import Ready
 from vmmkv.server.rates import tell
 from vmmkv.server.settings import ServeConfig
 from vmmkv.server.tokenizer import Tokenizer
-from vmmkv.units import format_bytes
+from vmmkv.units import counted, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +226,8 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     host = f"\\[{host}]" if ":" in host else host
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
-        f"KV budget {format_bytes(ready.budget_bytes)}: {ready.pool_tokens:,} tokens; "
-        f"{ready.max_sequences} sequences of up to {min(ready.max_tokens, ready.pool_tokens):,} tokens"
+        f"KV budget {format_bytes(ready.budget_bytes)}: {counted(ready.pool_tokens, 'token', ',')}; "
+        f"{counted(ready.max_sequences, 'sequence')} of up to {counted(min(ready.max_tokens, ready.pool_tokens), 'token', ',')}"
     )
 
 

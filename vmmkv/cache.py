@@ -31,7 +31,7 @@ from vmmkv.pool import Pool
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.slots import SlotState
 from vmmkv.stats import CacheStats, snapshot
-from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 _THREAD_BUDGET_US = 200.0
 """For how long the mapper's thread keeps the pool's lock: a few pages."""
@@ -413,7 +413,8 @@ class KVCache:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"<KVCache on {self.device}: {len(self._occupancy.sequences)} sequences in {self._table.num_slots} slots>"
+        sequences = counted(len(self._occupancy.sequences), "sequence")
+        return f"<KVCache on {self.device}: {sequences} in {counted(self._table.num_slots, 'slot')}>"
 
     def check(self) -> None:
         """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""

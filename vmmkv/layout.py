@@ -25,7 +25,7 @@ import torch
 
 from vmmkv.errors import LayoutError
 from vmmkv.kv_type import KVType
-from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes, round_up
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
 ROW_ALIGNMENT_BYTES = 128
 """A row is padded to this, a GPU's cache line."""
@@ -249,7 +249,7 @@ class KVLayout:
         """
         _check_layers(layers)
         if windows is not None and len(windows) != layers:
-            raise LayoutError(f"{len(windows)} windows for {layers} layers")
+            raise LayoutError(f"{counted(len(windows), 'window')} for {counted(layers, 'layer')}")
         planes = _kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
         by_window: dict[int | None, list[int]] = {}
         for layer in range(layers):

@@ -175,7 +175,7 @@ def test_requests_in_flight_at_a_signal_have_the_drain_timeout_and_no_more(model
         assert eventually(lambda: in_flight(url) == 1)
         served.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: is_draining(url))
-        assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "1 sequences are still in flight"}
+        assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "still in flight: 1 sequence"}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
         waiting.join(20)
         assert got[0].status_code == 503

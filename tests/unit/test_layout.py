@@ -299,7 +299,7 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: KVLayout(groups=()), "at least one group"),
         (lambda: KVLayout(groups=(Group(layers=(0, 1), planes=(K,)), Group(layers=(1,), planes=(K,)))), r"two groups: \[1\]"),
         (lambda: uniform(layers=0), "at least 1"),
-        (lambda: uniform(layers=2, windows=[None]), "1 windows for 2 layers"),
+        (lambda: uniform(layers=2, windows=[None]), "1 window for 2 layers"),
         (lambda: uniform().groups[0].offset_bytes(0, "q"), "no plane 'q'.*k, v"),
         (lambda: uniform().groups[0].offset_bytes(2, "k"), "no layer 2 in this group; it has 0, 1"),
         (lambda: KVType("int3"), "kind='int3'.*fp8, int8, int4"),

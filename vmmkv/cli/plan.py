@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vmmkv.kv_type import KV_KINDS, KV_SCALES, KVType
-from vmmkv.units import PAGE_BYTES, format_bytes, parse_bytes
+from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -220,16 +220,16 @@ def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_t
 
 def format_plan(plan: Plan) -> str:
     """The plan as text: what a token takes, then a row for each length."""
-    longest = "any length" if plan.longest_sequence_tokens is None else f"{plan.longest_sequence_tokens:,} tokens"
+    longest = "any length" if plan.longest_sequence_tokens is None else counted(plan.longest_sequence_tokens, "token", ",")
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     facts = (
         ("layers", f"{plan.layers}, in {groups}"),
         ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_dtype}{scaled}"),
         ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
-        ("memory", f"{format_bytes(plan.memory_bytes)}, {plan.memory_pages:,} pages"),
+        ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}"),
         ("longest sequence", longest),
-        ("guard", f"{plan.guard_tokens} rows past the end of each sequence"),
+        ("guard", f"{counted(plan.guard_tokens, 'row')} past the end of each sequence"),
     )
     heads = ("tokens", "KV of one", "pages", "sequences", "waste", f"reserving {plan.max_tokens:,}", "waste")
     rows = [heads] + [
