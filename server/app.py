@@ -49,6 +49,7 @@ from vmmkv.server.tokenizer import Away, PromptError, Tokenizer
 from vmmkv.server.turns import QueueFull, Turns
 from vmmkv.server.viewers import Viewers
 from vmmkv.server.watchdog import Watchdog
+from vmmkv.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class Service:
                 return Health(status="loading", reason=f"{stage}: {done} of {total}")
             case Ready():
                 if self._drained_by_s is not None:
-                    return Health(status="draining", reason=f"{self.intake.num_sequences} sequences are still in flight")
+                    still = counted(self.intake.num_sequences, "sequence")
+                    return Health(status="draining", reason=f"still in flight: {still}")
                 if (complaint := self.watchdog.complaint()) is not None:
                     return Health(status="stuck", reason=complaint)
                 loading = self.tokenizer is None

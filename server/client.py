@@ -25,6 +25,7 @@ from vmmkv.server.memory_maps import MemoryMaps
 from vmmkv.server.protocol import (
     Abort,
     Beams,
+    CannotStart,
     Failed,
     Forget,
     FromEngine,
@@ -199,6 +200,8 @@ class EngineClient:
         """When it came, of time.monotonic."""
         self.was_ready = False
         """Has the engine ever been ready? One that still loads does not read its socket."""
+        self.cannot_start: str | None = None
+        """Why the engine could not start, if it said so."""
         self.maps = MemoryMaps(lambda message: self._send(encode(message)))
         """What is mapped where, for whoever asks."""
         self.token_times = Times("inter_token_latency", "Between a request's news and the next.", OF_TOKENS)
@@ -416,6 +419,8 @@ class EngineClient:
                     self.phase = message
                     if self._on_loading is not None:
                         self._on_loading(message)
+            case CannotStart(reason=reason):
+                self.cannot_start = reason
             case Ready():
                 self.was_ready = True
                 if isinstance(self.phase, Loading):

@@ -17,6 +17,7 @@ from vmmkv.server.client import EngineClient
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.keys import Caller
 from vmmkv.server.protocol import Ready
+from vmmkv.units import counted
 
 WINDOW_S: Final = 30
 """What counts as of late."""
@@ -76,7 +77,8 @@ class Intake:
         excess = self.num_sequences + num_sequences - limit
         if self.num_sequences and excess > 0:
             raise api_errors.too_many(
-                f"The queue is full: {self.num_sequences} sequences are in flight, this request is for {num_sequences} more, "
+                f"The queue is full: {counted(self.num_sequences, 'sequence')} in flight, this request is for "
+                f"{num_sequences} more, "
                 f"and {limit} is the most.",
                 of="requests",
                 retry_after_s=self._ended.seconds_for(excess),
@@ -104,8 +106,8 @@ class Intake:
         limit, own = self.key_limit(caller), self._tokens_of[caller]
         if limit is not None and own + num_tokens > limit:
             raise api_errors.too_many(
-                f"This key has {own} tokens in flight, this request can come to {num_tokens}, and {limit} is the most for a "
-                "key: wait for its other requests, or lower max_tokens.",
+                f"This key has {counted(own, 'token')} in flight, this request can come to {num_tokens}, and {limit} "
+                "is the most for a key: wait for its other requests, or lower max_tokens.",
                 of="tokens",
                 retry_after_s=self._given_back.seconds_for(own + num_tokens - limit),
             )

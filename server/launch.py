@@ -2,6 +2,7 @@
 
 run ── listen ── resolve the model ── start the engine ── bind its socket ── uvicorn
                                             │                                   │
+             it cannot start: its reason is raised, the error of the command
              the engine ends: /health says 503, requests are answered, then exit 1
              SIGINT, SIGTERM: requests in flight get the drain timeout, new ones 503; the rest an error, then exit 0
 """
@@ -25,6 +26,7 @@ import uvicorn
 import zmq
 from rich.console import Console
 
+from vmmkv.errors import VmmkvError
 from vmmkv.server import logs
 from vmmkv.server.app import Service, create_app
 from vmmkv.server.client import EngineClient
@@ -39,7 +41,7 @@ from vmmkv.server.protocol import Ready
 from vmmkv.server.rates import tell
 from vmmkv.server.settings import ServeConfig
 from vmmkv.server.tokenizer import Tokenizer
-from vmmkv.units import format_bytes
+from vmmkv.units import counted, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,15 @@ LAST_ANSWERS_S: Final = 3.0
 """How long /health and requests are answered with 503 after the engine has died, before this process ends too."""
 
 
+class CannotStart(VmmkvError):
+    """The model cannot be served: the message is the engine's own, or the tokenizer's."""
+
+
 def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies. Returns the process's exit code: 0, or 1 with a log line.
 
     Blocks; to be called in the main thread. `front` is what the engine's process is not told. `engine_command` is for tests.
-    Raises: ModelUnavailable if there is no such model.
+    Raises: ModelUnavailable if there is no such model; CannotStart.
     """
     logs.configure(config.log_level, config.log_format)
     try:
@@ -129,6 +135,7 @@ class _Launch:
         self._draining: asyncio.Task[None] | None = None
         self._stopping = False
         self._exit_code = 0
+        self._cannot_start: str | None = None
 
     async def serve(self, engine_command: Sequence[str]) -> int:
         loop = asyncio.get_running_loop()
@@ -158,6 +165,8 @@ class _Launch:
             await engine.stop(self._client.shutdown if self._client.was_ready else None)
             await self._client.close()
             await self._service.grammars.close()
+        if self._cannot_start is not None:
+            raise CannotStart(self._cannot_start)
         return self._exit_code
 
     def _stop(self) -> None:
@@ -178,11 +187,6 @@ class _Launch:
             self._client.fail("The server is shutting down.")
         self._server.should_exit = True
 
-    def _give_up(self, message: str) -> None:
-        log.error("%s", message)
-        self._exit_code = 1
-        self._client.fail(message)
-
     async def _watch(self, engine: EngineProcess) -> None:
         """When the engine's process ends unasked: say so to everybody for a while, then end this one."""
         reason = f"The engine process ended with {await engine.ended()}."
@@ -191,7 +195,10 @@ class _Launch:
             return
         was_ready = isinstance(self._client.phase, Ready)
         await self._client.engine_ended(reason)
-        self._give_up(reason)
+        self._cannot_start = self._cannot_start or self._client.cannot_start
+        if self._cannot_start is None:
+            log.error("%s", reason)
+            self._exit_code = 1
         await asyncio.sleep(LAST_ANSWERS_S if was_ready else 0)
         self._server.should_exit = True
 
@@ -200,8 +207,8 @@ class _Launch:
         try:
             self._service.tokenizer = await in_daemon(lambda: Tokenizer.load(Path(self._config.model)))
         except Exception as error:  # a broken file makes transformers raise almost anything
-            log.error("The tokenizer in %s: %s", self._config.model, error)
-            self._give_up("The tokenizer cannot be loaded.")  # clients are told this much, and no path
+            self._cannot_start = f"the tokenizer in {self._config.model} cannot be loaded: {error}"
+            self._client.fail("The tokenizer cannot be loaded.")  # clients are told this much, and no path
             self._server.should_exit = True
             return
         ready = await self._client.settled()
@@ -219,8 +226,8 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     host = f"\\[{host}]" if ":" in host else host
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
-        f"KV budget {format_bytes(ready.budget_bytes)}: {ready.pool_tokens:,} tokens; "
-        f"{ready.max_sequences} sequences of up to {min(ready.max_tokens, ready.pool_tokens):,} tokens"
+        f"KV budget {format_bytes(ready.budget_bytes)}: {counted(ready.pool_tokens, 'token', ',')}; "
+        f"{counted(ready.max_sequences, 'sequence')} of up to {counted(min(ready.max_tokens, ready.pool_tokens), 'token', ',')}"
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vmmkv.units import format_bytes
+from vmmkv.units import counted, format_bytes
 
 
 class DoesNotFit(ValueError):
@@ -52,11 +52,11 @@ class Limits:
             reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
         else:
             reason = f"the most that {self.model} takes here"
-        given = f"{num_prompt_tokens} tokens of prompt"
+        given = f"{counted(num_prompt_tokens, 'token')} of prompt"
         if wanted is not None:
             given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
         num_new = 1 if wanted is None else wanted
-        remedy = f"shorten the prompt to {limit - num_new} tokens" if limit > num_new else ""
+        remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
         if wanted is not None and room > 0:
             remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
         remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"

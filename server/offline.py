@@ -10,7 +10,9 @@ It is the engine of `vmmkv serve`: prompts are batched, share their prefixes, an
 """
 
 import dataclasses
+import difflib
 import gc
+import inspect
 import itertools
 import logging
 import random
@@ -22,7 +24,7 @@ from collections.abc import Collection, Iterable
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Never, Self
 
 import torch
 from rich.console import Console
@@ -54,7 +56,8 @@ class Engine:
     On a CPU, OpenMP's threads spin as they wait and take the processors from those that work: set OMP_WAIT_POLICY=PASSIVE
     before Python starts.
 
-    Raises: ValueError for an option that cannot be, ModelUnavailable, DriverUnavailable, OutOfPages.
+    Raises: TypeError for an option that there is not, ValueError for one that cannot be, ModelUnavailable, DriverUnavailable,
+    OutOfPages.
     """
 
     def __init__(
@@ -71,8 +74,11 @@ class Engine:
         model_impl: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
+        **unknown: Never,
     ) -> None:
         self._loaded: Loaded | None = None
+        if unknown:
+            raise TypeError(_unknown_option(next(iter(unknown))))
         config = ServeConfig(
             model=str(model) if isinstance(model, PathLike) else model,
             device=device,
@@ -290,6 +296,15 @@ class Engine:
         unknown = next((end for end in (min(ids, default=0), max(ids, default=0)) if not 0 <= end < self._vocab_size), None)
         if unknown is not None:
             raise PromptError(f"{unknown} is not {name}: this model's go from 0 to {self._vocab_size - 1}")
+
+
+def _unknown_option(name: str) -> str:
+    """What to say of it."""
+    parameters = inspect.signature(Engine).parameters.values()
+    options = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    near = difflib.get_close_matches(name, options)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
+    return f"Engine has no option {name}; {remedy}"
 
 
 def _vocab_size(directory: Path) -> int:

@@ -113,6 +113,13 @@ class Ready(Message, frozen=True, kw_only=True):
     """That end an answer."""
 
 
+class CannotStart(Message, frozen=True, kw_only=True):
+    """Engine -> HTTP, in place of `Ready`: what it was asked to load cannot be served, and it ends."""
+
+    reason: str
+    """For whoever started the server: it may have paths in it."""
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """New tokens of one request; its last one has a finish reason. On the wire it is an array, without names.
 
@@ -239,7 +246,9 @@ class MemoryMap(Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Forget | Resize | Shutdown
-FromEngine: TypeAlias = Loading | Ready | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
+FromEngine: TypeAlias = (
+    Loading | Ready | CannotStart | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -31,7 +31,7 @@ from vmmkv.pool import Pool
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.slots import SlotState
 from vmmkv.stats import CacheStats, snapshot
-from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 _THREAD_BUDGET_US = 200.0
 """For how long the mapper's thread keeps the pool's lock: a few pages."""
@@ -306,9 +306,11 @@ class KVCache:
         Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
         any to do, however small the budget. Never waits for a fence, nor takes a parked slot that running work may touch.
         Not under graph capture.
-        Raises: DriverError; what was done before it stays done. ValueError for a negative lead.
+        Raises: DriverError; what was done before it stays done. ValueError for a negative budget or lead.
         """
         lead_tokens = whole("lead_tokens", lead_tokens)
+        if not budget_us >= 0:  # nor is it NaN
+            raise ValueError(f"budget_us={budget_us}: time to spend is at least 0; leave it out for no limit")
         if lead_tokens < 0:
             raise ValueError(f"lead_tokens={lead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:
@@ -411,7 +413,8 @@ class KVCache:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"<KVCache on {self.device}: {len(self._occupancy.sequences)} sequences in {self._table.num_slots} slots>"
+        sequences = counted(len(self._occupancy.sequences), "sequence")
+        return f"<KVCache on {self.device}: {sequences} in {counted(self._table.num_slots, 'slot')}>"
 
     def check(self) -> None:
         """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""

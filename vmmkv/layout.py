@@ -25,7 +25,7 @@ import torch
 
 from vmmkv.errors import LayoutError
 from vmmkv.kv_type import KVType
-from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes, round_up
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
 ROW_ALIGNMENT_BYTES = 128
 """A row is padded to this, a GPU's cache line."""
@@ -41,6 +41,9 @@ MAX_LAYERS = PAGE_BYTES // (2 * PLANE_ALIGNMENT_BYTES)
 
 SCALES: Final = "scales"
 """The plane of the scales of quantised K and V: [heads, 2], K's first."""
+
+_PAYLOADS: Final = (torch.int8, torch.uint8)
+"""Types of planes beside the floating-point ones: what something is quantised to, or bytes."""
 
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 """Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
@@ -67,6 +70,11 @@ class Plane:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
         if not isinstance(self.dtype, torch.dtype):
             raise LayoutError(f"dtype={self.dtype!r} is not a torch.dtype such as torch.bfloat16")
+        if not self.dtype.is_floating_point and self.dtype not in _PAYLOADS:
+            raise LayoutError(
+                f"dtype={self.dtype}: keys and values are torch.bfloat16, torch.float16, torch.float32 or another "
+                f"floating-point type; {' and '.join(map(str, _PAYLOADS))} are for those that are quantised, see KVType"
+            )
         if not self.name.isidentifier():
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
 
@@ -241,7 +249,7 @@ class KVLayout:
         """
         _check_layers(layers)
         if windows is not None and len(windows) != layers:
-            raise LayoutError(f"{len(windows)} windows for {layers} layers")
+            raise LayoutError(f"{counted(len(windows), 'window')} for {counted(layers, 'layer')}")
         planes = _kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
         by_window: dict[int | None, list[int]] = {}
         for layer in range(layers):

@@ -30,6 +30,7 @@ from vmmkv.memory import SlotMemory
 from vmmkv.pool import Pool
 from vmmkv.sequence import Parked, Sequence
 from vmmkv.slots import SlotState
+from vmmkv.units import counted
 
 
 class Keeper(Protocol):
@@ -229,8 +230,8 @@ class Occupancy:
             if self.table.states[slot] != SlotState.LIVE:
                 raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
             raise RowsUnmapped(
-                f"slot {slot} has {length} tokens and memory for {self.table.limits[slot]}: it cannot advance to {wanted}; "
-                f"grow first"
+                f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
+                f"it cannot advance to {wanted}; grow first"
             )
         self.table.lengths[indices] = after
         self.wake()

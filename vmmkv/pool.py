@@ -25,7 +25,7 @@ from vmmkv.errors import BudgetError, Closed, DriverError, OutOfDeviceMemory, Ou
 from vmmkv.extents import SIZE_CLASSES, Extent, Reclaimable
 from vmmkv.pad import Pad
 from vmmkv.process_lock import ProcessLock
-from vmmkv.units import PAGE_BYTES, ceil_div, format_bytes
+from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,15 +298,16 @@ class Pool:
         if wanted <= free:
             return
         evictable = self.kept_pages
+        needed = f"{counted(wanted, 'page')} ({format_bytes(wanted * PAGE_BYTES)}) {'is' if wanted == 1 else 'are'}"
         if not wait and free + (at_once := self._idle_pages(wanted - free)) < wanted <= free + evictable:
             raise OutOfPages(
-                f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed at once, {free} are free and {at_once} can "
+                f"{needed} needed at once, {free} are free and {at_once} can "
                 f"be evicted; {evictable - at_once} are still retiring or parked behind running work: wait for it"
             )
         if wanted > free + evictable:
             least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
             raise OutOfPages(
-                f"{wanted} pages ({format_bytes(wanted * PAGE_BYTES)}) are needed, {free} are free and {evictable} can be "
+                f"{needed} needed, {free} are free and {evictable} can be "
                 f"evicted; resize() the budget to at least {least_bytes} bytes ({format_bytes(least_bytes)}), close or park "
                 f"sequences, or ask for fewer tokens"
             )

@@ -13,6 +13,7 @@ from vmmkv.driver.base import Fence
 from vmmkv.errors import Closed, OutOfPages, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
 from vmmkv.slots import SlotTable
+from vmmkv.units import counted
 
 if TYPE_CHECKING:
     from vmmkv.occupancy import Occupancy
@@ -225,7 +226,7 @@ class Sequence:
     def __repr__(self) -> str:
         if self.closed:
             return f"<Sequence in slot {self.slot}, closed>"
-        return f"<Sequence in slot {self.slot}: {self.length} tokens, room for {self.limit} of {self.max_tokens}>"
+        return f"<Sequence in slot {self.slot}: {counted(self.length, 'token')}, room for {self.limit} of {self.max_tokens}>"
 
     def __enter__(self) -> "Sequence":
         return self
@@ -260,7 +261,7 @@ class Sequence:
             raise ValueError(f"num_tokens={num_tokens}: it cannot be negative")
         if num_tokens > self.max_tokens:
             raise SequenceTooLong(
-                f"the sequence in slot {self.slot} cannot have {num_tokens} tokens: it was opened with "
+                f"the sequence in slot {self.slot} cannot have {counted(num_tokens, 'token')}: it was opened with "
                 f"max_tokens={self.max_tokens}"
             )
         return num_tokens

@@ -21,7 +21,7 @@ from vmmkv.extents import Extent
 from vmmkv.mapper import Target
 from vmmkv.memory import SlotMemory
 from vmmkv.ranges import Arena, Mapping
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import PAGE_BYTES, counted
 
 Pages: TypeAlias = ReadOnlyDict[int, Extent]
 """Extents by the page of a slot under which they stand, of one group."""
@@ -130,7 +130,7 @@ def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, e
             f"{end_token}; the target in slot {target} has {table.lengths[target]} and must have {first_token}"
         )
     if table.limits[target] < end_token:
-        raise RowsUnmapped(f"slot {target} has memory for {table.limits[target]} tokens: grow({end_token}) first")
+        raise RowsUnmapped(f"slot {target} has memory for {counted(table.limits[target], 'token')}: grow({end_token}) first")
     if _is_shared_from(memory, target, first_token):
         raise ValueError(
             f"slot {target} shares a page with rows from {first_token} on, which so cannot be written: "

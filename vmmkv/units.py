@@ -35,6 +35,11 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def counted(count: int, noun: str, spec: str = "") -> str:
+    """A number of things in words: `counted(1, "token") == "1 token"`, `counted(2048, "token", ",") == "2,048 tokens"`."""
+    return f"{count:{spec}} {noun}" if count == 1 else f"{count:{spec}} {noun}s"
+
+
 def format_bytes(size_bytes: int | float) -> str:
     """A size in words, in binary units: `format_bytes(3 * MIB) == "3.0 MiB"`."""
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

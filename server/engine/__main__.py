@@ -19,7 +19,7 @@ from vmmkv.server.engine.administration import manage
 from vmmkv.server.engine.core import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
 from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
-from vmmkv.server.protocol import AskMap, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
+from vmmkv.server.protocol import AskMap, CannotStart, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import format_bytes
 
@@ -42,18 +42,22 @@ def main() -> int:
             log.critical("%s", error, exc_info=True)
             return 3
         except Exception as error:
-            known = isinstance(error, VmmkvError | ValueError) and not log.isEnabledFor(logging.DEBUG)
-            log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=not known)
+            log.error("the engine ends: %s: %s", type(error).__name__, error, exc_info=True)
             return 1
 
 
 def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
-    """Load what `config` says and answer what comes over the socket."""
+    """Load what `config` says and answer what comes over the socket, until told to finish; the exit code."""
 
     def send(message: FromEngine) -> None:
         socket.send(encode(message))
 
-    loaded = load(config, send)
+    try:
+        loaded = load(config, send)
+    except (VmmkvError, ValueError, OSError) as error:
+        send(CannotStart(reason=str(error)))
+        log.debug("the engine cannot start", exc_info=True)
+        return 1
     send(loaded.ready)
     loaded.engine.settle()
     # What has been loaded stays: a full collection would look at all of it, 0.2 s for 400,000 objects, between two steps.

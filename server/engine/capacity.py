@@ -2,7 +2,7 @@
 
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.protocol import Generate
-from vmmkv.units import format_bytes
+from vmmkv.units import counted, format_bytes
 
 
 def least_bytes(layout: KVLayout, num_prompt: int, num_rows: int, *, num_beams: int, attaches: bool) -> int:
@@ -35,7 +35,7 @@ def why_never_fits(
     wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
     if wanted_bytes <= budget_bytes:
         return None
-    given = f"a prompt of {len(ask.prompt)} tokens"
+    given = f"a prompt of {counted(len(ask.prompt), 'token')}"
     if num_rows:
         given += f" and {ask.min_tokens if may_stop else ask.max_new_tokens} new ones" + (
             f" in each of {ask.beam_width} beams" if ask.beam_width else ""
@@ -44,5 +44,5 @@ def why_never_fits(
     fewer = "ask for fewer tokens or beams" if ask.beam_width > 1 else "ask for fewer tokens"
     return (
         f"this request can never fit: {given} take at least {format_bytes(wanted_bytes)}, and the whole KV budget is "
-        f"{format_bytes(budget_bytes)}, {num_tokens} tokens of one sequence: {fewer}, or raise --kv-budget"
+        f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise --kv-budget"
     )

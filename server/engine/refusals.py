@@ -4,6 +4,7 @@ from typing import Final
 
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.protocol import Generate
+from vmmkv.units import counted
 
 MAX_LIKELIEST: Final = 1024
 """At each place of a prompt: a step of 8192 such places takes 100 MiB of the device, beside its logits."""
@@ -39,7 +40,7 @@ def _lengths(ask: Generate, max_tokens: int) -> str | None:
     only_scores = ask.num_prompt_logprobs is not None and not ask.grammar
     if num_prompt >= 1 and num_new >= (0 if only_scores else 1) and num_prompt + num_new <= max_tokens:
         return None
-    both = f"a prompt of {num_prompt} tokens and {num_new} new ones"
+    both = f"a prompt of {counted(num_prompt, 'token')} and {num_new} new ones"
     return f"{both}; both must be at least 1, and at most {max_tokens} together"
 
 
@@ -52,7 +53,7 @@ def _prompt_logprobs(ask: Generate) -> str | None:
 def _beams(ask: Generate, max_sequences: int) -> str | None:
     if 0 <= ask.beam_width <= max_sequences:
         return None
-    beams = f"a search of {ask.beam_width} beams"
+    beams = f"a search of {counted(ask.beam_width, 'beam')}"
     return f"{beams}; each takes a slot, and there are {max_sequences}: lower the number of beams"
 
 

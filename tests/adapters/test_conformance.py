@@ -281,6 +281,17 @@ def test_a_table_has_a_row_for_each_kernel_and_says_what_has_not_passed() -> Non
     assert str(reports[0]).splitlines()[2] == "  growth   failed   NaN"
 
 
+@pytest.mark.parametrize(("arguments", "status", "said"), [(["--help"], 0, "conformance table"), (["--all"], 2, "--all")])
+def test_the_command_says_what_it_does_and_refuses_what_it_does_not_know(
+    arguments: list[str], status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "KERNELS", ())
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    shown = capsys.readouterr()
+    assert (ended.value.code, said in shown.out + shown.err) == (status, True)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU it takes bfloat16 and all of the GPU's kernels")
 def test_the_command_prints_the_table_of_what_is_at_hand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,13 @@ def test_arguments_of_other_kinds_are_refused(pool: Pool, model: Any) -> None:
         VmmCache(BloomConfig(), pool)
 
 
+def test_a_closed_pool_is_refused_when_the_cache_is_made(model: Any) -> None:
+    with Pool("cpu", budget_bytes=64 * MIB) as pool:
+        pass
+    with pytest.raises(Closed, match="the pool of this VmmCache is closed"):
+        VmmCache(model.config, pool)
+
+
 def test_gradients_are_refused(pool: Pool) -> None:
     model = llama()
     with VmmCache(model.config, pool) as cache:

@@ -170,7 +170,7 @@ def test_a_pass_that_finds_no_page_leaves_all_as_it_was(pool: Pool) -> None:
         ids, more = ids_of(0, num_tokens=3 * PAGE_TOKENS), ids_of(0, num_tokens=1, seed=5)
         for each in (cache, other):
             forward(model, each, ids)
-        with pytest.raises(OutOfPages, match=r"cannot grow to 97 tokens: 1 pages .* are needed, 0 are free"):
+        with pytest.raises(OutOfPages, match=r"cannot grow to 97 tokens: 1 page .* is needed, 0 are free"):
             forward(model, cache, more)
         cache.check()
         assert cache.get_seq_length() == 3 * PAGE_TOKENS

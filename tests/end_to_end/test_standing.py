@@ -5,6 +5,8 @@ import collections
 import contextlib
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.small import ADMIN, ONE, TWO, SmallServer, small_server, until
+from tests.end_to_end.small import ADMIN, ONE, TWO, SmallServer, small_model, small_server, until
 
 NAME = "model"
 NUM_RUNNING, NUM_QUEUED = 4, 4
@@ -195,3 +197,13 @@ def test_a_signal_lets_those_who_run_finish_and_turns_others_away(tmp_path: Path
         *_, last = stream
         assert last.choices[0].finish_reason == "length"
         assert server.process.wait(20) == 0
+
+
+def test_what_the_engine_cannot_serve_is_one_error_of_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(small_model(tmp_path)), "--load-format", "dummy"]
+    command += ["--port", "0", "--device", "cpu", "--max-tokens", "4096"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    stage, error = ended.stderr.splitlines()
+    assert stage.startswith("loading weights: ")
+    assert error == "vmmkv serve: --max-tokens 4096 is more than this model's positions reach, 1024"
+    assert (ended.returncode, ended.stdout) == (1, "")

@@ -133,6 +133,14 @@ def test_a_missing_shard_is_an_oserror_that_names_it(tmp_path: Path) -> None:
         load(tmp_path, config, CPU, torch.float32)
 
 
+def test_a_file_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model.safetensors is no whole safetensors file"):
+        load(tmp_path, config, CPU, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_are_as_transformers_begins(family: str, dtype: torch.dtype) -> None:

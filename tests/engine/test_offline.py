@@ -447,6 +447,19 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
         Engine(directory, device="cpu", kv_budget_bytes=2**60)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("kv_budget", r"no option kv_budget; did you mean kv_budget_bytes\?"),
+        ("max_num_sequences", r"no option max_num_sequences; did you mean max_num_seqs"),
+        ("port", "no option port; it has model, device, dtype, max_num_seqs"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_with_the_nearest(option: str, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        Engine("nothing", **{option: 1})
+
+
 def test_too_many_addresses_are_said_with_the_options_that_ask_for_them() -> None:
     layout = KVLayout.uniform(layers=32, kv_heads=32, head_dim=256, dtype=torch.float32)
     pool = Pool("cpu", 64 * MIB)

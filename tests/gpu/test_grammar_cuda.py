@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, harness
+from tests.engine.conftest import Harness, harness, prompt_of
 from tests.engine.grammars import (
     BIAS,
     assert_free_and_bound_answers_are_right,
@@ -78,3 +79,46 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabil
     one.run()
     assert one.tokens("free") == one.expected(token_ids("free"), 60)
     assert_logprobs_are_the_models_own(one, "scored", token_ids("free"), within=2e-3)
+
+
+def sampled_by_graphs(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step from now on in which rows decode beside a prompt, and some are not greedy: is its token half a graph?"""
+    by_graphs: list[bool] = []
+    steps = one.runner.mixed_steps
+    forward, sample = steps.forward, steps.sample
+    is_mixed = False
+
+    def launched(slots: Any, lengths: Any, chunks: Any) -> Any:
+        nonlocal is_mixed
+        is_mixed = len(slots) > 0 and len(chunks) > 0
+        return forward(slots, lengths, chunks)
+
+    def sampled(step: Any, *, greedy: bool) -> Any:
+        if is_mixed and not greedy:
+            by_graphs.append(step.samples is not None)
+        return sample(step, greedy=greedy)
+
+    monkeypatch.setattr(steps, "forward", launched)
+    monkeypatch.setattr(steps, "sample", sampled)
+    monkeypatch.setattr(steps, "_launch_s", float("inf"))  # a graph is never the slower one, whatever this machine takes
+    return by_graphs
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_mixed_steps_that_sample_by_graphs_give_the_tokens_of_those_that_do_not(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, bound: bool
+) -> None:
+    said = []
+    for capture in (True, False):
+        one = following(harness, device=DEVICE, capture=capture, slots=8, step_tokens=64)
+        by_graphs = sampled_by_graphs(one, monkeypatch)
+        for index in range(6):  # the later ones are prompts of several chunks, beside those that decode
+            options = ({"temperature": 1.0}, {"temperature": 0.7, "top_k": 40}, {"temperature": 1.3, "top_p": 0.8, "top_k": 90})
+            grammar = {"grammar": of(SCHEMAS["address"])} if bound and index % 2 == 0 else {}
+            one.ask(str(index), prompt_of(10 + 60 * index, index), 40, seed=index, **options[index % 3], **grammar)
+            one.step()
+        one.run()
+        assert one.failures() == {}
+        assert len(by_graphs) > 5 and set(by_graphs) == {capture}
+        said.append({str(index): one.tokens(str(index)) for index in range(6)})
+    assert said[0] == said[1]

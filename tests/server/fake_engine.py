@@ -22,6 +22,7 @@ from vmmkv.server.protocol import (
     AskMap,
     Beam,
     Beams,
+    CannotStart,
     Failed,
     FinishReason,
     Forget,
@@ -110,13 +111,16 @@ class FakeEngine:
     def aborted(self) -> set[str]:
         return {message.request_id for message in self.received if isinstance(message, Abort)}
 
-    def run(self, *, loading_s: float = 0.0) -> None:
+    def run(self, *, loading_s: float = 0.0, cannot_start: str | None = None) -> None:
         with zmq.Context() as context, context.socket(zmq.PAIR) as self._socket:
             self._socket.set(zmq.LINGER, 1000)
             self._socket.connect(self._address)
             for done in range(3):
                 self._send(Loading(stage="weights", done=done, total=2))
                 time.sleep(loading_s / 3)
+            if cannot_start is not None:
+                self._send(CannotStart(reason=cannot_start))
+                sys.exit(1)
             self._send(self._ready)
             self._send(self._snapshot())
             while not self._stop.is_set():
@@ -228,6 +232,7 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--loading-s", type=float, default=0.0)
     parser.add_argument("--exit-at-start", type=int)
+    parser.add_argument("--cannot-start", metavar="REASON")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--endless", action="store_true")
     arguments = parser.parse_args()
@@ -236,7 +241,7 @@ def main() -> None:
         sys.exit(arguments.exit_at_start)
     engine = FakeEngine(arguments.socket)
     engine.deaf, engine.endless = arguments.deaf, arguments.endless
-    engine.run(loading_s=arguments.loading_s)
+    engine.run(loading_s=arguments.loading_s, cannot_start=arguments.cannot_start)
 
 
 if __name__ == "__main__":

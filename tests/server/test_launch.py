@@ -30,10 +30,13 @@ SERVE = """\
 import json, sys
 from vmmkv.server.ending import end
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.launch import run
+from vmmkv.server.launch import CannotStart, run
 from vmmkv.server.settings import ServeConfig
 config, front, command = map(json.loads, sys.argv[1:])
-end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
+try:
+    end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))
+except CannotStart as error:
+    sys.exit(str(error))
 """
 
 
@@ -172,7 +175,7 @@ def test_requests_in_flight_at_a_signal_have_the_drain_timeout_and_no_more(model
         assert eventually(lambda: in_flight(url) == 1)
         served.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: is_draining(url))
-        assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "1 sequences are still in flight"}
+        assert httpx.get(f"{url}/health").json() == {"status": "draining", "reason": "still in flight: 1 sequence"}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
         waiting.join(20)
         assert got[0].status_code == 503
@@ -242,6 +245,12 @@ def test_an_engine_that_does_not_start_ends_the_server_at_once(model_dir: Path) 
         assert served.is_quiet(), served.log()
 
 
+def test_an_engine_that_says_why_it_cannot_start_is_one_error(model_dir: Path) -> None:
+    with serving(model_dir, "--cannot-start", "no model here; use another") as served:
+        assert served.ends(120) == 1
+        assert [line for line in served.log().splitlines() if not line.startswith("weights")] == ["no model here; use another"]
+
+
 def test_a_signal_while_the_engine_loads_ends_both(model_dir: Path) -> None:
     with serving(model_dir, "--loading-s", "60") as served:
         engine = served.engine_pid()
@@ -276,7 +285,8 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_server(model_dir: Path, tmp_
     with serving(tmp_path, "--loading-s", "60") as served:
         assert eventually(lambda: "tokenizer" in served.log(), within_s=120)
         assert served.ends(8) == 1  # at once: an engine that loads is not asked to finish
-        assert str(tmp_path) in served.log()
+        (line,) = served.log().splitlines()
+        assert line.startswith(f"the tokenizer in {tmp_path} cannot be loaded: ")
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path) -> None:

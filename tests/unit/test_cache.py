@@ -100,7 +100,7 @@ def test_a_new_sequence_is_empty_and_costs_no_driver_call(cache, driver):
     assert sequence.k(0).shape == (0, 8, 512)
     assert cache.limit.tolist() == [0, 0, 0, 0, 0]
     assert repr(sequence) == "<Sequence in slot 1: 0 tokens, room for 0 of 30>"
-    assert repr(cache) == "<KVCache on cpu: 1 sequences in 4 slots>"
+    assert repr(cache) == "<KVCache on cpu: 1 sequence in 4 slots>"
 
 
 def test_slots_are_taken_in_order_and_the_fifth_of_four_is_refused(cache):
@@ -236,7 +236,7 @@ def test_out_of_pages_says_what_would_work(cache):
     sequence = cache.open()
     sequence.grow(112)
     message = (
-        r"slot 2 cannot grow to 128 tokens: 1 pages \(2\.0 MiB\) are needed, 0 are free and 0 can be evicted; resize\(\) "
+        r"slot 2 cannot grow to 128 tokens: 1 page \(2\.0 MiB\) is needed, 0 are free and 0 can be evicted; resize\(\) "
         r"the budget to at least 33554432 bytes \(32\.0 MiB\), close or park sequences, or ask for fewer tokens"
     )
     cache.pool.resize(15 * PAGE_BYTES)
@@ -286,7 +286,7 @@ def test_many_slots_advance_at_once_or_none(cache):
     cache.advance(np.array([3, 1]), [3, 4])
     cache.advance([])
     assert cache.lengths.tolist() == [0, 5, 1, 4, 0]
-    with pytest.raises(RowsUnmapped, match="slot 2 has 1 tokens and memory for 16: it cannot advance to 17"):
+    with pytest.raises(RowsUnmapped, match="slot 2 has 1 token and memory for 16: it cannot advance to 17"):
         cache.advance([1, 2], [1, 16])
     with pytest.raises(RowsUnmapped, match="no sequence runs in slot 4: it is free"):
         cache.advance([1, 4])
@@ -712,6 +712,12 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
 def test_negative_leads_are_refused(cache):
     with pytest.raises(ValueError, match="lead_tokens=-3: how far memory is mapped ahead is at least 0"):
         cache.pump(lead_tokens=-3)
+
+
+@pytest.mark.parametrize("budget_us", [-1, float("nan")])
+def test_a_pump_that_may_take_less_than_no_time_is_refused(cache, budget_us):
+    with pytest.raises(ValueError, match=f"budget_us={budget_us}: .* at least 0"):
+        cache.pump(budget_us)
 
 
 # waiting

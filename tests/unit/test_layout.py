@@ -299,7 +299,7 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: KVLayout(groups=()), "at least one group"),
         (lambda: KVLayout(groups=(Group(layers=(0, 1), planes=(K,)), Group(layers=(1,), planes=(K,)))), r"two groups: \[1\]"),
         (lambda: uniform(layers=0), "at least 1"),
-        (lambda: uniform(layers=2, windows=[None]), "1 windows for 2 layers"),
+        (lambda: uniform(layers=2, windows=[None]), "1 window for 2 layers"),
         (lambda: uniform().groups[0].offset_bytes(0, "q"), "no plane 'q'.*k, v"),
         (lambda: uniform().groups[0].offset_bytes(2, "k"), "no layer 2 in this group; it has 0, 1"),
         (lambda: KVType("int3"), "kind='int3'.*fp8, int8, int4"),
@@ -307,6 +307,12 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: KVType("int4", "head"), "int4 has no range.*scale='token' works, or kind='fp8'"),
         (lambda: uniform(head_dim=63, dtype=KVType("int4")), "head size 63 is odd; int8 works, or an even size"),
         (lambda: uniform(dtype="int4"), "dtype='int4' is not a torch.dtype"),
+        (
+            lambda: uniform(dtype=torch.int64),
+            "dtype=torch.int64: .*bfloat16, torch.float16, torch.float32.*int8 and .*uint8",
+        ),
+        (lambda: uniform(dtype=torch.complex64), "dtype=torch.complex64: .*torch.bfloat16"),
+        (lambda: uniform(dtype=torch.bool), "dtype=torch.bool: .*torch.bfloat16"),
         (lambda: KVLayout.from_config({}, torch.float16), "num_hidden_layers"),
     ],
 )

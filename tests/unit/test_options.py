@@ -165,8 +165,11 @@ def test_a_wrong_value_of_the_environment_names_its_variable(
     assert "--port is from VMMKV_PORT" in error and "VMMKV_KV_BUDGET" not in error
 
 
-def test_help_says_where_an_option_can_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_help_says_where_an_option_can_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "A flag goes before a variable, that before the file" in shown

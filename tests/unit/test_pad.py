@@ -151,7 +151,7 @@ def test_it_is_beyond_the_budget(pool, driver):
         sequence.grow(NUM_PAGES * 16)
         assert cache.stats().mapped_bytes == pool.budget_bytes == pool.stats().created_bytes
         assert driver.used_bytes == (NUM_PAGES + 1) * PAGE_BYTES
-        with pytest.raises(OutOfPages, match=r"1 pages .* 0 are free and 0 can be evicted"):
+        with pytest.raises(OutOfPages, match=r"1 page .* 0 are free and 0 can be evicted"):
             sequence.grow(NUM_PAGES * 16 + 1)
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from bench.serve.models import MODELS
 from vmmkv.cli.main import main
+from vmmkv.cli.plan import KNOWN_CONFIGS
+from vmmkv.server.models import KNOWN_MODELS
 from vmmkv.units import GIB, PAGE_BYTES
 
 LARGE = ["plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--kv-dtype", "fp16"]
@@ -64,6 +67,26 @@ def test_a_model_directory_gives_geometry_dtype_and_limit(capsys: pytest.Capture
     assert (plan["row_bytes"], plan["kv_dtype"], plan["max_tokens"]) == (114_688, "bfloat16", 40_960)
     assert [row["num_tokens"] for row in plan["lengths"]] == [1024, 4096, 32768]
     assert plan_json(capsys, "plan", "--model", f"{model}/config.json", "--memory", "8GiB") == plan
+
+
+def test_models_that_can_be_fetched_or_are_measured_are_planned_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert KNOWN_CONFIGS.keys() == KNOWN_MODELS.keys() | MODELS.keys()
+    for name, served in MODELS.items():
+        (tmp_path / "config.json").write_text(json.dumps(served.config))
+        by_name = plan_json(capsys, "plan", "--model", name, "--memory", "8GiB", "--kv-dtype", "bf16")
+        assert by_name == plan_json(capsys, "plan", "--model", ".", "--memory", "8GiB", "--kv-dtype", "bf16")
+
+
+def test_a_directory_goes_before_a_model_of_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2-135m").mkdir()
+    write_config(Path("smollm2-135m"), num_hidden_layers=7)
+    assert plan_json(capsys, "plan", "--model", "smollm2-135m", "--memory", "8GiB")["layers"] == 7
 
 
 def test_the_decoder_of_a_model_of_several_inputs_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -127,7 +150,10 @@ def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["plan", "--memory", "80GiB"], "--layers, --kv-heads, --head-dim missing"),
-        (["plan", "--memory", "80GiB", "--model", "/nowhere"], "config.json"),
+        (
+            ["plan", "--memory", "80GiB", "--model", "/nowhere"],
+            "--model takes smollm2-135m, llama-3.1-8b, qwen3-0.6b, or a dir",
+        ),
         (["plan", "--memory", "80GiB", "--model", "/nowhere", "--layers", "2"], "leave one out"),
         ([*LARGE, "--memory", "80"], "at least 2.0 MiB"),
         ([*LARGE, "--memory", "eighty"], "not a size"),

@@ -4,11 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB, ceil_div, format_bytes, parse_bytes, round_up
+from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB, ceil_div, counted, format_bytes, parse_bytes, round_up
 
 
 def test_a_page_is_the_granularity_of_physical_memory() -> None:
     assert PAGE_BYTES == 2 * MIB == 2_097_152
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(number, "token", ",") for number in (0, 1, 2048)] == ["0 tokens", "1 token", "2,048 tokens"]
+    assert counted(2048, "page") == "2048 pages"
 
 
 @given(numerator=st.integers(0, 2**80), denominator=st.integers(1, 2**40))

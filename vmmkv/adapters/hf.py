@@ -48,8 +48,8 @@ class VmmCache(Cache):  # type: ignore[misc]
     `copy.deepcopy` forks: full pages are shared, and each goes its own way from there and is closed for itself. Several caches
     can share a pool. `close` gives the memory back; `reset` gives it back and keeps the addresses.
 
-    Raises: LayoutError for a model that is not supported, ValueError; in the first pass DriverError, if the driver has not so
-    many addresses. In a forward pass OutOfPages and SequenceTooLong (see
+    Raises: LayoutError for a model that is not supported, ValueError; Closed for a pool that is; in the first pass
+    DriverError, if the driver has not so many addresses. In a forward pass OutOfPages and SequenceTooLong (see
     Sequence.grow) before anything is written; a first pass then leaves nothing. If a pass fails otherwise, `crop(0)` takes back
     what it wrote.
     """
@@ -59,6 +59,8 @@ class VmmCache(Cache):  # type: ignore[misc]
     ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
+        if pool.closed:
+            raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")
         layers = layers_of(self, config)
         if max_tokens is None:
             max_tokens = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vmmkv.kv_type import KV_KINDS, KV_SCALES, KVType
-from vmmkv.units import PAGE_BYTES, format_bytes, parse_bytes
+from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ SUMMARY = "print how many tokens and sequences fit in some memory, and what is w
 
 EXAMPLES = """\
 examples:
-  vmmkv plan --model ./Llama-3.1-8B --memory 60GiB
+  vmmkv plan --model llama-3.1-8b --memory 60GiB
   vmmkv plan --model ./Llama-3.1-8B --memory 60GiB --kv-dtype int4
   vmmkv plan --layers 80 --kv-heads 8 --head-dim 128 --memory 320GiB
   vmmkv plan --model ./my-model --memory 8GiB --lengths 4096,100000 --json
@@ -28,6 +28,15 @@ examples:
 The memory is that of the KV cache alone: subtract the weights first. Nothing
 is allocated and no GPU is needed.
 """
+
+_SHAPES = {  # layers, attention heads, KV heads, elements of a head, positions
+    "smollm2-135m": (30, 9, 3, 64, 8_192),
+    "llama-3.1-8b": (32, 32, 8, 128, 131_072),
+    "qwen3-0.6b": (28, 16, 8, 128, 40_960),
+}
+_FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+KNOWN_CONFIGS = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
+"""Of models that are known by name, for `vmmkv fetch` or the benchmarks, what a plan must know; none has to be here."""
 
 DEFAULT_LENGTHS = "1024,4096,32768"
 
@@ -46,7 +55,8 @@ DTYPE_NAMES = {
 class Geometry:
     """What is planned for, as it was given: a model, or its numbers."""
 
-    model: Path | None
+    model: str | None
+    """A directory or a file, or else a name of KNOWN_CONFIGS."""
     layers: int | None
     kv_heads: int | None
     head_dim: int | None
@@ -97,7 +107,8 @@ class Plan:
 def run(
     memory: Annotated[str, typer.Option(metavar="SIZE", help="memory for the KV cache, such as 80GiB")],
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="a directory with a transformers config.json, or that file")
+        str | None,
+        typer.Option(metavar="NAME|DIR", help=f"{', '.join(KNOWN_CONFIGS)}, or a directory with a transformers config.json"),
     ] = None,
     layers: Annotated[int | None, typer.Option(metavar="N", help="instead of --model: the number of layers")] = None,
     kv_heads: Annotated[int | None, typer.Option(metavar="N", help="instead of --model: KV heads of a layer")] = None,
@@ -209,16 +220,16 @@ def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_t
 
 def format_plan(plan: Plan) -> str:
     """The plan as text: what a token takes, then a row for each length."""
-    longest = "any length" if plan.longest_sequence_tokens is None else f"{plan.longest_sequence_tokens:,} tokens"
+    longest = "any length" if plan.longest_sequence_tokens is None else counted(plan.longest_sequence_tokens, "token", ",")
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     facts = (
         ("layers", f"{plan.layers}, in {groups}"),
         ("row, one token", f"{plan.row_bytes:,} bytes ({format_bytes(plan.row_bytes)}) in {plan.kv_dtype}{scaled}"),
         ("tokens in a page", f"{plan.tokens_per_page:.1f} in {format_bytes(PAGE_BYTES)}"),
-        ("memory", f"{format_bytes(plan.memory_bytes)}, {plan.memory_pages:,} pages"),
+        ("memory", f"{format_bytes(plan.memory_bytes)}, {counted(plan.memory_pages, 'page', ',')}"),
         ("longest sequence", longest),
-        ("guard", f"{plan.guard_tokens} rows past the end of each sequence"),
+        ("guard", f"{counted(plan.guard_tokens, 'row')} past the end of each sequence"),
     )
     heads = ("tokens", "KV of one", "pages", "sequences", "waste", f"reserving {plan.max_tokens:,}", "waste")
     rows = [heads] + [
@@ -245,18 +256,24 @@ def _read_config(geometry: Geometry) -> Mapping[str, Any]:
     if geometry.model is None:
         missing = [name for name, value in options.items() if value is None and name != "--window"]
         if missing:
-            raise ValueError(f"{', '.join(missing)} missing; give --model DIR, or all of --layers, --kv-heads and --head-dim")
+            raise ValueError(
+                f"{', '.join(missing)} missing; give --model NAME or DIR, or all of --layers, --kv-heads and --head-dim"
+            )
         return {}
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise ValueError(
             f"--model and {', '.join(given)} were both given; the model's config.json says the same: leave one out"
         )
-    path = geometry.model / "config.json" if geometry.model.is_dir() else geometry.model
+    given_path = Path(geometry.model).expanduser()
+    if not given_path.exists() and (known := KNOWN_CONFIGS.get(geometry.model.lower())):
+        return known
+    path = given_path / "config.json" if given_path.is_dir() else given_path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; --model takes a directory with a config.json") from error
+        works = f"{', '.join(KNOWN_CONFIGS)}, or a directory with a transformers config.json"
+        raise ValueError(f"{path} cannot be read: {error.strerror}; --model takes {works}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):

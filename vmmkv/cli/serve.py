@@ -101,6 +101,10 @@ HELP: Final[Mapping[str, Words]] = {
 """Of each field of what options make. One that is not here is an option all the same, without words."""
 
 
+_SWITCHES: Final = "Switches"
+"""Options with two flags have a panel of their own: a column for the second one leaves the others too little room."""
+
+
 def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     """Serve until a signal. Options that are None were given neither as a flag nor in the environment."""
     from vmmkv.config import read_environment
@@ -141,7 +145,8 @@ def _parameters() -> Iterator[inspect.Parameter]:
         words = HELP.get(one.field, Words(""))
         shown = words.default or _shown(one.default)
         info = typer.Option(
-            "/".join(flags(one)), envvar=one.variable, metavar=words.metavar, help=words.does, show_default=shown
+            "/".join(flags(one)), envvar=one.variable, metavar=words.metavar, help=words.does, show_default=shown,
+            rich_help_panel=_SWITCHES if one.kind is bool else None,
         )  # fmt: skip
         of_kind = list[str] if one.kind == tuple[str, ...] else one.kind
         yield inspect.Parameter(one.field, kind, annotation=Annotated[of_kind | None, info], default=None)

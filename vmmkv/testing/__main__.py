@@ -1,9 +1,11 @@
 """`python -m vmmkv.testing`: the conformance table of every kernel at hand on this machine, as Markdown."""
 
+import argparse
 import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -14,8 +16,14 @@ from vmmkv.testing.report import markdown
 HEAD_DIM = 64
 
 
-def main() -> int:
+_DOES = "Print the conformance table of every kernel at hand on this machine, as Markdown."
+_ENDS = "The exit status is 1 if something failed or crashed, else 0. It takes a few minutes, and progress goes to stderr."
+
+
+def main(argv: Sequence[str] = ()) -> int:
     """Print the table; the exit status is 1 if something failed or crashed."""
+    parser = argparse.ArgumentParser(prog="python -m vmmkv.testing", description=_DOES, epilog=_ENDS)
+    parser.parse_args(argv)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
@@ -60,4 +68,4 @@ def _machine(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

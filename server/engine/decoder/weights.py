@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from vmmkv.server.engine.decoder.config import DecoderConfig
 from vmmkv.server.engine.decoder.errors import Unsupported, WeightsMismatch
@@ -45,7 +45,7 @@ def load(directory: Path, config: DecoderConfig, device: torch.device, dtype: to
     """Read `model.safetensors`, or the shards of `model.safetensors.index.json`, straight into the fused tensors.
 
     All names and shapes are checked before any memory is taken; the host holds one tensor at a time beside the page cache.
-    Raises: Unsupported without such files; WeightsMismatch, naming the tensors; OSError.
+    Raises: Unsupported without such files; WeightsMismatch, naming the tensors; ValueError for a file that is cut off; OSError.
     """
     stored = _headers(directory)
     if config.tied and _HEAD in stored:
@@ -84,10 +84,13 @@ def _headers(directory: Path) -> dict[str, _Stored]:
         raise Unsupported(f"{directory} has neither {single.name} nor {index.name}; transformers' save_pretrained writes them")
     stored: dict[str, _Stored] = {}
     for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                header = file.get_slice(name)
-                stored[name] = _Stored(path, name, tuple(header.get_shape()), header.get_dtype())
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    header = file.get_slice(name)
+                    stored[name] = _Stored(path, name, tuple(header.get_shape()), header.get_dtype())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}; copy or download it again") from error
     return {name: tensor for name, tensor in stored.items() if not name.endswith(_COMPUTED)}
 
 
