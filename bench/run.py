@@ -16,9 +16,10 @@ import torch
 
 from bench import cli, suites
 from bench.failures import add_failed
+from bench.gpu_clocks import watched
 from bench.marks import Marks
 from bench.report import Report
-from bench.rows import FAILED, Provenance, RowFile
+from bench.rows import FAILED, Provenance, Row, RowFile
 from bench.settings import Settings
 from bench.suites import ALL, GROUPS, SUITES
 from bench.timing import warm_clock
@@ -140,9 +141,12 @@ def _run_pieces(options: cli.Options, report: Report, marks: Marks, failed: list
 def _succeeds(name: str, piece: str, settings: Settings, report: Report) -> bool:
     """Run a piece of a suite. What it has written a row `failed` of has failed, whether it raised or not."""
     num_before = len(report.rows)
+    clocks: list[Row] = []
     try:
-        suites.load(name).run(settings, report)
+        with watched(settings.device, name, piece) as clocks:
+            suites.load(name).run(settings, report)
     except Exception as error:
         add_failed(report, name, piece, error)
         return False
+    report.add(*clocks)
     return all(row.metric != FAILED for row in report.rows[num_before:])

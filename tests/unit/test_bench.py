@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import append, driver_calls, kernels, run, suites
+from bench import append, driver_calls, gpu_clocks, kernels, run, suites
 from bench.marks import MARKS
 from bench.recorded import newest, read
 from bench.report import Report
@@ -39,6 +41,39 @@ def measured(tmp_path: Path, suite: str, *options: str) -> list[dict[str, Any]]:
     arguments = (suite, "--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc123", "--seed", "7", *options)
     assert run.main(arguments) == 0
     return rows_of(tmp_path, suite)
+
+
+def test_what_a_gpus_clocks_were_is_in_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "1980, 3201, 650.10, 61\n1755, 3201, [N/A], 63\n1755, 3201"  # the last is cut off
+    command = tmp_path / "nvidia-smi"
+    command.write_text(
+        f"#!/bin/sh\nprintf '{lines}'\necho \"$@\" > {tmp_path}/new\nmv {tmp_path}/new {tmp_path}/asked\nexec sleep 60\n"
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+    with gpu_clocks.watched(torch.device("cuda:0"), "serve", "serve tiny") as rows:
+        until_s = time.monotonic() + 30
+        while not (tmp_path / "asked").exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+    assert "--id=GPU-12ab" in (tmp_path / "asked").read_text()
+    found = {row.metric: (row.summary.p20, row.summary.p80, row.summary.n, row.unit) for row in rows}
+    assert found == {
+        "SM clock": (1755, 1980, 2, "MHz"),
+        "memory clock": (3201, 3201, 2, "MHz"),
+        "power": (650.1, 650.1, 1, "W"),
+        "temperature": (61, 63, 2, "°C"),
+    }
+    assert {(row.suite, row.workload, row.system) for row in rows} == {("serve", "serve tiny: GPU", "GPU")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_without_a_gpu_or_nvidia_smi_there_are_no_clocks(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+    with gpu_clocks.watched(torch.device(device), "serve", "serve tiny") as rows:
+        pass
+    assert rows == []
 
 
 def test_driver_calls_are_timed_alone_and_beside_a_thread(tmp_path: Path) -> None:
