@@ -210,6 +210,8 @@ def test_serve_compares_every_system_on_every_workload(quick: QuickRun) -> None:
     assert len(rates) == len(sizes.rates) + len(sizes.bursts)
     goodputs = [row for row in quick.rows("serve") if row["metric"] == "goodput"]
     assert len(goodputs) == len(rates) * len(engines) and all(row["p50"] > 0 for row in goodputs)
+    agreeing = [row for row in quick.rows("serve", " rates: ") if row["metric"] == "same answers as vmmkv"]
+    assert len(agreeing) == len(rates) * (len(engines) - 1) and all(row["p50"] == 100 for row in agreeing)
 
 
 def test_what_the_server_says_over_http_is_what_the_engine_says(quick: QuickRun) -> None:
