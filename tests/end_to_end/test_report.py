@@ -18,6 +18,7 @@ from PIL import Image
 from bench.decode_loop import Mode
 from bench.hf import PARTS, decode, fitting, memory
 from bench.hf.caches import DYNAMIC, STATIC, SYSTEMS, VMMKV
+from bench.serve import JUMPS_GAIN, MASKS_COST
 from bench.serve.compared_sizes import ComparedSizes
 from bench.serve.models import model_of
 from bench.serve.padding import digest_of, tokenizer_file
@@ -230,6 +231,8 @@ def test_masks_and_jumps_stand_beside_what_they_are_held_against(quick: QuickRun
     found = {(row["workload"].split()[3], row["system"], row["metric"]): row["p50"] for row in rows}
     assert found["jumps,", "jump-forward", "steps saved"] > 0
     assert found["jumps,", "jump-forward", "forced"] >= 50
+    ratios = [row for row in rows if row["metric"] in (MASKS_COST, JUMPS_GAIN)]
+    assert len(ratios) == len(parts) and all(row["p20"] < row["p80"] for row in ratios), "a sample a request"
     assert {system for part, system, _ in found if part == "masks,"} == {"free text", "masks"}
     assert "all runs say the same" in quick.said
 
