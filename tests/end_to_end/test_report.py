@@ -185,6 +185,8 @@ def test_kernels_leave_out_what_does_not_apply(quick: QuickRun) -> None:
         workloads.setdefault(row["workload"], set()).add(row["system"])
     assert workloads["wide decode 2x96"] >= {"SDPA, malloc", "reference, malloc, again", "reference, paged 16"}
     assert not any(system.startswith("SDPA") for system in workloads["wide prefill mixed"] | workloads["wide decode skewed"])
+    for name in ("FlashAttention-3", "FlashInfer"):
+        assert f"absent: kernels {name}: its kernels do not run on a CPU" in quick.said
 
 
 def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
