@@ -51,6 +51,18 @@ def check(settings: Settings) -> None:
         raise ValueError(f"no case {', '.join(unknown)} {where}: {there_are}")
 
 
+def absent(settings: Settings) -> dict[str, str]:
+    """Systems that are left out, and why."""
+    if not settings.on_gpu:
+        return dict.fromkeys((fa3.NAME, from_flashinfer.NAME), "its kernels do not run on a CPU")
+    reasons = {}
+    if settings.fa3 is None:
+        reasons[fa3.NAME] = "--fa3 names no library of it"
+    if not from_flashinfer.is_installed():
+        reasons[from_flashinfer.NAME] = "the package flashinfer (flashinfer-python) is not installed"
+    return reasons
+
+
 def run(settings: Settings, report: Report) -> None:
     """Every part for every shape. What fails, or gives wrong outputs, is not timed, and raised at the end.
 
@@ -58,20 +70,16 @@ def run(settings: Settings, report: Report) -> None:
     """
     check(settings)
     names = case_names(settings)
-    if absent := [part for part, of_part in names.items() if not of_part]:
-        report.say(f"absent: {', '.join(absent)}: they time the Triton kernels, which do not run on a CPU")
+    if without := [part for part, of_part in names.items() if not of_part]:
+        report.say(f"absent: {', '.join(without)}: they time the Triton kernels, which do not run on a CPU")
     failures: list[Exception] = []
     if settings.fa3 is not None:
         try:
             fa3.load(settings.fa3)
         except (OSError, RuntimeError) as error:
-            report.say(f"absent: FlashAttention-3: {error}")
+            report.say(f"absent: {fa3.NAME}: {error}")
             failures.append(error)
             settings = replace(settings, fa3=None)
-    elif settings.on_gpu:
-        report.say("absent: FlashAttention-3, whose library --fa3 names")
-    if settings.on_gpu and not from_flashinfer.is_installed():
-        report.say(f"absent: {from_flashinfer.NAME}: the package flashinfer (flashinfer-python) is not installed")
     shapes = settings.kernel_shapes
     steps = [
         (shape, part)

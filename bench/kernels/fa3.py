@@ -8,12 +8,15 @@ Legend: B sequences, S slots, T rows of a slot, P blocks, U rows of a block, C c
 """
 
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from bench.kernels.batch import Attend, Batch
 from bench.kernels.measure import Inapplicable
 from bench.kernels.memories import BLOCK, Planes
+
+NAME: Final = "FlashAttention-3"
 
 
 def load(library: Path) -> None:

@@ -43,6 +43,10 @@ SERVED: Final = "vmmkv serve"
 FREE: Final = "free text"
 """The engine's answers without a grammar, beside those with one."""
 
+MASKS_COST: Final = f"time per token over {FREE}, by request"
+JUMPS_GAIN: Final = "times as fast, by request"
+"""Ratios of one request's times, a sample a request. One of totals is made by whoever was late."""
+
 PARTS: Final = {
     "mixed": "workloads",
     "single": "workloads",

@@ -10,7 +10,7 @@ from bench.baselines import COMMON_PREFILL
 from bench.kernels.bars import Bar
 from bench.report import Report
 from bench.rows import Row
-from bench.serve import FREE, SERVED, SUITE, SYSTEM
+from bench.serve import JUMPS_GAIN, MASKS_COST, SERVED, SUITE, SYSTEM
 from bench.table import figure
 from bench.timing import middle
 
@@ -98,9 +98,9 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             )
         over_http = _over_http(rows, f"{shape} http: ")
         yield Bar(text=f"{shape}, http: throughput over that without", bound=_LEAST_OVER_HTTP, figures=over_http)
-        masks = _ratios(rows, f"{shape} grammar: masks, ", f"time per token over {FREE}")
+        masks = _ratios(rows, f"{shape} grammar: masks, ", MASKS_COST)
         yield Bar(text=f"{shape}, grammar: time per token over free text", bound=_MOST_BY_MASKS, figures=masks, at_least=False)
-        jumps = _ratios(rows, f"{shape} grammar: jumps, ", "times as fast a request")
+        jumps = _ratios(rows, f"{shape} grammar: jumps, ", JUMPS_GAIN)
         yield Bar(text=f"{shape}, grammar: times as fast where half is forced", bound=_LEAST_BY_JUMPS, figures=jumps)
 
 
@@ -174,7 +174,7 @@ def _over_http(rows: Sequence[Row], prefix: str) -> dict[str, float]:
 
 
 def _ratios(rows: Sequence[Row], prefix: str, metric: str) -> dict[str, float]:
-    """By how many requests ran at once."""
+    """The medians, by how many requests ran at once."""
     return {
         row.workload.removeprefix(prefix).partition(":")[0]: row.summary.p50
         for row in rows

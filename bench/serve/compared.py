@@ -4,7 +4,7 @@ Each run forgets all prefixes first. The systems take turns, once forward and on
 of the machine is no system's.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +14,7 @@ import torch
 
 from bench.baselines.memory import systems_on
 from bench.serve import SYSTEM, roofline
-from bench.serve.checks import TOLERANCE, LogProbs, alike, distance
+from bench.serve.checks import TOLERANCE, LogProbs, alike, check_off, distance
 from bench.serve.compared_sizes import ComparedSizes, Target, sizes_of
 from bench.serve.context import Context
 from bench.serve.drive import Outcome
@@ -54,14 +54,10 @@ def _closed_loop(
     for workload in workloads:
         name = context.name(part, f"{workload.name}: {workload.text}, {budget} of rows")
         with context.guarded(name):
-            offs = _checked(context, systems, workload, sizes.sampled)
-            runs = _runs(context, systems, workload)
-            for system, outcomes in runs.items():
-                rows = _Rows(context, name, system, outcomes)
+            for rows in _measured(context, name, systems, workload, sizes.sampled):
                 rows.add_closed(workload)
                 rows.add_latencies()
-                if system in offs:
-                    rows.add_agreement(offs[system], systems[0].name, runs[systems[0].name][0])
+                rows.add_agreement()
 
 
 def rates(context: Context) -> None:
@@ -81,11 +77,10 @@ def _open_loop(context: Context, at_rates: Sequence[float], burstiness: float, k
             workload = sizes.arriving(rate, burstiness, context.settings.seed)
             name = context.name("rates", f"{workload.name}, {rate:g} requests/s, {kind}")
             with context.guarded(name):
-                _checked(context, systems, workload, sizes.sampled)
-                for system, outcomes in _runs(context, systems, workload).items():
-                    rows = _Rows(context, name, system, outcomes)
+                for rows in _measured(context, name, systems, workload, sizes.sampled):
                     rows.add_open(sizes.target)
                     rows.add_latencies()
+                    rows.add_agreement()
 
 
 def _sizes(context: Context) -> ComparedSizes:
@@ -117,6 +112,20 @@ def _opened(
     context.close()  # collects: what captured graphs and weights keep is not free before
 
 
+def _measured(context: Context, name: str, systems: Sequence[System], workload: Workload, count: int) -> "Iterator[_Rows]":
+    """What each system did. All are checked before the first comes out. Raises: WrongNumbers."""
+    offs = _checked(context, systems, workload, count)
+    runs = _runs(context, systems, workload)
+    first = systems[0].name
+    sames = _same_answers(runs, first, strict=not context.settings.on_gpu)
+    for system, outcomes in runs.items():
+        agreement: dict[tuple[str, str], float] = {}
+        if system != first:
+            agreement[f"first tokens off those of {first} by", "% of other prompts'"] = offs[system]
+            agreement[f"same answers as {first}", "%"] = sames[system]
+        yield _Rows(context, name, system, outcomes, agreement)
+
+
 def _checked(context: Context, systems: Sequence[System], workload: Workload, count: int) -> dict[str, float]:
     """By how much log-probabilities are off from the first system's, as a share of what other prompts would change.
 
@@ -139,8 +148,7 @@ def _checked(context: Context, systems: Sequence[System], workload: Workload, co
         else:
             pairs = list(zip(wanted, system.likeliest(prompts), strict=True))
         off = distance([one for one, _ in pairs], [other for _, other in pairs]) / shift
-        if not off <= TOLERANCE:
-            raise WrongNumbers(f"first tokens of {system.name} are off by {off:.2f} of what other prompts would change")
+        check_off(off, TOLERANCE[first.dtype], f"first tokens of {system.name}")
         offs[system.name] = off
     return offs
 
@@ -163,6 +171,23 @@ def _runs(context: Context, systems: Sequence[System], workload: Workload) -> di
     return runs
 
 
+def _same_answers(runs: Mapping[str, Sequence[Outcome]], first: str, *, strict: bool) -> dict[str, float]:
+    """Of each system, the share of requests that its first run answers as the first run of the first system does.
+
+    Raises: WrongNumbers if that is `strict` and not all have the same answer in all runs: on a CPU all is in float32, where who
+    runs beside whom decides nothing.
+    """
+    wanted = [each.tokens for each in runs[first][0].served]
+    shares: dict[str, float] = {}
+    for system, outcomes in runs.items():
+        given = [[each.tokens for each in outcome.served] for outcome in outcomes]
+        differing = [[index for index, tokens in enumerate(wanted) if tokens != of_run[index]] for of_run in given]
+        if strict and any(differing):
+            raise WrongNumbers(f"{system} has other answers than {first} has in its first run, to requests {differing}, by run")
+        shares[system] = 1 - len(differing[0]) / len(wanted)
+    return shares
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """What one system did with one workload, as rows."""
@@ -172,6 +197,8 @@ class _Rows:
     system: str
     outcomes: Sequence[Outcome]
     """Of each run."""
+    agreement: Mapping[tuple[str, str], float]
+    """With the first system, by metric and unit, as shares; nothing of itself."""
 
     def add(self, metric: str, unit: str, samples: Sequence[float], bound: float | None = None) -> None:
         """A row of samples."""
@@ -211,16 +238,11 @@ class _Rows:
         for metric, seconds in samples.items():
             self.add(metric, "ms", [1e3 * each for each in seconds])
 
-    def add_agreement(self, off: float, first: str, outcome: Outcome) -> None:
-        """With the first system: of first tokens' log-probabilities, and of whole answers."""
-        pairs = list(zip(outcome.served, self.outcomes[0].served, strict=True))
-        same = sum(one.tokens == other.tokens for one, other in pairs) / len(pairs)
-        figures = (
-            (f"first tokens off those of {first} by", "% of other prompts'", off),
-            (f"same answers as {first}", "%", same),
-        )
-        for metric, unit, share in figures:
-            self.context.add_figure(self.workload, metric, unit, 100 * share, len(pairs), system=self.system)
+    def add_agreement(self) -> None:
+        """Of first tokens' log-probabilities, and of whole answers."""
+        count = len(self.outcomes[0].served)
+        for (metric, unit), share in self.agreement.items():
+            self.context.add_figure(self.workload, metric, unit, 100 * share, count, system=self.system)
 
 
 def _num_tokens(outcome: Outcome, until_s: float) -> int:

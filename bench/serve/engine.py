@@ -66,6 +66,12 @@ class ServedEngine:
         """Whose code computes the model, and in which type."""
         return f"{self._engine.ready.implementation}, {self._engine.ready.dtype}"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, K and V."""
+        dtype: torch.dtype = getattr(torch, self._engine.ready.dtype)
+        return dtype
+
     def forget(self) -> None:
         """Empty the prefix cache. Memory stays with the engine, as with one that has run for a while."""
         self.core.forget()

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bench.serve import FREE
+from bench.serve import FREE, JUMPS_GAIN, MASKS_COST
 from bench.serve.context import Context
 from bench.serve.models import ServedModel
 from bench.serve.padding import digest_of, tokenizer_file
@@ -169,24 +169,22 @@ def _runs(context: Context, engine: ScriptedEngine, at_once: int, systems: Mappi
 
 
 def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
-    count = len(runs[FREE][0].told)
-    num_tokens = sum(told.num_sampled for told in runs[MASKS][0].told)
-    text = f"masks, {at_once} at once: {count} answers by {num_schemas} schemas, {num_tokens} tokens, all sampled"
+    # A free answer's last token has been told; that which ends one by a grammar has not, but was sampled at its end.
+    sampled = [told.num_sampled for told in runs[MASKS][0].told]
+    num_tokens = sum(sampled)
+    text = f"masks, {at_once} at once: {len(sampled)} answers by {num_schemas} schemas, {num_tokens} tokens, all sampled"
     name = context.name("grammar", f"{text}, {by}")
-    decode_s: dict[str, float] = {}
+    per_token_s: dict[str, list[float]] = {}
     for system, of_system in runs.items():
-        # A free answer's last token has been told; that which ends one by a grammar has not, but was sampled at its end.
-        wanted = [told.num_sampled for told in runs[MASKS][0].told]
-        behind = [
-            (told.ended_s - told.first_s, num_sampled - 1)
+        per_token_s[system] = [
+            (told.ended_s - told.first_s) / (num_sampled - 1)
             for run in of_system
-            for told, num_sampled in zip(run.told, wanted, strict=True)
+            for told, num_sampled in zip(run.told, sampled, strict=True)
             if num_sampled > 1 and told.first_s is not None
         ]
-        decode_s[system] = sum(seconds for seconds, _ in behind)
         context.add(name, "throughput", "tok/s", [num_tokens / run.seconds for run in of_system], system=system)
-        context.add(name, "time per output token", "ms", [1e3 * seconds / steps for seconds, steps in behind], system=system)
-    context.add_figure(name, f"time per token over {FREE}", "x", decode_s[MASKS] / decode_s[FREE], count, system=MASKS)
+        context.add(name, "time per output token", "ms", [1e3 * each for each in per_token_s[system]], system=system)
+    context.add(name, MASKS_COST, "x", _ratios(per_token_s[MASKS], per_token_s[FREE]), system=MASKS)
 
 
 def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
@@ -194,18 +192,22 @@ def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: 
     num_tokens = sum(len(told.tokens) for told in jumped)
     text = f"jumps, {at_once} at once: {len(jumped)} answers by {num_schemas} schemas, {num_tokens} tokens"
     name = context.name("grammar", f"{text}, half of each or more forced, {by}")
-    mean_s: dict[str, float] = {}
+    request_s: dict[str, list[float]] = {}
     steps: dict[str, int] = {}
     for system, of_system in runs.items():
-        seconds = [told.seconds for run in of_system for told in run.told]
-        mean_s[system] = sum(seconds) / len(seconds)
+        request_s[system] = [told.seconds for run in of_system for told in run.told]
         steps[system] = sum(run.num_steps for run in of_system)
         context.add(name, "throughput", "tok/s", [num_tokens / run.seconds for run in of_system], system=system)
-        context.add(name, "time per request", "ms", [1e3 * each for each in seconds], system=system)
+        context.add(name, "time per request", "ms", [1e3 * each for each in request_s[system]], system=system)
     figures = (
         ("forced", "%", 100 * sum(told.num_forced for told in jumped) / num_tokens),
         ("steps saved", "%", 100 * (1 - steps[JUMPS] / steps[MASKS])),
-        ("times as fast a request", "x", mean_s[MASKS] / mean_s[JUMPS]),
     )
     for metric, unit, figure in figures:
         context.add_figure(name, metric, unit, figure, len(jumped), system=JUMPS)
+    context.add(name, JUMPS_GAIN, "x", _ratios(request_s[MASKS], request_s[JUMPS]), system=JUMPS)
+
+
+def _ratios(of: Sequence[float], over: Sequence[float]) -> list[float]:
+    """A sample a request of each run, over the same one of the other system; none of tokens that were read back at once."""
+    return [one / other for one, other in zip(of, over, strict=True) if other > 0]

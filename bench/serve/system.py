@@ -87,6 +87,7 @@ class EngineSystem:
 
     def __init__(self, memory: str, models: Models, limits: Limits) -> None:
         self.name: Final = f"{memory} {limits.max_tokens}" if memory == "static" else memory
+        self.dtype: Final = models.source.dtype
         self._said: deque[FromEngine] = deque()
         config = ServeConfig(
             model=models.config.model,

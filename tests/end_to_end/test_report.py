@@ -18,6 +18,7 @@ from PIL import Image
 from bench.decode_loop import Mode
 from bench.hf import PARTS, decode, fitting, memory
 from bench.hf.caches import DYNAMIC, STATIC, SYSTEMS, VMMKV
+from bench.serve import JUMPS_GAIN, MASKS_COST
 from bench.serve.compared_sizes import ComparedSizes
 from bench.serve.models import model_of
 from bench.serve.padding import digest_of, tokenizer_file
@@ -29,6 +30,33 @@ FIELDS = (
     *("suite", "workload", "system", "metric", "unit", "p20", "p50", "p80", "p99", "n", "bound"),
     *("device", "driver", "versions", "commit", "seed", "quick", "date"),
 )
+
+_SERVED = "tiny-llama-3-1-8b"
+FIGURES = {
+    "alloc": {
+        *("driver-calls-calls", "append-over-static", "append-step"),
+        *(f"elastic-{phase}{of}" for phase in ("shrink", "regrow", "two-caches") for of in ("", "-step")),
+    },
+    "waste": {"waste-waste", "waste-admitted-sequences"},
+    "kernels": {"kernels-decode-wide", "kernels-prefill-wide"},
+    "prefix": {f"prefix-{of}" for of in ("total", "memory-held", "attach", "attention", "tree")},
+    "serve": {
+        "serve-throughput",
+        *(f"serve-{part}-{_SERVED}-{unit}" for part in ("closed", "outside", "http", "grammar") for unit in ("tok-s", "ms")),
+        *(
+            f"serve-rates-{_SERVED}-chat-{of}-{kind}"
+            for of in ("poisson", "burstiness-4")
+            for kind in ("done", "latency", "all")
+        ),
+    },
+    "hf": {f"hf-{of}" for of in ("decode", "waste", "longest", "admitted")},
+    "quality": set(),
+    "memory-map": {"map-vmmkv", "map-paged"},
+    "runs": set(),
+}
+"""Of a quick run, by the page's sections in their order: their names, without the device's."""
+TABLES = {"alloc": 3, "waste": 1, "kernels": 2, "prefix": 5, "serve": 14, "hf": 4}
+"""Of rows, by section: one for each suite, or part of one."""
 
 # A page that opens the report in a frame as wide as a phone, unfolds all of it, and leaves what it measures in its own title.
 PROBE = """<!DOCTYPE html><title>none</title>
@@ -157,6 +185,8 @@ def test_kernels_leave_out_what_does_not_apply(quick: QuickRun) -> None:
         workloads.setdefault(row["workload"], set()).add(row["system"])
     assert workloads["wide decode 2x96"] >= {"SDPA, malloc", "reference, malloc, again", "reference, paged 16"}
     assert not any(system.startswith("SDPA") for system in workloads["wide prefill mixed"] | workloads["wide decode skewed"])
+    for name in ("FlashAttention-3", "FlashInfer"):
+        assert f"absent: kernels {name}: its kernels do not run on a CPU" in quick.said
 
 
 def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
@@ -210,6 +240,8 @@ def test_serve_compares_every_system_on_every_workload(quick: QuickRun) -> None:
     assert len(rates) == len(sizes.rates) + len(sizes.bursts)
     goodputs = [row for row in quick.rows("serve") if row["metric"] == "goodput"]
     assert len(goodputs) == len(rates) * len(engines) and all(row["p50"] > 0 for row in goodputs)
+    agreeing = [row for row in quick.rows("serve", " rates: ") if row["metric"] == "same answers as vmmkv"]
+    assert len(agreeing) == len(rates) * (len(engines) - 1) and all(row["p50"] == 100 for row in agreeing)
 
 
 def test_what_the_server_says_over_http_is_what_the_engine_says(quick: QuickRun) -> None:
@@ -228,6 +260,8 @@ def test_masks_and_jumps_stand_beside_what_they_are_held_against(quick: QuickRun
     found = {(row["workload"].split()[3], row["system"], row["metric"]): row["p50"] for row in rows}
     assert found["jumps,", "jump-forward", "steps saved"] > 0
     assert found["jumps,", "jump-forward", "forced"] >= 50
+    ratios = [row for row in rows if row["metric"] in (MASKS_COST, JUMPS_GAIN)]
+    assert len(ratios) == len(parts) and all(row["p20"] < row["p80"] for row in ratios), "a sample a request"
     assert {system for part, system, _ in found if part == "masks,"} == {"free text", "masks"}
     assert "all runs say the same" in quick.said
 
@@ -258,6 +292,16 @@ def ratio(row: dict[str, Any]) -> float:
 # the page
 
 
+def test_the_page_has_the_sections_and_figures_of_a_quick_run(report: Path) -> None:
+    sections = dict(re.findall(r'<section id="([^"]+)"(.*?)</section>', report.read_text(), re.DOTALL))
+    assert list(sections) == list(FIGURES)
+    assert {name: text.count("<figure ") for name, text in sections.items()} == {
+        name: len(figures) for name, figures in FIGURES.items()
+    }
+    stems = [path.stem.rpartition("-quick-")[2] for path in (report.parent / "figures").iterdir()]
+    assert sorted(stems) == sorted(set().union(*FIGURES.values()))
+
+
 def test_every_figure_and_table_is_there_and_fits_a_phone(report: Path, browser: Browser) -> None:
     probe = report.with_name("probe.html")
     probe.write_text(PROBE.replace("WIDTH", str(PHONE_WIDTH)))
@@ -266,15 +310,10 @@ def test_every_figure_and_table_is_there_and_fits_a_phone(report: Path, browser:
     title = re.search(r"<title>(.*?)</title>", printed)
     assert title is not None
     seen = json.loads(unescape(title[1]))
-    text = report.read_text()
-    assert seen["figures"] == text.count("<figure ") == len(list((report.parent / "figures").iterdir())) > 10
-    assert seen["tables"] == text.count("<table") > 10
+    assert seen["figures"] == sum(map(len, FIGURES.values())), "all of them are drawn"
+    assert seen["tables"] == report.read_text().count("<table") >= sum(TABLES.values())
     assert seen["wide"] <= PHONE_WIDTH, "what is wide scrolls in its own box"
-    sections = {name: (figures, tables) for name, figures, tables in seen["sections"]}
-    for name in ("alloc", "waste", "kernels", "prefix", "serve"):
-        assert min(sections[name]) > 0, name
-    assert sections["quality"] == (0, 0)
-    assert sections["memory-map"] == (2, 0)
+    assert seen["sections"] == [[name, len(figures), TABLES.get(name, 0)] for name, figures in FIGURES.items()]
 
 
 @pytest.mark.parametrize("width", [1200, PHONE_WIDTH])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import serve, workloads
+from bench.baselines.block_rows import RowsInBlocks
 from bench.serve import compared
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.drive import Drive, Outcome, Served
@@ -165,6 +166,59 @@ def test_a_system_that_says_something_else_has_a_row_that_says_failed(
     found = rows_of(tmp_path)
     assert found and {row["metric"] for row in found} == {"failed"}
     assert "first tokens of paged 16 are off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["closed", "rates", "bursts"])
+def test_blocks_whose_first_key_is_lost_have_a_row_that_says_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    """Of each sequence and layer one key of many: most of what is likely stays likely."""
+    honest = RowsInBlocks.read
+
+    def read(self: RowsInBlocks, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        k_TKD, v_TKD = honest(self, *arguments)
+        k_TKD[0] = 0
+        return k_TKD, v_TKD
+
+    monkeypatch.setattr(RowsInBlocks, "read", read)
+    case = "uniform" if part == "closed" else "8"
+    assert quick(tmp_path, "--parts", part, "--cases", case, "--repeat", "1") == 1
+    assert [row["metric"] for row in rows_of(tmp_path)] == ["failed"]
+    assert "first tokens of paged 16 are off by" in capsys.readouterr().out
+
+
+def test_an_answer_that_goes_wrong_behind_its_first_tokens_has_a_row_that_says_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = EngineSystem.run
+
+    def run(self: EngineSystem, workload: workloads.Workload) -> Outcome:
+        outcome = honest(self, workload)
+        if self.name == "static 512":
+            outcome.served[1].tokens[-1] += 1
+        return outcome
+
+    monkeypatch.setattr(EngineSystem, "run", run)
+    assert quick(tmp_path, "--parts", "closed", "rates", "--cases", "uniform", "8", "--repeat", "1") == 1
+    assert [row["metric"] for row in rows_of(tmp_path)] == ["failed", "failed"]
+    assert "static 512 has other answers than vmmkv has in its first run, to requests [[1]]" in capsys.readouterr().out
+
+
+def test_every_system_beside_the_first_has_a_row_of_how_far_it_agrees(tmp_path: Path) -> None:
+    assert quick(tmp_path, "--parts", "closed", "rates", "bursts", "--cases", "uniform", "8", "--repeat", "2") == 0
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_of(tmp_path):
+        if "vmmkv" in row["metric"]:
+            of_workload = found.setdefault(row["workload"], {})
+            of_workload[f"{row['system']}: {row['metric']}"] = row["p50"]
+    assert len(found) == 3
+    for of_workload in found.values():
+        assert {name for name, share in of_workload.items() if share == 100} == {
+            *("paged 16: same answers as vmmkv", "static 512: same answers as vmmkv")
+        }
+        assert {name for name, share in of_workload.items() if share <= 0.1} == {
+            *("paged 16: first tokens off those of vmmkv by", "static 512: first tokens off those of vmmkv by")
+        }
 
 
 def test_sizes_fit_their_limits() -> None:

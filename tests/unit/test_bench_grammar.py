@@ -1,17 +1,24 @@
 """What answers by a grammar cost, measured: all runs say the same script, and what is wrong is seen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench.report import Report
+from bench.rows import Provenance, Row, RowFile
+from bench.serve import FREE, JUMPS_GAIN, MASKS_COST
+from bench.serve.context import Context
+from bench.serve.grammar import JUMPS, MASKS, _add_jumps, _add_masks
 from bench.serve.models import model_of
 from bench.serve.padding import SOURCE, tokenizer_file
 from bench.serve.schemas import SCHEMAS
-from bench.serve.scripted import Ask, ScriptedEngine
+from bench.serve.scripted import Ask, Run, ScriptedEngine, Told
 from bench.serve.system import Models
+from bench.settings import SHAPES, Settings
 from bench.timing import WrongNumbers
 from vmmkv.server.grammar.asked import of_schema
 from vmmkv.server.grammar.compiling import Compilation
@@ -82,3 +89,44 @@ def test_a_script_that_the_grammar_does_not_allow_is_seen(made: tuple[ScriptedEn
     with pytest.raises(WrongNumbers):
         engine.run([replace(ask, script=[*written.tokens[:-1], written.tokens[-1] + 1])], 1)
     assert engine.run([ask], 1).told[0].tokens == written.tokens, "and the engine goes on"
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    device = torch.device("cpu")
+    provenance = Provenance.collect(device, seed=0, quick=True, commit="abc123")
+    settings = Settings(device=device, shape=SHAPES["llama-3.1-8b"], quick=True)
+    return Context(settings, Report(RowFile(tmp_path, provenance)), settings.shape)
+
+
+def told_in(seconds: Sequence[float]) -> Run:
+    """Of answers of eleven tokens: the first is there after 1 s, the last so much later."""
+    told = [Told(begun_s=0.0, tokens=[7] * 11, first_s=1.0, ended_s=1.0 + each) for each in seconds]
+    return Run(told, sum(seconds), 11 * len(told))
+
+
+def row_of(context: Context, metric: str) -> Row:
+    (row,) = (row for row in context.report.rows if row.metric == metric)
+    return row
+
+
+def test_a_mask_is_held_against_the_same_request_of_free_text_whoever_was_late(context: Context) -> None:
+    free, by_masks = [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.2, 3.6, 500.0, 7.0]
+    _add_masks(context, 1, 5, "some", {FREE: [told_in(free)] * 2, MASKS: [told_in(by_masks)] * 2})
+    row = row_of(context, MASKS_COST)
+    assert (row.system, row.unit, row.summary.n) == (MASKS, "x", 10), "a sample a request and run"
+    assert [row.summary.p20, row.summary.p50, row.summary.p80] == pytest.approx([1.0, 1.2, 1.4])
+    assert row.summary.p99 == 125
+
+
+def test_tokens_that_were_read_back_at_once_have_no_ratio(context: Context) -> None:
+    _add_masks(context, 1, 2, "some", {FREE: [told_in([0.0, 2.0])], MASKS: [told_in([1.0, 3.0])]})
+    assert row_of(context, MASKS_COST).summary.n == 1
+
+
+def test_a_jump_is_held_against_the_same_request_sampled(context: Context) -> None:
+    sampled, jumped = [1.0, 3.0, 5.0, 7.0, 900.0], [1.0, 1.0, 1.0, 1.0, 1.0]
+    _add_jumps(context, 1, 5, "some", {MASKS: [told_in(sampled)], JUMPS: [told_in(jumped)]})
+    row = row_of(context, JUMPS_GAIN)
+    assert (row.system, row.unit, row.summary.n) == (JUMPS, "x", 5)
+    assert [row.summary.p20, row.summary.p50, row.summary.p80] == pytest.approx([1.0, 3.0, 4.0])

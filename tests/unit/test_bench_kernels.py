@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import kernels, run, table
+from bench import kernels, run, suites, table
 from bench.kernels import cases, from_flashinfer, memories, systems
 from bench.kernels.bars import Bar, bars
 from bench.kernels.batch import Batch
@@ -344,14 +344,18 @@ def test_flashinfer_is_among_the_systems_of_a_gpu_if_it_can_be_imported(
         assert next(iter(offered)) != "FlashInfer", "ours is the first"
 
 
-def test_flashinfer_that_is_not_installed_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_kernels_that_cannot_run_here_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert suites.absent("kernels", settings()) == {
+        "FlashAttention-3": "its kernels do not run on a CPU",
+        "FlashInfer": "its kernels do not run on a CPU",
+    }
     monkeypatch.setattr(Settings, "on_gpu", property(lambda settings: True))
-    monkeypatch.setattr(kernels, "PARTS", {})
-    monkeypatch.setattr(kernels, "case_names", lambda settings: {})
-    kernels.run(settings(), report_in(tmp_path))
-    assert "absent: FlashInfer: the package flashinfer (flashinfer-python) is not installed" in capsys.readouterr().out
+    assert kernels.absent(settings()) == {
+        "FlashAttention-3": "--fa3 names no library of it",
+        "FlashInfer": "the package flashinfer (flashinfer-python) is not installed",
+    }
+    monkeypatch.setattr(from_flashinfer, "is_installed", lambda: True)
+    assert kernels.absent(settings(fa3=Path(__file__))) == {}
 
 
 def row(workload: str, system: str, metric: str, p50: float, bound: float | None = None) -> dict[str, Any]:

@@ -217,11 +217,11 @@ def test_answers_of_two_runs_are_the_same_or_counted() -> None:
 
 def test_log_probabilities_are_compared_where_both_have_them() -> None:
     right = {token: -0.1 * token for token in range(20)}
-    alone = Alone(sampled=[3], likeliest=[right], shift=0.2)
-    near = {token + 2: value - 0.2 + 0.05 for token, value in right.items()}
-    assert alone.check(answers(likeliest=[near])) == pytest.approx(0.25)
-    with pytest.raises(WrongNumbers, match=r"off by 0\.75"):
-        alone.check(answers(likeliest=[{token: value + 0.15 for token, value in right.items()}]))
+    alone = Alone(sampled=[3], likeliest=[right], shift=0.2, tolerance=0.15)
+    near = {token + 2: value - 0.2 + 0.02 for token, value in right.items()}
+    assert alone.check(answers(likeliest=[near])) == pytest.approx(0.1)
+    with pytest.raises(WrongNumbers, match=r"off by 25 % of what another prompt would change, at most 15 %"):
+        alone.check(answers(likeliest=[{token: value + 0.05 for token, value in right.items()}]))
     with pytest.raises(WrongNumbers, match="off by nan"):
         alone.check(answers(likeliest=[dict.fromkeys(right, float("nan"))]))
     with pytest.raises(WrongNumbers, match="request 3 has other likeliest"):

@@ -219,6 +219,19 @@ def test_figures_of_the_questions_were_measured() -> None:
     assert not unknown
 
 
+@pytest.mark.parametrize("lengths", ["chat", "long documents"])
+def test_how_many_fit_over_a_static_cache_is_what_the_rows_say(lengths: str) -> None:
+    rows = map(json.loads, (ROOT / "bench" / "results" / "waste.jsonl").read_text().splitlines())
+    wanted = (f"llama-3.1-8b {lengths}:", "admitted sequences, averaged")
+    found = {row["system"]: row for row in rows if row["workload"].startswith(wanted[0]) and row["metric"] == wanted[1]}
+    ours, static = found["vmmkv"], found["static 4096"]["p50"]
+    most = ours["bound"] / static
+    for page in (ROOT / "README.md", DOCS / "faq.md", DOCS / "performance.md"):
+        text = page.read_text(encoding="utf-8")
+        for figure in (f"{ours['p50'] / static:.2f}", f"{most:.2f}", f"{4096 / most:,.0f}"):
+            assert re.search(rf"(?<![\d.,]){figure}(?![\d.])", text), (page.name, figure)
+
+
 class Built(HTMLParser):
     """Ids and links of a page of the built site."""
 
