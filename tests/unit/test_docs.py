@@ -211,6 +211,11 @@ def test_the_benchmark_guide_has_every_suite() -> None:
     assert listed == list(suites.SUITES)
 
 
+def test_the_committed_page_is_of_the_committed_rows() -> None:
+    num_rows = sum(len(path.read_text().splitlines()) for path in (ROOT / "bench" / "results").glob("*.jsonl"))
+    assert f"Made from {num_rows:,} rows in results" in read("report.html")
+
+
 def test_figures_of_the_questions_were_measured() -> None:
     """They stand, digit by digit, in docs/performance.md; but for the year of a paper."""
     number = r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])"
