@@ -88,3 +88,10 @@ def test_times_between_tokens_and_in_the_queue_are_counted(server: Running, monk
     # Two choices come in the same messages, seven gaps between eight; the second may begin some steps later.
     assert count is not None and 7 <= float(count[1]) == len(steps) - 1
     assert "vmmkv_request_queue_time_seconds_count 0.0" in text  # this engine does not say
+
+
+def test_the_first_token_of_an_answer_that_comes_too_late_is_counted(server: Running) -> None:
+    server.engine.endless, server.engine.step_s = True, 0.02
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 240, "timeout": 0.5}
+    assert server.http.post("/v1/completions", json=body).status_code == 408
+    assert "vmmkv_time_to_first_token_seconds_count 1.0" in server.http.get("/metrics").text
