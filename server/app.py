@@ -37,7 +37,7 @@ from vmmkv.server.generation import (
     fit_new_tokens,
 )
 from vmmkv.server.grammar.service import GrammarService
-from vmmkv.server.guard import AT_END, CALLER, Guard
+from vmmkv.server.guard import AT_END, CALLER, HAS_BEGUN, Guard
 from vmmkv.server.hosts import Hosts
 from vmmkv.server.intake import Intake, Ticket
 from vmmkv.server.keys import Caller, Keys
@@ -196,6 +196,7 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=service.front.max_body_bytes,
         queued_paths=QUEUED_PATHS,
         check_room=service.check_room,
+        on_refused=lambda status: service.metrics.refused.labels(str(status)).inc(),
         hosts=service.hosts,
         stalls=service.stalls,
     )
@@ -350,6 +351,7 @@ async def _respond(
         timeout_s=service.timeout_s(body.timeout),
         at_end=not body.stream and not body.stop,
     )
+    setattr(request.state, HAS_BEGUN, True)
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
         return _EventStream(_events(answer, opening, generation, body, service.writes(request)), generation.close)

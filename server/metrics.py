@@ -124,6 +124,14 @@ class Metrics:
         )
         for outcome in ("finished", "failed", "aborted"):
             self.requests.labels(outcome)
+        self.refused = Counter(
+            "vmmkv_requests_refused",
+            "Requests answered with an error before the engine had them, by HTTP status; not those of /health.",
+            ("code",),
+            registry=self.registry,
+        )
+        for code in (400, 401, 403, 429, 503):
+            self.refused.labels(str(code))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

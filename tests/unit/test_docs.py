@@ -189,6 +189,7 @@ def test_the_server_guide_has_every_metric_and_no_other() -> None:
     exported = {f"vmmkv_{name}" for name, _ in metrics._GAUGES.values()}
     exported |= {f"vmmkv_{name}_total" for name, _ in metrics._COUNTERS.values()}
     exported |= {"vmmkv_engine_ready", "vmmkv_stall_seconds_total", "vmmkv_driver_calls_total", "vmmkv_requests_total"}
+    exported |= {"vmmkv_requests_refused_total"}
     exported |= {"vmmkv_request_duration_seconds", "vmmkv_time_to_first_token_seconds"}
     exported |= {"vmmkv_inter_token_latency_seconds", "vmmkv_request_queue_time_seconds", "vmmkv_kv_shared_bytes"}
     exported |= {"vmmkv_attaches_total", "vmmkv_attach_seconds_total", "vmmkv_kv_usage_ratio"}
