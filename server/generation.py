@@ -175,15 +175,16 @@ class Generation:
         num_choices: int,
         arrived_s: float,
         timeout_s: float | None = None,
+        spared_s: float = 0.0,
         at_end: bool = False,
     ) -> None:
         """Sends the requests to the engine. Of the candidates each prompt has `num_choices` returned.
 
-        `arrived_s` is of time.perf_counter; `timeout_s` counts from then. `at_end`: the text is wanted when it is whole,
-        and no stop string ends it before.
+        `arrived_s` is of time.perf_counter; `timeout_s` counts from `spared_s` after it, for what is not the client's to pay
+        for. `at_end`: the text is wanted when it is whole, and no stop string ends it before.
         Raises: EngineNotReady, EngineDead; ApiError (408) if the time is over already.
         """
-        left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
+        left_s = None if timeout_s is None else arrived_s + spared_s + timeout_s - time.perf_counter()
         if timeout_s is not None and left_s is not None and left_s <= 0:
             raise too_late(timeout_s)
         self._metrics = metrics
