@@ -82,7 +82,8 @@ class Tokenizer:
     async def encode_chat(self, messages: Sequence[ChatMessage], *, away: Away = asyncio.to_thread) -> list[int]:
         """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
 
-        Raises: PromptError if the model has no template, its template refuses the conversation, or a content is no text.
+        Raises: PromptError if the model has no template, its template refuses the conversation or fails on it, or a content is
+        no text.
         """
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
@@ -112,8 +113,11 @@ class Tokenizer:
         ]
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+        except Exception as error:  # a template is a program, and jinja2's sandbox refuses what reaches out of it
+            if type(error) is jinja2.TemplateError:  # by `raise_exception`
+                raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+            failure = f"{type(error).__name__}: {error}"
+            raise PromptError(f"the model's chat template fails on this conversation: {failure}") from error
         assert isinstance(text, str)
         return text
 

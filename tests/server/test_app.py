@@ -140,6 +140,26 @@ class TestChat:
         assert "a conversation starts with the user" in error["message"]
         assert error["param"] == "messages"
 
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+            ("{{ messages[0]['content'] + 1 }}", "TypeError: can only concatenate str"),
+            ("{{ no_such_thing.name }}", "UndefinedError: 'no_such_thing' is undefined"),
+            ("{% if %}", "TemplateSyntaxError"),
+            ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
+            ("{{ messages.append(1) }}", "SecurityError"),
+            ("{{ raise_exception.__globals__['os'] }}", "SecurityError"),
+        ],
+    )
+    def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_400_that_says_how(
+        self, server: Running, template: str, said: str
+    ) -> None:
+        assert server.service.tokenizer is not None
+        server.service.tokenizer._tokenizer.chat_template = template
+        error = refused(server, "/v1/chat/completions", {"messages": HELLO})
+        assert f"template fails on this conversation: {said}" in error["message"] and error["param"] == "messages"
+
     def test_a_model_without_a_template_says_what_to_use(self, server: Running) -> None:
         assert server.service.tokenizer is not None
         server.service.tokenizer._tokenizer.chat_template = None
