@@ -350,7 +350,7 @@ class TestRefusals:
             ("min_tokens", -1),
             ("min_tokens", 17),  # max_tokens is 16 if nobody says otherwise
             ("min_tokens", 1.0),
-            ("response_format", {"type": "json_object"}),
+            ("response_format", {"type": "xml"}),
             ("timeout", 0),
             ("timeout", 1e9),
             ("timeout", "soon"),

@@ -183,10 +183,25 @@ class TestWhileItIsCompiled:
         assert eventually(lambda: slow.service.intake.num_sequences == 0)
 
 
-def test_completions_have_structured_outputs_too(server: Running) -> None:
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "structured_outputs": {"choice": ["a", "b"]}}
+@pytest.mark.parametrize("how", [{"structured_outputs": {"choice": ["a", "b"]}}, {"response_format": {"type": "json_object"}},
+                                 schema(COLOUR)])  # fmt: skip
+def test_completions_have_grammars_too(server: Running, how: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, **how}
     assert server.http.post("/v1/completions", json=body).status_code == 200
     assert sent(server).grammar
+
+
+def test_a_completion_of_no_tokens_follows_no_format(server: Running) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 1,
+        "response_format": {"type": "json_object"},
+    }
+    refused = server.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
 class Compiling:
