@@ -279,7 +279,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
     try:
-        prompt = await tokenizer.encode_chat(body.messages, away=service.away(request, body.timeout, arrived_s))
+        away = service.away(request, body.timeout, arrived_s)
+        prompt = await tokenizer.encode_chat(body.messages, body.chat_template_kwargs, away=away)
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.wanted_tokens

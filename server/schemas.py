@@ -14,6 +14,7 @@ from vmmkv.server.grammar.schemas import OLDER_NAMES, ResponseFormat, Structured
 from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
+from vmmkv.server.template_schemas import TemplateVariables
 
 Prompt = str | list[int]
 MAX_STOP_STRINGS = 4
@@ -394,6 +395,8 @@ class ChatRequest(GenerationRequest):
         "chat_template": (),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: TemplateVariables | None = None
+    """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     """Have the log-probability of each token of the answer."""
