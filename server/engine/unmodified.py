@@ -11,6 +11,7 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -41,9 +42,13 @@ class UnmodifiedModel:
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
         self._model = model
-        self._layers = list(cache.layout.group_of)
-        self._attention = CachedAttention(rows)
+        layout = cache.layout
+        self._groups = {layer: layout.groups[index] for layer, index in layout.group_of.items()}
+        windows = {layer: group.window for layer, group in self._groups.items() if group.window is not None}
+        self._attention = CachedAttention(rows, windows=windows)
         self._calls: Counter[int] = Counter()
+        self._masked_windows: set[int | None] = set()
+        """Of the masks that the model asked for in this forward pass; None among them for one that shows all rows."""
         self._output: Any = None
         """What the part of the model without its head gave last, but for the states."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
@@ -56,8 +61,15 @@ class UnmodifiedModel:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
         self._attention.begin(batch)
         self._calls.clear()
+        self._masked_windows.clear()
         keep: torch.Tensor | int = 0 if last_B is None else last_B
-        output = self._model(input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep)
+        computing = _computing.set(self)
+        try:
+            output = self._model(
+                input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep
+            )
+        finally:
+            _computing.reset(computing)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -95,7 +107,7 @@ class UnmodifiedModel:
 
         A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
         """
-        others = {layer: self._calls[layer] for layer in self._layers if self._calls[layer] != 1}
+        others = {layer: self._calls[layer] for layer in self._groups if self._calls[layer] != 1}
         if others:
             raise UnsupportedModel(
                 f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
@@ -122,9 +134,24 @@ class UnmodifiedModel:
             )
         layer = module.layer_idx
         assert isinstance(layer, int)
+        self._check_window(module, layer, sliding_window)
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling, window=sliding_window)[None], None
+        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling)[None], None
+
+    def masks(self, window: int | None) -> None:
+        """In this forward pass some layers see so many of the last rows, or all."""
+        self._masked_windows.add(window)
+
+    def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
+        """Does the layer see the rows that its group keeps? Its window is what it gives, or stands in its mask alone."""
+        kept = self._groups[layer].window
+        seen = {given} if given is not None else self._masked_windows or {None}
+        if kept not in seen:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends to {_last_rows(*seen)} in layer {layer}, where the configuration says "
+                f"{_last_rows(kept)}, and no others are kept"
+            )
 
 
 @contextlib.contextmanager
@@ -151,5 +178,13 @@ def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.T
     return model.attend(module, *args, **kwargs)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Instead of transformers' mask: who sees what is known from the runs."""
+_computing: ContextVar[UnmodifiedModel] = ContextVar("vmmkv's model in its forward pass")
+
+
+def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+    """Instead of transformers' mask: who sees what is known from the runs, and the window from the layout."""
+    _computing.get().masks(local_size)
+
+
+def _last_rows(*windows: int | None) -> str:
+    return " or ".join("all rows" if window is None else f"the last {window} rows" for window in windows)
