@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.server.engine.attention import CachedAttention
 from vmmkv.server.engine.batch import Batch
@@ -25,6 +25,8 @@ from vmmkv.server.engine.rows import Rows
 
 NAME: Final = "vmmkv-engine"
 """Of the attention implementation, as `attn_implementation=NAME`; `vmmkv` is that of vmmkv.adapters.hf, for any cache."""
+
+_NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 
 
 class UnsupportedModel(ValueError):
@@ -124,14 +126,19 @@ class UnmodifiedModel:
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
         refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-        if refused or query.shape[0] != 1:
-            raise UnsupportedModel(
-                f"{type(module).__name__} asks for {', '.join(refused) or 'a padded batch'}, which vmmkv does not do yet"
-            )
+        if attention_mask is not None:  # _no_mask gave none
+            refused.append("a mask of its own")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            refused.append(_NOT_CAUSAL)
+        if query.shape[0] != 1:
+            refused.append("a padded batch")
+        if refused:
+            raise UnsupportedModel(f"{type(module).__name__} asks for {', '.join(refused)}, which vmmkv does not do yet")
         layer = module.layer_idx
         assert isinstance(layer, int)
         self._check_window(module, layer, sliding_window)
@@ -181,8 +188,10 @@ def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.T
 _computing: ContextVar[UnmodifiedModel] = ContextVar("vmmkv's model in its forward pass")
 
 
-def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+def _no_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
     """Instead of transformers' mask: who sees what is known from the runs, and the window from the layout."""
+    if mask_function is bidirectional_mask_function:
+        raise UnsupportedModel(f"the model asks for {_NOT_CAUSAL}, which vmmkv does not do")
     _computing.get().masks(local_size)
 
 

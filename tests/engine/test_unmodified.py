@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    DogeConfig,
+    LlamaConfig,
     MixtralConfig,
     MoshiConfig,
     OlmoeConfig,
@@ -26,9 +29,16 @@ EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 RIGHT: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: small(MixtralConfig, num_local_experts=4, **EXPERTS),
     "olmoe": lambda: small(OlmoeConfig, num_experts=4, **EXPERTS),
+    "bert, a decoder": lambda: small(BertConfig, num_key_value_heads=4, is_decoder=True),
     "phimoe, a window in its mask alone": lambda: small(PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
 }
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "bert, an encoder": (
+        lambda: small(BertConfig, num_key_value_heads=4),
+        "asks for attention to later tokens too (is it an encoder?)",
+    ),
+    "doge, biases in its mask": (lambda: small(DogeConfig), "DogeAttention asks for a mask of its own"),
+    "llama, made an encoder": (lambda: small(LlamaConfig, is_causal=False), "asks for attention to later tokens too"),
     "moshi, a window for one attention only": (
         lambda: small(MoshiConfig, head_dim=16, ffn_dim=96, num_hidden_layers=2, sliding_window=16),
         "MoshiAttention attends to all rows in layer 0, where the configuration says the last 16 rows",
