@@ -11,6 +11,9 @@ import torch
 from bench.rows import Row
 from bench.timing import summarize
 
+GPU: Final = "GPU"
+"""The system of these rows."""
+
 _EVERY_S: Final = 5
 """Apart: what a sample takes of the driver is not to be seen in what is measured."""
 
@@ -56,7 +59,7 @@ def _rows(suite: str, piece: str, lines: Sequence[str]) -> Iterator[Row]:
     for (metric, unit), column in zip(_ASKED.values(), columns, strict=False):  # no lines, no columns
         samples = [float(each) for each in column if _is_number(each)]
         if samples:
-            yield Row(suite=suite, workload=f"{piece}: GPU", system="GPU", metric=metric, unit=unit, summary=summarize(samples))
+            yield Row(suite=suite, workload=f"{piece}: GPU", system=GPU, metric=metric, unit=unit, summary=summarize(samples))
 
 
 def _is_number(text: str) -> bool:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from bench.arguments import Parser
+from bench.gpu_clocks import GPU
 from bench.kernels.attending import AGAIN
 from bench.kernels.bars import Key, bars
 from bench.recorded import read
@@ -66,14 +67,14 @@ def read_rows(paths: Sequence[Path]) -> dict[Key, dict[str, Any]]:
 
 def print_tables(report: Report) -> None:
     """The same of a run that has just been made."""
-    rows = [row.as_dict(report.file.provenance) for row in report.rows if row.suite == "kernels"]
+    rows = _keyed(row.as_dict(report.file.provenance) for row in report.rows)
     if rows:
-        print("\n".join(lines(_keyed(rows))))
+        print("\n".join(lines(rows)))
 
 
 def print_quality(report: Report) -> None:
     """The rows of a run of quality, one line a KV type."""
-    of_suite = [row for row in report.rows if row.suite == "quality"]
+    of_suite = [row for row in report.rows if row.suite == "quality" and row.system != GPU]
     for row in of_suite:
         if row.metric == FAILED:
             report.say(f"quality: FAILED: {row.workload}")
@@ -99,7 +100,9 @@ def print_quality(report: Report) -> None:
 
 
 def _keyed(rows: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    return {(row["workload"], row["system"], row["metric"]): row for row in rows if row["suite"] == "kernels"}
+    """Of kernels alone, and not of the GPU that they ran on."""
+    of_kernels = (row for row in rows if row["suite"] == "kernels" and row["system"] != GPU)
+    return {(row["workload"], row["system"], row["metric"]): row for row in of_kernels}
 
 
 def lines(rows: Mapping[Key, dict[str, Any]]) -> Iterator[str]:

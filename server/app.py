@@ -37,7 +37,7 @@ from vmmkv.server.generation import (
     fit_new_tokens,
 )
 from vmmkv.server.grammar.service import GrammarService
-from vmmkv.server.guard import AT_END, CALLER, Guard
+from vmmkv.server.guard import AT_END, CALLER, HAS_BEGUN, Guard
 from vmmkv.server.hosts import Hosts
 from vmmkv.server.intake import Intake, Ticket
 from vmmkv.server.keys import Caller, Keys
@@ -196,6 +196,7 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=service.front.max_body_bytes,
         queued_paths=QUEUED_PATHS,
         check_room=service.check_room,
+        on_refused=lambda status: service.metrics.refused.labels(str(status)).inc(),
         hosts=service.hosts,
         stalls=service.stalls,
     )
@@ -278,7 +279,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ready, tokenizer = service.require(body.model)
     ticket = _enter(request, body)
     try:
-        prompt = await tokenizer.encode_chat(body.messages, away=service.away(request, body.timeout, arrived_s))
+        away = service.away(request, body.timeout, arrived_s)
+        prompt = await tokenizer.encode_chat(body.messages, body.chat_template_kwargs, away=away)
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
     wanted = body.wanted_tokens
@@ -325,9 +327,10 @@ async def _respond(
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
-    grammar = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
-    if grammar is None:
+    compiled = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
+    if compiled is None:
         return api_errors.client_left().response()
+    grammar, spared_s = compiled
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
     candidates = [
@@ -348,8 +351,10 @@ async def _respond(
         num_choices=body.num_choices,
         arrived_s=arrived_s,
         timeout_s=service.timeout_s(body.timeout),
+        spared_s=spared_s,
         at_end=not body.stream and not body.stop,
     )
+    setattr(request.state, HAS_BEGUN, True)
     if body.stream:
         opening = answer.opening(len(prompts) * body.num_choices)
         return _EventStream(_events(answer, opening, generation, body, service.writes(request)), generation.close)
@@ -366,13 +371,20 @@ async def _respond(
 
 async def _compiled(
     request: Request, body: GenerationRequest, ready: Ready, caller: Caller, namespace: str | None, arrived_s: float
-) -> bytes | None:
-    """What the answer follows, for the engine; None if the client went away. Raises: ApiError, also when the time is over."""
-    service = _service(request)
-    if body.grammar[1] is None:
-        return b""
+) -> tuple[bytes, float] | None:
+    """What the answer follows, for the engine, and the seconds by which the request's time is longer; None if the client went
+    away. Raises: ApiError, also when the time is over."""
+    service, (_, grammar) = _service(request), body.grammar
+    if grammar is None:
+        return b"", 0.0
+    starting = service.grammars.start(grammar, ready, namespace=namespace)
+    spared_s = await _unless_disconnected(request, _while_engine_lives(service, starting))
+    if spared_s is None:
+        return None
     work = service.grammars.compiled(body, ready, namespace=namespace, owner=caller)
-    return await _in_time(request, _while_engine_lives(service, work), service.timeout_s(body.timeout), arrived_s)
+    work = _while_engine_lives(service, work)
+    compiled = await _in_time(request, work, service.timeout_s(body.timeout), arrived_s + spared_s)
+    return None if compiled is None else (compiled, spared_s)
 
 
 async def _in_time(request: Request, work: Coroutine[Any, Any, T], timeout_s: float | None, arrived_s: float) -> T | None:

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from vmmkv.server.latency import OF_QUEUE, OF_TOKENS, Times
+from vmmkv.server.latency import OF_QUEUE, OF_REQUESTS, OF_TOKENS, Times
 from vmmkv.server.memory_maps import MemoryMaps
 from vmmkv.server.protocol import (
     Abort,
@@ -90,9 +90,14 @@ class Answers:
     Raises, from the iteration: RequestFailed, EngineDead.
     """
 
-    def __init__(self, client: "EngineClient", request_ids: Sequence[str], *, at_end: bool = False) -> None:
+    def __init__(self, client: "EngineClient", request_ids: Sequence[str], *, arrived_s: float, at_end: bool = False) -> None:
         self.first_s: float | None = None
         """When the first news came, of time.perf_counter."""
+        self.num_tokens = 0
+        """That have come, whether anybody has looked at them or not."""
+        self.cached_tokens: dict[str, int] = {}
+        """By request, what the prefix cache had of its prompt, if anything."""
+        self._arrived_s = arrived_s
         self._last_s = 0.0
         self._client = client
         self._unfinished = set(request_ids)
@@ -129,10 +134,14 @@ class Answers:
                     self._waiting = None
         raise StopAsyncIteration
 
-    def put(self, news: Output | Beams, now_s: float, *, is_last: bool) -> None:
+    def put(self, news: Output | Beams, now_s: float, *, num_tokens: int, is_last: bool) -> None:
         """From the receiving task: news of one of these requests. All that one message brings comes at one time."""
+        self.num_tokens += num_tokens
+        if news.cached_tokens:
+            self.cached_tokens[news.request_id] = news.cached_tokens
         if self.first_s is None:
             self.first_s = now_s
+            self._client.first_token_times.observe(now_s - self._arrived_s)
         elif now_s != self._last_s:
             self._client.token_times.observe(now_s - self._last_s)
         self._last_s = now_s
@@ -204,6 +213,7 @@ class EngineClient:
         """Why the engine could not start, if it said so."""
         self.maps = MemoryMaps(lambda message: self._send(encode(message)))
         """What is mapped where, for whoever asks."""
+        self.first_token_times = Times("time_to_first_token", "From the request to its first token.", OF_REQUESTS)
         self.token_times = Times("inter_token_latency", "Between a request's news and the next.", OF_TOKENS)
         self.queue_times = Times("request_queue_time", "From a request's arrival in the engine to its start.", OF_QUEUE)
         self.waiting_tokens = 0
@@ -254,14 +264,16 @@ class EngineClient:
             return 0.0
         return time.monotonic() - self._owed_since_s
 
-    def submit(self, requests: Sequence[Generate], *, at_end: bool = False) -> Answers:
+    def submit(self, requests: Sequence[Generate], *, arrived_s: float | None = None, at_end: bool = False) -> Answers:
         """Send requests to the engine. Their answers come through one iterator, which is to be closed; `at_end`: see there.
 
+        The time to the first token counts from `arrived_s`, of time.perf_counter; from now if it is not given.
         Raises: EngineNotReady, EngineDead, or what a request that cannot be encoded raises; then nothing was sent.
         """
         self.require_ready()
         encoded = [encode(request) for request in requests]
-        answers = Answers(self, [request.request_id for request in requests], at_end=at_end)
+        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
+        answers = Answers(self, [request.request_id for request in requests], arrived_s=arrived_s, at_end=at_end)
         for request in requests:
             assert request.request_id not in self._answers, f"request id {request.request_id} is in use"
             self._answers[request.request_id] = answers
@@ -383,7 +395,7 @@ class EngineClient:
                     is_last = output.finish_reason is not None
                     find = self._answers.pop if is_last else self._answers.get
                     if (answers := find(output.request_id, None)) is not None:
-                        answers.put(output, now_s, is_last=is_last)
+                        answers.put(output, now_s, num_tokens=len(output.token_ids), is_last=is_last)
                     if output.queued_us:
                         self.queue_times.observe(output.queued_us / 1e6)
                 self._made_a_step()
@@ -392,10 +404,11 @@ class EngineClient:
                 if (answers := self._answers.get(request_id)) is not None:
                     answers.put_prompt(message)
                 self._made_a_step()
-            case Beams(request_id=request_id, queued_us=queued_us):
+            case Beams(request_id=request_id, beams=beams, queued_us=queued_us):
                 self._began(request_id)
                 if (answers := self._answers.pop(request_id, None)) is not None:
-                    answers.put(message, time.perf_counter(), is_last=True)
+                    num_tokens = sum(len(beam.token_ids) for beam in beams)
+                    answers.put(message, time.perf_counter(), num_tokens=num_tokens, is_last=True)
                 self.queue_times.observe(queued_us / 1e6)
                 self._made_a_step()
             case Failed(request_id=request_id, message=text):

@@ -175,15 +175,16 @@ class Generation:
         num_choices: int,
         arrived_s: float,
         timeout_s: float | None = None,
+        spared_s: float = 0.0,
         at_end: bool = False,
     ) -> None:
         """Sends the requests to the engine. Of the candidates each prompt has `num_choices` returned.
 
-        `arrived_s` is of time.perf_counter; `timeout_s` counts from then. `at_end`: the text is wanted when it is whole,
-        and no stop string ends it before.
+        `arrived_s` is of time.perf_counter; `timeout_s` counts from `spared_s` after it, for what is not the client's to pay
+        for. `at_end`: the text is wanted when it is whole, and no stop string ends it before.
         Raises: EngineNotReady, EngineDead; ApiError (408) if the time is over already.
         """
-        left_s = None if timeout_s is None else arrived_s + timeout_s - time.perf_counter()
+        left_s = None if timeout_s is None else arrived_s + spared_s + timeout_s - time.perf_counter()
         if timeout_s is not None and left_s is not None and left_s <= 0:
             raise too_late(timeout_s)
         self._metrics = metrics
@@ -192,14 +193,15 @@ class Generation:
         self._num_choices = num_choices
         num_of_request = len(candidates) // len(requests)
         self._first_candidate = {request.request_id: index * num_of_request for index, request in enumerate(requests)}
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: len(requests) // num_prompts])
-        self._cached_tokens = 0
+        self._first_requests = requests[:: len(requests) // num_prompts]
+        """Of each prompt one, which computes it; the prompt's others hit what this one computed."""
+        self._prompt_tokens = sum(len(request.prompt) for request in self._first_requests)
         self._unreturned_tokens = 0
         """Of beams, of which only the best become candidates."""
         self.arrived_s = arrived_s
         self._id = requests[0].request_id.rpartition("-")[0]
         self._outcome: str | None = None
-        self._answers: Answers = engine.submit(requests, at_end=at_end)
+        self._answers: Answers = engine.submit(requests, arrived_s=arrived_s, at_end=at_end)
         metrics.in_flight.add(self)
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None and left_s is not None:
@@ -207,12 +209,8 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all candidates mixed. Raises: RequestFailed, EngineDead; ApiError when the time is over."""
-        told = False
         try:
             async for news in self._answers:
-                if not told and self._answers.first_s is not None:
-                    told = True
-                    self._metrics.first_token_seconds.observe(self._answers.first_s - self.arrived_s)
                 for delta in self._took(news):
                     yield delta
         except Exception:
@@ -238,19 +236,19 @@ class Generation:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached),
         )
 
     def describe(self, now_s: float) -> dict[str, Any]:
-        """Numbers, and no text, for whoever looks. Tokens of an answer that is sent whole come at its end."""
-        usage = self.usage()
+        """Numbers, and no text, for whoever looks: None for what the engine has not said yet."""
+        has_begun = self._answers.first_s is not None
         return {
             "id": self._id,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": self._cached_tokens,
-            "generated_tokens": usage.completion_tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._num_cached if has_begun else None,
+            "generated_tokens": self._answers.num_tokens if has_begun else None,
             "age_s": round(now_s - self.arrived_s, 2),
-            "has_begun": self._answers.first_s is not None,
+            "has_begun": has_begun,
         }
 
     def close(self) -> None:
@@ -259,6 +257,12 @@ class Generation:
         if self._timer is not None:
             self._timer.cancel()
         self._end("aborted")
+
+    @property
+    def _num_cached(self) -> int:
+        """Tokens of the prompts that the prefix cache had, as far as they have begun."""
+        cached = self._answers.cached_tokens
+        return sum(cached.get(request.request_id, 0) for request in self._first_requests)
 
     def _took(self, news: Sequence[News]) -> Iterator[TextDelta]:
         """What is new of each candidate, in one piece, however many outputs of it came together. Raises: RequestFailed."""
@@ -269,8 +273,6 @@ class Generation:
                 self._candidates[index].feed_prompt(each)
                 of_request.setdefault(each.request_id, [])
                 continue
-            if index % self._num_each == 0:  # the prompt's first candidate; the others hit what this one computed
-                self._cached_tokens += each.cached_tokens
             if isinstance(each, Beams):
                 yield from self._found(index, each)
             else:

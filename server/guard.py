@@ -38,10 +38,15 @@ CALLER: Final = "caller"
 """Where the routes find whose request it is, in `request.state`."""
 AT_END: Final = "at_end"
 """And an ExitStack that is closed when the answer is sent, or cannot be."""
+HAS_BEGUN: Final = "has_begun"
+"""Set there by a route whose request is with the engine: how that ends is counted elsewhere."""
 
 
 class Guard:
-    """An ASGI middleware. `check_room` raises ApiError where a request to one of `queued_paths` would have no place."""
+    """An ASGI middleware. `check_room` raises ApiError where a request to one of `queued_paths` would have no place.
+
+    `on_refused` is called with the status of each answer that is an error, unless its request had begun.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class Guard:
         max_body_bytes: int,
         queued_paths: frozenset[str],
         check_room: Callable[[], None],
+        on_refused: Callable[[int], None],
         hosts: Hosts | None = None,
         stalls: Stalls | None = None,
     ) -> None:
@@ -60,6 +66,7 @@ class Guard:
         self._max_body_bytes = max_body_bytes
         self._queued_paths = queued_paths
         self._check_room = check_room
+        self._on_refused = on_refused
         self._stalls = stalls or Stalls()
         self._held_bytes = 0
         """Of all bodies, from their first byte to the end of their answers."""
@@ -79,6 +86,7 @@ class Guard:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                self._count(scope, message["status"])
                 message["headers"] = [*message.get("headers", ()), (request_id.HEADER, name.encode())]
             answering.since_s = loop.time()
             await send(message)
@@ -119,6 +127,10 @@ class Guard:
         with contextlib.ExitStack() as at_end:
             scope.setdefault("state", {})[AT_END] = at_end
             await self._app(scope, receive, send)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        if status >= 400 and scope["path"] not in OPEN_PATHS and HAS_BEGUN not in scope.get("state", ()):
+            self._on_refused(status)
 
     def _check_headers(self, scope: Scope) -> None:
         size_bytes = len(scope["raw_path"]) + len(scope["query_string"])

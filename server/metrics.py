@@ -109,22 +109,29 @@ class InFlight(Protocol):
 
 
 class Metrics:
-    """One server's registry. `first_token_seconds` and `request_seconds` are counted from the arrival of the request."""
+    """One server's registry. `request_seconds` are counted from the arrival of the request."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.in_flight: set[InFlight] = set()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         self.request_seconds = Times("request_duration", "From the request to the end of its answer.", OF_REQUESTS)
-        self.first_token_seconds = Times("time_to_first_token", "From the request to its first token.", OF_REQUESTS)
         self.registry.register(
-            TimesCollector(self.request_seconds, self.first_token_seconds, engine.token_times, engine.queue_times)
+            TimesCollector(self.request_seconds, engine.first_token_times, engine.token_times, engine.queue_times)
         )
         self.requests = Counter(
             "vmmkv_requests", "Requests by how they ended: finished, failed or aborted.", ("outcome",), registry=self.registry
         )
         for outcome in ("finished", "failed", "aborted"):
             self.requests.labels(outcome)
+        self.refused = Counter(
+            "vmmkv_requests_refused",
+            "Requests answered with an error before the engine had them, by HTTP status; not those of /health.",
+            ("code",),
+            registry=self.registry,
+        )
+        for code in (400, 401, 403, 429, 503):
+            self.refused.labels(str(code))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

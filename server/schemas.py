@@ -14,6 +14,7 @@ from vmmkv.server.grammar.schemas import OLDER_NAMES, ResponseFormat, Structured
 from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
+from vmmkv.server.template_schemas import TemplateVariables
 
 Prompt = str | list[int]
 MAX_STOP_STRINGS = 4
@@ -184,6 +185,8 @@ class GenerationRequest(SamplingFields):
 
     structured_outputs: StructuredOutputs | None = None
     """vLLM's: a JSON schema, a regular expression, choices or a grammar that the answer follows."""
+    response_format: ResponseFormat | None = None
+    """JSON, of a schema or any object. OpenAI has it for chats alone, vLLM for completions too."""
 
     @model_validator(mode="before")
     @classmethod
@@ -192,6 +195,12 @@ class GenerationRequest(SamplingFields):
         if given:
             raise refusal(given[0], f'send "structured_outputs": {{"{OLDER_NAMES[given[0]]}": ...}}, which says the same')
         return data
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
+            raise refusal("response_format", "response_format and structured_outputs both say what the answer is: send one")
+        return self
 
     @model_validator(mode="after")
     def _a_grammar_can_be_followed(self) -> Self:
@@ -213,6 +222,8 @@ class GenerationRequest(SamplingFields):
     @property
     def grammar(self) -> tuple[str, Grammar | None]:
         """What the answer follows, after the name of the parameter that says so; "" if it is free."""
+        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
+            return "response_format", grammar
         if self.structured_outputs is None:
             return "", None
         return f"structured_outputs.{self.structured_outputs.param}", self.structured_outputs.grammar()
@@ -284,7 +295,7 @@ class GenerationRequest(SamplingFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"suffix": ("",), "response_format": ({"type": "text"},)}
+    unserved: ClassVar[Unserved] = {"suffix": ("",)}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
@@ -384,26 +395,13 @@ class ChatRequest(GenerationRequest):
         "chat_template": (),
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: TemplateVariables | None = None
+    """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     """Have the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """And of so many of the likeliest at its place."""
-
-    response_format: ResponseFormat | None = None
-    """JSON, of a schema or any object."""
-
-    @model_validator(mode="after")
-    def _one_grammar(self) -> Self:
-        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
-            raise refusal("response_format", "response_format and structured_outputs both say what the answer is: send one")
-        return self
-
-    @property
-    def grammar(self) -> tuple[str, Grammar | None]:
-        """As for all requests, or by `response_format`."""
-        grammar = None if self.response_format is None else self.response_format.grammar()
-        return super().grammar if grammar is None else ("response_format", grammar)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

@@ -10,6 +10,7 @@ from vmmkv.server.api_errors import bad_request
 from vmmkv.server.protocol import Ready
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
 from vmmkv.server.schemas import ChatMessage
+from vmmkv.server.template_schemas import TemplateVariables
 from vmmkv.server.tokenizer import INLINE_CHARS, Away, PromptError, Tokenizer
 
 Require = Callable[[str | None], tuple[Ready, Tokenizer]]
@@ -25,13 +26,13 @@ class TokenizeRequest(WireRequest):
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "tools": ([],),
         "mm_processor_kwargs": ({},),
     }
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool = True
     """Whether a prompt gets the model's own start token, as /v1/completions gives it one; templates write their own."""
     return_token_strs: bool = False
@@ -40,6 +41,8 @@ class TokenizeRequest(WireRequest):
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "send either prompt or messages")
+        if self.chat_template_kwargs and self.messages is None:
+            raise refusal("chat_template_kwargs", "chat_template_kwargs is only for messages")
         return self
 
 
@@ -77,7 +80,7 @@ def router(require: Require, away_for: AwayFor) -> APIRouter:
         away = away_for(request)
         try:
             if body.messages is not None:
-                ids = await tokenizer.encode_chat(body.messages, away=away)
+                ids = await tokenizer.encode_chat(body.messages, body.chat_template_kwargs, away=away)
             else:
                 assert body.prompt is not None
                 (ids,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens, away=away)

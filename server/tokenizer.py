@@ -5,7 +5,7 @@ Python's lock, so that a long prompt does not hold up the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from vmmkv.server.candidate import Echo
 from vmmkv.server.detokenize import Detokenizer, offsets_of
 from vmmkv.server.schemas import ChatMessage, Prompt
+from vmmkv.server.template_schemas import TemplateVariable
 from vmmkv.server.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ MESSAGE_CHARS = 64
 
 Away: TypeAlias = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """How what takes long is done in a thread: at once, or when its turn comes."""
+
+
+Variables: TypeAlias = Mapping[str, TemplateVariable]
 
 
 class PromptError(ValueError):
@@ -79,16 +83,21 @@ class Tokenizer:
             return self._encode_text(prompt, add_special_tokens=add_special_tokens)
         return self._known(prompt)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], *, away: Away = asyncio.to_thread) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, away: Away = asyncio.to_thread
+    ) -> list[int]:
         """The token ids of a conversation in the model's chat template, up to where the assistant is to speak.
 
-        Raises: PromptError if the model has no template, its template refuses the conversation, or a content is no text.
+        `variables` are what the template may ask for beside what it is always told, which they may not name.
+
+        Raises: PromptError if the model has no template, its template refuses the conversation or fails on it, or a content is
+        no text.
         """
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         if sum(MESSAGE_CHARS + len(message.content) for message in messages) <= INLINE_CHARS:
-            return self._encode_chat(messages)
-        ids: list[int] = await away(lambda: self._encode_chat(messages))
+            return self._encode_chat(messages, variables or {})
+        ids: list[int] = await away(lambda: self._encode_chat(messages, variables or {}))
         return ids
 
     def _known(self, token_ids: list[int]) -> list[int]:
@@ -97,23 +106,26 @@ class Tokenizer:
             raise PromptError(f"{unknown} is not a token id of this model: they go from 0 to {self.vocab_size - 1}")
         return token_ids
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self._encode_text(self._render(messages), add_special_tokens=False)
+    def _encode_chat(self, messages: Sequence[ChatMessage], variables: Variables) -> list[int]:
+        return self._encode_text(self._render(messages, variables), add_special_tokens=False)
 
     def detokenizer(self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0) -> Detokenizer:
         """For one choice, which no stop string ends before `min_tokens`. `context` is the prompt, if it continues its text."""
         return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens)
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _render(self, messages: Sequence[ChatMessage], variables: Variables) -> str:
         # A developer's message is the newer name of a system message; templates know the older one.
         turns = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages
         ]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables)
+        except Exception as error:  # a template is a program, and jinja2's sandbox refuses what reaches out of it
+            if type(error) is jinja2.TemplateError:  # by `raise_exception`
+                raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
+            failure = f"{type(error).__name__}: {error}"
+            raise PromptError(f"the model's chat template fails on this conversation: {failure}") from error
         assert isinstance(text, str)
         return text
 

@@ -121,7 +121,7 @@ class Viewers:
             "max_tokens": min(ready.max_tokens, ready.pool_tokens) if isinstance(ready, Ready) else None,
             "memory": memory_of(self._engine.snapshot),
             "rates": self._rates(),
-            "first_token_s": self._recent("first", self._metrics.first_token_seconds),
+            "first_token_s": self._recent("first", self._engine.first_token_times),
             "token_s": self._recent("token", self._engine.token_times),
             "num_requests": len(flights),
             "requests": [each.describe(now_s) for each in flights[:MAX_REQUESTS]],

@@ -52,6 +52,7 @@ class Ladder:
         if self._is_measured:
             self.costs.calibrate(cache.device)
             self.costs.alias_us = windows.measure_us() or self.costs.alias_us
+        self._alias_us = self.costs.alias_us
 
     def attach(self, tokens: Tokens, namespace: Hashable, *, rung: Rung | None, num_steps: int, end: int) -> Attached:
         """By `rung`, if it can be had at all, or the cheapest. See `PrefixCache.attach`, and for what it raises."""
@@ -92,6 +93,8 @@ class Ladder:
         scarcity = pool.held_bytes / pool.budget_bytes
         if self._is_measured:
             self.costs.map_us = self._memory.mapper.map_us
+            # A page of one's own takes all that an alias takes, and more: a busy host's figures at start-up are not believed.
+            self.costs.alias_us = min(self._alias_us, self.costs.map_us)
         num_lost = 0 if parked is None else parked.length - best.num_tokens
 
         def cost(each: Rung) -> float:
@@ -166,7 +169,7 @@ class Ladder:
             self._nodes.tree.unlock(deepest)
             for extent in tails:
                 self._cache.pool.drop(extent)
-        return Attached(sequence, best.num_tokens, rung)
+        return Attached(sequence, best.num_tokens, rung if best.num_handles else Rung.COPY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """A child process that compiles grammars, one at a time: it can be killed when one takes too long, and threads cannot.
 
+    stdout, once: Started or CannotStart
     stdin:  length (4 bytes), Job as msgpack ──> stdout: length, Compiled or Refused
 
 It ends when its stdin does, or when a job takes much longer than anybody would wait, whoever should have ended it is gone. Its
@@ -51,6 +52,15 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """Said first, when jobs can come."""
 
 
+class CannotStart(msgspec.Struct, frozen=True, tag=True):
+    """Said in place of Started, before the end."""
+
+    kind: str
+    """Of error: for whoever asked."""
+    reason: str
+    """For the server's log: it may have paths in it."""
+
+
 def main() -> None:
     """Compile until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,7 +79,7 @@ def main() -> None:
         vocabulary = Vocabulary.load(arguments.model, arguments.vocabulary_size, json.loads(arguments.end_tokens))
         compilation = Compilation(vocabulary)
     except Exception as error:
-        _write(answers, Refused(f"grammars cannot be compiled here: {error}"))
+        _write(answers, CannotStart(type(error).__name__, str(error)))
         return
     in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
@@ -96,7 +106,7 @@ def _read(file: BinaryIO) -> Job | None:
     return msgspec.msgpack.decode(file.read(LENGTH.unpack(head)[0]), type=Job) if len(head) == LENGTH.size else None
 
 
-def _write(file: BinaryIO, answer: Compiled | Refused | Started) -> None:
+def _write(file: BinaryIO, answer: Compiled | Refused | Started | CannotStart) -> None:
     data = msgspec.msgpack.encode(answer)
     file.write(LENGTH.pack(len(data)) + data)
     file.flush()

@@ -2,12 +2,14 @@
 
 Namespaces share nothing: nobody finds out by the time that it takes what others have asked. Of each who asks so many may wait.
 
-The child starts when the first grammar is asked for, and takes seconds to: who asks for none pays nothing.
+The child starts when the first grammar is asked for, and takes seconds of a core and hundreds of megabytes to: a server that is
+asked for none pays nothing. So that the first who asks does not pay either, `start` can be called before, and timed.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
@@ -18,7 +20,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from vmmkv.server.grammar.asked import Grammar, GrammarRefused
-from vmmkv.server.grammar.compile_process import LENGTH, Compiled, Job, Refused, Started
+from vmmkv.server.grammar.compile_process import LENGTH, CannotStart, Compiled, Job, Refused, Started
 from vmmkv.server.turns import Turns
 
 COMPILE_S: Final = 5.0
@@ -29,7 +31,13 @@ MAX_WAITING: Final = 64
 
 _Key: TypeAlias = tuple[Hashable, Grammar]
 """Namespace, and what was asked for."""
-_Answer: TypeAlias = Compiled | Refused | Started
+_Answer: TypeAlias = Compiled | Refused | Started | CannotStart
+
+log = logging.getLogger(__name__)
+
+
+class CompilerUnavailable(Exception):
+    """The child did not start: whoever asked is not to blame."""
 
 
 class GrammarCompiler:
@@ -54,11 +62,25 @@ class GrammarCompiler:
         self._cache_bytes = 0
         self._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=shared)
         self._coming: dict[_Key, asyncio.Task[bytes]] = {}
-        self._process: Process | None = None
+        self._starting: asyncio.Task[Process] | None = None
+        """Under way, or done: the child that there is, or was."""
+
+    async def start(self) -> Process:
+        """The child, when jobs can come; at once if it runs. Raises: CompilerUnavailable."""
+        starting = self._starting
+        if starting is not None and starting.done() and (starting.exception() or starting.result().returncode is not None):
+            starting = None
+        if starting is None:
+            starting = self._starting = asyncio.create_task(self._started())
+        return await asyncio.shield(starting)
+
+    def knows(self, grammar: Grammar, *, namespace: Hashable = None) -> bool:
+        """Would `compile` do without the child?"""
+        return (namespace, grammar) in self._cache
 
     async def compile(self, grammar: Grammar, *, namespace: Hashable = None, owner: Hashable = None) -> bytes:
         """For `Generate.grammar`. `owner` is who waits if many do. Raises: GrammarRefused if it is none or takes too long;
-        ShareFull, QueueFull."""
+        ShareFull, QueueFull; CompilerUnavailable."""
         key = namespace, grammar
         if (known := self._cached(key)) is not None:
             return known
@@ -74,14 +96,12 @@ class GrammarCompiler:
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
-        await self._end()
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()  # it kills the child if that has not started
+            (process,) = await asyncio.gather(starting, return_exceptions=True)
+            if not isinstance(process, BaseException):
+                await _kill(process)
 
     async def _make(self, key: _Key, owner: Hashable) -> bytes:
         await self._turns.begin(owner)
@@ -110,7 +130,7 @@ class GrammarCompiler:
             self._cache_bytes -= len(dropped) + len(old.source)
 
     async def _ask(self, grammar: Grammar) -> bytes:
-        process = await self._started()
+        process = await self.start()
         data = msgspec.msgpack.encode(Job(grammar.kind, grammar.source))
         try:
             assert process.stdin is not None
@@ -118,29 +138,40 @@ class GrammarCompiler:
             async with asyncio.timeout(self._compile_s):
                 answer = await _answer(process)
         except TimeoutError as error:
-            await self._end()
+            await _kill(process)
             raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
-            await self._end()
+            await _kill(process)
             raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
         if isinstance(answer, Compiled):
             return answer.data
         raise GrammarRefused(answer.reason if isinstance(answer, Refused) else "the compiler answered out of turn")
 
     async def _started(self) -> Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         try:
             async with asyncio.timeout(START_S):
-                answer = await _answer(self._process)
-        except (TimeoutError, asyncio.IncompleteReadError) as error:
-            await self._end()
-            raise GrammarRefused("grammars cannot be compiled here; the server's log says why") from error
-        if isinstance(answer, Refused):
-            await self._end()
-            raise GrammarRefused(answer.reason)
-        return self._process
+                answer = await _answer(process)
+            if isinstance(answer, Started):
+                return process
+            assert isinstance(answer, CannotStart), "it has no job yet"
+            what, why = answer.kind, answer.reason
+        except TimeoutError:
+            what = why = f"not within {START_S:g} s"
+        except asyncio.IncompleteReadError:
+            what = why = f"it ended with {await process.wait()}"
+        except BaseException:
+            await _kill(process)
+            raise
+        await _kill(process)
+        log.error("the grammar compiler did not start: %s", why)
+        raise CompilerUnavailable(f"The grammar compiler did not start ({what}); the server's log has the details.")
+
+
+async def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
 
 
 async def _answer(process: Process) -> _Answer:

@@ -7,6 +7,7 @@ import { AddressMap } from "./map.js";
 import { events, request, useKey } from "./stream.js";
 
 const find = (id) => document.getElementById(id);
+const known = (number) => (number === null ? "–" : count(number));
 const milliseconds = (value) => (value < 0.01 ? (value * 1000).toFixed(1) : count(value * 1000));
 
 const map = new AddressMap(find("map"), { text: find("map-text"), slot: find("slot"), table: find("slots") });
@@ -66,7 +67,7 @@ function showRequests({ memory, requests, num_requests: total }) {
   const waiting = memory ? memory.waiting : 0;
   find("requests-text").textContent = memory ? `${count(memory.running)} running, ${count(waiting)} waiting` : "";
   const rows = requests.map((each) => {
-    const numbers = [each.prompt_tokens, each.cached_tokens, each.generated_tokens].map(count).concat(seconds(each.age_s));
+    const numbers = [each.prompt_tokens, each.cached_tokens, each.generated_tokens].map(known).concat(seconds(each.age_s));
     const slots = slotOf.get(each.id) ?? [];
     const place = slots.length ? slots.slice(0, 4).join(", ") + (slots.length > 4 ? ", …" : "") : each.has_begun ? "–" : "waits";
     return element("tr", {},

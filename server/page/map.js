@@ -125,9 +125,7 @@ export class AddressMap {
     pen.textAlign = "center";
     pen.textBaseline = "top";
     const every = [1, 2, 4, 8, 16, 32, 64].find((each) => each * place.column >= 34) ?? 64;
-    for (let slot = first; slot < end; slot++) {
-      if (slot !== first && slot % every) continue;
-      if (slot === first && first > 1 && (every - (slot % every)) * place.column < 30) continue;
+    for (let slot = first; slot < end; slot += every) {
       pen.fillText(String(slot), LABEL_WIDTH + (slot - first + 0.5) * place.column - 0.5, bottom + 5);
     }
   }

@@ -111,6 +111,30 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browse
         assert known is not None and int(known[1]) >= 3 * 91
 
 
+@pytest.mark.parametrize("width", [PHONE, 700, 1280])
+def test_slots_are_numbered_at_equal_distances(served: Served, browser: Browser, width: int) -> None:
+    with opened(browser, served.url, width=width + 1) as page:
+        page.evaluate(
+            """() => {
+                const pen = CanvasRenderingContext2D.prototype, write = pen.fillText;
+                window.written = [];
+                pen.fillText = function (text, x, y) { window.written.push([text, x, y]); write.call(this, text, x, y); };
+            }"""
+        )
+        page.set_viewport_size({"width": width, "height": 900})  # it draws again
+        page.wait_for_function("window.written.length > 0")
+        numbers: dict[float, dict[int, float]] = {}
+        for text, x, y in page.evaluate("window.written"):
+            if text.isdigit():
+                numbers.setdefault(y, {})[int(text)] = x
+        for band in numbers.values():
+            (every,) = set(np.diff(list(band)))
+            assert every in (1, 2, 4, 8, 16, 32, 64)
+            (distance,) = set(np.diff(list(band.values())))
+            assert distance >= 34
+        assert min(map(min, numbers.values())) == 1
+
+
 def has_colour(page: Page, name: str) -> bool:
     """Is a pixel of the map exactly of a colour of the style sheet?"""
     found: bool = page.evaluate(

@@ -1,6 +1,7 @@
 """Laws of the API, as OpenAI's own client and plain HTTP see it."""
 
 import asyncio
+import inspect
 import itertools
 import json
 import math
@@ -13,11 +14,14 @@ import httpx
 import msgspec
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.protocol import Generate
+from vmmkv.server.template_schemas import MAX_VARIABLE_CHARS, RESERVED
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -139,6 +143,48 @@ class TestChat:
         error = refused(server, "/v1/chat/completions", {"messages": [{"role": "assistant", "content": "hi"}]})
         assert "a conversation starts with the user" in error["message"]
         assert error["param"] == "messages"
+
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+            ("{{ messages[0]['content'] + 1 }}", "TypeError: can only concatenate str"),
+            ("{{ no_such_thing.name }}", "UndefinedError: 'no_such_thing' is undefined"),
+            ("{% if %}", "TemplateSyntaxError"),
+            ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
+            ("{{ messages.append(1) }}", "SecurityError"),
+            ("{{ raise_exception.__globals__['os'] }}", "SecurityError"),
+        ],
+    )
+    def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_400_that_says_how(
+        self, server: Running, template: str, said: str
+    ) -> None:
+        assert server.service.tokenizer is not None
+        server.service.tokenizer._tokenizer.chat_template = template
+        error = refused(server, "/v1/chat/completions", {"messages": HELLO})
+        assert f"template fails on this conversation: {said}" in error["message"] and error["param"] == "messages"
+
+    def test_a_template_has_the_variables_of_a_request_and_those_of_no_other(self, server: Running) -> None:
+        assert server.service.tokenizer is not None
+        server.service.tokenizer._tokenizer.chat_template = "{{ enable_thinking | default('unset') }} {{ name }}"
+        for variables, wanted in (({"enable_thinking": False, "name": "x"}, "False x"), ({}, "unset "), (None, "unset ")):
+            body = {"model": "tiny", "messages": HELLO, "chat_template_kwargs": variables}
+            assert server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == wanted
+            there = server.http.post("/tokenize", json=body).json()["tokens"]
+            assert there == token_ids(wanted)
+
+    @pytest.mark.parametrize("name", sorted(RESERVED))
+    def test_what_the_renderer_sets_is_no_variable(self, server: Running, name: str) -> None:
+        error = refused(server, "/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {name: "{{ 1 }}"}})
+        assert error["param"] == f"chat_template_kwargs.{name}"
+
+    def test_all_that_the_renderer_sets_is_known(self) -> None:
+        own = {
+            name
+            for function in (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template)
+            for name in inspect.signature(function).parameters
+        }
+        assert own | {"messages", *PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES} <= RESERVED
 
     def test_a_model_without_a_template_says_what_to_use(self, server: Running) -> None:
         assert server.service.tokenizer is not None
@@ -330,7 +376,7 @@ class TestRefusals:
             ("min_tokens", -1),
             ("min_tokens", 17),  # max_tokens is 16 if nobody says otherwise
             ("min_tokens", 1.0),
-            ("response_format", {"type": "json_object"}),
+            ("response_format", {"type": "xml"}),
             ("timeout", 0),
             ("timeout", 1e9),
             ("timeout", "soon"),
@@ -434,12 +480,21 @@ class TestRefusals:
             ("messages.0.role", [{"role": "tool", "content": "x"}]),
             ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
             ("messages.0.content", [{"role": "user"}]),
+            ("chat_template_kwargs", "enable_thinking"),
+            ("chat_template_kwargs", {str(number): 1 for number in range(17)}),
+            ("chat_template_kwargs", {"a b": 1}),
+            ("chat_template_kwargs", {"a" * 65: 1}),
             ("messages.0.name", [{"role": "user", "content": "x", "name": "me"}]),
         ],
     )
     def test_the_parameter_of_a_chat_is_named(self, server: Running, param: str, value: Any) -> None:
         error = refused(server, "/v1/chat/completions", {"messages": HELLO, param.split(".")[0]: value})
         assert error["param"] == param
+
+    @pytest.mark.parametrize("value", [[], {}, math.nan, "x" * (MAX_VARIABLE_CHARS + 1)])
+    def test_a_variable_of_a_template_is_one_small_value(self, server: Running, value: Any) -> None:
+        error = refused(server, "/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"a": value}})
+        assert error["param"] == "chat_template_kwargs.a" and str(MAX_VARIABLE_CHARS) in error["message"]
 
     def test_two_limits_of_one_meaning_are_refused(self, server: Running) -> None:
         error = refused(server, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})

@@ -1,6 +1,7 @@
 """Laws of the HTTP process's side of the socket."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(address: 
 def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter)
     monkeypatch.setattr("vmmkv.server.client.time", clock)
 
     async def check() -> None:

@@ -2,13 +2,16 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.support import Running, eventually
+from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
+from tests.server.support import Running, eventually, running_server
+from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.latency import Times
 from vmmkv.server.protocol import Message, Outputs
 
@@ -88,3 +91,40 @@ def test_times_between_tokens_and_in_the_queue_are_counted(server: Running, monk
     # Two choices come in the same messages, seven gaps between eight; the second may begin some steps later.
     assert count is not None and 7 <= float(count[1]) == len(steps) - 1
     assert "vmmkv_request_queue_time_seconds_count 0.0" in text  # this engine does not say
+
+
+def test_the_first_token_of_an_answer_that_comes_too_late_is_counted(server: Running) -> None:
+    server.engine.endless, server.engine.step_s = True, 0.02
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 240, "timeout": 0.5}
+    assert server.http.post("/v1/completions", json=body).status_code == 408
+    assert "vmmkv_time_to_first_token_seconds_count 1.0" in server.http.get("/metrics").text
+
+
+def test_what_is_refused_is_counted_by_its_status_and_what_ends_in_the_engine_is_not() -> None:
+    front = FrontConfig(api_keys=("some-key",), admin_key="admin-key", max_queued_tokens=8)
+    with running_server(front=front) as server, server.http as http:
+
+        def ask(path: str, key: str, **body: Any) -> int:
+            return http.post(path, json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+        def complete(**body: Any) -> int:
+            return ask("/v1/completions", "some-key", model="tiny", **{"prompt": "a", **body})
+
+        assert complete(temperature=-1) == 400
+        assert ask("/v1/completions", "another key") == 401
+        assert ask("/kv/reset", "some-key") == 403
+        assert [complete(seed=FAIL_SEED), complete(seed=SILENT_SEED, timeout=0.1), complete()] == [500, 408, 200]
+        silent = {"model": "tiny", "prompt": "a" * 9, "seed": SILENT_SEED}
+        headers = {"Authorization": "Bearer some-key"}
+        with ThreadPoolExecutor(1) as clients:
+            waiting = clients.submit(http.post, "/v1/completions", json=silent, headers=headers)
+            assert eventually(lambda: server.client.waiting_tokens == 9)
+            assert complete() == 429
+            server.engine_dies("it was a test")
+            assert waiting.result().status_code == 503  # the engine had it: it has failed
+        assert complete() == 503
+        assert http.get("/health").status_code == 503
+        text = http.get("/metrics", headers={"Authorization": "Bearer admin-key"}).text
+    counted = dict(re.findall(r'^vmmkv_requests_refused_total\{code="(\d+)"\} (\S+)$', text, re.MULTILINE))
+    assert counted == dict.fromkeys(("400", "401", "403", "429", "503"), "1.0")
+    assert 'vmmkv_requests_total{outcome="failed"} 3.0' in text

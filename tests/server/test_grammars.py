@@ -13,7 +13,7 @@ from tests.server.fake_engine import READY
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.grammar.asked import Grammar, GrammarRefused, of_choices, of_object, of_schema
-from vmmkv.server.grammar.compiler import MAX_WAITING, GrammarCompiler
+from vmmkv.server.grammar.compiler import MAX_WAITING, CompilerUnavailable, GrammarCompiler
 from vmmkv.server.protocol import Generate
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
@@ -164,11 +164,11 @@ class TestWhileItIsCompiled:
     def test_a_server_that_ends_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with running_server() as server, ThreadPoolExecutor() as threads:
 
-            async def never(*_: object, **options: object) -> bytes:
+            async def never(*_: object, **options: object) -> float:
                 await asyncio.sleep(3600)
                 raise AssertionError
 
-            monkeypatch.setattr(server.service.grammars, "compiled", never)
+            monkeypatch.setattr(server.service.grammars, "start", never)
             asked = threads.submit(post, server, structured_outputs={"regex": "a"})
             assert eventually(lambda: server.service.intake.num_sequences == 1)
             server.loop.call_soon_threadsafe(server.client.fail, "The server is shutting down.")
@@ -183,10 +183,25 @@ class TestWhileItIsCompiled:
         assert eventually(lambda: slow.service.intake.num_sequences == 0)
 
 
-def test_completions_have_structured_outputs_too(server: Running) -> None:
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "structured_outputs": {"choice": ["a", "b"]}}
+@pytest.mark.parametrize("how", [{"structured_outputs": {"choice": ["a", "b"]}}, {"response_format": {"type": "json_object"}},
+                                 schema(COLOUR)])  # fmt: skip
+def test_completions_have_grammars_too(server: Running, how: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, **how}
     assert server.http.post("/v1/completions", json=body).status_code == 200
     assert sent(server).grammar
+
+
+def test_a_completion_of_no_tokens_follows_no_format(server: Running) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 1,
+        "response_format": {"type": "json_object"},
+    }
+    refused = server.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
 class Compiling:
@@ -220,15 +235,14 @@ def test_a_grammar_is_compiled_once_however_often_it_is_asked_for(compiling: Com
 
 def test_who_goes_away_while_it_is_compiled_spoils_nothing(compiling: Compiling) -> None:
     async def law(compiler: GrammarCompiler) -> None:
-        await compiler.compile(of_object())  # so that there is a child, whoever was here before
-        process = compiler._process
+        process = await compiler.start()
         gone = asyncio.create_task(compiler.compile(of_choices(["gone"])))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         kept = await compiler.compile(of_schema(COLOUR))
         assert compiler._cached((None, of_choices(["gone"]))) not in (None, kept)
-        assert kept == await compiler._ask(of_schema(COLOUR)) and compiler._process is process
+        assert kept == await compiler._ask(of_schema(COLOUR)) and await compiler.start() is process
 
     compiling.run(law(compiling.compiler))
 
@@ -258,14 +272,13 @@ def test_too_many_that_wait_are_turned_away(compiling: Compiling) -> None:
 
 def test_what_takes_too_long_ends_in_time_and_the_next_is_served(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     async def law(compiler: GrammarCompiler) -> None:
-        assert await compiler.compile(of_object())
-        process = compiler._process
+        process = await compiler.start()
         began_s = asyncio.get_running_loop().time()
         with monkeypatch.context() as patch, pytest.raises(GrammarRefused, match=r"takes more than 2 s|too much memory"):
             patch.setattr(compiler, "_compile_s", 2.0)
             await compiler.compile(HUGE)
         assert asyncio.get_running_loop().time() - began_s < 4
-        assert process is not None and process.returncode is not None, "it would go on for nobody"
+        assert process.returncode is not None, "it would go on for nobody"
         assert await compiler.compile(of_choices(["a"]))
 
     compiling.run(law(compiling.compiler))
@@ -307,11 +320,63 @@ def test_one_key_cannot_fill_the_queue_of_grammars_and_has_a_429(compiling: Comp
     compiling.run(law(compiling.compiler))
 
 
-def test_without_a_model_grammars_are_refused_and_say_so(tmp_path: Path) -> None:
+def test_a_compiler_that_cannot_start_names_what_failed_and_tells_no_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def law() -> None:
-        compiler = GrammarCompiler(tmp_path, 258, [257])
-        with pytest.raises(GrammarRefused, match="cannot be compiled here"):
+        compiler = GrammarCompiler(tmp_path / "nothing", 258, [257])
+        with pytest.raises(CompilerUnavailable, match=r"did not start \(\w+Error\)") as caught:
             await compiler.compile(of_object())
+        assert str(tmp_path) not in str(caught.value)
         await compiler.close()
 
     asyncio.run(law())
+    assert "nothing" in caplog.text
+
+
+class TestStart:
+    """Of the compiler's process."""
+
+    @pytest.fixture
+    def fresh(self) -> Iterator[Running]:
+        with running_server() as running:
+            yield running
+            asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(10)
+
+    def test_one_that_takes_too_long_is_a_503_and_ends(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("vmmkv.server.grammar.compiler.START_S", 0.05)
+        refused = post(fresh, structured_outputs={"regex": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
+        assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]
+        assert post(fresh).status_code == 200
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_request_does_not_pay_for_it(self, fresh: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+        async def start(*_: object, **options: object) -> float:
+            await asyncio.sleep(1.0)
+            return 1.0
+
+        async def compiled(*_: object, **options: object) -> bytes:
+            return b"{}"
+
+        monkeypatch.setattr(fresh.service.grammars, "start", start)
+        monkeypatch.setattr(fresh.service.grammars, "compiled", compiled)
+        answer = post(fresh, structured_outputs={"regex": "a"}, timeout=0.9, stream=stream)
+        assert answer.status_code == 200 and "timeout" not in answer.text
+
+    def test_those_who_wait_for_it_wait_for_one(self, compiling: Compiling) -> None:
+        async def law(compiler: GrammarCompiler) -> None:
+            await compiler.close()
+            assert len(set(await asyncio.gather(*(compiler.start() for _ in range(8))))) == 1
+
+        compiling.run(law(compiling.compiler))
+
+    def test_what_is_known_needs_no_compiler(self, compiling: Compiling) -> None:
+        async def law(compiler: GrammarCompiler) -> None:
+            known = await compiler.compile(of_object(), namespace="one")
+            assert compiler.knows(of_object(), namespace="one") and not compiler.knows(of_object(), namespace="two")
+            await compiler.close()
+            assert await compiler.compile(of_object(), namespace="one") == known
+            assert compiler._starting is None
+
+        compiling.run(law(compiling.compiler))

@@ -47,6 +47,8 @@ class TestTokens:
             ("/tokenize", {"prompt": "\ud800"}, "prompt"),
             ("/tokenize", {"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
             ("/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"),
+            ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+            ("/tokenize", {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
             ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
             ("/detokenize", {"tokens": [1, 258]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -76,9 +78,9 @@ class TestTokens:
         owner = server.service.tokenizer.texts if worker == "text_of" else server.service.tokenizer
         work, on_loop = getattr(owner, worker), []
 
-        def watched(given: Any) -> Any:
+        def watched(*given: Any) -> Any:
             on_loop.append(asyncio._get_running_loop() is not None)
-            return work(given)
+            return work(*given)
 
         monkeypatch.setattr(owner, worker, watched)
         assert server.http.post(path, json=body).status_code == 200

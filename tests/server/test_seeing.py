@@ -157,6 +157,25 @@ class TestStream:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}], "seed": SILENT_SEED}
         return asking(server.url, "/v1/chat/completions", body)
 
+    def test_an_answer_that_is_sent_whole_is_counted_as_it_comes(self, server: Running) -> None:
+        server.engine.endless, server.engine.step_s, server.engine.cached = True, 0.02, lambda _: 3
+        body = {"model": "tiny", "prompt": "abcd", "max_tokens": 240}
+        seen: list[dict[str, Any]] = []
+        with asking(server.url, "/v1/completions", body), server.http as http, http.stream("GET", "/events") as response:
+            for kind, data in read_events(response):
+                if kind == "state" and data["requests"] and data["requests"][0]["has_begun"]:
+                    seen += data["requests"]
+                    if len(seen) == 2:
+                        break
+        first, second = seen
+        assert 0 < first["generated_tokens"] < second["generated_tokens"] < 240
+        assert first["cached_tokens"] == second["cached_tokens"] == 3
+
+    def test_what_the_engine_has_not_said_is_null_and_no_zero(self, server: Running) -> None:
+        with self._asking(server), server.http as http, http.stream("GET", "/events") as response:
+            (flight,) = next(data["requests"] for kind, data in read_events(response) if kind == "state" and data["requests"])
+        assert (flight["has_begun"], flight["cached_tokens"], flight["generated_tokens"]) == (False, None, None)
+
     def test_no_text_of_anybody_is_in_it(self, server: Running) -> None:
         text = ""
         with self._asking(server), server.http as http, http.stream("GET", "/events") as response:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from bench import kernels, run, suites, table
+from bench.gpu_clocks import GPU
 from bench.kernels import cases, from_flashinfer, memories, systems
 from bench.kernels.bars import Bar, bars
 from bench.kernels.batch import Batch
@@ -399,7 +400,8 @@ ROWS = [
 def test_rows_become_a_table_of_cases_and_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.jsonl"
     stale = row("decode 64x8K", "decode, cudaMalloc", "layer", 999.0)
-    path.write_text("".join(json.dumps(each) + "\n" for each in [stale, *ROWS]))
+    clocks = {**row("", GPU, "SM clock", 1980.0), "workload": "kernels llama-3.1-8b decode: GPU"}
+    path.write_text("".join(json.dumps(each) + "\n" for each in [stale, *ROWS, clocks]))
     assert run.main(["table", str(path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "NVIDIA H200, commit abc123"

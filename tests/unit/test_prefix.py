@@ -15,6 +15,7 @@ from vmmkv.extents import LARGE_PAGES
 from vmmkv.layout import Group, Plane
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.scratch import Windows
 from vmmkv.units import MIB, PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
@@ -309,6 +310,20 @@ def test_the_chooser_takes_what_costs_least(cache, costs, rung):
     prefix = PrefixCache(cache, costs)
     begin(prefix, PROMPT[:40])
     assert prefix.attach(PROMPT[:50]).rung is rung
+
+
+def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatch):
+    monkeypatch.setattr(Windows, "measure_us", lambda windows: 1e6)
+    prefix = PrefixCache(cache)
+    begin(prefix, PROMPT[:40])
+    assert prefix.attach(PROMPT[:50]).rung is Rung.ALIAS
+    assert prefix.costs.alias_us == prefix.costs.map_us < 1e6
+
+
+def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix):
+    begin(prefix, PROMPT[:10])
+    assert prefix.attach(PROMPT[:11]).rung is Rung.COPY
+    assert prefix.stats().attached["copy"] == 1
 
 
 def test_a_copy_is_dearer_for_a_prefix_that_is_read_often(cache):
