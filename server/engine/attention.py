@@ -25,7 +25,7 @@ class CachedAttention:
     """What a model calls in each of its layers, between `begin` of a step and the next.
 
     `rope` rotates queries and keys; None for a model that has done so by itself. `windows` has the layers that attend to their
-    last so many rows only.
+    last so many rows only: those of the layout, for rows before them are unmapped.
     """
 
     def __init__(self, rows: Rows, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
@@ -49,16 +49,14 @@ class CachedAttention:
         k_norm: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         scale: float | None = None,
-        window: int | None = None,
     ) -> torch.Tensor:
         """Norm each head where weights [D] are given, rotate, append to the step's sequences, attend there. Returns [N, H, D].
 
-        q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. `window` is the layer's own, if none was given
-        at the start. Queues launches, and waits for nothing.
+        q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. Queues launches, and waits for nothing.
         """
         batch = self._batch
         assert batch is not None, "no step has begun"
-        window = self._windows.get(layer, window)
+        window = self._windows.get(layer)
         turning = None
         if self._rope is not None:
             turning = Turning(q_NHD=q_NHD, rope=self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)

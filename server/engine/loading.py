@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vmmkv import KVLayout
-from vmmkv.errors import DriverUnavailable, VmmkvError
+from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.engine import decoder
 from vmmkv.server.engine.constraints import Constraints, TokenMasks
 from vmmkv.server.engine.core import EngineCore
@@ -25,7 +25,7 @@ from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampling_state import Entry
-from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.engine.unmodified import UnmodifiedModel, UnsupportedModel, refuse_own_attention
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
@@ -83,7 +83,7 @@ def assemble(
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
     memory = open_memory(
         Wanted(
-            layout=KVLayout.from_config(source.text_config, source.dtype),
+            layout=source.layout,
             device=device,
             max_sequences=config.max_num_seqs,
             max_tokens=max_tokens,
@@ -97,7 +97,8 @@ def assemble(
         cache = memory.cache
         model = source.over(cache, memory.rows)
         runner = Runner(model, cache, max_rows=min(config.max_num_seqs, cache.num_slots), max_tokens=step_tokens)
-        warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
+        with model.refusing() if isinstance(model, UnmodifiedModel) else contextlib.nullcontext():
+            warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
         memory.take_free()
         engine = EngineCore(
@@ -145,6 +146,7 @@ class ModelSource:
         directory = Path(config.model)
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
+        self.layout: Final = choose_layout(self.text_config, dtype)
         self.end_tokens = end_tokens(directory, hf_config)
         self._decoder: decoder.Decoder | None = None
         self._transformers: Any = None
@@ -171,6 +173,7 @@ class ModelSource:
             model = auto.from_config(hf_config, dtype=dtype)
         else:
             model = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        refuse_own_attention(model)
         self._transformers = model.eval().to(device)
 
     def over(self, cache: KV, rows: Rows) -> Model:
@@ -180,12 +183,25 @@ class ModelSource:
         return UnmodifiedModel(self._transformers, cache, rows)
 
 
+def choose_layout(text_config: Any, dtype: torch.dtype) -> KVLayout:
+    """What a row of this model is. Raises UnsupportedModel if it keeps more than keys and values, or in another way."""
+    try:
+        return KVLayout.from_config(text_config, dtype)
+    except LayoutError as error:
+        latent = "it keeps latents (kv_lora_rank), and this server keys and values"
+        cause = latent if getattr(text_config, "kv_lora_rank", None) else error
+        raise UnsupportedModel(f"a model of type {text_config.model_type} cannot be served: {cause}") from error
+
+
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
     """The longest sequence: what was asked for, or all that the model's positions reach. Raises ValueError for more."""
     reach: int | None = getattr(text_config, "max_position_embeddings", None)
     longest = wanted if wanted is not None else reach
     if longest is None:
-        raise ValueError("the model's configuration does not say how long its sequences may be: give --max-tokens")
+        raise ValueError(
+            "the model's configuration does not say how long its sequences may be: give --max-tokens, which is max_tokens "
+            "of an Engine"
+        )
     if reach is not None and longest > reach:
         raise ValueError(f"--max-tokens {longest} is more than this model's positions reach, {reach}")
     return longest
@@ -240,7 +256,7 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
     """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling;
     and one for which nothing is asked but a mask.
 
-    Kernels compile, and torch's peak of memory is reached.
+    The first step scores nothing: by it a model learns whether it can. Kernels compile, and torch's peak of memory is reached.
 
     Raises ValueError if the model cannot be served.
     """
@@ -260,7 +276,7 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         runner.assign([Entry(sequence.slot, everything, np.zeros(1, np.int32), nothing)])
-        for start, end, scores in ((0, num_tokens - 1, True), (0, num_tokens - 1, False), (num_tokens - 1, num_tokens, False)):
+        for start, end, scores in ((0, num_tokens - 1, False), (0, num_tokens - 1, True), (num_tokens - 1, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
                 tokens = np.zeros(end - start, np.int32)
                 scored = ScoredRows(start, tokens, num_likeliest=1) if scores else None

@@ -11,23 +11,34 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
+from vmmkv.errors import VmmkvError
 from vmmkv.server.engine.attention import CachedAttention
 from vmmkv.server.engine.batch import Batch
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.rows import Rows
+from vmmkv.units import counted
 
 NAME: Final = "vmmkv-engine"
 """Of the attention implementation, as `attn_implementation=NAME`; `vmmkv` is that of vmmkv.adapters.hf, for any cache."""
 
+_NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
+
 
 class UnsupportedModel(ValueError):
     """The model's attention does something that this server cannot do."""
+
+
+def refuse_own_attention(model: Any) -> None:
+    """Raises UnsupportedModel for a model of transformers that calls no attention function by name."""
+    if not model._supports_attention_backend:
+        raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
 
 
 class UnmodifiedModel:
@@ -38,14 +49,19 @@ class UnmodifiedModel:
     """What an unknown model does between its layers need not be capturable, nor independent of the host."""
 
     def __init__(self, model: Any, cache: KV, rows: Rows) -> None:
-        if not model._supports_attention_backend:
-            raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
+        refuse_own_attention(model)
         self._model = model
-        self._layers = list(cache.layout.group_of)
-        self._attention = CachedAttention(rows)
+        layout = cache.layout
+        self._groups = {layer: layout.groups[index] for layer, index in layout.group_of.items()}
+        windows = {layer: group.window for layer, group in self._groups.items() if group.window is not None}
+        self._attention = CachedAttention(rows, windows=windows)
         self._calls: Counter[int] = Counter()
+        self._masked_windows: set[int | None] = set()
+        """Of the masks that the model asked for in this forward pass; None among them for one that shows all rows."""
         self._output: Any = None
         """What the part of the model without its head gave last, but for the states."""
+        self._has_states: bool | None = None
+        """None before the first forward pass."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
         _running.update((module, weakref.ref(self)) for module in model.modules())
         AttentionInterface.register(NAME, _attend)
@@ -56,15 +72,26 @@ class UnmodifiedModel:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
         self._attention.begin(batch)
         self._calls.clear()
+        self._masked_windows.clear()
         keep: torch.Tensor | int = 0 if last_B is None else last_B
-        output = self._model(input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep)
+        computing = _computing.set(self)
+        called: list[None] = []
+        hook = self._model.base_model.register_forward_hook(lambda *call: called.append(None))
+        try:
+            output = self._model(
+                input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep
+            )
+        finally:
+            hook.remove()
+            _computing.reset(computing)
+        self._has_states = bool(called) and self._model.base_model is not self._model
         logits: torch.Tensor = output.logits[0]
         return logits
 
     @property
     def has_states(self) -> bool:
-        """See Model: is its head apart from the rest?"""
-        return self._model.base_model is not self._model
+        """See Model: is its head apart from the rest, and is that called as a whole? OPT's head calls a part of it."""
+        return self._model.base_model is not self._model if self._has_states is None else self._has_states
 
     def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
         """See Model: what the part of the model without its head gives."""
@@ -90,12 +117,26 @@ class UnmodifiedModel:
             logits_WV: torch.Tensor = self._model(input_ids=nobody, position_ids=nobody, use_cache=False).logits[0]
         return logits_WV
 
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Of a model that is tried out: raises UnsupportedModel, naming the model and the cause, for whatever it raises.
+
+        What the machine or the driver cannot do is raised as it is.
+        """
+        try:
+            yield
+        except (VmmkvError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            cause = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
+            raise UnsupportedModel(f"{type(self._model).__name__} cannot be served: {cause}") from error
+
     def check(self) -> None:
         """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
 
         A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
         """
-        others = {layer: self._calls[layer] for layer in self._layers if self._calls[layer] != 1}
+        others = {layer: self._calls[layer] for layer in self._groups if self._calls[layer] != 1}
         if others:
             raise UnsupportedModel(
                 f"layers {sorted(others)} of this model called the attention function {sorted(set(others.values()))} times "
@@ -112,19 +153,53 @@ class UnmodifiedModel:
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """The signature of transformers: query [1, H, N, D], key and value [1, K, N, D]; gives [1, N, H, D]."""
         refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-        if refused or query.shape[0] != 1:
-            raise UnsupportedModel(
-                f"{type(module).__name__} asks for {', '.join(refused) or 'a padded batch'}, which vmmkv does not do yet"
-            )
+        if attention_mask is not None:  # _no_mask gave none
+            refused.append("a mask of its own")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            refused.append(_NOT_CAUSAL)
+        if query.shape[0] != 1:
+            refused.append("a padded batch")
+        if refused:
+            raise UnsupportedModel(f"{type(module).__name__} asks for {', '.join(refused)}, which vmmkv does not do yet")
         layer = module.layer_idx
         assert isinstance(layer, int)
+        self._check_window(module, layer, sliding_window)
+        key, value = self._in_rows(module, layer, key, value)
         self._calls[layer] += 1
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling, window=sliding_window)[None], None
+        return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling)[None], None
+
+    def masks(self, window: int | None) -> None:
+        """In this forward pass some layers see so many of the last rows, or all."""
+        self._masked_windows.add(window)
+
+    def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
+        """Does the layer see the rows that its group keeps? Its window is what it gives, or stands in its mask alone."""
+        kept = self._groups[layer].window
+        seen = {given} if given is not None else self._masked_windows or {None}
+        if kept not in seen:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends to {_last_rows(*seen)} in layer {layer}, where the configuration says "
+                f"{_last_rows(kept)}, and no others are kept"
+            )
+
+    def _in_rows(
+        self, module: torch.nn.Module, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the layer's rows have them; one head may stand for all (GPT-BigCode's configuration has many)."""
+        planes = [self._groups[layer].plane(name) for name in ("k", "v")]
+        given = [(side.shape[1], side.shape[3]) for side in (key, value)]
+        if any(dim != plane.dim or heads not in (1, plane.heads) for (heads, dim), plane in zip(given, planes, strict=True)):
+            raise UnsupportedModel(
+                f"{type(module).__name__} gives {_heads(given)} in layer {layer}, where the configuration says "
+                f"{_heads([(plane.heads, plane.dim) for plane in planes])}"
+            )
+        return key.expand(-1, planes[0].heads, -1, -1), value.expand(-1, planes[1].heads, -1, -1)
 
 
 @contextlib.contextmanager
@@ -151,5 +226,20 @@ def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.T
     return model.attend(module, *args, **kwargs)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Instead of transformers' mask: who sees what is known from the runs."""
+_computing: ContextVar[UnmodifiedModel] = ContextVar("vmmkv's model in its forward pass")
+
+
+def _no_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
+    """Instead of transformers' mask: who sees what is known from the runs, and the window from the layout."""
+    if mask_function is bidirectional_mask_function:
+        raise UnsupportedModel(f"the model asks for {_NOT_CAUSAL}, which vmmkv does not do")
+    _computing.get().masks(local_size)
+
+
+def _last_rows(*windows: int | None) -> str:
+    return " or ".join("all rows" if window is None else f"the last {window} rows" for window in windows)
+
+
+def _heads(sides: list[tuple[int, int]]) -> str:
+    keys, values = (f"{counted(heads, 'head')} of {dim}" for heads, dim in sides)
+    return f"keys of {keys} and values of {values}"

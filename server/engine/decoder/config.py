@@ -37,6 +37,7 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu", "swish"),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1.0, None),
+    "is_causal": (True, None),
     "is_encoder_decoder": (False,),
 }
 """Fields that change the computation, and the values by which they do not."""

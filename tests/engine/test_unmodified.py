@@ -1,0 +1,148 @@
+"""Of transformers' causal models as they are: those that the engine runs give that library's tokens, the others are refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    GPTBigCodeConfig,
+    JetMoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    MoshiConfig,
+    OlmoeConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+)
+
+from tests.engine.conftest import Harness, prompt_of
+from tests.engine.decoder_models import model_of, small
+from vmmkv import MIB
+from vmmkv.errors import OutOfPages
+from vmmkv.server import Engine, SamplingParams
+from vmmkv.server.engine.loading import choose_max_tokens
+from vmmkv.server.engine.unmodified import UnmodifiedModel, UnsupportedModel
+
+EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
+"""Of models that choose some of their experts for each token."""
+
+OPT = "opt, whose head calls a part of a part"
+BLOOM = BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
+RIGHT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mixtral": lambda: small(MixtralConfig, num_local_experts=4, **EXPERTS),
+    "olmoe": lambda: small(OlmoeConfig, num_experts=4, **EXPERTS),
+    "bert, a decoder": lambda: small(BertConfig, num_key_value_heads=4, is_decoder=True),
+    "gpt-bigcode, one head of many in its configuration": lambda: small(GPTBigCodeConfig, num_key_value_heads=4, n_inner=96),
+    OPT: lambda: small(OPTConfig, num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64),
+    "phimoe, a window in its mask alone": lambda: small(PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
+}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "bert, an encoder": (
+        lambda: small(BertConfig, num_key_value_heads=4),
+        "asks for attention to later tokens too (is it an encoder?)",
+    ),
+    "doge, biases in its mask": (lambda: small(DogeConfig), "DogeAttention asks for a mask of its own"),
+    "deepseek-v3, latents": (
+        lambda: small(DeepseekV3Config, kv_lora_rank=16),
+        "a model of type deepseek_v3 cannot be served: it keeps latents (kv_lora_rank)",
+    ),
+    "jetmoe, heads for each expert": (
+        lambda: small(JetMoeConfig, kv_channels=16, num_local_experts=4),
+        "JetMoeForCausalLM cannot be served: JetMoeAttention gives keys of 4 heads of 16 and values of 4 heads of 16",
+    ),
+    "bloom": (lambda: BLOOM, "BloomForCausalLM has an attention of its own"),
+    "llama, made an encoder": (lambda: small(LlamaConfig, is_causal=False), "asks for attention to later tokens too"),
+    "moshi, a window for one attention only": (
+        lambda: small(MoshiConfig, head_dim=16, ffn_dim=96, num_hidden_layers=2, sliding_window=16),
+        "MoshiAttention attends to all rows in layer 0, where the configuration says the last 16 rows",
+    ),
+}
+LENGTHS = (1, 7, 50)
+NUM_NEW = 12
+
+
+@contextmanager
+def engine_of(directory: Path, **options: Any) -> Iterator[Engine]:
+    with Engine(
+        directory, **{"device": "cpu", "max_num_seqs": 4, "max_tokens": 128, "kv_budget_bytes": 64 * MIB} | options
+    ) as one:
+        yield one
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which GPT-BigCode calls
+@pytest.mark.parametrize("name", RIGHT)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model = model_of(RIGHT[name]())
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path)
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    with engine_of(tmp_path) as engine:
+        assert engine.ready.implementation == "transformers"
+        completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+        assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist(), len(prompt)
+
+
+def test_a_window_in_the_mask_alone_gives_back_the_rows_before_it(tmp_path: Path) -> None:
+    """Rows of 16 KiB, so that pages are passed within the test: what read from row 0 met memory that was no longer mapped."""
+    config = small(
+        PhimoeConfig, hidden_size=512, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16,
+        num_local_experts=2, sliding_window=16,
+    )  # fmt: skip
+    model = model_of(config)
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(290)
+    with engine_of(tmp_path, max_tokens=400, max_num_batched_tokens=32) as engine:
+        (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_others_are_refused_and_it_is_said_why(tmp_path: Path, name: str) -> None:
+    make, reason = REFUSED[name]
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as raised, engine_of(tmp_path, load_format="dummy"):
+        pass
+    assert reason in str(raised.value)
+
+
+def test_whatever_stops_the_first_step_is_told_of_the_model(harness: Callable[..., Harness]) -> None:
+    model = harness().runner.model
+    assert isinstance(model, UnmodifiedModel)
+    reason = "LlamaForCausalLM cannot be served: IndexError: list index out of range"
+    with pytest.raises(UnsupportedModel, match=reason), model.refusing():
+        raise IndexError("list index out of range")
+
+
+def test_what_the_machine_cannot_do_is_not_the_models_fault(harness: Callable[..., Harness]) -> None:
+    model = harness().runner.model
+    assert isinstance(model, UnmodifiedModel)
+    for error in (OutOfPages("none is free"), torch.OutOfMemoryError("none is left"), MemoryError()):
+        with pytest.raises(type(error)), model.refusing():
+            raise error
+
+
+def test_the_option_that_a_model_of_any_length_wants_is_named_as_the_library_has_it_too() -> None:
+    with pytest.raises(ValueError, match="give --max-tokens, which is max_tokens of an Engine"):
+        choose_max_tokens(None, BLOOM)
+
+
+def test_a_head_that_calls_a_part_of_a_part_has_no_log_probabilities_of_prompts(tmp_path: Path) -> None:
+    RIGHT[OPT]().save_pretrained(tmp_path)
+    with engine_of(tmp_path, load_format="dummy") as engine:
+        assert not engine._open().engine._runner.model.has_states
+        (completion,) = engine.generate([[1, 2, 3]], SamplingParams(prompt_logprobs=0, max_tokens=2))
+    assert completion.error is not None and "no log-probabilities of its prompts" in completion.error
