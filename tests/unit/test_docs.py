@@ -227,7 +227,7 @@ def test_the_benchmark_guide_has_every_suite() -> None:
 
 def test_the_committed_page_is_of_the_committed_rows() -> None:
     num_rows = sum(len(path.read_text().splitlines()) for path in (ROOT / "bench" / "results").glob("*.jsonl"))
-    assert f"Made from {num_rows:,} rows in results" in (ROOT / "bench" / "results" / "report.html").read_text()
+    assert f"Made from {num_rows:,} rows in results" in read("report/report.html")
 
 
 def test_figures_of_the_questions_were_measured() -> None:
