@@ -26,6 +26,9 @@ _ASKED: Final = {
 """By nvidia-smi's name, the metric and its unit."""
 
 
+_STOP_S: Final = 30
+
+
 @contextmanager
 def watched(device: torch.device, suite: str, piece: str) -> Iterator[list[Row]]:
     """The list has its rows when the block has ended: percentiles over all of its time, what it prepares included.
@@ -47,8 +50,8 @@ def watched(device: torch.device, suite: str, piece: str) -> Iterator[list[Row]]
         try:
             yield rows
         finally:
-            process.terminate()
-            process.wait()
+            process.kill()
+            process.wait(_STOP_S)
             said.seek(0)
             rows += _rows(suite, piece, said.read().splitlines())
 

@@ -70,7 +70,11 @@ def _who(interrupt: KeyboardInterrupt) -> str:
 def _main(arguments: Sequence[str]) -> int:
     command, behind = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in _COMMANDS:
-        command_main: Callable[[Sequence[str]], int] = import_module(_COMMANDS[command]).main
+        try:
+            command_main: Callable[[Sequence[str]], int] = import_module(_COMMANDS[command]).main
+        except ModuleNotFoundError as error:
+            print(f"python -m bench {command}: no package {error.name}; `pip install -e '.[bench]'` brings it", file=sys.stderr)
+            return 1
         return command_main(behind)
     if command in ("-h", "--help"):
         cli.print_help()

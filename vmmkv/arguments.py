@@ -15,7 +15,8 @@ def whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} is not a whole number; give an int, such as int(...) of it") from None
+        such = "64 * vmmkv.MIB" if name.endswith("bytes") else "int(...) of it" if isinstance(value, float) else "1000"
+        raise TypeError(f"{name}={value!r} is not a whole number; give an int, such as {such}") from None
 
 
 def wholes(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -162,6 +162,7 @@ class PrefixCache:
     def insert(self, sequence: Sequence, tokens: Tokens) -> None:
         """The first rows of a sequence are confirmed and hold these tokens: from now on they are shared, and not to be written.
 
+        Rows behind those attached may be of other tokens than `attach` was asked for: what is said here counts.
         Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, or did not
         come from `attach`, or had other tokens inserted.
         """
@@ -201,9 +202,10 @@ class PrefixCache:
         if not running.num_tokens <= num_tokens <= sequence.length:
             raise ValueError(
                 f"{num_tokens} tokens: the sequence in slot {sequence.slot} has {sequence.length}, of which "
-                f"{running.num_tokens} were inserted before; what was inserted stays so"
+                f"{running.num_tokens} were inserted before; what was inserted stays so, and rows that have been written count "
+                f"after advance()"
             )
-        if num_tokens > running.num_tokens:
+        if num_tokens:
             self._nodes.extend(sequence.slot, tokens)
         return running
 

@@ -437,3 +437,11 @@ def quick() -> Settings:
 
 def report_in(folder: Path) -> Report:
     return Report(RowFile(folder, Provenance.collect(torch.device("cpu"), seed=0, quick=True, commit="abc123")))
+
+
+def test_a_report_without_what_draws_says_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(run._COMMANDS, "report", "bench.page_that_is_not")
+    assert run.main(["report"]) == 1
+    assert "pip install -e '.[bench]'" in capsys.readouterr().err

@@ -340,3 +340,14 @@ def test_a_pool_that_was_forgotten_says_so(driver):
     with pytest.warns(ResourceWarning, match=r"holding 2\.0 MiB was not closed"):
         del pool
         gc.collect()
+
+
+@pytest.mark.parametrize("device", ["gpu", "CPU", "cuda:x", "mps", None])
+def test_a_device_that_there_is_not_is_answered_with_those_that_there_are(device):
+    with pytest.raises(ValueError, match="choose 'cpu'"):
+        Pool(device, 2 * PAGE_BYTES)
+
+
+def test_a_text_for_a_size_is_answered_with_a_number_of_bytes():
+    with pytest.raises(TypeError, match=r"budget_bytes='64MiB' is not a whole number; give an int, such as 64 \* vmmkv.MIB"):
+        Pool("cpu", "64MiB")

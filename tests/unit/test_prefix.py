@@ -312,6 +312,16 @@ def test_the_chooser_takes_what_costs_least(cache, costs, rung):
     assert prefix.attach(PROMPT[:50]).rung is rung
 
 
+@pytest.mark.parametrize("count", [20, 32, 40])
+def test_other_tokens_for_rows_that_were_inserted_are_refused(prefix, count):
+    sequence = begin(prefix, PROMPT[:40])
+    with pytest.raises(ValueError, match="inserted"):
+        prefix.insert(sequence, [9] * count)
+    prefix.insert(sequence, PROMPT[:40])  # the same again is nothing
+    assert prefix.match([9] * 41) == 0
+    assert prefix.match(PROMPT[:41]) == 40
+
+
 def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatch):
     monkeypatch.setattr(Windows, "measure_us", lambda windows: 1e6)
     prefix = PrefixCache(cache)

@@ -1,10 +1,15 @@
 """Drivers: what a device's virtual memory can do (base), and how it is done on CUDA, on the host, and for tests."""
 
+from typing import Final
+
 import torch
 
 from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
 
 __all__ = ["Access", "Driver", "Fence", "Handle", "MemoryInfo", "open_driver"]
+
+
+_CHOICE: Final = "choose 'cpu' (host memory) or 'cuda:0' (a GPU)"
 
 
 def open_driver(device: str | torch.device) -> Driver:
@@ -14,7 +19,10 @@ def open_driver(device: str | torch.device) -> Driver:
 
     Raises: DriverUnavailable, by what is missing; ValueError for a device of another kind.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):  # torch names a dozen kinds of device
+        raise ValueError(f"there is no device {device!r}: {_CHOICE}") from None
     if device.type == "cpu":
         from vmmkv.driver.host import HostDriver
 
@@ -23,4 +31,4 @@ def open_driver(device: str | torch.device) -> Driver:
         from vmmkv.driver.cuda import CudaDriver
 
         return CudaDriver(device)
-    raise ValueError(f"there is no driver for {str(device)!r}: choose 'cpu' (host memory) or 'cuda:0' (a GPU)")
+    raise ValueError(f"there is no driver for {str(device)!r}: {_CHOICE}")
