@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv.server.protocol import Abort
 
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""
@@ -139,8 +140,6 @@ def test_nobody_waits_for_ever_behind_longer_prefixes(harness: Callable[..., Har
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_aborted_request_leaves_what_it_computed(harness: Callable[..., Harness], lookahead: int) -> None:
-    from vmmkv.server.protocol import Abort
-
     """Of steps that are under way nothing is known yet: they give nothing to anybody."""
     one = harness(share=True, step_tokens=64, lookahead=lookahead)
     prompt = prompt_of(300)
