@@ -127,7 +127,7 @@ def prompts(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def answered(model: Any, cache: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """What a model generates with a cache, and its logits: 24 tokens, with one seed, greedily unless the options say otherwise."""
+    """What a model generates with a cache, and its logits: 24 tokens, one seed, greedily unless the options say otherwise."""
     torch.manual_seed(2)
     options = {"max_new_tokens": 24, "do_sample": False} | options
     return model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options)
