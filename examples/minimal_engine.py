@@ -1,4 +1,4 @@
-"""An inference engine in a hundred lines: requests come and go in one running batch, and memory follows them.
+"""An inference engine in some 80 lines of code: requests come and go in one running batch, and memory follows them.
 
     python examples/minimal_engine.py
 

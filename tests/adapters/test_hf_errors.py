@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BloomConfig, Mamba2Config, Qwen3NextConfig
+from transformers import BartConfig, BloomConfig, DynamicCache, Mamba2Config, Qwen3NextConfig
 
-from tests.adapters.hf_models import generated, llama, prompts
+from tests.adapters.hf_models import gemma3, generated, llama, prompts
 from vmmkv import MIB, Closed, DriverError, KVCache, LayoutError, Pool, SequenceTooLong
 from vmmkv.adapters import hf_batch
 from vmmkv.adapters.hf import VmmCache
@@ -194,6 +194,18 @@ def test_there_is_nothing_to_see_before_the_first_token(pool: Pool, model: Any) 
         with torch.no_grad():
             model(IDS, past_key_values=cache)
         assert cache.is_initialized
+
+
+def test_it_can_be_iterated_as_a_dynamic_cache(pool: Pool) -> None:
+    model = gemma3(4)
+    own = DynamicCache(config=model.config)
+    with VmmCache(model.config, pool) as cache, torch.no_grad():
+        assert [each[:2] for each in cache] == [(None, None)] * 4
+        for each in (cache, own):
+            model(IDS, past_key_values=each)
+        for ours, theirs in zip(cache, own, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert [window is None for _, _, window in cache] == [False] * 3 + [True]
 
 
 def test_layers_refer_to_the_cache(pool: Pool, model: Any) -> None:

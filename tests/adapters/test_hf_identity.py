@@ -92,7 +92,7 @@ def test_a_draft_models_tokens_are_taken_back(pool: Pool) -> None:
     assert_same(gemma3(16), pool, prompts(30), assistant_model=draft)
 
 
-def test_smollm2_greedy_beams_and_prompt_lookup(smollm2: Path, pool: Pool) -> None:
+def test_smollm2_in_every_way(smollm2: Path, pool: Pool) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
@@ -103,3 +103,15 @@ def test_smollm2_greedy_beams_and_prompt_lookup(smollm2: Path, pool: Pool) -> No
     assert_same(model, pool, inputs, num_beams=3, **options)
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     assert_same(model, pool, first, prompt_lookup_num_tokens=3, **options)
+    few = options | {"max_new_tokens": 6}
+    for way in ({"num_beams": 4}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 3}):
+        assert_same(model, pool, inputs, **few, **way)
+    texts += [
+        "Hello",
+        "Water boils at",
+        "She counted one, two, three,",
+        "In",
+        "The capital of France is",
+        "A, B, C, D, E, F, G,",
+    ]
+    assert_same(model, pool, dict(tokenizer(texts, return_tensors="pt", padding=True)), **few)

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv.server.protocol import Abort
+from vmmkv.units import PAGE_BYTES
 
 PAGE_TOKENS = 2048
 """Of the tiny model's cache."""
@@ -40,6 +42,11 @@ def test_fifty_prompts_with_shared_prefixes_on_smollm2(smollm2: Path, harness: C
     assert cached(one, "7") == len(prompts[7]) - 1
     known = sum(cached(one, str(index)) for index in range(len(prompts)))
     assert known > 0.5 * sum(map(len, prompts))
+    assert cached(one, "9") == 1
+    (group,) = one.cache.layout.groups
+    inside = (cached(one, str(index)) * group.row_bytes % PAGE_BYTES for index in range(len(prompts)) if index not in (7, 9))
+    assert any(group.row_bytes < rest_bytes < PAGE_BYTES - group.row_bytes for rest_bytes in inside), "within an extent"
+    assert one.prefix.stats().evicted_pages > 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 100, PAGE_TOKENS, PAGE_TOKENS + 1, PAGE_TOKENS + 700])
@@ -139,8 +146,6 @@ def test_nobody_waits_for_ever_behind_longer_prefixes(harness: Callable[..., Har
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_aborted_request_leaves_what_it_computed(harness: Callable[..., Harness], lookahead: int) -> None:
-    from vmmkv.server.protocol import Abort
-
     """Of steps that are under way nothing is known yet: they give nothing to anybody."""
     one = harness(share=True, step_tokens=64, lookahead=lookahead)
     prompt = prompt_of(300)

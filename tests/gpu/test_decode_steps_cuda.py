@@ -29,6 +29,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+WIDE_DRAWS = SIZES | {"initializer_range": 0.1}
+"""With transformers' 0.02 it would hardly matter what a window hides."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +48,23 @@ def model_of(family: str) -> Any:
         return tiny_model(rope_parameters=scaling)
     made = {
         "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+        "mistral, window of 100": lambda: MistralForCausalLM(MistralConfig(**WIDE_DRAWS, sliding_window=100)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "qwen2, tied, windows from layer 1 on": lambda: Qwen2ForCausalLM(
+            Qwen2Config(
+                **WIDE_DRAWS, use_sliding_window=True, sliding_window=100, max_window_layers=1, tie_word_embeddings=True
+            )
+        ),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     }
     return made[family]().eval()
 
 
 @pytest.mark.parametrize("capture", [True, False])
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "mistral", "mistral, window of 100", "qwen2", "qwen2, tied, windows from layer 1 on", "qwen3"],
+)
 def test_tokens_are_those_of_transformers(harness: Callable[..., Harness], family: str, capture: bool) -> None:
     one = harness(model_of(family), device=DEVICE, ours=True, capture=capture, share=True, step_tokens=512, slots=16)
     prompts = {str(length): prompt_of(length, length) for length in (1, 2, 17, 63, 130, 700, 1500)}

@@ -19,6 +19,7 @@ for models that read other layers' rows, keep latents and expand them (DeepSeek'
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -150,6 +151,12 @@ class VmmCache(Cache):  # type: ignore[misc]
         if not self._batch.num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
         return self._batch.states(layer_idx)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Of each layer keys, values (see `states`; None before the first token) and window, as a DynamicCache gives them."""
+        for layer in self.layers:
+            window = getattr(layer, "sliding_window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window, device=self.pool.device)
 
     # what transformers asks
 
