@@ -205,8 +205,10 @@ class PrefixCache:
                 f"{running.num_tokens} were inserted before; what was inserted stays so, and rows that have been written count "
                 f"after advance()"
             )
-        if num_tokens:
+        if num_tokens > running.num_tokens:
             self._nodes.extend(sequence.slot, tokens)
+        else:
+            self._nodes.known_path(sequence.slot, tokens)
         return running
 
     def _known(self, sequence: Sequence) -> Running:

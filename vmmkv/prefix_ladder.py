@@ -169,7 +169,7 @@ class Ladder:
             self._nodes.tree.unlock(deepest)
             for extent in tails:
                 self._cache.pool.drop(extent)
-        return Attached(sequence, best.num_tokens, rung if best.num_handles else Rung.COPY)
+        return Attached(sequence, best.num_tokens, rung)
 
 
 @dataclass(frozen=True, slots=True)

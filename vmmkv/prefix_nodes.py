@@ -18,7 +18,7 @@ from vmmkv.extents import Evictable, Extent
 from vmmkv.layout import KVLayout
 from vmmkv.occupancy import Occupancy
 from vmmkv.prefix_plan import Placed, end_token, uncovered
-from vmmkv.radix import Node, Piece, RadixTree, Tokens
+from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
 from vmmkv.sequence import Parked
 from vmmkv.units import PAGE_BYTES
 
@@ -64,12 +64,18 @@ class PrefixNodes:
 
     # what is known
 
+    def known_path(self, slot: int, tokens: Tokens) -> Match[Placed]:
+        """What the tree has of tokens that begin as those which were inserted for a slot. Raises: ValueError if they do not."""
+        running = self.running[slot]
+        match = self.tree.match(running.namespace, tokens)
+        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
+            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
+        return match
+
     def extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
         """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
         running, num_tokens, tree, counts = self.running[slot], len(tokens), self.tree, self.counts
-        match = tree.match(running.namespace, tokens)
-        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
-            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
+        match = self.known_path(slot, tokens)
         pieces = [] if is_known else self._pieces_of(slot, running.num_tokens, num_tokens)
         pieces = uncovered(pieces, match)
         inserted = tree.insert(running.namespace, tokens, pieces)

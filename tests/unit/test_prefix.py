@@ -330,12 +330,6 @@ def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatc
     assert prefix.costs.alias_us == prefix.costs.map_us < 1e6
 
 
-def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix):
-    begin(prefix, PROMPT[:10])
-    assert prefix.attach(PROMPT[:11]).rung is Rung.COPY
-    assert prefix.stats().attached["copy"] == 1
-
-
 def test_a_copy_is_dearer_for_a_prefix_that_is_read_often(cache):
     prefix = PrefixCache(cache, Costs(alias_us=500, map_us=100, copy_us_per_byte=1e-5))
     begin(prefix, PROMPT[:48])
