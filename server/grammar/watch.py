@@ -149,7 +149,11 @@ class _Worker:
         self._began_s: float | None = None
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="grammar-calls", daemon=True)  # it may never come back
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # of a signal's handler: it may have started
+            self.end()
+            raise
 
     def begin(self, calls: Sequence[Callable[[], Any]], places: Iterator[int]) -> None:
         self._calls, self._places, self.outcomes, self._began_s, self.is_done = calls, places, {}, None, False

@@ -179,22 +179,22 @@ def test_a_signal_while_it_waits_leaves_the_threads_and_the_next_calls_are_made_
 def test_wherever_a_signal_strikes_the_next_calls_are_made_and_no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [functools.partial(int, place) for place in range(8)]
 
-    def left_by(name: str, *, after: bool, which: int) -> None:
+    def left_by(owner: type, name: str, *, after: bool, which: int) -> None:
         watch, before, num_calls = Watch(num_threads=2), threading.active_count(), 0
-        real = getattr(_Worker, name)
+        real = getattr(owner, name)
 
-        def struck(worker: _Worker, *arguments: float) -> object:
+        def struck(*arguments: object) -> object:
             nonlocal num_calls
             num_calls += 1
             if num_calls == which and not after:
                 raise Interrupted
-            value = real(worker, *arguments)
+            value = real(*arguments)
             if num_calls == which:
                 raise Interrupted
             return value
 
         with monkeypatch.context() as patch:
-            patch.setattr(_Worker, name, struck)
+            patch.setattr(owner, name, struck)
             with pytest.raises(Interrupted):
                 watch.run(calls, spread=True)
         for _ in range(3):
@@ -202,8 +202,9 @@ def test_wherever_a_signal_strikes_the_next_calls_are_made_and_no_thread_stays(m
         watch.close()
         assert eventually(lambda: threading.active_count() <= before), (name, after, which)
 
-    for name, after, which in itertools.product(("begin", "wait"), (False, True), (1, 2)):
-        left_by(name, after=after, which=which)
+    places = (_Worker, "begin"), (_Worker, "wait"), (threading.Thread, "start")
+    for (owner, name), after, which in itertools.product(places, (False, True), (1, 2)):
+        left_by(owner, name, after=after, which=which)
 
 
 @pytest.fixture(scope="module")
