@@ -33,6 +33,11 @@ OPEN_PATHS: Final = frozenset({"/health", "/"})
 """Whoever watches the server has no key, and the page has no data: it asks for it, with the key that is typed there."""
 OPEN_FOLDER: Final = "/page/"
 """Of that page's files."""
+COUNTED_FOLDER: Final = "/v1/"
+COUNTED_PATHS: Final = frozenset({"/tokenize", "/detokenize", "/kv/reset", "/kv/resize"})
+"""What asks something of the model or the engine. Who looks at the server, or for what it never had, was refused no answer."""
+CLIENT_LEFT: Final = 499
+"""Nobody refused what its own client gave up."""
 
 CALLER: Final = "caller"
 """Where the routes find whose request it is, in `request.state`."""
@@ -45,7 +50,8 @@ HAS_BEGUN: Final = "has_begun"
 class Guard:
     """An ASGI middleware. `check_room` raises ApiError where a request to one of `queued_paths` would have no place.
 
-    `on_refused` is called with the status of each answer that is an error, unless its request had begun.
+    `on_refused` is called with the status of each answer that is an error, under COUNTED_FOLDER and to COUNTED_PATHS, unless
+    its request had begun or its client went away.
     """
 
     def __init__(
@@ -129,7 +135,8 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _count(self, scope: Scope, status: int) -> None:
-        if status >= 400 and scope["path"] not in OPEN_PATHS and HAS_BEGUN not in scope.get("state", ()):
+        is_counted = scope["path"].startswith(COUNTED_FOLDER) or scope["path"] in COUNTED_PATHS
+        if is_counted and status >= 400 and status != CLIENT_LEFT and HAS_BEGUN not in scope.get("state", ()):
             self._on_refused(status)
 
     def _check_headers(self, scope: Scope) -> None:

@@ -126,7 +126,7 @@ class Metrics:
             self.requests.labels(outcome)
         self.refused = Counter(
             "vmmkv_requests_refused",
-            "Requests answered with an error before the engine had them, by HTTP status; not those of /health.",
+            "Requests to /v1, tokenize, detokenize and kv/reset, kv/resize answered with an error before the engine had them.",
             ("code",),
             registry=self.registry,
         )

@@ -125,6 +125,11 @@ class EngineCore:
             drain=self._drain,
         )
 
+    def close(self) -> None:
+        """End its threads. Idempotent; memory is not the engine's."""
+        if self._guided is not None:
+            self._guided.constraints.close()
+
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step under way?"""

@@ -54,7 +54,8 @@ class Loaded:
     memory: EngineMemory
 
     def close(self) -> None:
-        """Give all memory back. It can be called again if it fails."""
+        """End the threads, and give all memory back. It can be called again if it fails."""
+        self.engine.close()
         self.memory.close()
 
 

@@ -148,8 +148,9 @@ class GrammarCompiler:
         raise GrammarRefused(answer.reason if isinstance(answer, Refused) else "the compiler answered out of turn")
 
     async def _started(self) -> Process:
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        process: Process | None = None
         try:
+            process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
             async with asyncio.timeout(START_S):
                 answer = await _answer(process)
             if isinstance(answer, Started):
@@ -159,11 +160,16 @@ class GrammarCompiler:
         except TimeoutError:
             what = why = f"not within {START_S:g} s"
         except asyncio.IncompleteReadError:
+            assert process is not None, "it was read from"
             what = why = f"it ended with {await process.wait()}"
+        except (OSError, msgspec.DecodeError) as error:  # no process, or one whose library writes where it should answer
+            what, why = type(error).__name__, str(error)
         except BaseException:
-            await _kill(process)
+            if process is not None:
+                await _kill(process)
             raise
-        await _kill(process)
+        if process is not None:
+            await _kill(process)
         log.error("the grammar compiler did not start: %s", why)
         raise CompilerUnavailable(f"The grammar compiler did not start ({what}); the server's log has the details.")
 

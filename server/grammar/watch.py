@@ -19,6 +19,7 @@ the thread and back takes 10 to 30 us on two busy cores, whatever number of call
 their time is C++: what they do in Python still comes one behind the other.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -81,17 +82,26 @@ class Watch:
         return self.num_left >= MAX_LEFT
 
     def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[Outcome[T]]:
-        """What each of them gave, in order. Raises nothing of theirs. `spread`: they may be made side by side."""
+        """What each of them gave, in order. Raises nothing of theirs. `spread`: they may be made side by side.
+
+        A signal's handler may raise while it waits: the threads are left with the calls that they make, no other is begun, and
+        the next run has threads of its own.
+        """
         outcomes: dict[int, Outcome[T]] = {}
         places = iter(range(len(calls)))
-        while left := len(calls) - len(outcomes):
-            num_threads = max(1, min(self._num_threads, left // _LEAST_CALLS)) if spread else 1
-            self._workers += [_Worker() for _ in range(num_threads - len(self._workers))]
-            working = self._workers[:num_threads]
-            for worker in working:
-                worker.begin(calls, places)
-            for worker in working:
-                outcomes.update(self._made(worker))
+        try:
+            while left := len(calls) - len(outcomes):
+                num_threads = max(1, min(self._num_threads, left // _LEAST_CALLS)) if spread else 1
+                while len(self._workers) < num_threads:
+                    self._workers.append(_Worker())
+                working = self._workers[:num_threads]
+                for worker in working:
+                    worker.begin(calls, places)
+                for worker in working:
+                    outcomes.update(self._made(worker))
+        except BaseException:
+            self._leave(self._workers)
+            raise
         return [outcomes[place] for place in range(len(calls))]
 
     def close(self) -> None:
@@ -106,14 +116,19 @@ class Watch:
         while not worker.wait(left_s):
             left_s = worker.left_s(self._call_s)
             if left_s <= 0:
-                self._workers.remove(worker)
-                self._left.append(worker)
-                worker.end()
+                self._leave([worker])
                 error = OverTime(
                     f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler"
                 )
                 return {**worker.outcomes, worker.place: Outcome(None, error, self._call_s)}
         return worker.outcomes
+
+    def _leave(self, workers: "list[_Worker]") -> None:
+        """Ask nothing more of these."""
+        self._left += [worker for worker in workers if worker not in self._left]
+        self._workers = [worker for worker in self._workers if worker not in workers]
+        for worker in workers:
+            worker.end()
 
 
 class _Worker:
@@ -134,7 +149,11 @@ class _Worker:
         self._began_s: float | None = None
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="grammar-calls", daemon=True)  # it may never come back
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # of a signal's handler: it may have started
+            self.end()
+            raise
 
     def begin(self, calls: Sequence[Callable[[], Any]], places: Iterator[int]) -> None:
         self._calls, self._places, self.outcomes, self._began_s, self.is_done = calls, places, {}, None, False
@@ -153,9 +172,10 @@ class _Worker:
             return left_s
 
     def end(self) -> None:
-        """Nothing more is asked of it."""
+        """Nothing more is asked of it. Idempotent."""
         self._ends = True
-        self._asked.release()
+        with contextlib.suppress(RuntimeError):  # it has not yet taken what was asked last: it will see that it ends
+            self._asked.release()
 
     def _work(self) -> None:
         while True:

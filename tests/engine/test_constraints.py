@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import jsonschema_rs
 import numpy as np
@@ -29,17 +31,20 @@ from tests.engine.grammars import (
     vocabulary,
 )
 from tests.grammar.corpus import SCHEMAS
+from tests.server.support import eventually
 from tests.server.tiny import token_ids
 from vmmkv.server.engine import constraints, guided
 from vmmkv.server.engine.constraints import FOLLOW_S, Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.loading import Loaded
+from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import Watch
-from vmmkv.server.protocol import Abort
+from vmmkv.server.grammar.watch import Outcome, Watch
+from vmmkv.server.protocol import Abort, Generate
 
 
 @functools.cache
@@ -479,6 +484,45 @@ def test_many_choices_that_are_slow_together_are_charged_together(
     one.run()
     assert len(one.failures()) >= 15 and all("too long to follow" in reason for reason in one.failures().values())
     assert sum(watched) < 16 * FOLLOW_S / 2 and one.tokens("free") and "free" not in one.failures()
+
+
+@pytest.mark.parametrize(("took_s", "held_s", "charged_s"), [(0.03, 0.04, 0.04), (0.03, 0.12, 0.12), (0.03, 0.5, 0.12)])
+def test_the_loop_is_charged_the_time_that_it_is_held_and_requests_their_threads(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, held_s: float, charged_s: float
+) -> None:
+    """Of four calls, each of `took_s` of its thread."""
+    reader, now_s = Constraints(vocabulary), time.perf_counter()
+    requests = [Request(Generate(request_id=str(index), prompt=[1], max_new_tokens=9), frozenset()) for index in range(4)]
+
+    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[Outcome[int]]:
+        nonlocal now_s
+        now_s += held_s
+        return [Outcome(call(), None, took_s) for call in calls]
+
+    monkeypatch.setattr(reader, "_watch", SimpleNamespace(run=made))
+    monkeypatch.setattr(constraints, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert reader.follow([(request, lambda: 7) for request in requests], spread=True) == [7] * 4
+    assert [request.grammar_s for request in requests] == [took_s] * 4
+    assert reader._balance_s == pytest.approx(FOLLOW_S - charged_s)
+    now_s += 1
+    reader.follow([(request, lambda: 7) for request in requests[:1]])
+    assert reader._balance_s == pytest.approx(FOLLOW_S - min(took_s, held_s)), "it is filled again, and no further"
+
+
+def test_an_engine_that_is_closed_has_no_thread_for_grammars(engine: Callable[..., Harness]) -> None:
+    def names() -> list[str]:
+        ours = [thread.name for thread in threading.enumerate() if thread not in before]
+        return [name for name in ours if name.startswith("grammar")]
+
+    before = set(threading.enumerate())
+    one = engine()
+    one.ask("asks", token_ids("?"), 60, grammar=of(SCHEMAS["address"]), logit_bias=BIAS)
+    one.run()
+    assert {"grammar-calls", "grammar_0"} <= set(names())
+    memory, nothing = Mock(), cast("Any", None)
+    for _ in range(2):
+        Loaded(one.engine, nothing, memory).close()
+    assert eventually(lambda: not names()) and memory.close.called
 
 
 @pytest.mark.parametrize("jump", [True, False])

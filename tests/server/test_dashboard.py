@@ -1,17 +1,22 @@
 """deploy/grafana.json asks for what /metrics has, and for all of it."""
 
+import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse
 
 from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
 from tests.server.support import Running, eventually, running_server
 from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.guard import Guard
+from vmmkv.server.keys import Keys
 from vmmkv.server.latency import Times
 from vmmkv.server.protocol import Message, Outputs
 
@@ -124,7 +129,39 @@ def test_what_is_refused_is_counted_by_its_status_and_what_ends_in_the_engine_is
             assert waiting.result().status_code == 503  # the engine had it: it has failed
         assert complete() == 503
         assert http.get("/health").status_code == 503
+        assert [http.get(path).status_code for path in ("/metrics", "/kv", "/favicon.ico")] == [401] * 3
+        assert http.get("/favicon.ico", headers=headers).status_code == 404
         text = http.get("/metrics", headers={"Authorization": "Bearer admin-key"}).text
     counted = dict(re.findall(r'^vmmkv_requests_refused_total\{code="(\d+)"\} (\S+)$', text, re.MULTILINE))
     assert counted == dict.fromkeys(("400", "401", "403", "429", "503"), "1.0")
     assert 'vmmkv_requests_total{outcome="failed"} 3.0' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_counted"),
+    [
+        ("/v1/completions", 408, True),
+        ("/v1/completions", 499, False),
+        ("/v1/completions", 200, False),
+        ("/v1/models/another", 404, True),
+        ("/tokenize", 429, True),
+        ("/detokenize", 499, False),
+        ("/kv/resize", 400, True),
+        ("/metrics", 401, False),
+        ("/health", 503, False),
+        ("/favicon.ico", 404, False),
+    ],
+)
+def test_what_is_refused_is_what_asks_for_something_and_whose_client_is_there(path: str, status: int, is_counted: bool) -> None:
+    counted = list[int]()
+
+    async def ask() -> int:
+        guard = Guard(
+            PlainTextResponse("", status), keys=Keys(), max_body_bytes=1, queued_paths=frozenset(), check_room=lambda: None,
+            on_refused=counted.append,
+        )  # fmt: skip
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost") as client:
+            return (await client.get(path)).status_code
+
+    assert asyncio.run(ask()) == status
+    assert counted == [status] * is_counted

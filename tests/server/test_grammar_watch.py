@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import itertools
 import json
+import signal
 import threading
 import time
 
@@ -16,7 +18,7 @@ from vmmkv.server.grammar.asked import of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.least import MAX_BYTES, check_ends
 from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import MAX_LEFT, OverTime, Watch
+from vmmkv.server.grammar.watch import MAX_LEFT, OverTime, Watch, _Worker
 
 
 def busy() -> bytes:
@@ -134,6 +136,75 @@ def test_a_thread_that_is_left_just_as_its_call_ends_ends_too() -> None:
     watch.close()
     assert num_left > 0
     assert eventually(lambda: threading.active_count() <= before)
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, as KeyboardInterrupt is."""
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_signal_while_it_waits_leaves_the_threads_and_the_next_calls_are_made_by_others(spread: bool) -> None:
+    watch, go, made, before = Watch(num_threads=2), threading.Event(), list[int](), threading.active_count()
+
+    def interrupts(*_: object) -> None:
+        raise Interrupted
+
+    main = threading.get_ident()
+    all_wait = threading.Barrier(1 + spread, action=lambda: signal.pthread_kill(main, signal.SIGALRM))
+
+    def waits(place: int) -> int:
+        made.append(place)
+        all_wait.wait(30)
+        go.wait(30)
+        return -1
+
+    usual = signal.signal(signal.SIGALRM, interrupts)
+    try:
+        with pytest.raises(Interrupted):
+            watch.run([functools.partial(waits, place) for place in range(8)], spread=spread)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    assert watch.num_left == 1 + spread
+    calls = [functools.partial(int, place) for place in range(8)]
+    for _ in range(5):
+        assert [outcome.get() for outcome in watch.run(calls, spread=spread)] == list(range(8))
+    go.set()
+    assert eventually(lambda: watch.num_left == 0)
+    assert [outcome.get() for outcome in watch.run(calls, spread=spread)] == list(range(8))
+    assert sorted(made) == list(range(1 + spread)), "those that were left made no other call"
+    watch.close()
+    assert eventually(lambda: threading.active_count() <= before)
+
+
+def test_wherever_a_signal_strikes_the_next_calls_are_made_and_no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [functools.partial(int, place) for place in range(8)]
+
+    def left_by(owner: type, name: str, *, after: bool, which: int) -> None:
+        watch, before, num_calls = Watch(num_threads=2), threading.active_count(), 0
+        real = getattr(owner, name)
+
+        def struck(*arguments: object) -> object:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == which and not after:
+                raise Interrupted
+            value = real(*arguments)
+            if num_calls == which:
+                raise Interrupted
+            return value
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, struck)
+            with pytest.raises(Interrupted):
+                watch.run(calls, spread=True)
+        for _ in range(3):
+            assert [outcome.get() for outcome in watch.run(calls, spread=True)] == list(range(8))
+        watch.close()
+        assert eventually(lambda: threading.active_count() <= before), (name, after, which)
+
+    places = (_Worker, "begin"), (_Worker, "wait"), (threading.Thread, "start")
+    for (owner, name), after, which in itertools.product(places, (False, True), (1, 2)):
+        left_by(owner, name, after=after, which=which)
 
 
 @pytest.fixture(scope="module")

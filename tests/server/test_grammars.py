@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -349,6 +350,32 @@ class TestStart:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
         assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]
         assert post(fresh).status_code == 200
+
+    @pytest.mark.parametrize(
+        "error", [FileNotFoundError(2, "no such file"), OSError(24, "too many open files"), BlockingIOError()]
+    )
+    def test_one_for_which_there_is_no_process_is_a_503(
+        self, fresh: Running, monkeypatch: pytest.MonkeyPatch, error: OSError
+    ) -> None:
+        async def no_process(*_: object, **options: object) -> NoReturn:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", no_process)
+            refused = post(fresh, structured_outputs={"regex": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
+        assert f"did not start ({type(error).__name__})" in refused.json()["error"]["message"]
+
+    def test_one_that_answers_something_else_is_unavailable_and_ends(self) -> None:
+        async def law() -> None:
+            compiler = GrammarCompiler(Path("nothing"), 258, [257])
+            writes = "import sys, time; sys.stdout.buffer.write(b'\\1\\0\\0\\0\\xc1'); sys.stdout.flush(); time.sleep(60)"
+            compiler._command = [sys.executable, "-c", writes]
+            with pytest.raises(CompilerUnavailable, match=r"did not start \(DecodeError\)"):
+                await compiler.compile(of_object())
+            await compiler.close()
+
+        asyncio.run(asyncio.wait_for(law(), 30))
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_request_does_not_pay_for_it(self, fresh: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
