@@ -121,20 +121,19 @@ def test_it_says_when_too_many_work_on_for_nobody_and_what_has_begun_goes_on() -
     watch.close()
 
 
-def test_a_thread_that_is_left_just_as_its_call_ends_ends_too() -> None:
-    watch, before = Watch(0.002), threading.active_count()
+def test_a_thread_that_is_left_just_as_its_call_ends_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, before, is_looked_at, now_s = Watch(0.002), threading.active_count(), threading.Event(), time.clock_gettime
 
-    def ends_at_the_limit() -> None:
-        until_s = time.thread_time() + 0.00201
-        while time.thread_time() < until_s:
-            pass
+    def late_s(clock: int) -> float:
+        is_looked_at.set()
+        return now_s(clock) + 1
 
-    num_left, num_runs, until_s = 0, 0, time.monotonic() + 20
-    while num_runs < 60 or (not num_left and time.monotonic() < until_s):  # when it is looked at is up to the machine
-        num_left += sum(outcome.error is not None for outcome in watch.run([ends_at_the_limit]))
-        num_runs += 1
+    monkeypatch.setattr(time, "clock_gettime", late_s)
+    for _ in range(200):  # whether the call ends before the thread is told to, or after, is up to the machine
+        is_looked_at.clear()
+        (outcome,) = watch.run([lambda: is_looked_at.wait(30)])
+        assert isinstance(outcome.error, OverTime)
     watch.close()
-    assert num_left > 0
     assert eventually(lambda: threading.active_count() <= before)
 
 
