@@ -18,8 +18,11 @@ that a parameter is only for some value of another, or how many tokens a text ha
 
 COMMAND = (sys.executable, "-m", "schemathesis.cli", "run", "--header", f"Authorization: Bearer {ADMIN}", "--checks", CHECKS,
            "--request-timeout", "30", "--max-response-time", "20", "--continue-on-failure", "--no-shrink")  # fmt: skip
-RUNS = ((), ("--mode", "positive", "--phases", "fuzzing", "--include-path-regex", "^/v1/c"))
-"""Everything; and then what the engine is to work on, for most of the first is refused before."""
+EVERYTHING = ("--exclude-path", "/kv/resize")
+ANSWERS = ("--mode", "positive", "--phases", "fuzzing", "--include-path-regex", "^/v1/c")
+"""What the engine is to work on, for most of everything is refused before."""
+RESIZE = ("--include-path", "/kv/resize")
+"""Behind all others: in a budget of a page, to which this resizes sooner or later, they would wait for one another."""
 
 
 def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
@@ -47,11 +50,14 @@ def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_after
                 for ran in clients.map(client, range(num_clients)):
                     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
 
-        for options in RUNS:
-            ask(options, 1)
+        budget = int(server.metric("kv_budget_bytes"))
+        ask(EVERYTHING, 1)
+        ask(ANSWERS, 1)
         for seed in (2, 3, 4, 5):  # a busy machine asks less in its seconds
             if finished() <= 10:
-                ask(RUNS[-1], seed)
+                ask(ANSWERS, seed)
+        ask(RESIZE, 1)
+        assert server.http(ADMIN).post("/kv/resize", json={"budget_bytes": budget}).status_code == 200
         until(server.is_empty)
         assert finished() > 10, "hardly anything reached the engine"
         assert server.http(ADMIN).post("/kv/reset", json={}).status_code == 200
