@@ -88,18 +88,18 @@ class Guided:
 
     def open(self, *, is_idle: bool) -> None:
         """Queue those whose grammars have been read, with what these force already. `is_idle`: no step is under way."""
+        begun: list[Request] = []
         for request, matcher in self.constraints.opened():
             if isinstance(matcher, Exception):
                 self._refuse(request, "cannot be read", matcher)
-                continue
-            if self.constraints.is_full:
+            elif self.constraints.is_full:
                 busy = OverTime("others that took too long are still being worked on; try again later")
                 self._refuse(request, "cannot be followed", busy)
-                continue
-            request.matcher, request.may_jump = matcher, jumps(request)
-            forced: list[int] | Exception = []
-            if request.may_jump:
-                (forced,) = self.constraints.follow([(request, partial(matcher.force, request.ask.max_new_tokens - 1))])
+            else:
+                request.matcher, request.may_jump = matcher, jumps(request)
+                begun.append(request)
+        calls = [(request, partial(_forced, request)) for request in begun]
+        for request, forced in zip(begun, self.constraints.follow(calls), strict=True):
             if isinstance(forced, Exception):
                 self._refuse(request, "cannot be followed", forced)
                 continue
@@ -174,11 +174,6 @@ class Guided:
                 self.scheduler.force(request, comes.forced)
                 outputs.append(self.told(request, comes.forced))
 
-    def num_more(self, request: Request) -> int:
-        """Tokens that a running request may still have."""
-        slot = request.memory.slot
-        return int(self.scheduler.ledger.ends[slot] - self.scheduler.ledger.known[slot])
-
     def _refuse(self, request: Request, why: str, error: Exception) -> None:
         log.warning("request %s: its grammar %s: %s", request.ask.request_id, why, error)
         self.send(Failed(request_id=request.ask.request_id, message=f"its grammar {why}: {error}"))
@@ -210,11 +205,8 @@ class StepMasks:
         self._book()
         self._guided.pump()  # while the device has work: between two such steps it waits for the host
         self._guided.drain()
-        following = self._following(rows)
-        if behind_chunks := [each for each in following if each.place is not None]:
-            self._begin(behind_chunks)
         asking = []
-        for each in following:
+        for each in self._following(rows):
             if each.request.sequence is None:
                 continue
             if each.request.decodes:
@@ -248,22 +240,6 @@ class StepMasks:
             self._guided.scheduler.launched(self._plan)
             self._epochs, self._ends = self._ledger.epochs[self._slots], self._guided.cache.lengths[self._slots]
 
-    def _begin(self, behind_chunks: Sequence[_Following]) -> None:
-        """What comes behind tokens that were not sampled: nobody has asked their matchers yet."""
-        guided, outputs = self._guided, list[Output]()
-        calls = [
-            (each.request, partial(each.matcher.force, guided.num_more(each.request) - 1))
-            for each in behind_chunks
-            if each.request.may_jump
-        ]
-        for (request, _), forced in zip(calls, guided.constraints.follow(calls), strict=True):
-            if isinstance(forced, Exception):
-                guided.fail([request], not_followed(request, forced))
-            elif forced:
-                guided.go_on([(request, Next(False, forced))], outputs)
-        if outputs:
-            guided.send(Outputs(outputs=outputs))
-
     def _following(self, rows: Slots) -> list[_Following]:
         """Rows of those that follow a grammar and still run."""
         speaking = [place for place, chunk in enumerate(self._chunks) if chunk.is_last]
@@ -296,6 +272,12 @@ def not_followed(request: Request, error: Exception) -> str:
     """Why a request ends whose matcher has failed; logged."""
     log.warning("request %s: its grammar cannot be followed: %s", request.ask.request_id, error)
     return f"its grammar cannot be followed: {error}"
+
+
+def _forced(request: Request) -> list[int]:
+    """What an answer begins with."""
+    assert request.matcher is not None, "its grammar has been read"
+    return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
 
 
 def _accept(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Next | None:

@@ -28,6 +28,8 @@ class Matcher:
         self._vocabulary = vocabulary
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
+        self._num_masked = -1
+        """`_words` is what may come behind so many of the tokens; -1: behind none."""
 
     def accept(self, token: int) -> bool:
         """A token has come; False if the grammar does not allow it, and then nothing has changed."""
@@ -43,6 +45,12 @@ class Matcher:
 
     def fill(self, words_GW: Words, row: int) -> None:
         """What may come next, into a row of C-contiguous masks. Microseconds; within a string, tens or hundreds of them."""
+        if self._num_masked == len(self._tokens):
+            words_GW[row] = self._words[0]
+        else:
+            self._fill(words_GW, row)
+
+    def _fill(self, words_GW: Words, row: int) -> None:
         if not self._matcher.fill_next_token_bitmask(words_GW, row):
             words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
         if (
@@ -53,7 +61,9 @@ class Matcher:
 
     def mask(self) -> Words:
         """What may come next; a view that the next call writes over."""
-        self.fill(self._words, 0)
+        if self._num_masked != len(self._tokens):
+            self._fill(self._words, 0)
+            self._num_masked = len(self._tokens)
         words: Words = self._words[0]
         return words
 
@@ -109,3 +119,5 @@ class Matcher:
     def _take_back(self, count: int) -> None:
         self._matcher.rollback(count)
         del self._tokens[len(self._tokens) - count :]
+        if len(self._tokens) < self._num_masked:
+            self._num_masked = -1  # other tokens may come in their place

@@ -1,0 +1,63 @@
+"""A matcher's masks are those of its tokens alone, whatever it was asked before; and all that is forced is told at once."""
+
+import functools
+import random
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xgrammar
+from transformers import AutoTokenizer
+
+from tests.grammar.corpus import SCHEMAS
+from vmmkv.server.grammar.asked import of_schema
+from vmmkv.server.grammar.compiling import Compilation
+from vmmkv.server.grammar.matcher import Matcher
+from vmmkv.server.grammar.vocabulary import Vocabulary
+
+MAX_TOKENS = 60
+
+
+@functools.cache
+def vocabulary(model_dir: Path) -> Vocabulary:
+    """One with several ways to write a text."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return Vocabulary.load(model_dir, len(tokenizer), [int(tokenizer.eos_token_id)])
+
+
+def filled(matcher: Matcher) -> npt.NDArray[np.int32]:
+    words_GW = np.full((3, matcher.num_words), 0x5A5A5A5A, np.int32)
+    matcher.fill(words_GW, 1)
+    assert (words_GW[[0, 2]] == 0x5A5A5A5A).all()
+    row: npt.NDArray[np.int32] = words_GW[1]
+    return row
+
+
+@pytest.mark.parametrize("name", ["tool call", "array of objects", "enum", "unicode constant", "long keys"])
+def test_masks_are_those_of_the_tokens_alone_and_nothing_is_forced_behind_what_is_forced(smollm2: Path, name: str) -> None:
+    words = vocabulary(smollm2)
+    grammar = of_schema(SCHEMAS[name])
+    data = Compilation(words).compile(grammar.kind, grammar.source)
+    compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), words.info)
+    num_forced = 0
+    for seed in range(4):
+        draws = random.Random(seed)
+        matcher, tokens = Matcher(compiled, words), list[int]()
+        while len(tokens) < MAX_TOKENS:
+            if forced := matcher.force(MAX_TOKENS - len(tokens)):
+                tokens += forced
+                num_forced += len(forced)
+                assert matcher.force(MAX_TOKENS - len(tokens)) == []
+            fresh = Matcher(compiled, words)
+            assert all(fresh.accept(token) for token in tokens)
+            if draws.random() < 0.5:
+                assert matcher.must_end() == fresh.must_end()
+            assert (filled(matcher) == filled(fresh)).all()
+            may = np.flatnonzero(np.unpackbits(filled(matcher).view(np.uint8), bitorder="little")[: words.size])
+            token = int(draws.choice(may))
+            assert matcher.accept(token)
+            tokens.append(token)
+            if token == words.info.stop_token_ids[0]:
+                break
+    assert num_forced > 5
