@@ -135,8 +135,8 @@ def test_what_the_machine_cannot_do_is_not_the_models_fault(harness: Callable[..
             raise error
 
 
-def test_the_option_that_a_model_of_any_length_wants_is_named_as_the_library_has_it_too() -> None:
-    with pytest.raises(ValueError, match="give --max-tokens, which is max_tokens of an Engine"):
+def test_the_option_that_a_model_of_any_length_wants_is_named() -> None:
+    with pytest.raises(ValueError, match=r"give max_tokens$"):
         choose_max_tokens(None, BLOOM)
 
 
