@@ -42,6 +42,7 @@ from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Out
 from vmmkv.server.sampling import SamplingParams
 from vmmkv.server.settings import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.tokenizer import PromptError, Tokenizer
+from vmmkv.units import counted, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,16 @@ class Engine:
             warnings.warn(
                 f"an Engine of {self._model} was not closed: its memory may stay taken", ResourceWarning, stacklevel=2
             )
+
+    def __repr__(self) -> str:
+        if self._loaded is None or self.snapshot is None:
+            return f"<Engine of {self._model}, closed>"
+        ready, now = self._loaded.ready, self.snapshot
+        free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_retiring_bytes
+        return (
+            f"<Engine of {self._model} on {ready.device}: {now.running} of {counted(ready.max_sequences, 'sequence')} running, "
+            f"{format_bytes(free_bytes)} of {format_bytes(now.kv_budget_bytes)} free>"
+        )
 
     @property
     def ready(self) -> Ready:

@@ -369,8 +369,11 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: Engine, capsys: p
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
     one = Engine(directory, **OPTIONS)
     calls = one._open().engine.cache.pool.driver.calls
-    one.generate("abc", GREEDY)
+    assert repr(one) == f"<Engine of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
+    one.generate("a" * 100, GREEDY)
+    assert "64.0 MiB of 64.0 MiB free" not in repr(one), "the prefix cache keeps it"
     one.close()
+    assert repr(one) == f"<Engine of {directory}, closed>"
     one.close()
     assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
     with pytest.raises(Closed, match="closed"):
