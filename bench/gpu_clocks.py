@@ -33,14 +33,14 @@ _STOP_S: Final = 30
 def watched(device: torch.device, suite: str, piece: str) -> Iterator[list[Row]]:
     """The list has its rows when the block has ended: percentiles over all of its time, what it prepares included.
 
-    None on a CPU, and where nvidia-smi is not there or says nothing.
+    None on a CPU, where torch does not say which GPU it is, and where nvidia-smi is not there or says nothing.
     """
     rows: list[Row] = []
-    if device.type != "cuda":
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
+    if uuid is None:
         yield rows
         return
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    asked = [f"--id={uuid}", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", f"--loop={_EVERY_S}"]
+    asked = [f"--id=GPU-{uuid}", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", f"--loop={_EVERY_S}"]
     with TemporaryFile("w+") as said:
         try:
             process = subprocess.Popen(["nvidia-smi", *asked], stdout=said, stderr=subprocess.DEVNULL)

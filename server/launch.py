@@ -10,6 +10,7 @@ run ── listen ── resolve the model ── start the engine ── bind i
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import ipaddress
 import logging
@@ -36,6 +37,7 @@ from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
 from vmmkv.server.front_settings import FrontConfig
 from vmmkv.server.hosts import Hosts
 from vmmkv.server.models import KNOWN_MODELS, resolve
+from vmmkv.server.options import with_flags
 from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
 from vmmkv.server.rates import tell
@@ -52,22 +54,27 @@ LAST_ANSWERS_S: Final = 3.0
 
 
 class CannotStart(VmmkvError):
-    """The model cannot be served: the message is the engine's own, or the tokenizer's."""
+    """The address cannot be had, or the model cannot be served: the message is then the engine's own, or the tokenizer's."""
 
 
 def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies. Returns the process's exit code: 0, or 1 with a log line.
 
     Blocks; to be called in the main thread. `front` is what the engine's process is not told. `engine_command` is for tests.
-    Raises: ModelUnavailable if there is no such model; CannotStart.
+    Raises: ModelUnavailable if there is no such model; CannotStart. Where logs are JSON these are a line of it too, and 1.
     """
     logs.configure(config.log_level, config.log_format)
     try:
-        listener = _listen(config.host, config.port)
-    except OSError as error:
-        log.error("Cannot listen on %s port %d: %s; choose another host or port.", config.host, config.port, error)
+        return _serve(config, front or FrontConfig(), engine_command)
+    except VmmkvError as error:
+        if config.log_format != "json":
+            raise
+        log.error("%s", error)
         return 1
-    front = front or FrontConfig()
+
+
+def _serve(config: ServeConfig, front: FrontConfig, engine_command: Sequence[str]) -> int:
+    listener = _listen(config.host, config.port)
     if not front.api_keys and not _is_here(listener):
         log.warning(
             "Whoever reaches %s port %d may use this server: it listens beyond this machine and has no keys; "
@@ -195,7 +202,8 @@ class _Launch:
             return
         was_ready = isinstance(self._client.phase, Ready)
         await self._client.engine_ended(reason)
-        self._cannot_start = self._cannot_start or self._client.cannot_start
+        if self._cannot_start is None and self._client.cannot_start is not None:
+            self._cannot_start = with_flags(self._client.cannot_start)
         if self._cannot_start is None:
             log.error("%s", reason)
             self._exit_code = 1
@@ -232,9 +240,18 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before all else: a port that is taken shows before minutes of fetching and loading."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=2048)
+    """A listening socket, opened before all else: a port that is taken shows before minutes of fetching and loading.
+
+    Raises: CannotStart.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "another --port, or --port 0 for any that is free" if is_of_port else "127.0.0.1 for this machine alone"
+        reason = str(error.strerror).partition(" (while ")[0]  # the address once more
+        raise CannotStart(f"cannot listen on --host {host} --port {port}: {reason}; use {remedy}") from error
 
 
 def _is_here(listener: socket.socket) -> bool:

@@ -42,6 +42,7 @@ from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Out
 from vmmkv.server.sampling import SamplingParams
 from vmmkv.server.settings import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.tokenizer import PromptError, Tokenizer
+from vmmkv.units import counted, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,10 @@ log = logging.getLogger(__name__)
 class Engine:
     """A model and its KV cache, for one caller at a time. Close it, or use it in a `with` block: its memory goes back then.
 
-    The options are those of `vmmkv serve`, with the same defaults. `model` is a known name, a directory in transformers'
-    format, or a hub name. A directory without a tokenizer takes token ids alone, and gives no text; one without weights needs
-    `load_format="dummy"`. `seed` is that of dummy weights, and of the seeds that requests without one are given.
+    The options are those of `vmmkv serve`, with the same defaults; `dtype` may be torch's own. `model` is a known name, a
+    directory in transformers' format, or a hub name. A directory without a tokenizer takes token ids alone, and gives no text;
+    one without weights needs `load_format="dummy"`. `seed` is that of dummy weights, and of the seeds that requests without one
+    are given.
 
     On a CPU, OpenMP's threads spin as they wait and take the processors from those that work: set OMP_WAIT_POLICY=PASSIVE
     before Python starts.
@@ -65,7 +67,7 @@ class Engine:
         model: str | PathLike[str] = DEFAULT_MODEL,
         *,
         device: str = "auto",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         kv_budget_bytes: int | None = None,
@@ -82,7 +84,7 @@ class Engine:
         config = ServeConfig(
             model=str(model) if isinstance(model, PathLike) else model,
             device=device,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_budget_bytes=kv_budget_bytes,
@@ -131,6 +133,16 @@ class Engine:
             warnings.warn(
                 f"an Engine of {self._model} was not closed: its memory may stay taken", ResourceWarning, stacklevel=2
             )
+
+    def __repr__(self) -> str:
+        if self._loaded is None or self.snapshot is None:
+            return f"<Engine of {self._model}, closed>"
+        ready, now = self._loaded.ready, self.snapshot
+        free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_retiring_bytes
+        return (
+            f"<Engine of {self._model} on {ready.device}: {now.running} of {counted(ready.max_sequences, 'sequence')} running, "
+            f"{format_bytes(free_bytes)} of {format_bytes(now.kv_budget_bytes)} free>"
+        )
 
     @property
     def ready(self) -> Ready:

@@ -132,6 +132,18 @@ VARIABLES: Final = tuple(dict.fromkeys((*(one.variable for one in OPTIONS), CONF
 """Of the environment, that commands read: all but those of `vmmkv.config`."""
 
 
+_FIELDS: Final = {one.field: one.flag for one in OPTIONS}
+_FIELD: Final = re.compile(
+    rf"(?<![\w./-])(?:({'|'.join(_FIELDS)})=|({'|'.join(name for name in _FIELDS if '_' in name)})(?![\w/-]))"
+)
+"""As messages of the engine name one: with a value behind it, or alone where the name is no word of English."""
+
+
+def with_flags(message: str) -> str:
+    """What the engine says of its options, as the command line has them: `max_tokens=9` is `--max-tokens 9` there."""
+    return _FIELD.sub(lambda found: f"{_FIELDS[found[1]]} " if found[1] else _FIELDS[found[2]], message)
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """What a TOML file says, by field. Raises: ValueError naming the file, and the key or the line that is wrong."""
     try:
@@ -170,6 +182,7 @@ def make_configs(given: Mapping[str, Any], sources: Mapping[str, str], file: Pat
         fields = {config: {field.name for field in dataclasses.fields(config)} for config in CONFIGS}
         return tuple(config(**{name: values[name] for name in fields[config] & values.keys()}) for config in CONFIGS)
     except ValueError as error:
-        at_fault = [one for one in OPTIONS if one.field == field or re.search(rf"{one.flag}(?![\w-])", str(error))]
+        message = with_flags(str(error))
+        at_fault = [one for one in OPTIONS if one.field == field or re.search(rf"{one.flag}(?![\w-])", message)]
         origins = [f"{one.flag} is from {sources[one.field]}" for one in at_fault if sources.get(one.field)]
-        raise ValueError("; ".join([str(error), *origins])) from error
+        raise ValueError("; ".join([message, *origins])) from error

@@ -31,7 +31,8 @@ _MAY_BE_NONE: Final = ("kv_budget_bytes", "max_tokens", "max_num_batched_tokens"
 class ServeConfig:
     """The settings of one engine, and of the server before it. Picklable, so that it can be handed to the engine process.
 
-    An option that is wrong is named as `vmmkv serve` has it, one of a wrong type as its field: only a caller in Python can.
+    An option that is wrong is named as its field, which who calls from Python gave: `device='gpu'`. The command line has its
+    flags in its place (`vmmkv.server.options.with_flags`).
 
     Raises: ValueError naming the option, what it was and what it may be.
     """
@@ -69,42 +70,40 @@ class ServeConfig:
     def __post_init__(self) -> None:
         self._check_types()
         if not self.model:
-            raise ValueError(f"--model is empty; name a model such as {DEFAULT_MODEL}, or a directory")
+            raise ValueError(f"model='' is empty; name a model such as {DEFAULT_MODEL}, or a directory")
         if not self.host:
-            raise ValueError("--host is empty; use 127.0.0.1 for this machine alone, or 0.0.0.0 for all its networks")
+            raise ValueError("host='' is empty; use 127.0.0.1 for this machine alone, or 0.0.0.0 for all its networks")
         if not 0 <= self.port <= 65_535:
-            raise ValueError(f"--port {self.port} is no port; use 1 to 65535, or 0 for any that is free")
+            raise ValueError(f"port={self.port} is no port; use 1 to 65535, or 0 for any that is free")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:0")
+            raise ValueError(f"device={self.device!r} is not known; use auto, cpu, cuda or cuda:0")
         if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
         if self.kv_budget_bytes is not None and self.kv_budget_bytes < PAGE_BYTES:
             raise ValueError(
-                f"--kv-budget is {format_bytes(self.kv_budget_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; "
+                f"kv_budget_bytes is {format_bytes(self.kv_budget_bytes)}, less than one page of {format_bytes(PAGE_BYTES)}; "
                 f"a small model wants {format_bytes(256 * MIB)} or more"
             )
         if self.max_tokens is not None and self.max_tokens < 2:
-            raise ValueError(
-                f"--max-tokens {self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer"
-            )
+            raise ValueError(f"max_tokens={self.max_tokens}: a sequence needs at least 2, one of a prompt and one of an answer")
         if self.max_num_seqs < 1:
-            raise ValueError(f"--max-num-seqs {self.max_num_seqs}: at least 1 sequence has to run")
+            raise ValueError(f"max_num_seqs={self.max_num_seqs}: at least 1 sequence has to run")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: each "
-                f"sequence needs one token a step; raise it to {self.max_num_seqs} or lower --max-num-seqs to "
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: each "
+                f"sequence needs one token a step; raise it to {self.max_num_seqs} or lower max_num_seqs to "
                 f"{max(1, self.max_num_batched_tokens)}"
             )
         if self.model_impl not in MODEL_IMPLS:
-            raise ValueError(f"--model-impl {self.model_impl!r} is not known; use one of {', '.join(MODEL_IMPLS)}")
+            raise ValueError(f"model_impl={self.model_impl!r} is not known; use one of {', '.join(MODEL_IMPLS)}")
         if self.load_format not in LOAD_FORMATS:
-            raise ValueError(f"--load-format {self.load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}")
+            raise ValueError(f"load_format={self.load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}")
         if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"--seed {self.seed} is out of range; use 0 to 2**63 - 1")
+            raise ValueError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"--log-level {self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
+            raise ValueError(f"log_level={self.log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
         if self.log_format not in LOG_FORMATS:
-            raise ValueError(f"--log-format {self.log_format!r} is not known; use one of {', '.join(LOG_FORMATS)}")
+            raise ValueError(f"log_format={self.log_format!r} is not known; use one of {', '.join(LOG_FORMATS)}")
 
     def _check_types(self) -> None:
         for name in _TEXTS:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from vmmkv.errors import LayoutError
-from vmmkv.kv_type import KVType
+from vmmkv.kv_type import KV_KINDS, KVType
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
 ROW_ALIGNMENT_BYTES = 128
@@ -44,6 +44,12 @@ SCALES: Final = "scales"
 
 _PAYLOADS: Final = (torch.int8, torch.uint8)
 """Types of planes beside the floating-point ones: what something is quantised to, or bytes."""
+
+_WHAT_WORKS: Final = (
+    "keys and values are torch.bfloat16, torch.float16, torch.float32 or another floating-point type of torch's; "
+    f"{' and '.join(map(str, _PAYLOADS))} are for those that are quantised, by dtype="
+    f"{' or '.join(f'KVType({kind!r})' for kind in KV_KINDS)}"
+)
 
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
 """Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
@@ -69,12 +75,9 @@ class Plane:
         if self.heads < 1 or self.dim < 1:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
         if not isinstance(self.dtype, torch.dtype):
-            raise LayoutError(f"dtype={self.dtype!r} is not a torch.dtype such as torch.bfloat16")
+            raise LayoutError(f"dtype={self.dtype!r}: {_WHAT_WORKS}")
         if not self.dtype.is_floating_point and self.dtype not in _PAYLOADS:
-            raise LayoutError(
-                f"dtype={self.dtype}: keys and values are torch.bfloat16, torch.float16, torch.float32 or another "
-                f"floating-point type; {' and '.join(map(str, _PAYLOADS))} are for those that are quantised, see KVType"
-            )
+            raise LayoutError(f"dtype={self.dtype}: {_WHAT_WORKS}")
         if not self.name.isidentifier():
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
 

@@ -262,6 +262,12 @@ class Pool:
         if not getattr(self, "closed", True) and (self.created_bytes or self.pad.handle is not None):
             warnings.warn(f"a Pool holding {format_bytes(self.created_bytes)} was not closed", ResourceWarning, stacklevel=2)
 
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<Pool on {self.device}, closed>"
+        free, budget = format_bytes(self.budget_bytes - self.held_bytes), format_bytes(self.budget_bytes)
+        return f"<Pool on {self.device}: {counted(len(self._caches), 'cache')}, {free} of {budget} free>"
+
     # within
 
     def check_open(self) -> None:

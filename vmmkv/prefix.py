@@ -45,7 +45,7 @@ class PrefixStats:
     held_bytes: int
     """Of extents that the tree holds, whether or not sequences map them too."""
     attached: dict[str, int]
-    """How often by each rung."""
+    """How often by each rung; an alias of nothing, for less than a page was known, is a copy."""
     attach_us: dict[str, float]
     """How long that took in all."""
     hit_tokens: int
@@ -138,7 +138,7 @@ class PrefixCache:
                 raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
             attached = self._ladder.attach(tokens, namespace, rung=rung, num_steps=num_steps, end=end)
             self._enter(attached, namespace, tokens)
-            counts, name = self._counts, attached.rung.value
+            counts, name = self._counts, attached.was.value
             counts.attached[name] += 1
             counts.attach_us[name] += (time.perf_counter_ns() - began_ns) / 1e3
             counts.hit_tokens += attached.num_tokens

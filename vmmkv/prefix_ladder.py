@@ -32,6 +32,14 @@ class Attached:
     num_tokens: int
     """Rows [0, num_tokens) hold the first tokens of the prompt; the rest is to be computed."""
     rung: Rung
+    """The way that was told or chosen: of a prefix shorter than a page nothing may have been there to alias."""
+    num_aliased: int = 0
+    """Extents that it shares with others."""
+
+    @property
+    def was(self) -> Rung:
+        """What became of it: an alias of nothing is a copy."""
+        return Rung.COPY if self.rung is Rung.ALIAS and not self.num_aliased else self.rung
 
 
 class Ladder:
@@ -169,7 +177,7 @@ class Ladder:
             self._nodes.tree.unlock(deepest)
             for extent in tails:
                 self._cache.pool.drop(extent)
-        return Attached(sequence, best.num_tokens, rung)
+        return Attached(sequence, best.num_tokens, rung, num_aliased=sum(map(len, pages)))
 
 
 @dataclass(frozen=True, slots=True)

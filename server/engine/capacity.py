@@ -44,5 +44,5 @@ def why_never_fits(
     fewer = "ask for fewer tokens or beams" if ask.beam_width > 1 else "ask for fewer tokens"
     return (
         f"this request can never fit: {given} take at least {format_bytes(wanted_bytes)}, and the whole KV budget is "
-        f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise --kv-budget"
+        f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise the budget"
     )

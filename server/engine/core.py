@@ -51,7 +51,7 @@ _WINDOW_STEPS = 16
 _SLOT_STEPS = 8
 """After so many steps slots that were parked longest ago are given up, for those who want a bare one."""
 
-_NO_NUMBERS = "the model's logits are not numbers: it may need another --dtype"
+_NO_NUMBERS = "the model's logits are not numbers: it may need another dtype"
 
 _STRAY = NOT_A_NUMBER - 1000
 """In place of a token that the grammar of its request does not allow."""

@@ -99,5 +99,5 @@ def _room_for(num_slots: int, max_tokens: int) -> TokenIds:
         size_bytes = num_slots * max_tokens * np.dtype(np.int32).itemsize
         raise ValueError(
             f"the token ids of {num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the host's "
-            "memory, and there is not so much; lower --max-num-seqs or --max-tokens"
+            "memory, and there is not so much; lower max_num_seqs or max_tokens"
         ) from error

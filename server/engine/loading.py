@@ -162,7 +162,7 @@ class ModelSource:
                 )
             except decoder.Unsupported as error:
                 if config.model_impl == "vmmkv":
-                    raise ValueError(f"--model-impl vmmkv cannot run {config.model}: {error}; use auto") from error
+                    raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
                 log.info("this model runs by transformers' own code: %s", error)
             else:
                 self._decoder = decoder.Decoder(ours, weights)
@@ -199,12 +199,9 @@ def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
     reach: int | None = getattr(text_config, "max_position_embeddings", None)
     longest = wanted if wanted is not None else reach
     if longest is None:
-        raise ValueError(
-            "the model's configuration does not say how long its sequences may be: give --max-tokens, which is max_tokens "
-            "of an Engine"
-        )
+        raise ValueError("the model's configuration does not say how long its sequences may be: give max_tokens")
     if reach is not None and longest > reach:
-        raise ValueError(f"--max-tokens {longest} is more than this model's positions reach, {reach}")
+        raise ValueError(f"max_tokens={longest} is more than this model's positions reach, {reach}")
     return longest
 
 
@@ -223,7 +220,7 @@ def choose_device(device: str) -> torch.device:
     if index >= count:
         seen = "torch sees no GPU here" if not count else f"torch sees {count} here, numbered from 0"
         last = f"cuda:{count - 1}, " if count else ""
-        raise DriverUnavailable(f"--device {device}: {seen}; use --device {last}cpu or auto")
+        raise DriverUnavailable(f"device={device!r}: {seen}; use {last}cpu or auto")
     return torch.device("cuda", index)
 
 

@@ -164,7 +164,7 @@ def check_budget(budget_bytes: int, device: torch.device) -> None:
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else HostMemory().read().total_bytes
     if budget_bytes > total_bytes:
         raise BudgetError(
-            f"--kv-budget {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
+            f"kv_budget_bytes of {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
             "lower it, or leave it out for what is free"
         )
 
@@ -177,7 +177,7 @@ def open_cache(layout: KVLayout, pool: Pool, slots: int, max_tokens: int) -> KVC
         pool.close()
         if error.call != "reserve":
             raise
-        message = f"{error}; lower --max-num-seqs or --max-tokens"
+        message = f"{error}; lower max_num_seqs or max_tokens"
         raise type(error)(message, call=error.call, code=error.code) from error
 
 

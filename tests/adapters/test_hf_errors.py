@@ -77,6 +77,19 @@ def test_another_batch_is_refused(pool: Pool, model: Any) -> None:
             cache.reorder_cache(torch.tensor([0, 2]))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_pass_without_a_new_token_is_refused_and_reset_begins_anew(pool: Pool, model: Any, size: int) -> None:
+    """Of a prompt that is half as long as what the cache holds, transformers leaves nothing to compute."""
+    other = {"input_ids": IDS[:1, :5].repeat(size, 1)}
+    with VmmCache(model.config, pool) as cache:
+        generated(model, cache, {"input_ids": IDS}, min_new_tokens=5, max_new_tokens=5)
+        with pytest.raises(ValueError, match=r"batch of 2 with 13 tokens each.* reset\(\) begins anew.* give all 13 tokens"):
+            generated(model, cache, other)
+        cache.check()
+        cache.reset()
+        assert len(generated(model, cache, other)) == size
+
+
 def test_another_model_is_refused(pool: Pool, model: Any) -> None:
     with VmmCache(model.config, pool) as cache, torch.no_grad():
         model(IDS, past_key_values=cache)

@@ -194,7 +194,8 @@ class Harness:
         return out[0, len(prompt) :].tolist()
 
     def close(self) -> None:
-        """Everything goes back, or this raises."""
+        """The threads end and everything goes back, or this raises."""
+        self.engine.close()
         self.cache.close()
         self.pool.close()
         calls = self.pool.driver.calls

@@ -37,7 +37,7 @@ def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness
     one.ask("beams", prompt_of(64), 129, beam_width=3)
     prompt, beams = one.failures()["prompt"], one.failures()["beams"]
     assert "a prompt of 400 tokens and 40 new ones take at least 13.7 MiB" in prompt  # 439 rows of 32 KiB
-    assert "whole KV budget is 10.0 MiB, 320 tokens of one sequence: ask for fewer tokens, or raise --kv-budget" in prompt
+    assert "whole KV budget is 10.0 MiB, 320 tokens of one sequence: ask for fewer tokens, or raise the budget" in prompt
     assert "129 new ones in each of 3 beams take at least 14.0 MiB" in beams and "fewer tokens or beams" in beams
     one.ask("fits", prompt_of(300), 20)
     one.pool.resize(7 * PAGE_BYTES)

@@ -224,5 +224,5 @@ def test_a_length_penalty_beyond_floats_fails_one_request(harness: Callable[...,
 
 @pytest.mark.parametrize(("num_slots", "max_tokens"), [(2**24, 2**31), (2**40, 2**31)])
 def test_more_token_ids_than_the_host_has_room_for_name_the_options(num_slots: int, max_tokens: int) -> None:
-    with pytest.raises(ValueError, match=r"[0-9.]+ \w+ of the host's memory.* lower --max-num-seqs or --max-tokens"):
+    with pytest.raises(ValueError, match=r"[0-9.]+ \w+ of the host's memory.* lower max_num_seqs or max_tokens"):
         Ledger(num_slots, max_tokens)

@@ -114,7 +114,7 @@ def test_transformers_runs_the_others_and_it_is_said_why(tmp_path: Path, caplog:
         source = source_of(make(), tmp_path)
     assert implementation(source) == "transformers"
     assert "transformers' own code" in caplog.text and reason in caplog.text
-    with pytest.raises(ValueError, match=r"--model-impl vmmkv cannot run .* use auto") as raised:
+    with pytest.raises(ValueError, match=r"model_impl='vmmkv' cannot run .* use 'auto'") as raised:
         source_of(make(), tmp_path, model_impl="vmmkv")
     assert reason in str(raised.value)
 

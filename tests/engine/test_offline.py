@@ -369,8 +369,11 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: Engine, capsys: p
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
     one = Engine(directory, **OPTIONS)
     calls = one._open().engine.cache.pool.driver.calls
-    one.generate("abc", GREEDY)
+    assert repr(one) == f"<Engine of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
+    one.generate("a" * 100, GREEDY)
+    assert "64.0 MiB of 64.0 MiB free" not in repr(one), "the prefix cache keeps it"
     one.close()
+    assert repr(one) == f"<Engine of {directory}, closed>"
     one.close()
     assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
     with pytest.raises(Closed, match="closed"):
@@ -443,8 +446,16 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
         Engine(directory, kv_budget_bytes="4GiB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model is None; wanted a text"):
         Engine(None)  # type: ignore[arg-type]
-    with pytest.raises(BudgetError, match=r"--kv-budget 1048576\.0 TiB is more than cpu has: .* in all"):
+    with pytest.raises(BudgetError, match=r"kv_budget_bytes of 1048576\.0 TiB is more than cpu has: .* in all"):
         Engine(directory, device="cpu", kv_budget_bytes=2**60)
+    for wrong in ("int8", torch.int8):
+        with pytest.raises(ValueError, match=r"dtype='int8' is not known; use one of auto, float32, bfloat16, float16"):
+            Engine(directory, dtype=wrong)
+
+
+def test_a_dtype_may_be_torchs_own(directory: Path) -> None:
+    with Engine(directory, **(OPTIONS | {"dtype": torch.bfloat16})) as one:
+        assert one.ready.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -463,7 +474,7 @@ def test_an_option_that_there_is_not_is_refused_with_the_nearest(option: str, sa
 def test_too_many_addresses_are_said_with_the_options_that_ask_for_them() -> None:
     layout = KVLayout.uniform(layers=32, kv_heads=32, head_dim=256, dtype=torch.float32)
     pool = Pool("cpu", 64 * MIB)
-    with pytest.raises(DriverError, match=r"reserve: .*; lower --max-num-seqs or --max-tokens") as raised:
+    with pytest.raises(DriverError, match=r"reserve: .*; lower max_num_seqs or max_tokens") as raised:
         open_cache(layout, pool, 100_000, 131_072)
     assert raised.value.call == "reserve"
     with pytest.raises(Closed):
@@ -474,7 +485,7 @@ def test_too_many_addresses_are_said_with_the_options_that_ask_for_them() -> Non
 def test_a_gpu_that_there_is_not_is_said_before_anything_is_loaded(directory: Path, device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(DriverUnavailable, match=f"--device {device}: torch sees .* here.*; use --device .*cpu or auto"):
+    with pytest.raises(DriverUnavailable, match=f"device='{device}': torch sees .* here.*; use .*cpu or auto"):
         Engine(directory, device=device)
 
 

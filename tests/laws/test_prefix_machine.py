@@ -192,6 +192,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return None
         num_tokens = attached.num_tokens
         assert num_tokens <= known
+        assert attached.rung is Rung.ALIAS or not attached.num_aliased
         assert (num_tokens == 0) == (attached.rung is Rung.RECOMPUTE)
         assert rung in (None, attached.rung) or attached.rung is Rung.RECOMPUTE
         live = self.opened(attached.sequence, prompt[:num_tokens], inserted=num_tokens)

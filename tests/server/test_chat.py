@@ -22,6 +22,7 @@ from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import token_ids
 from vmmkv.cli.chat import Conversation, printable
 from vmmkv.cli.chat_client import ChatClient, ServerError
+from vmmkv.cli.main import main
 from vmmkv.server.protocol import Generate
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,27 @@ def test_a_conversation_has_a_history_until_it_is_reset(server: Running) -> None
     assert one == f"{system}<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     assert two == f"{one}well [said]<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert three == one.replace("one", "three")
+
+
+def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(server: Running) -> None:
+    server.engine.answer = lambda request: token_ids("well")
+    options = ["--temperature", "0.5", "--top-p", "0.25", "--max-tokens", "3", "--seed", "7"]
+    for arguments in (options, ["--temperature", "0"], []):
+        with chatting("--url", server.url, *arguments) as chat:
+            assert chat.communicate("one\n", timeout=60)[1] == ""
+    given, greedy, default = (message for message in server.engine.received if isinstance(message, Generate))
+    assert (given.temperature, given.top_p, given.max_new_tokens, given.seed) == (0.5, 0.25, 3, 7)
+    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    assert (default.temperature, default.top_p, default.max_new_tokens) == (1.0, 1.0, greedy.max_new_tokens)
+    assert greedy.max_new_tokens > 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--temperature", "2.5"), ("--temperature", "-1"), ("--top-p", "1.5"), ("--max-tokens", "0")]
+)
+def test_what_no_server_takes_is_wrong_usage(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9", *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from tests.server import fake_engine
 from tests.server.fake_engine import DIE_SEED, SILENT_SEED
 from tests.server.support import asking, eventually
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.launch import run
+from vmmkv.cli.main import main
+from vmmkv.server.launch import CannotStart, run
 from vmmkv.server.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -251,6 +252,19 @@ def test_an_engine_that_says_why_it_cannot_start_is_one_error(model_dir: Path) -
         assert [line for line in served.log().splitlines() if not line.startswith("weights")] == ["no model here; use another"]
 
 
+def test_why_an_engine_cannot_start_names_flags(model_dir: Path) -> None:
+    with serving(model_dir, "--cannot-start", "max_tokens=9 is too many; lower max_tokens") as served:
+        assert served.ends(120) == 1
+        assert served.log().splitlines()[-1] == "--max-tokens 9 is too many; lower --max-tokens"
+
+
+def test_why_an_engine_cannot_start_is_an_object_of_json_where_all_lines_are(model_dir: Path) -> None:
+    with serving(model_dir, "--cannot-start", "no model here; use another", log_format="json") as served:
+        assert served.ends(120) == 1
+        lines = [json.loads(line) for line in served.log().splitlines()]
+        assert (lines[-1]["event"], lines[-1]["level"]) == ("no model here; use another", "error")
+
+
 def test_a_signal_while_the_engine_loads_ends_both(model_dir: Path) -> None:
     with serving(model_dir, "--loading-s", "60") as served:
         engine = served.engine_pid()
@@ -294,15 +308,26 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path)
         port = int(first.url().rpartition(":")[2])
         with serving(model_dir, port=port) as second:
             assert second.ends(120) == 1
-            assert f"port {port}" in second.log()
-            assert "serves" not in second.log()
+            assert second.log() == (
+                f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use; "
+                "use another --port, or --port 0 for any that is free\n"
+            )
 
 
-def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_port_that_is_taken_is_an_error_of_the_command_before_the_model_is_looked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert run(ServeConfig(model=str(tmp_path / "nothing"), port=port)) == 1
-    assert f"port {port}" in caplog.text
+        assert main(["serve", "--model", str(tmp_path), "--port", str(port)]) == 1
+    assert capfd.readouterr().err.startswith(
+        f"vmmkv serve: cannot listen on --host 127.0.0.1 --port {port}: Address already in use"
+    )
+
+
+def test_an_address_that_is_not_here_is_said_with_one_that_is() -> None:
+    with pytest.raises(CannotStart, match=r"--host 192\.0\.2\.1 --port 0: .*; use 127\.0\.0\.1 for this machine alone"):
+        run(ServeConfig(host="192.0.2.1", port=0))
 
 
 def test_who_looks_does_not_keep_the_server_from_its_end(model_dir: Path) -> None:

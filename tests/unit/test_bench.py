@@ -76,6 +76,13 @@ def test_without_a_gpu_or_nvidia_smi_there_are_no_clocks(device: str, tmp_path: 
     assert rows == []
 
 
+def test_a_gpu_of_which_torch_knows_no_uuid_has_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="GPU"))
+    with gpu_clocks.watched(torch.device("cuda:0"), "serve", "serve tiny") as rows:
+        pass
+    assert rows == []
+
+
 def test_driver_calls_are_timed_alone_and_beside_a_thread(tmp_path: Path) -> None:
     rows = measured(tmp_path, "driver_calls")
     calls = {"reserve", "create", "map", "set_access", "unmap", "release", "fence", "memory", "export_fd", "settle"}

@@ -306,7 +306,10 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: KVType("fp8", "row"), "scale='row'.*token or to a head"),
         (lambda: KVType("int4", "head"), "int4 has no range.*scale='token' works, or kind='fp8'"),
         (lambda: uniform(head_dim=63, dtype=KVType("int4")), "head size 63 is odd; int8 works, or an even size"),
-        (lambda: uniform(dtype="int4"), "dtype='int4' is not a torch.dtype"),
+        (
+            lambda: uniform(dtype="int4"),
+            "dtype='int4': .* torch.bfloat16, .* torch.float32 .*=KVType.'fp8'. or KVType.'int8'. or KVType.'int4'.$",
+        ),
         (
             lambda: uniform(dtype=torch.int64),
             "dtype=torch.int64: .*bfloat16, torch.float16, torch.float32.*int8 and .*uint8",

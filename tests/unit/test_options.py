@@ -10,7 +10,7 @@ import pytest
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
 from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_configs, read_file
+from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_configs, read_file, with_flags
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import GIB, MIB
 
@@ -143,6 +143,36 @@ def test_what_is_wrong_in_a_file_is_one_line_that_names_the_file(
     assert message in error and str(file) in error
     assert error.count("\n") == 1
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("max_tokens=9 is more than this model's positions", "--max-tokens 9 is more than this model's positions"),
+        ("device='cuda:9': torch sees 1", "--device 'cuda:9': torch sees 1"),
+        ("lower max_num_seqs or max_tokens.", "lower --max-num-seqs or --max-tokens."),
+        ("kv_budget_bytes of 4 GiB", "--kv-budget of 4 GiB"),
+        ("no model in my_max_tokens/max_tokens/seed=7", "no model in my_max_tokens/max_tokens/seed=7"),
+        ("max_tokens_per_model", "max_tokens_per_model"),
+        ("a device, a seed, a port", "a device, a seed, a port"),
+    ],
+)
+def test_what_the_engine_says_of_its_options_has_their_flags_on_the_command_line(said: str, shown: str) -> None:
+    assert with_flags(said) == shown
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServeConfig) if field.name != "prefix_cache"])
+def test_an_option_that_cannot_be_is_an_argument_in_python_and_a_flag_on_the_command_line(field: str) -> None:
+    (option,) = (one for one in OPTIONS if one.field == field)
+    wrong: Any = "" if isinstance(option.default, str) else -1
+    with pytest.raises(ValueError) as raised:
+        ServeConfig(**{field: wrong})
+    said = str(raised.value)
+    assert said.startswith(field) and "--" not in said
+    with pytest.raises(ValueError) as raised:
+        make_configs({field: wrong}, {}, None)
+    shown = str(raised.value)
+    assert shown.startswith(f"{option.flag} ") and f"{field}=" not in shown
 
 
 def test_a_file_that_is_not_there_is_one_line(launched: list[Configs], capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,16 @@ def test_a_device_with_less_memory_than_the_budget_first_gives_what_is_free_then
     pool.close()
 
 
+def test_a_pool_says_what_of_its_budget_is_free(pool):
+    assert repr(pool) == "<Pool on cpu: 0 caches, 40.0 MiB of 40.0 MiB free>"
+    sequence = opened(new_cache(pool), 3)
+    assert repr(pool) == "<Pool on cpu: 1 cache, 34.0 MiB of 40.0 MiB free>"
+    sequence.close()
+    CACHES.pop().close()
+    pool.close()
+    assert repr(pool) == "<Pool on cpu, closed>"
+
+
 def test_close_gives_everything_back_and_is_idempotent(pool, driver):
     cache = new_cache(pool)
     opened(cache, 3)

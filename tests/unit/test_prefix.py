@@ -330,6 +330,21 @@ def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatc
     assert prefix.costs.alias_us == prefix.costs.map_us < 1e6
 
 
+@pytest.mark.parametrize("rung", [None, Rung.ALIAS])
+def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix, rung):
+    begin(prefix, PROMPT[:10])
+    attached = prefix.attach(PROMPT[:11], rung=rung)
+    assert (attached.num_tokens, attached.num_aliased) == (10, 0)
+    assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (0, 1)
+    assert prefix.stats().attach_us["copy"] > 0
+
+
+def test_what_has_pages_of_others_counts_as_an_alias(prefix):
+    begin(prefix, PROMPT[:40])
+    assert prefix.attach(PROMPT[:41], rung=Rung.ALIAS).num_aliased > 0
+    assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (1, 0)
+
+
 def test_a_copy_is_dearer_for_a_prefix_that_is_read_often(cache):
     prefix = PrefixCache(cache, Costs(alias_us=500, map_us=100, copy_us_per_byte=1e-5))
     begin(prefix, PROMPT[:48])

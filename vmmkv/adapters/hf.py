@@ -165,8 +165,17 @@ class VmmCache(Cache):  # type: ignore[misc]
         return self._batch.num_tokens + (self._batch.num_new if layer_idx in self._batch.written else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys a layer gives the next `query_length` tokens, and the number of the first."""
+        """How many keys a layer gives the next `query_length` tokens, and the number of the first.
+
+        Raises: ValueError for no tokens, which is what generate leaves of a prompt half as long as what the cache holds.
+        """
         num_tokens = self._batch.num_tokens
+        if query_length == 0:
+            raise ValueError(
+                f"no token is new: the cache has a batch of {self._batch.size} with {num_tokens} tokens each, and generate "
+                f"takes a prompt for these and what follows them. reset() begins anew, with a batch of any size; to go on, "
+                f"give all {num_tokens} tokens and those behind them"
+            )
         first = self._batch.rows_of(layer_idx).first_token(num_tokens)
         return num_tokens - first + query_length, first
 

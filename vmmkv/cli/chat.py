@@ -1,6 +1,7 @@
 """`vmmkv chat`: a conversation with a running server, in the terminal."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 import typer
@@ -16,6 +17,7 @@ EXAMPLES = """\
 examples:
   vmmkv chat                            with `vmmkv serve` on this machine
   vmmkv chat --url http://gpu-box:8000 --system "Be brief."
+  vmmkv chat --temperature 0            always the likeliest token
   VMMKV_API_KEY=... vmmkv chat --url https://example.org
                                         `ps` shows flags, and no variables
 
@@ -26,6 +28,7 @@ in the conversation:
 """
 
 _PROMPT: Final = "> "
+_SERVERS: Final[Mapping[str, str]] = {"show_default": "the server's"}
 
 
 def run(
@@ -38,6 +41,18 @@ def run(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="a system message, to begin with", show_default="none")
     ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=2, metavar="X", help="0 for the likeliest tokens, above 1 for odd ones", **_SERVERS),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="P", help="draw from the likeliest tokens that have so much of the chance", **_SERVERS
+        ),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="of an answer at most", **_SERVERS)] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="equal ones give equal answers", **_SERVERS)] = None,
 ) -> int:
     """Talk until the input ends."""
     with contextlib.suppress(ImportError):
@@ -51,15 +66,26 @@ def run(
         raise ValueError(printable(str(error))) from error
     hello = f"{printable(model)} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"
     console.print(hello, style="dim", markup=False)
-    Conversation(client, model, system, console, errors).go_on()
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    Conversation(client, model, system, console, errors, given).go_on()
     return 0
 
 
 class Conversation:
-    """What was said, and who hears what comes next."""
+    """What was said, who hears what comes next, and how tokens of answers are chosen."""
 
-    def __init__(self, client: ChatClient, model: str, system: str | None, console: Console, errors: Console) -> None:
+    def __init__(
+        self,
+        client: ChatClient,
+        model: str,
+        system: str | None,
+        console: Console,
+        errors: Console,
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
         self._client, self._model, self._console, self._errors = client, model, console, errors
+        self._sampling = dict(sampling or {})
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages = self._opening.copy()
 
@@ -89,7 +115,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": said}]
         answer = ""
         try:
-            with contextlib.closing(self._client.answer(self._model, messages)) as pieces:
+            with contextlib.closing(self._client.answer(self._model, messages, **self._sampling)) as pieces:
                 for piece in pieces:
                     with DeferredInterrupt():  # a console that stops within a piece prints nothing more, ever
                         answer += piece

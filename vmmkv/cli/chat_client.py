@@ -43,12 +43,13 @@ class ChatClient:
         except (KeyError, IndexError, TypeError) as error:
             raise ServerError(f"{self._url} serves no model that it names; is it an OpenAI-shaped server?") from error
 
-    def answer(self, model: str, messages: Sequence[dict[str, str]]) -> Generator[str, None, None]:
+    def answer(self, model: str, messages: Sequence[dict[str, str]], **sampling: float) -> Generator[str, None, None]:
         """The assistant's next turn, piece by piece. To leave the iterator is to hang up, and the server stops then.
 
+        `sampling` is what else the request has, such as `temperature`.
         Raises: ServerError, also in the middle of an answer.
         """
-        body = json.dumps({"model": model, "messages": list(messages), "stream": True}).encode()
+        body = json.dumps({"model": model, "messages": list(messages), "stream": True, **sampling}).encode()
         with closing(self._connect()) as connection:
             response = self._ask(connection, "POST", "/v1/chat/completions", body)
             try:
