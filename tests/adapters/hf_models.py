@@ -7,6 +7,8 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -19,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from tests.attending import attending_by
@@ -61,6 +65,24 @@ def mistral(sliding_window: int, **changes: Any) -> MistralForCausalLM:
     """Every layer with a window."""
     torch.manual_seed(0)
     return MistralForCausalLM(MistralConfig(**_options(sliding_window=sliding_window, **changes))).eval()
+
+
+def qwen2(sliding_window: int) -> Qwen2ForCausalLM:
+    """Two layers without a window and two with one; biases on queries, keys and values."""
+    torch.manual_seed(0)
+    options = _options(use_sliding_window=True, sliding_window=sliding_window, max_window_layers=2)
+    model = Qwen2ForCausalLM(Qwen2Config(**options))
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            torch.nn.init.normal_(projection.bias)
+    return model.eval()
+
+
+def gemma2(sliding_window: int, **changes: Any) -> Gemma2ForCausalLM:
+    """Soft-capped scores; every other layer with a window."""
+    torch.manual_seed(0)
+    caps = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32}
+    return Gemma2ForCausalLM(Gemma2Config(**_options(sliding_window=sliding_window, **caps, **changes))).eval()
 
 
 def gemma3(sliding_window: int, **changes: Any) -> Gemma3ForCausalLM:

@@ -42,7 +42,8 @@ def test_all_but_the_model_that_they_share_are_scripts() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 120
+    most_lines = {"minimal_engine": 100}.get(path.stem, 119)  # which is what it says of itself
+    assert len(path.read_text().splitlines()) <= most_lines
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -17,13 +17,14 @@ import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
+from transformers import DynamicCache
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as window_mask_function
 
 from tests.adapters.hf_models import (
     assert_attention_is_sdpas,
     deepseek,
+    gemma2,
     gemma3,
     gemma4,
     generated,
@@ -120,15 +121,11 @@ def test_a_batch_that_is_padded_goes_to_sdpa(pool: Pool, in_torch: list[str]) ->
 
 
 def test_a_soft_cap_is_kept(pool: Pool, in_torch: list[str]) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    ends = {"vocab_size": 199, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = Gemma2Config(num_key_value_heads=2, sliding_window=16, attn_logit_softcapping=0.5, **sizes, **ends)
-    model = Gemma2ForCausalLM(config).eval()
+    model = gemma2(16)
     model.set_attn_implementation("eager")
-    expected = generated(model, DynamicCache(config=config), prompts(30))
+    expected = generated(model, DynamicCache(config=model.config), prompts(30))
     model.set_attn_implementation("vmmkv")
-    with VmmCache(config, pool) as cache:
+    with VmmCache(model.config, pool) as cache:
         assert generated(model, cache, prompts(30)) == expected
         cache.reset()
         with pytest.raises(NotImplementedError, match=r'padding.*set_attn_implementation\("eager"\)'):

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tests.adapters import flash
 from tests.adapters.hf_models import (
     assert_attention_is_sdpas,
     assert_same,
@@ -17,6 +18,7 @@ from tests.adapters.hf_models import (
     prompts,
     wide_llama,
 )
+from tests.attending import attending_by
 from vmmkv import GIB, Pool
 from vmmkv.adapters.hf import VmmCache
 from vmmkv.adapters.hf_attention import attention, declined
@@ -43,6 +45,17 @@ def test_the_tokens_are_those_of_transformers_own_cache(pool: Pool, make: Any, a
     model.set_attn_implementation(attention)
     assert_same(model, pool, on_gpu(prompts(45)))
     assert_same(model, pool, on_gpu(prompts(45, 20, 3)))
+
+
+@pytest.mark.parametrize("make", [llama, lambda: gemma3(16), lambda: mistral(40)], ids=["full", "hybrid", "sliding"])
+def test_flash_attention_by_torchs_build_of_its_kernels(monkeypatch: pytest.MonkeyPatch, pool: Pool, make: Any) -> None:
+    package = flash.install(monkeypatch, 2, flash.aten_flash_2)
+    model = make().to("cuda:0", torch.bfloat16)
+    with attending_by(model, "flash_attention_2"):
+        assert_same(model, pool, on_gpu(prompts(70)), prefill_chunk_size=7)
+        assert_same(model, pool, on_gpu(prompts(70, 70)))
+        assert_same(model, pool, on_gpu(prompts(70, 40, 3)))
+    assert {function for function, _ in package.calls} == {"flash_attn_func", "flash_attn_varlen_func"}
 
 
 def test_beams_and_prompt_lookup(pool: Pool) -> None:
