@@ -247,11 +247,17 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        remedy = "another --port, or --port 0 for any that is free" if is_of_port else "127.0.0.1 for this machine alone"
-        reason = str(error.strerror).partition(" (while ")[0]  # the address once more
-        raise CannotStart(f"cannot listen on --host {host} --port {port}: {reason}; use {remedy}") from error
+    except (OSError, UnicodeError) as error:  # a name that no host can have is the latter
+        code = error.errno if isinstance(error, OSError) else None
+        remedy = "127.0.0.1 is this machine alone" if isinstance(error, (socket.gaierror, UnicodeError)) else ""
+        if code == errno.EADDRNOTAVAIL:
+            remedy = "127.0.0.1 is this machine alone, and 0.0.0.0 all its networks"
+        elif code in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "use another --port, or --port 0 for any that is free"
+        reason = str(error.strerror if isinstance(error, OSError) else error).partition(" (while ")[0]  # the address once more
+        raise CannotStart(
+            "; ".join(filter(None, [f"cannot listen on --host {host} --port {port}: {reason}", remedy]))
+        ) from error
 
 
 def _is_here(listener: socket.socket) -> bool:

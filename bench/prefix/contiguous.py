@@ -104,7 +104,7 @@ class Vmmkv:
         else:
             rung = self.sharing.rung if self.forces else None
             attached = self.prefix.attach(tokens, max_tokens=max_tokens, num_steps=max_tokens - len(tokens), rung=rung)
-            sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.rung
+            sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.was
         self.sequences[sequence.slot] = sequence
         return Attachment(sequence.slot, num_tokens, taken.value)
 

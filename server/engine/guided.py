@@ -92,13 +92,10 @@ class Guided:
         for request, matcher in self.constraints.opened():
             if isinstance(matcher, Exception):
                 self._refuse(request, "cannot be read", matcher)
-            elif self.constraints.is_full:
-                busy = OverTime("others that took too long are still being worked on; try again later")
-                self._refuse(request, "cannot be followed", busy)
             else:
                 request.matcher, request.may_jump = matcher, jumps(request)
                 begun.append(request)
-        calls = [(request, partial(_forced, request)) for request in begun]
+        calls = [(request, partial(self._forced, request)) for request in begun]
         for request, forced in zip(begun, self.constraints.follow(calls), strict=True):
             if isinstance(forced, Exception):
                 self._refuse(request, "cannot be followed", forced)
@@ -109,6 +106,13 @@ class Guided:
             self.scheduler.waiting.append(request)
         if self.constraints.num_coming and is_idle and not self.scheduler.has_work:
             self.constraints.nap()
+
+    def _forced(self, request: Request) -> list[int]:
+        """What an answer begins with. Raises: OverTime; each is asked behind those that took too long before it."""
+        if self.constraints.is_full:
+            raise OverTime("others that took too long are still being worked on; try again later")
+        assert request.matcher is not None, "its grammar has been read"
+        return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
 
     def tell_begun(self) -> None:
         """Those that run by now: what was cached of their prompts is known."""
@@ -272,12 +276,6 @@ def not_followed(request: Request, error: Exception) -> str:
     """Why a request ends whose matcher has failed; logged."""
     log.warning("request %s: its grammar cannot be followed: %s", request.ask.request_id, error)
     return f"its grammar cannot be followed: {error}"
-
-
-def _forced(request: Request) -> list[int]:
-    """What an answer begins with."""
-    assert request.matcher is not None, "its grammar has been read"
-    return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
 
 
 def _accept(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Next | None:

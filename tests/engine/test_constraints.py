@@ -43,7 +43,7 @@ from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
 from vmmkv.server.grammar.compiling import Compilation
 from vmmkv.server.grammar.matcher import Matcher
 from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import Outcome, Watch
+from vmmkv.server.grammar.watch import MAX_LEFT, Outcome, Watch
 from vmmkv.server.protocol import Abort, Generate
 
 
@@ -571,6 +571,29 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_nobody_else(
     go.set()
     assert one.failures().keys() == {"5"} and "too long to follow" in one.failures()["5"]
     assert all(one.tokens(str(index)) == one.tokens("0") != [] for index in range(12) if index != 5)
+
+
+def test_answers_that_begin_together_leave_no_more_threads_than_one_by_one(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def endless(matcher: Matcher, at_most: int) -> list[int]:
+        while not go.is_set():
+            pass
+        return []
+
+    monkeypatch.setattr(Matcher, "force", endless)
+    one = engine(slots=12)
+    for index in range(12):
+        one.ask(str(index), token_ids("?"), 60, grammar=of({"const": "0123"}))
+    assert eventually(lambda: all(future.done() for _, future in reading(one)._coming.values()))
+    one.run()
+    num_left = reading(one)._watch.num_left
+    go.set()
+    assert num_left == MAX_LEFT
+    reasons = list(one.failures().values())
+    assert len(reasons) == 12 and sum("try again later" in reason for reason in reasons) == 12 - MAX_LEFT
 
 
 def test_no_new_answer_begins_while_too_much_is_worked_on_for_nobody(

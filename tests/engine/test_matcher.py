@@ -61,3 +61,15 @@ def test_masks_are_those_of_the_tokens_alone_and_nothing_is_forced_behind_what_i
             if token == words.info.stop_token_ids[0]:
                 break
     assert num_forced > 5
+
+
+@pytest.mark.parametrize("expression", ["onz[a-z]*", "thq[a-z]*", "erx[a-z]*"])
+def test_a_mask_of_tokens_that_were_taken_back_is_forgotten(smollm2: Path, expression: str) -> None:
+    """What is forced has two tokens, and the last could be longer; another comes in the place of the first."""
+    words = vocabulary(smollm2)
+    data = Compilation(words).compile("regex", expression)
+    matcher, fresh = (Matcher(xgrammar.CompiledGrammar.deserialize_json(data.decode(), words.info), words) for _ in range(2))
+    assert matcher.force(20) == []
+    (letter,) = words.rust.encode(expression[0], add_special_tokens=False).ids
+    assert matcher.accept(letter) and fresh.accept(letter)
+    assert (filled(matcher) == filled(fresh)).all()

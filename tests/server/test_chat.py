@@ -81,7 +81,7 @@ def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(server: Runni
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--temperature", "2.5"), ("--temperature", "-1"), ("--top-p", "1.5"), ("--max-tokens", "0")]
+    "wrong", [("--temperature", "2.5"), ("--temperature", "-1"), ("--top-p", "1.5"), ("--top-p", "0"), ("--max-tokens", "0")]
 )
 def test_what_no_server_takes_is_wrong_usage(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9", *wrong]) == 2

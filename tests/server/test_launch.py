@@ -314,6 +314,14 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(model_dir: Path)
             )
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example", "no-such-host.invalid"])
+def test_a_host_that_cannot_be_is_an_error_that_names_the_flag(host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "nowhere", "--host", host]) == 1
+    told = capfd.readouterr().err
+    assert told.startswith(f"vmmkv serve: cannot listen on --host {host} --port 8000: ")
+    assert told.endswith("; 127.0.0.1 is this machine alone\n")
+
+
 def test_a_port_that_is_taken_is_an_error_of_the_command_before_the_model_is_looked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,11 @@ def run(
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, metavar="P", help="draw from the likeliest tokens that have so much of the chance", **_SERVERS
+            min=0.001,
+            max=1,
+            metavar="P",
+            help="draw from the likeliest tokens that have so much of the chance",
+            **_SERVERS,
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="of an answer at most", **_SERVERS)] = None,
