@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import vmmkv.errors
-from bench import suites
+from bench import recorded, suites
 from vmmkv.cli import serve
 from vmmkv.server import metrics
 from vmmkv.server.app import DEFAULT_COMPLETION_TOKENS
@@ -223,6 +223,12 @@ def test_the_guide_for_kernels_has_every_check_and_no_other() -> None:
 def test_the_benchmark_guide_has_every_suite() -> None:
     listed = re.findall(r"^\| `([a-z_]+)` \|", read("guides/benchmarks.md"), re.MULTILINE)
     assert listed == list(suites.SUITES)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "bench" / "README.md", ROOT / "bench" / "cli.py", *PAGES], ids=str)
+def test_rows_of_a_commit_that_an_example_names_are_there(page: Path) -> None:
+    for file, commit in re.findall(r"([\w/.-]+\.jsonl)@(\w+)", page.read_text(encoding="utf-8")):
+        assert recorded.read([ROOT / file], commit).rows
 
 
 def test_the_committed_page_is_of_the_committed_rows() -> None:

@@ -164,7 +164,7 @@ def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFi
         ([*LARGE, "--memory", "80GiB", "--max-tokens", "-1"], "--max-tokens -1: it must be at least 1"),
         ([*LARGE, "--memory", "80GiB", "--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
         ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "--guard-tokens -1: it must be at least 0"),
-        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "--kv-dtype 'int3' is not known; use auto or one of fp8, int8, int4, float32"),
+        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "--kv-dtype 'int3' is not known; use auto or one of fp8, int8, int4"),
         ([*LARGE, "--memory", "80GiB", "--kv-scale", "head"], "fp16 has no scales; add --kv-dtype fp8 or int8 or int4"),
         ([*LARGE[:-1], "int8", "--memory", "80GiB", "--kv-scale", "head"], "use --kv-scale token, or --kv-dtype fp8"),
         ([*LARGE[:-1], "fp8", "--memory", "80GiB", "--kv-scale", "row"], "--kv-scale 'row' is not known; use token or head"),

@@ -151,9 +151,9 @@ def test_the_version_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    bare = capsys.readouterr()
+    bare = "".join(capsys.readouterr())  # which of both streams has it, differs between releases of typer
     assert main(["--help"]) == 0
-    assert (bare.out, bare.err) == (capsys.readouterr().out, "")
+    assert bare.strip() == capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("arguments", [["play"], ["serve", "--port", "x"], ["plan"]])
