@@ -47,7 +47,7 @@ _EXAMPLES: Final = """examples:
   python -m bench run --resume                    what a run that was cut short has not finished
   python -m bench kernels --parts decode          the short form of run --suite kernels
   python -m bench report                          rows to one HTML page and its figures
-  python -m bench compare bench/results/prefix.jsonl@3b60c58 bench/results/prefix.jsonl@3db1e78
+  python -m bench compare bench/results/prefix.jsonl@0a1d004 bench/results/prefix.jsonl@647c26e
   python -m bench table bench/out/kernels.jsonl   rows of kernels as Markdown, promises kept or not
 """
 

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from vmmkv.server.answer_schemas import ErrorBody, ErrorDetail
 from vmmkv.server.turns import QueueFull, ShareFull
+from vmmkv.units import counted
 
 RETRY_AFTER_S = 1
 
@@ -159,4 +160,20 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         case "unsupported_parameter":
             return bad_request(first["msg"], param=param, code="unsupported_parameter")
         case _:
-            return bad_request(f"Invalid {param or 'body'}: {first['msg']}.", param=param, code="invalid_value")
+            return bad_request(f"Invalid {param or 'body'}: {_in_words(first)}.", param=param, code="invalid_value")
+
+
+def _in_words(error: Mapping[str, Any]) -> str:
+    """What pydantic says, but for what it says of Python's types and its own steps."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "it must be a JSON object"
+        case "list_type":
+            return "it must be a list"
+        case "too_short":
+            return f"it must have {counted(context['min_length'], 'item')} at least, and has {context['actual_length']}"
+        case "too_long":
+            return f"it may have {counted(context['max_length'], 'item')} at most, and has {context['actual_length']}"
+        case _:
+            return str(error["msg"])

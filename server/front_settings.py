@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from vmmkv.server.hosts import check_name
-from vmmkv.units import KIB, MIB, format_bytes
+from vmmkv.units import KIB, MIB, counted, format_bytes
 
 LEAST_KEY_CHARS: Final = 8
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
@@ -48,14 +48,11 @@ class FrontConfig:
     """An engine that has work and makes no step for so long is reported."""
 
     def __post_init__(self) -> None:
+        for key in self.api_keys:
+            _check_key("--api-key", key)
+        if self.admin_key is not None:
+            _check_key("--admin-key", self.admin_key)
         self._read_files()
-        for name, keys in (("--api-key", self.api_keys), ("--admin-key", () if self.admin_key is None else (self.admin_key,))):
-            for key in keys:
-                if len(key) < LEAST_KEY_CHARS or not _KEY.fullmatch(key):
-                    raise ValueError(
-                        f"{name} has a key of {len(key)} characters that cannot be used: it needs {LEAST_KEY_CHARS} or more, "
-                        "visible ASCII without spaces; `openssl rand -hex 24` makes one"
-                    )
         if self.admin_key in self.api_keys:
             raise ValueError("--admin-key is one of the API keys: its holder could do all that the administrator can")
         for name in self.allowed_hosts:
@@ -96,13 +93,27 @@ class FrontConfig:
             raise ValueError(f"{name} {value:g}: wanted a number of seconds above 0")
 
 
+def _check_key(where: str, key: str) -> None:
+    """Can a header carry it, and is it long enough? Raises: ValueError, which says where it was found, and not the key."""
+    if len(key) < LEAST_KEY_CHARS or not _KEY.fullmatch(key):
+        raise ValueError(
+            f"{where} has a key of {counted(len(key), 'character')} that cannot be used: it needs {LEAST_KEY_CHARS} or more, "
+            "visible ASCII without spaces; `openssl rand -hex 24` makes one"
+        )
+
+
 def read_keys(option: str, path: Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; empty lines and those that begin with # are none. Raises: ValueError."""
+    """The keys in a file, one a line; empty lines and those that begin with # are none.
+
+    Raises: ValueError for a file that cannot be read, or has a key that cannot be used or none at all.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{option} {path} cannot be read: {error}") from error
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and not key.startswith("#")}
+    for number, key in keys.items():
+        _check_key(f"{option} {path}, line {number},", key)
     if not keys:
         raise ValueError(f"{option} {path} has no key in it; write one a line")
-    return keys
+    return tuple(keys.values())

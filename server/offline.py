@@ -10,7 +10,6 @@ It is the engine of `vmmkv serve`: prompts are batched, share their prefixes, an
 """
 
 import dataclasses
-import difflib
 import gc
 import inspect
 import itertools
@@ -39,7 +38,7 @@ from vmmkv.server.offline_job import Job, Prompt
 from vmmkv.server.offline_prompts import AnyPrompt, each_params, each_priority, each_prompt, token_ids_of
 from vmmkv.server.progress import GenerationProgress, LoadingProgress
 from vmmkv.server.protocol import Abort, Beams, Failed, FromEngine, Loading, Outputs, PromptLogprobs, Ready, Snapshot
-from vmmkv.server.sampling import SamplingParams
+from vmmkv.server.sampling import SamplingParams, unknown_option
 from vmmkv.server.settings import DEFAULT_MODEL, ServeConfig
 from vmmkv.server.tokenizer import PromptError, Tokenizer
 from vmmkv.units import counted, format_bytes
@@ -314,9 +313,7 @@ def _unknown_option(name: str) -> str:
     """What to say of it."""
     parameters = inspect.signature(Engine).parameters.values()
     options = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    near = difflib.get_close_matches(name, options)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
-    return f"Engine has no option {name}; {remedy}"
+    return unknown_option("Engine", name, options)
 
 
 def _vocab_size(directory: Path) -> int:

@@ -1,10 +1,14 @@
 """What a caller in this process asks of a generation; HTTP has the same options (`sampling_schemas.py`)."""
 
+import difflib
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 MAX_PENALTY: Final = 2.0
 """Presence and frequency penalties, either way; OpenAI's limit."""
@@ -19,7 +23,44 @@ MAX_CHOICES: Final = 128
 MAX_INDEX: Final = 2**31
 """Token ids and counts of them are below it."""
 
+HTTP_ALONE: Final = (
+    "best_of", "beam_width", "cache_salt", "chat_template_kwargs", "length_penalty", "response_format", "stream",
+    "stream_options", "structured_outputs", "timeout", "use_beam_search", "user",
+)  # fmt: skip
+"""Options of a request that there are not in this process."""
+ELSEWHERE: Final = {
+    **dict.fromkeys(HTTP_ALONE, "HTTP alone has it: see `vmmkv serve`"),
+    "echo": "prompt_logprobs says how likely a prompt is, and HTTP alone repeats it",
+    "max_completion_tokens": "did you mean max_tokens?",
+    "priority": "give Engine.generate priorities",
+    "top_logprobs": "logprobs is how many of the likeliest there are at each place",
+}
+"""What a request over HTTP has and SamplingParams has not, and what there is in its place."""
 
+
+def unknown_option(owner: str, name: str, options: Sequence[str]) -> str:
+    """What to say of an option that there is not: the nearest of those that there are, or else all of them."""
+    near = difflib.get_close_matches(name, options)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
+    return f"{owner} has no option {name}; {ELSEWHERE.get(name, remedy)}"
+
+
+def _names_what_there_is(cls: type[T]) -> type[T]:
+    """The dataclass, which says of an argument that it has not what there is instead."""
+    init, options = cls.__init__, list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in options:
+                raise TypeError(unknown_option(cls.__name__, name, options))
+        init(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_names_what_there_is
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop. Validated once; the same object may serve any number of prompts.
@@ -27,9 +68,11 @@ class SamplingParams:
     What changes the logits or the choice among them is applied in this order: penalties, `logit_bias`, temperature, `top_k`,
     `top_p` of what `top_k` left, `min_p`. Tokens that are equally likely are kept or dropped together.
 
+    Log-probabilities are the model's own, in answers and prompts: of its logits before all of this.
+
     Numbers may also be numpy's; stops may come in any order that a list has. They are kept as Python's own numbers, in tuples.
 
-    Raises: ValueError naming the option, what it was and what it may be.
+    Raises: ValueError naming the option, what it was and what it may be; TypeError for an option that there is not.
     """
 
     max_tokens: int = 16

@@ -36,6 +36,15 @@ class ResponseFormat(WireRequest):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise refusal(
+                "", 'it must be an object whose type is "text", "json_object" or "json_schema", as in {"type": "json_object"}'
+            )
+        return data
+
     @model_validator(mode="after")
     def _schema_goes_with_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):

@@ -450,6 +450,18 @@ class TestRefusals:
                 """its keys must be token ids, as in {"50256": -100}, and 'five' is none.""",
             ),
             ("completions", {"stop": 5}, "Invalid stop: it must be a string, or a list of 4 at most."),
+            ("completions", {"stop": list("abcde")}, "Invalid stop: it may have 4 items at most, and has 5."),
+            ("chat/completions", {"messages": []}, "Invalid messages: it must have 1 item at least, and has 0."),
+            ("chat/completions", {"messages": "hello"}, "Invalid messages: it must be a list."),
+            ("chat/completions", {"messages": ["hello"]}, "Invalid messages.0: it must be a JSON object."),
+            ("completions", {"logit_bias": 5}, "Invalid logit_bias: it must be a JSON object."),
+            ("completions", {"temperature": -1}, "Invalid temperature: Input should be greater than or equal to 0."),
+            (
+                "completions",
+                {"response_format": "json_object"},
+                'Invalid response_format: it must be an object whose type is "text", "json_object" or "json_schema", as in '
+                '{"type": "json_object"}.',
+            ),
             ("completions", {"stop_token_ids": [1, 300]}, "300 is not a token id of this model: they go from 0 to 257."),
             (
                 "chat/completions",

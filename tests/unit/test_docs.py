@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import vmmkv.errors
-from bench import suites
+from bench import recorded, suites
 from vmmkv.cli import serve
 from vmmkv.server import metrics
 from vmmkv.server.app import DEFAULT_COMPLETION_TOKENS
@@ -215,6 +215,28 @@ def test_the_server_guide_has_every_parameter() -> None:
     assert not missing
 
 
+def limits_in(schema: Any) -> Iterator[float]:
+    """The ends of what a parameter may be, but for those of 32 bits and more, which no one meets."""
+    if isinstance(schema, dict):
+        names = ("minimum", "exclusiveMinimum", "maximum", "maxItems", "maxLength", "maxProperties")
+        yield from (schema[name] for name in names if name in schema and abs(schema[name]) < 2**31 - 1)
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from limits_in(part)
+
+
+def test_the_server_guide_has_every_range() -> None:
+    rows = re.findall(r"^\| (`[a-z_]+`.*?) \| (.*) \|$", read("guides/server.md"), re.MULTILINE)
+    limited = set()
+    for asked in (ChatRequest, CompletionRequest):
+        for name, schema in asked.model_json_schema()["properties"].items():
+            said = " ".join(range_ for names, range_ in rows if f"`{name}`" in names)
+            limits = set(limits_in(schema)) - {0, 1}  # that much is nothing to say of a count
+            limited |= {name} if limits else set()
+            missing = {f"{limit:,g}" for limit in limits if not re.search(rf"(?<![\d.,]){limit:,g}(?![\d.,]*\d)", said)}
+            assert name in ("prompt", "messages") or not missing, (name, missing)
+    assert {"temperature", "top_logprobs", "stop"} <= limited
+
+
 def test_the_guide_for_kernels_has_every_check_and_no_other() -> None:
     table = re.findall(r"^\| (`.*`) \|", read("guides/kernel-authors.md"), re.MULTILINE)
     assert re.findall(r"`([^`]+)`", "".join(table)) == list(CHECKS)
@@ -223,6 +245,12 @@ def test_the_guide_for_kernels_has_every_check_and_no_other() -> None:
 def test_the_benchmark_guide_has_every_suite() -> None:
     listed = re.findall(r"^\| `([a-z_]+)` \|", read("guides/benchmarks.md"), re.MULTILINE)
     assert listed == list(suites.SUITES)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "bench" / "README.md", ROOT / "bench" / "cli.py", *PAGES], ids=str)
+def test_rows_of_a_commit_that_an_example_names_are_there(page: Path) -> None:
+    for file, commit in re.findall(r"([\w/.-]+\.jsonl)@(\w+)", page.read_text(encoding="utf-8")):
+        assert recorded.read([ROOT / file], commit).rows
 
 
 def test_the_committed_page_is_of_the_committed_rows() -> None:

@@ -76,6 +76,19 @@ def test_a_wrong_option_is_one_line_that_says_what_is_right(
     assert fronts == []
 
 
+@pytest.mark.parametrize("wrong", ["letmein", "two words of it", "schlüssel"])
+def test_a_key_in_a_file_that_cannot_be_used_is_told_by_its_line(
+    wrong: str, fronts: list[FrontConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n\n{ONE}\n {wrong}\n", encoding="utf-8")
+    for option in ("--api-key-file", "--admin-key-file"):
+        assert main(["serve", option, f"{tmp_path}/keys"]) == 1
+        said = capsys.readouterr().err
+        assert f"{option} {tmp_path}/keys, line 4, has a key of {len(wrong)} characters" in said
+        assert "8 or more" in said and wrong not in said
+    assert fronts == []
+
+
 @pytest.mark.parametrize("text", ["api_key = 12345678", 'api_key = ["ok", 12345678]', "admin_key = 12345678"])
 def test_a_key_of_a_wrong_type_is_in_no_message(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "serve.toml").write_text(text)

@@ -1,6 +1,8 @@
 """`vmmkv plan`: the known values, the table, the errors."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +161,17 @@ def test_a_length_beyond_the_maximum_cannot_be_reserved(capsys: pytest.CaptureFi
         ([*LARGE, "--memory", "eighty"], "not a size"),
         ([*LARGE, "--memory", "80GiB", "--lengths", "1,x"], "list of lengths"),
         ([*LARGE, "--memory", "80GiB", "--lengths", "0"], "list of lengths"),
-        ([*LARGE, "--memory", "80GiB", "--max-tokens", "-1"], "max_tokens=-1"),
-        ([*LARGE, "--memory", "80GiB", "--max-tokens", "0"], "max_tokens=0"),
-        ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "guard_tokens=-1"),
-        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "use auto or one of fp8, int8, int4, float32"),
+        ([*LARGE, "--memory", "80GiB", "--max-tokens", "-1"], "--max-tokens -1: it must be at least 1"),
+        ([*LARGE, "--memory", "80GiB", "--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
+        ([*LARGE, "--memory", "80GiB", "--guard-tokens", "-1"], "--guard-tokens -1: it must be at least 0"),
+        ([*LARGE[:-1], "int3", "--memory", "80GiB"], "--kv-dtype 'int3' is not known; use auto or one of fp8, int8, int4"),
         ([*LARGE, "--memory", "80GiB", "--kv-scale", "head"], "fp16 has no scales; add --kv-dtype fp8 or int8 or int4"),
-        ([*LARGE[:-1], "int8", "--memory", "80GiB", "--kv-scale", "head"], "scale='token' works, or kind='fp8'"),
-        ([*LARGE[:-1], "fp8", "--memory", "80GiB", "--kv-scale", "row"], "use token or head"),
+        ([*LARGE[:-1], "int8", "--memory", "80GiB", "--kv-scale", "head"], "use --kv-scale token, or --kv-dtype fp8"),
+        ([*LARGE[:-1], "fp8", "--memory", "80GiB", "--kv-scale", "row"], "--kv-scale 'row' is not known; use token or head"),
+        (
+            ["plan", "--model", "smollm2-135m", "--memory", "1GiB", "--max-tokens", "8193"],
+            "--max-tokens 8193 is more than this model's positions reach, 8192",
+        ),
         (["plan", "--layers", "0", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at least 1"),
         (["plan", "--layers", "1000000000", "--kv-heads", "8", "--head-dim", "128", "--memory", "1GiB"], "at most 65536"),
         ([*LARGE[:1], "--layers", "1000000000", *LARGE[3:], "--window", "64", "--memory", "1GiB"], "at most 65536"),
@@ -182,8 +188,69 @@ def test_wrong_input_is_one_line_that_says_what_is_right(
     assert shown.out == ""
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "{}", '{"num_hidden_layers": 1000000000, "num_attention_heads": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[1]",
+        "{}",
+        '{"num_hidden_layers": 1000000000, "num_attention_heads": 1}',
+        '{"model_type": "gpt2", "n_layer": "two"}',
+        '{"model_type": "mamba", "num_hidden_layers": 2}',
+    ],
+)
 def test_a_broken_configuration_is_one_line(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("model_type", "kv_heads"), [("gpt2", 4), ("gpt_bigcode", 1), ("ctrl", 4)])
+def test_a_model_whose_configuration_has_names_of_its_own_is_planned(
+    model_type: str, kv_heads: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {"model_type": model_type, "n_layer": 2, "n_head": 4, "n_embd": 256, "n_positions": 512, "dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_json(capsys, "plan", "--model", str(tmp_path), "--memory", "1GiB")
+    assert (plan["layers"], plan["kv_dtype"], plan["max_tokens"]) == (2, "float16", 512)
+    assert plan["row_bytes"] == 2 * 2 * kv_heads * 64 * 2
+
+
+def test_a_configuration_with_the_usual_names_is_planned_without_transformers(tmp_path: Path) -> None:
+    model = write_config(tmp_path, model_type="qwen3", max_position_embeddings=40_960)
+    code = f"import sys; from vmmkv.cli.main import main; main({['plan', '--model', model, '--memory', '1GiB']!r})"
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}; sys.exit('transformers' in sys.modules)"], capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_no_length_is_planned_that_the_model_cannot_have(capsys: pytest.CaptureFixture[str]) -> None:
+    of_model = ["plan", "--model", "smollm2-135m", "--memory", "1GiB"]
+    plan = plan_json(capsys, *of_model)
+    assert plan["longest_sequence_tokens"] == plan["model_tokens"] == plan["max_tokens"] == 8192
+    assert [row["num_tokens"] for row in plan["lengths"]] == [1024, 4096, 8192]
+    assert plan["lengths_beyond_model"] == [32_768]
+    assert main(of_model) == 0
+    table = capsys.readouterr().out
+    assert "longest sequence  8,192 tokens, the most that the model can have\n" in table
+    assert table.endswith("32,768: more than the model can have; 8,192 tokens are planned instead\n")
+    scarce = plan_json(capsys, *of_model[:-1], "64MiB", "--lengths", "8192")
+    assert scarce["longest_sequence_tokens"] == 32 * PAGE_BYTES // scarce["row_bytes"] < 8192
+    assert (scarce["lengths"][0]["num_sequences"], scarce["lengths_beyond_model"]) == (0, [])
+
+
+def test_windows_do_not_lengthen_what_the_model_can_have(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(tmp_path, sliding_window=512, max_position_embeddings=40_960)
+    assert plan_json(capsys, "plan", "--model", model, "--memory", "8GiB")["longest_sequence_tokens"] == 40_960
+
+
+def test_names_that_only_transformers_knows_are_asked_for_where_it_is_not_installed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 256}))
+    assert main(["plan", "--model", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert "pip install '.[hf]', or give --layers, --kv-heads and --head-dim" in capsys.readouterr().err
+    model = write_config(tmp_path, model_type="gpt_neox")
+    assert plan_json(capsys, "plan", "--model", model, "--memory", "1GiB")["model_tokens"] is None

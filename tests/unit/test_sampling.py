@@ -1,13 +1,17 @@
 """What may be asked of a generation, and how a refusal reads."""
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vmmkv.server.sampling import SamplingParams
+from vmmkv.server.sampling import ELSEWHERE, SamplingParams
+from vmmkv.server.schemas import ChatRequest, CompletionRequest
 
 
 def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
@@ -118,6 +122,34 @@ def test_what_is_changed_afterwards_is_not_changed_in_it() -> None:
 def test_a_bias_out_of_range_is_named_by_its_token() -> None:
     with pytest.raises(ValueError, match=r"^logit_bias\[7\] is 101.0; wanted from -100 to 100"):
         SamplingParams(logit_bias={1: 1.0, 7: 101.0})
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("best_of", "SamplingParams has no option best_of; HTTP alone has it"),
+        ("response_format", "HTTP alone has it"),
+        ("priority", "give Engine.generate priorities"),
+        ("top_logprobs", "logprobs is how many of the likeliest"),
+        ("temprature", r"did you mean temperature\?"),
+        ("max_new_tokens", r"did you mean .*max_tokens"),
+        ("xyz", "it has max_tokens, min_tokens, temperature, .*prompt_logprobs$"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_with_what_there_is(option: str, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        SamplingParams(**{option: 1})
+
+
+def test_what_only_a_request_over_http_has_is_known() -> None:
+    over_http = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - {"model", "messages", "prompt"}
+    assert over_http - {one.name for one in dataclasses.fields(SamplingParams)} == ELSEWHERE.keys()
+
+
+def test_it_has_a_signature_and_can_be_copied() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == [one.name for one in dataclasses.fields(SamplingParams)]
+    params = SamplingParams(stop=["a"], n=2)
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params, n=2)
 
 
 def test_it_is_frozen_and_by_keyword_only() -> None:

@@ -149,7 +149,14 @@ def test_the_version_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("vmmkv ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["play"], ["serve", "--port", "x"], ["plan"]])
+def test_the_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    bare = "".join(capsys.readouterr())  # which of both streams has it, differs between releases of typer
+    assert main(["--help"]) == 0
+    assert bare.strip() == capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("arguments", [["play"], ["serve", "--port", "x"], ["plan"]])
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert "Usage: vmmkv" in capsys.readouterr().err

@@ -49,7 +49,12 @@ def command() -> NoReturn:
 
 def _app() -> typer.Typer:
     app = typer.Typer(
-        help=DESCRIPTION, epilog=escape(EXAMPLES), add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+        help=DESCRIPTION,
+        epilog=escape(EXAMPLES),
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
     )
     app.callback()(_all_commands)
     for module in _COMMANDS:

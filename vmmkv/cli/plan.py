@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,9 +100,13 @@ class Plan:
     memory_pages: int
     guard_tokens: int
     max_tokens: int
+    model_tokens: int | None
+    """The longest sequence that the model can have; None if that is not known."""
     longest_sequence_tokens: int | None
-    """The longest single sequence that fits; None if its windows let it have any length."""
+    """The longest single sequence that fits and that the model can have; None if it can have any length."""
     lengths: tuple[LengthPlan, ...]
+    lengths_beyond_model: tuple[int, ...]
+    """Those that were asked for and that the model cannot have: the longest that it can have is planned in their place."""
 
 
 def run(
@@ -145,12 +150,13 @@ def run(
     config = _read_config(geometry)
     dtype = _kv_dtype(kv_dtype, kv_scale, config)
     planned = _parse_lengths(lengths)
-    default_limit = config.get("max_position_embeddings") or max(planned)
+    model_tokens = config.get("max_position_embeddings") or None
     plan = make_plan(
         layout=_layout(geometry, config, dtype),
         dtype=dtype,
         memory_bytes=parse_bytes(memory),
-        max_tokens=default_limit if max_tokens is None else max_tokens,
+        max_tokens=(model_tokens or max(planned)) if max_tokens is None else max_tokens,
+        model_tokens=model_tokens,
         guard_tokens=guard_tokens,
         lengths=planned,
     )
@@ -164,17 +170,20 @@ def make_plan(
     dtype: "torch.dtype | KVType",
     memory_bytes: int,
     max_tokens: int,
+    model_tokens: int | None,
     guard_tokens: int,
     lengths: tuple[int, ...],
 ) -> Plan:
     """The capacity maths of a layout, whose K and V are of this type, in some memory.
 
-    Raises: ValueError for numbers that are not positive, or memory below one page for each group.
+    Raises: ValueError for numbers that are not positive, for more tokens than the model can have, or for memory below one page
+    for each group.
     """
-    if max_tokens < 1 or guard_tokens < 0:
-        raise ValueError(
-            f"max_tokens={max_tokens}, guard_tokens={guard_tokens}: the first is at least 1, the second at least 0"
-        )
+    for option, value, least in (("--max-tokens", max_tokens, 1), ("--guard-tokens", guard_tokens, 0)):
+        if value < least:
+            raise ValueError(f"{option} {value}: it must be at least {least}")
+    if model_tokens is not None and max_tokens > model_tokens:
+        raise ValueError(f"--max-tokens {max_tokens} is more than this model's positions reach, {model_tokens}")
     num_groups = len(layout.groups)
     memory_pages = memory_bytes // PAGE_BYTES
     if memory_pages < num_groups:
@@ -183,7 +192,11 @@ def make_plan(
             f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
             f"{format_bytes(num_groups * PAGE_BYTES)}, with its unit"
         )
-    longest = layout.tokens_in(memory_pages, guard_tokens)
+    # Where all layers have windows, tokens_in is the most that a length can be.
+    longest = None if (fitting := layout.tokens_in(memory_pages, guard_tokens)) == 2**31 - 1 else fitting
+    limit = math.inf if model_tokens is None else model_tokens
+    beyond = tuple(num_tokens for num_tokens in lengths if num_tokens > limit)
+    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in lengths))
     return Plan(
         kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
@@ -195,8 +208,10 @@ def make_plan(
         memory_pages=memory_pages,
         guard_tokens=guard_tokens,
         max_tokens=max_tokens,
-        longest_sequence_tokens=None if longest == 2**31 - 1 else longest,
-        lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in lengths),
+        model_tokens=model_tokens,
+        longest_sequence_tokens=min((most for most in (longest, model_tokens) if most is not None), default=None),
+        lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
+        lengths_beyond_model=beyond,
     )
 
 
@@ -221,6 +236,8 @@ def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_t
 def format_plan(plan: Plan) -> str:
     """The plan as text: what a token takes, then a row for each length."""
     longest = "any length" if plan.longest_sequence_tokens is None else counted(plan.longest_sequence_tokens, "token", ",")
+    if plan.longest_sequence_tokens is not None and plan.longest_sequence_tokens == plan.model_tokens:
+        longest += ", the most that the model can have"
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
     facts = (
@@ -247,6 +264,9 @@ def format_plan(plan: Plan) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [f"{name:<18}{value}" for name, value in facts] + [""]
     lines += ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if plan.lengths_beyond_model and plan.model_tokens:
+        beyond = " and ".join(f"{num_tokens:,}" for num_tokens in plan.lengths_beyond_model)
+        lines += ["", f"{beyond}: more than the model can have; {plan.model_tokens:,} tokens are planned instead"]
     return "\n".join(lines)
 
 
@@ -280,7 +300,37 @@ def _read_config(geometry: Geometry) -> Mapping[str, Any]:
         raise ValueError(f"{path} holds no JSON object; --model takes a transformers config.json")
     # A model of several kinds of input keeps its decoder's configuration in a part of its own.
     text_config = config.get("text_config")
-    return text_config if isinstance(text_config, dict) else config
+    return _with_usual_names(text_config if isinstance(text_config, dict) else config)
+
+
+def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration that lacks what a plan must know, as transformers' class of it reads it: GPT-2's says `n_layer`.
+
+    All others are left as they are, for that class takes seconds to import. Raises: ValueError.
+    """
+    usual_names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in usual_names if not config.get(name)]
+    model_type = config.get("model_type")
+    if not missing or not isinstance(model_type, str):
+        return config
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        if missing == ["max_position_embeddings"]:
+            return config
+        raise ValueError(
+            f"{', '.join(missing)} missing, and what a {model_type} calls them transformers alone knows: "
+            "pip install '.[hf]', or give --layers, --kv-heads and --head-dim in place of --model"
+        ) from error
+    if model_type not in CONFIG_MAPPING:
+        return config
+    try:
+        read = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config(decoder=True)
+    except Exception as error:  # each of its classes has errors of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot read it as the configuration of a {model_type}: {reason}") from error
+    usual = {usual: getattr(read, usual, None) for usual in read.attribute_map}
+    return {**read.to_dict(), **usual}
 
 
 def _layout(geometry: Geometry, config: Mapping[str, Any], dtype: "torch.dtype | KVType") -> "KVLayout":
@@ -299,13 +349,18 @@ def _kv_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch
 
     wanted = config.get("dtype") or config.get("torch_dtype") or "bf16" if name == "auto" else name
     if scale not in (None, *KV_SCALES):
-        raise ValueError(f"kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
+        raise ValueError(f"--kv-scale {scale!r} is not known; use {' or '.join(KV_SCALES)}")
     if wanted in KV_KINDS:
+        if scale == "head" and wanted != "fp8":
+            raise ValueError(
+                f"--kv-scale head is for fp8 alone: {wanted} has no range for a static scale of a whole head; "
+                "use --kv-scale token, or --kv-dtype fp8"
+            )
         return KVType(wanted, scale or "token")
     if scale is not None:
         raise ValueError(f"--kv-scale is of quantised KV, and {wanted} has no scales; add --kv-dtype {' or '.join(KV_KINDS)}")
     if wanted not in DTYPE_NAMES:
-        raise ValueError(f"kv-dtype {wanted!r} is not known; use auto or one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}")
+        raise ValueError(f"--kv-dtype {wanted!r} is not known; use auto or one of {', '.join((*KV_KINDS, *DTYPE_NAMES))}")
     dtype: torch.dtype = getattr(torch, DTYPE_NAMES[wanted])
     return dtype
 
