@@ -82,15 +82,20 @@ def engine_of(directory: Path, **options: Any) -> Iterator[Engine]:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which GPT-BigCode calls
 @pytest.mark.parametrize("name", RIGHT)
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    model = model_of(RIGHT[name]())
+    assert_tokens_are_those_of_transformers(RIGHT[name](), tmp_path, "cpu")
+
+
+def assert_tokens_are_those_of_transformers(config: PreTrainedConfig, directory: Path, device: str) -> None:
+    model = model_of(config)
     model.set_attn_implementation("sdpa")
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
+    model.to(device)
     prompts = [prompt_of(length, length) for length in LENGTHS]
-    with engine_of(tmp_path) as engine:
+    with engine_of(directory, device=device) as engine:
         assert engine.ready.implementation == "transformers"
         completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
     for prompt, completion in zip(prompts, completions, strict=True):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=device)
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
         assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist(), len(prompt)
 

@@ -11,6 +11,7 @@ from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smoll
 from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from tests.engine.test_prompt_scores import assert_right
+from tests.engine.test_unmodified import RIGHT, assert_tokens_are_those_of_transformers
 from vmmkv.kernels import reference
 from vmmkv.server.engine.attention import attend_run
 
@@ -40,6 +41,11 @@ def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., 
     assert {question: one.tokens(question) for question in prompts} == {
         question: one.expected(prompt, 64) for question, prompt in prompts.items()
     }
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_unmodified_models(tmp_path: Path, name: str) -> None:
+    assert_tokens_are_those_of_transformers(RIGHT[name](), tmp_path, DEVICE)
 
 
 @pytest.mark.parametrize("step_tokens", [7, 4096])
