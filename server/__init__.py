@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vmmkv.server.completion import Completion, CompletionOutput
-    from vmmkv.server.models import ModelUnavailable
+    from vmmkv.server.models import ModelUnavailable, UnsupportedModel
     from vmmkv.server.offline import Engine
     from vmmkv.server.sampling import SamplingParams
 
-__all__ = ["Completion", "CompletionOutput", "Engine", "ModelUnavailable", "SamplingParams"]
+__all__ = ["Completion", "CompletionOutput", "Engine", "ModelUnavailable", "SamplingParams", "UnsupportedModel"]
 
 _MODULE_OF = {
     "Completion": "completion",
@@ -26,6 +26,7 @@ _MODULE_OF = {
     "Engine": "offline",
     "ModelUnavailable": "models",
     "SamplingParams": "sampling",
+    "UnsupportedModel": "models",
 }
 
 

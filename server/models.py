@@ -35,6 +35,10 @@ class ModelUnavailable(VmmkvError):
     """A model cannot be found, fetched or used; the message says what would work."""
 
 
+class UnsupportedModel(VmmkvError, ValueError):
+    """A model has an architecture that vmmkv cannot serve; the message says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     """A file with a known size and hash."""

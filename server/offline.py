@@ -57,8 +57,8 @@ class Engine:
     On a CPU, OpenMP's threads spin as they wait and take the processors from those that work: set OMP_WAIT_POLICY=PASSIVE
     before Python starts.
 
-    Raises: TypeError for an option that there is not, ValueError for one that cannot be, ModelUnavailable, DriverUnavailable,
-    OutOfPages.
+    Raises: TypeError for an option that there is not, ValueError for one that cannot be; ModelUnavailable for a model that
+    cannot be had, UnsupportedModel (a ValueError) for an architecture that cannot be served; DriverUnavailable, OutOfPages.
     """
 
     def __init__(

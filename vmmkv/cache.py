@@ -413,6 +413,8 @@ class KVCache:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
+        if not self._occupancy.attached:
+            return f"<KVCache on {self.device}, closed>"
         sequences = counted(len(self._occupancy.sequences), "sequence")
         return f"<KVCache on {self.device}: {sequences} in {counted(self._table.num_slots, 'slot')}>"
 

@@ -116,6 +116,11 @@ class SlotMemory:
         rows = num_tokens + self.guard_tokens
         return [ceil_div(rows * arena.group.row_bytes, PAGE_BYTES) for arena in self.arenas]
 
+    def missing_pages(self, slot: int, num_tokens: int) -> int:
+        """Pages that a sequence there still needs to hold that many tokens, those among them that it would revive."""
+        ends = zip(self.end_pages(num_tokens), self.spans(slot), strict=True)
+        return sum(max(0, end - span.end_page) for end, span in ends)
+
     def holders(self) -> Counter[Extent]:
         """How often each extent is mapped here."""
         return Counter(mapping.extent for mapping in self._all_mappings())

@@ -113,6 +113,22 @@ class Pool:
                 num_pages: [extent for extent in (*reused, *created) if extent.num_pages == num_pages] for num_pages in counts
             }
 
+    def check_room(self, num_pages: int, remedy: str, *, later_pages: int = 0) -> None:
+        """Could so many pages be had, perhaps when running work is done? Takes none.
+
+        `remedy` is what works besides a larger budget; `later_pages` more will be asked for, and are named with the others.
+        Raises: OutOfPages.
+        """
+        with self.lock:
+            free, evictable = self.spare_pages, self.kept_pages
+            if num_pages > free + evictable:
+                wanted = num_pages + later_pages
+                least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
+                raise OutOfPages(
+                    f"{_needed(wanted)} needed, {free} are free and {evictable} can be evicted; resize() the budget to at "
+                    f"least {least_bytes} bytes ({format_bytes(least_bytes)}), {remedy}"
+                )
+
     def hold(self, *extents: Extent) -> None:
         """One more holder of each; they are held already."""
         with self.lock:
@@ -304,19 +320,12 @@ class Pool:
         if wanted <= free:
             return
         evictable = self.kept_pages
-        needed = f"{counted(wanted, 'page')} ({format_bytes(wanted * PAGE_BYTES)}) {'is' if wanted == 1 else 'are'}"
         if not wait and free + (at_once := self._idle_pages(wanted - free)) < wanted <= free + evictable:
             raise OutOfPages(
-                f"{needed} needed at once, {free} are free and {at_once} can "
+                f"{_needed(wanted)} needed at once, {free} are free and {at_once} can "
                 f"be evicted; {evictable - at_once} are still retiring or parked behind running work: wait for it"
             )
-        if wanted > free + evictable:
-            least_bytes = self.budget_bytes + (wanted - free - evictable) * PAGE_BYTES
-            raise OutOfPages(
-                f"{needed} needed, {free} are free and {evictable} can be "
-                f"evicted; resize() the budget to at least {least_bytes} bytes ({format_bytes(least_bytes)}), close or park "
-                f"sequences, or ask for fewer tokens"
-            )
+        self.check_room(wanted, "close or park sequences, or ask for fewer tokens")
 
     def _take(self, num_pages: int, missing: int, reused: list[Extent], created: list[Extent], *, wait: bool) -> None:
         """One of the missing extents into one of the lists, or one step towards it."""
@@ -389,6 +398,10 @@ class Pool:
                 cache.evict_oldest()
                 return True
         return wait and any(cache.wait_for_retired() for cache in self._caches)
+
+
+def _needed(num_pages: int) -> str:
+    return f"{counted(num_pages, 'page')} ({format_bytes(num_pages * PAGE_BYTES)}) {'is' if num_pages == 1 else 'are'}"
 
 
 def _checked_budget(budget_bytes: int) -> int:

@@ -33,6 +33,7 @@ from vmmkv.radix_node import pack
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Sequence
 from vmmkv.slots import SlotState
+from vmmkv.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +308,12 @@ class PrefixCache:
             unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._nodes.is_pinned(slot)]
             for parked in unpinned[: max(0, missing)]:
                 self._occupancy.evict(parked)
+
+    def __repr__(self) -> str:
+        if self.cache.closed:
+            return f"<PrefixCache on {self.cache.device}, closed>"
+        tokens, held = counted(self._nodes.tree.num_tokens, "token"), format_bytes(self._nodes.counts.held_bytes)
+        return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(self._nodes.tree.num_nodes, 'node')}, {held} held>"
 
 
 def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:

@@ -34,6 +34,9 @@ class Parked:
     num_pages: int
     """Mapped under it, over all groups."""
 
+    def __repr__(self) -> str:
+        return f"<Parked in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
+
 
 class Sequence:
     """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open` or `adopt`.

@@ -39,6 +39,14 @@ def shareable(memory: SlotMemory, slot: int, num_tokens: int) -> list[Pages]:
     ]
 
 
+def fork_pages(memory: SlotMemory, slot: int, num_tokens: int) -> int:
+    """Pages of its own that a fork of a slot takes: see `take`."""
+    num_pages = 0
+    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
+        num_pages += end - int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
+    return num_pages - sum(extent.num_pages for pages in shareable(memory, slot, num_tokens) for extent in pages.values())
+
+
 class Source(Protocol):
     """Where rows are copied from that are not aliased."""
 

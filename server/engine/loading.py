@@ -25,8 +25,9 @@ from vmmkv.server.engine.prompt_scores import ScoredRows
 from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampling_state import Entry
-from vmmkv.server.engine.unmodified import UnmodifiedModel, UnsupportedModel, refuse_own_attention
+from vmmkv.server.engine.unmodified import UnmodifiedModel, refuse_own_attention
 from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
 from vmmkv.units import ceil_div
@@ -136,7 +137,7 @@ class ModelSource:
     """A model's weights on a device, before there is a cache for it to run over.
 
     It is the config-driven decoder where that knows the model, and transformers' own code otherwise, unless one is asked for.
-    Raises: ValueError or OSError.
+    Raises: ValueError, of the kind UnsupportedModel for an architecture that cannot be served, or OSError.
     """
 
     def __init__(self, config: ServeConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -148,6 +149,8 @@ class ModelSource:
         hf_config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         self.text_config = hf_config.get_text_config()
         self.layout: Final = choose_layout(self.text_config, dtype)
+        if config.max_tokens is not None:
+            choose_max_tokens(config.max_tokens, self.text_config)  # a refusal is not to wait for the weights
         self.end_tokens = end_tokens(directory, hf_config)
         self._decoder: decoder.Decoder | None = None
         self._transformers: Any = None
@@ -168,6 +171,10 @@ class ModelSource:
                 self._decoder = decoder.Decoder(ours, weights)
                 return
         transformers.utils.logging.disable_progress_bar()
+        if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModel(
+                f"a model of type {hf_config.model_type} cannot be served: transformers has no decoder of text of this type"
+            )
         auto = transformers.AutoModelForCausalLM
         if is_random:
             torch.manual_seed(config.seed)

@@ -23,16 +23,13 @@ from vmmkv.server.engine.attention import CachedAttention
 from vmmkv.server.engine.batch import Batch
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.rows import Rows
+from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
 
 NAME: Final = "vmmkv-engine"
 """Of the attention implementation, as `attn_implementation=NAME`; `vmmkv` is that of vmmkv.adapters.hf, for any cache."""
 
 _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
-
-
-class UnsupportedModel(ValueError):
-    """The model's attention does something that this server cannot do."""
 
 
 def refuse_own_attention(model: Any) -> None:
@@ -123,13 +120,15 @@ class UnmodifiedModel:
 
         What the machine or the driver cannot do is raised as it is.
         """
+        name = type(self._model).__name__
         try:
             yield
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{name} cannot be served: {error}") from error
         except (VmmkvError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            cause = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
-            raise UnsupportedModel(f"{type(self._model).__name__} cannot be served: {cause}") from error
+            raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
         """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.

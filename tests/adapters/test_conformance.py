@@ -2,13 +2,19 @@
 
 import functools
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.adapters import broken
 from vmmkv.adapters import attention
+from vmmkv.driver import cuda
+from vmmkv.errors import MissingDriver
 from vmmkv.kernels.decode import decode
 from vmmkv.kernels.prefill import prefill
 from vmmkv.pool import Pool
@@ -181,6 +187,55 @@ def test_work_on_a_stream_that_nobody_orders_is_caught(
 def test_a_function_that_ends_the_process_is_no_result(worker: Worker) -> None:
     with pytest.raises(CheckError, match="exited with 7"):
         conformance(broken.exits, **CPU, checks=["strides"], worker=worker)
+
+
+CALL = """
+from vmmkv.adapters.attention import sdpa_decode
+from vmmkv.testing import conformance
+
+def decode(*tensors):
+    return sdpa_decode(*tensors)
+
+"""
+RUN = "conformance({function}, device='cpu', checks=['strides']).raise_if_failed()"
+
+
+@pytest.mark.parametrize(
+    ("how", "function", "guarded", "said"),
+    [
+        ("stdin", "sdpa_decode", True, r"CheckError: strides: .* <stdin> is no file: write the script to a file"),
+        ("command", "decode", True, r"CheckError: strides: .* at the top of a module, or of the file that is run"),
+        ("command", "sdpa_decode", True, None),
+        ("file", "decode", True, None),
+        ("file", "decode", False, r'CheckError: strides: the child .* exited with 1 .* `if __name__ == "__main__":`'),
+    ],
+)
+def test_a_script_that_a_child_process_cannot_import_is_told_what_works(
+    how: str, function: str, guarded: bool, said: str | None, tmp_path: Path
+) -> None:
+    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
+    script, path = CALL + guard + RUN.format(function=function) + "\n", tmp_path / "script.py"
+    path.write_text(script)
+    arguments = {"stdin": ["-"], "command": ["-c", script], "file": [str(path)]}[how]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    given = {"input": script} if how == "stdin" else {"stdin": subprocess.DEVNULL}
+    done = subprocess.run([sys.executable, *arguments], **given, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode == 0) == (said is None), done.stderr
+    if said is not None:
+        assert re.search(said, done.stderr.splitlines()[-1])
+        assert how != "stdin" or "FileNotFoundError" not in done.stderr  # no child has been started
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_device_that_is_not_here_is_said_before_any_check(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    def start(bindings: object) -> None:
+        raise MissingDriver("there is none")
+
+    monkeypatch.setattr(cuda, "_load_bindings", lambda: None)
+    monkeypatch.setattr(cuda, "start", start)
+    with pytest.raises(MissingDriver, match=r"^there is none$"), Worker() as own:
+        conformance(attention.sdpa_decode, device=device, worker=own)
+    assert own._process is None
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,34 @@ def test_a_closed_pool_is_refused_when_the_cache_is_made(model: Any) -> None:
         VmmCache(model.config, pool)
 
 
+def test_a_pool_that_was_closed_is_said_by_whatever_needs_it(model: Any) -> None:
+    with Pool("cpu", budget_bytes=64 * MIB) as pool:
+        cache = VmmCache(model.config, pool)
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+    zeros = torch.zeros(2, 2, 1, 32)
+    for use in (
+        lambda: model(IDS[:, :1], past_key_values=cache),
+        lambda: generated(model, cache, prompts(20)),
+        lambda: cache.update(zeros, zeros, 0),
+        lambda: cache.states(0),
+        lambda: cache.layers[0].keys,
+        cache.reset,
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+        lambda: copy.deepcopy(cache),
+    ):
+        with torch.no_grad(), pytest.raises(Closed, match=r"^the pool of this VmmCache is closed; make another"):
+            use()
+    assert cache.get_seq_length() == 9
+    assert repr(cache) == "<VmmCache on cpu, closed>"
+    cache.close()
+    with pytest.raises(Closed, match=r"^this VmmCache is closed; make another"):
+        cache.reset()
+
+
 def test_gradients_are_refused(pool: Pool) -> None:
     model = llama()
     with VmmCache(model.config, pool) as cache:
@@ -236,8 +264,10 @@ def test_a_closed_cache_says_so(pool: Pool, model: Any) -> None:
     cache = VmmCache(model.config, pool)
     with torch.no_grad():
         model(IDS, past_key_values=cache)
+        assert repr(cache) == "<VmmCache on cpu: a batch of 2 with 9 tokens each>"
         cache.close()
         cache.close()
+        assert repr(cache) == "<VmmCache on cpu, closed>"
         with pytest.raises(Closed, match="make another"):
             model(IDS, past_key_values=cache)
 

@@ -1,6 +1,7 @@
 """What is mapped, shared, copied and given back under a VmmCache."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -186,6 +187,66 @@ def test_a_first_pass_that_finds_no_page_leaves_nothing(pool: Pool) -> None:
             forward(model, cache, ids_of(0, 1, num_tokens=50))
         assert (cache.batch_size, cache.get_seq_length()) == (-1, 0)
         forward(model, cache, ids_of(0, num_tokens=50))
+        cache.check()
+
+
+def least_bytes(error: pytest.ExceptionInfo[OutOfPages]) -> int:
+    """The budget that a message says would do."""
+    found = re.search(r"resize\(\) the budget to at least (\d+) bytes", str(error.value))
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [wide_llama, lambda: gemma3(4096, head_dim=512, num_key_value_heads=4)],  # two pages a row; one in each of two groups
+    ids=["full", "hybrid"],
+)
+def test_what_the_whole_batch_needs_is_named_and_does(pool: Pool, make: Any) -> None:
+    """Of layers with a window and without, too, though the first of these have seen no keys of the others."""
+    model = make()
+    small = Pool("cpu", 2 * PAGE_BYTES, driver=pool.driver)
+    with small, VmmCache(model.config, small) as cache:
+        ids = ids_of(*range(5), num_tokens=PAGE_TOKENS + 1)
+        message = (
+            r"a batch of 5 rows cannot grow to 33 tokens: 10 pages \(20\.0 MiB\) are needed, 2 are free and 0 can be evicted; "
+            r".* fewer rows in a batch, or reset\(\) another cache of this pool$"
+        )
+        with pytest.raises(OutOfPages, match=message) as error:
+            forward(model, cache, ids)
+        assert least_bytes(error) == 10 * PAGE_BYTES
+        small.resize(least_bytes(error) - PAGE_BYTES)
+        with pytest.raises(OutOfPages):
+            forward(model, cache, ids)
+        small.resize(least_bytes(error))
+        forward(model, cache, ids)
+        cache.check()
+
+
+def test_a_batch_that_cannot_grow_has_grown_nowhere(pool: Pool) -> None:
+    model = wide_llama()
+    small = Pool("cpu", 8 * PAGE_BYTES, driver=pool.driver)
+    with small, VmmCache(model.config, small) as cache, VmmCache(model.config, small) as other:
+        forward(model, cache, ids_of(0, 1, 2, num_tokens=PAGE_TOKENS))
+        forward(model, other, ids_of(0, 1, 2, num_tokens=PAGE_TOKENS))
+        with pytest.raises(OutOfPages, match=r"3 rows cannot grow to 33 tokens: 3 pages .*, 2 are free") as error:
+            forward(model, cache, ids_of(0, 1, 2, num_tokens=1))
+        assert (least_bytes(error), pages(small)) == (9 * PAGE_BYTES, 6)
+        other.reset()
+        forward(model, cache, ids_of(0, 1, 2, num_tokens=1))
+
+
+def test_answers_to_one_prompt_name_what_all_of_them_need(pool: Pool) -> None:
+    model = wide_llama()
+    small = Pool("cpu", 3 * PAGE_BYTES, driver=pool.driver)
+    with small, VmmCache(model.config, small) as cache:
+        forward(model, cache, ids_of(0, 0, 0, 0, num_tokens=PAGE_TOKENS + 1))
+        with pytest.raises(OutOfPages, match=r"a batch of 4 rows cannot be forked.*: 4 pages .*, 1 are free") as error:
+            forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=1))
+        assert least_bytes(error) == 6 * PAGE_BYTES
+        cache.check()
+        small.resize(least_bytes(error))
+        forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=1))
         cache.check()
 
 

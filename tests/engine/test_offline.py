@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 
 from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, KVLayout, Pool
-from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable
-from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams
+from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable, VmmkvError
+from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams, UnsupportedModel
+from vmmkv.server.engine import decoder
 from vmmkv.server.engine.memory import open_cache
 from vmmkv.server.protocol import Failed
 
@@ -451,6 +453,35 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
     for wrong in ("int8", torch.int8):
         with pytest.raises(ValueError, match=r"dtype='int8' is not known; use one of auto, float32, bfloat16, float16"):
             Engine(directory, dtype=wrong)
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused_before_the_weights_are_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "load", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match=r"max_tokens=99999 is more than this model's positions reach, \d+$"):
+        Engine(directory, **(OPTIONS | {"max_tokens": 99_999}))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            Mamba2Config(hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32),
+            "a model of type mamba2 cannot be served",
+        ),
+        (T5Config(d_model=64, num_layers=2), "a model of type t5 cannot be served: transformers has no decoder of text"),
+        (BloomConfig(hidden_size=64, n_layer=2, n_head=4), "BloomForCausalLM has an attention of its own"),
+    ],
+)
+def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
+    config: PreTrainedConfig, said: str, tmp_path: Path
+) -> None:
+    config.vocab_size = VOCABULARY
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=said) as error:
+        Engine(tmp_path, load_format="dummy", **OPTIONS)
+    assert isinstance(error.value, VmmkvError) and isinstance(error.value, ValueError)
 
 
 def test_a_dtype_may_be_torchs_own(directory: Path) -> None:

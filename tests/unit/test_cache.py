@@ -937,6 +937,12 @@ def test_use_after_close_is_refused(cache):
     assert repr(closed) == "<Sequence in slot 1, closed>"
 
 
+def test_what_is_parked_or_closed_says_so(pool):
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
+        assert repr(written(cache, 20).park()) == "<Parked in slot 1: 20 tokens in 2 pages>"
+    assert repr(cache) == "<KVCache on cpu, closed>"
+
+
 def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
     cache = KVCache(LAYOUT, pool, slots=2, max_tokens=64)
     sequence, parked = written(cache, 20), written(cache, 20).park()

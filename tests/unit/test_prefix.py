@@ -77,6 +77,16 @@ def assert_reads(sequence, num_tokens):
         assert torch.equal(v, -wanted.expand_as(v))
 
 
+def test_a_prefix_cache_says_what_it_holds(prefix, cache):
+    assert repr(prefix) == "<PrefixCache on cpu: 0 tokens in 0 nodes, 0 B held>"
+    sequence = prefix.attach(PROMPT[:40]).sequence
+    write(sequence, 40)
+    prefix.park(sequence, PROMPT[:40])
+    assert repr(prefix) == "<PrefixCache on cpu: 40 tokens in 1 node, 4.0 MiB held>"
+    cache.close()
+    assert repr(prefix) == "<PrefixCache on cpu, closed>"
+
+
 def begin(prefix, tokens, **options):
     """A sequence with these tokens, all inserted."""
     sequence = prefix.attach(tokens, **options).sequence

@@ -32,6 +32,7 @@ from vmmkv.adapters.hf_rows import BatchRows
 from vmmkv.arguments import whole
 from vmmkv.errors import Closed
 from vmmkv.pool import Pool
+from vmmkv.units import counted
 
 
 class VmmCache(Cache):  # type: ignore[misc]
@@ -60,8 +61,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     ) -> None:
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
-        if pool.closed:
-            raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")
+        _check_pool(pool)
         layers = layers_of(self, config)
         if max_tokens is None:
             max_tokens = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -115,8 +115,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, num_past: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`update`, where no graph is made. `num_past`: of a graph, the tokens that its positions and masks were made for."""
-        if self._closed:
-            raise Closed("this VmmCache is closed; make another")
+        self._check_open()
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
@@ -148,6 +147,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
         A copy where equal prompts are still kept once. Not to be used after the next call of the cache or the model.
         """
+        self._check_open()
         if not self._batch.num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
         return self._batch.states(layer_idx)
@@ -171,6 +171,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         """
         num_tokens = self._batch.num_tokens
         if query_length == 0:
+            if not num_tokens:
+                raise ValueError("no token is new, and the cache has none: give the model a prompt")
             raise ValueError(
                 f"no token is new: the cache has a batch of {self._batch.size} with {num_tokens} tokens each, and generate "
                 f"takes a prompt for these and what follows them. reset() begins anew, with a batch of any size; to go on, "
@@ -212,6 +214,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         All or none. Raises: ValueError; RowsUnmapped if a window has passed what is needed; OutOfPages if others hold the page
         that the last token is in, and there is none to copy it to.
         """
+        self._check_open()
         removed, num_tokens = whole("tokens_to_remove", tokens_to_remove), self._batch.num_tokens
         if not -num_tokens <= removed <= 0:
             raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
@@ -219,6 +222,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
+        self._check_open()
         self._batch.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -226,15 +230,18 @@ class VmmCache(Cache):  # type: ignore[misc]
 
         Cost: reads the indices, which waits for the device.
         """
+        self._check_open()
         self._batch.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
+        self._check_open()
         repeats = whole("repeats", repeats)
         self._batch.select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
+        self._check_open()
         rows = torch.arange(self._batch.size or 0)
         self._batch.select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
 
@@ -242,8 +249,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
-        if self._closed:
-            raise Closed("this VmmCache is closed, and cannot be copied")
+        self._check_open()
         memo[id(self)] = other = type(self).__new__(type(self))
         layers = [
             RowLayer(other, index, layer.sliding_window) if isinstance(layer, RowLayer) else layer
@@ -262,6 +268,11 @@ class VmmCache(Cache):  # type: ignore[misc]
         for rows in self._batch.groups:
             rows.check()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this VmmCache is closed; make another")
+        _check_pool(self.pool)
+
     def __enter__(self) -> "VmmCache":
         return self
 
@@ -273,4 +284,12 @@ class VmmCache(Cache):  # type: ignore[misc]
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"<VmmCache on {self.pool.device}: a batch of {self._batch.size or 0} with {self._batch.num_tokens} tokens each>"
+        if self._closed or self.pool.closed:
+            return f"<VmmCache on {self.pool.device}, closed>"
+        tokens = counted(self._batch.num_tokens, "token")
+        return f"<VmmCache on {self.pool.device}: a batch of {self._batch.size or 0} with {tokens} each>"
+
+
+def _check_pool(pool: Pool) -> None:
+    if pool.closed:
+        raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")

@@ -18,10 +18,12 @@ import torch
 from vmmkv.adapters import hf_twins
 from vmmkv.adapters.hf_lineage import Lineage
 from vmmkv.adapters.hf_rows import BatchRows
-from vmmkv.errors import LayoutError
+from vmmkv.errors import LayoutError, OutOfPages
+from vmmkv.units import counted
 
 _UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
 _REMEDY = "crop(0) takes back what it wrote"
+_MORE_ROOM = "give the model fewer rows in a batch, or reset() another cache of this pool"
 
 
 class _Indices:
@@ -141,24 +143,49 @@ class Batch:
             )
         if not self._lineage.settled and not self._goes_on_together(k_BKTD, v_BKTD, self._lineage):
             self._settle(self._lineage)
-        for rows in self.groups:
-            if not self.record_past:
+        if not self.record_past:
+            for rows in self.groups:
                 rows.slide(self.num_tokens)
-            rows.grow(self.num_tokens + self.num_new)
+        self._grow(self.groups, self.num_tokens + self.num_new)
 
     def _goes_on_together(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, lineage: Lineage) -> bool:
         """Are equal prompts still equal? A prompt may come in chunks; with single tokens the answers have begun."""
         return self.num_new > 1 and lineage.compact and hf_twins.agree(k_BKTD, v_BKTD, lineage.parents)
 
     def _open(self, rows: BatchRows, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int) -> None:
-        # Of a first prompt that is longer than the window the first tokens are seen in this pass alone.
-        dropped = 0 if self.record_past else rows.first_token(self.num_new)
+        later_pages = sum(
+            num_sequences * later.pages_like(k_BKTD, v_BKTD, self.num_new - self._dropped(later))
+            for later in self.groups
+            if later is not rows and not later.sequences
+        )
         try:
-            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=dropped)
-            rows.grow(self.num_new)
+            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
+            self._grow([rows], self.num_new, later_pages=later_pages)
         except BaseException:
             self.reset()  # as before the first pass
             raise
+
+    def _dropped(self, rows: BatchRows) -> int:
+        """Of a first prompt that is longer than the window the first tokens are seen in this pass alone."""
+        return 0 if self.record_past else rows.first_token(self.num_new)
+
+    def _grow(self, groups: Sequence[BatchRows], num_tokens: int, *, later_pages: int = 0) -> None:
+        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
+
+        `later_pages` are for groups that this pass opens later.
+        """
+        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
+        for rows in groups:
+            rows.grow(num_tokens)
+
+    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
+        """Can the whole batch have so many pages now? Else OutOfPages."""
+        if not num_pages:
+            return
+        try:
+            self.groups[0].pool.check_room(num_pages, _MORE_ROOM, later_pages=later_pages)
+        except OutOfPages as error:
+            raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
 
     def _finish(self) -> None:
         self.num_tokens += self.num_new
@@ -263,6 +290,7 @@ class Batch:
         self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
 
     def _fork(self, parents: Sequence[int]) -> list[BatchRows]:
+        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
         forked: list[BatchRows] = []
         try:
             for rows in self.groups:

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from vmmkv import sharing
 from vmmkv.adapters.hf_planes import LayerRows, Planes
 from vmmkv.cache import KVCache
 from vmmkv.errors import DriverError, RowsUnmapped
@@ -53,7 +54,7 @@ class BatchRows:
         self.layers: Final = layers
         self.window: Final = window
         self.sequences: list[Sequence] = []
-        self._pool = pool
+        self.pool: Final = pool
         self._slots = slots
         self._max_tokens = max_tokens
         self._shared: SharedCache | None = None
@@ -82,12 +83,20 @@ class BatchRows:
 
     def fork(self, parents: Seq[int]) -> "BatchRows":
         """Other rows in the same cache: a fork of the sequence that each entry names."""
-        other = BatchRows(self.layers, self.window, self._pool, slots=self._slots, max_tokens=self._max_tokens)
+        other = BatchRows(self.layers, self.window, self.pool, slots=self._slots, max_tokens=self._max_tokens)
         if self._shared is not None:
             sequences = self.cache.fork_batch([self.sequences[parent] for parent in parents]) if parents else []
             other._shared = self._shared.join()
             other._take(sequences, self._dropped)
         return other
+
+    def fork_pages(self, parents: Seq[int]) -> int:
+        """Pages that `fork` will ask for."""
+        if self._shared is None:
+            return 0
+        memory, forked = self.cache._memory, [self.sequences[parent] for parent in parents]
+        with self.pool.lock:
+            return sum(sharing.fork_pages(memory, sequence.slot, sequence.length) for sequence in forked)
 
     def end(self) -> None:
         """Close the sequences; the cache stays, for others. Idempotent."""
@@ -106,7 +115,7 @@ class BatchRows:
     @property
     def device(self) -> torch.device:
         """The pool's."""
-        return self._pool.device
+        return self.pool.device
 
     @property
     def closed(self) -> bool:
@@ -137,16 +146,33 @@ class BatchRows:
                 for index in range(len(self.cache.layout.groups)):
                     sequence.advance_start(index, start)
 
+    def missing_pages(self, num_tokens: int) -> int:
+        """Pages that `grow` will ask for, for all sequences; none for more tokens than they may have, which it refuses."""
+        num_rows = num_tokens - self._dropped
+        if not self._is_short(num_rows) or num_rows > self._max_tokens:
+            return 0
+        with self.pool.lock:
+            return sum(self.cache._memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
+
+    def pages_like(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_rows: int) -> int:
+        """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
+        groups = _layout(self.layers, self.window, k_BKTD, v_BKTD).groups
+        return sum(ceil_div(num_rows * group.row_bytes, PAGE_BYTES) for group in groups)
+
     def grow(self, num_tokens: int) -> None:
         """Have memory for `num_tokens` tokens of each sequence. Raises: see Sequence.grow; what has grown by then stays."""
-        if not self.sequences:
-            return
-        num_rows, first = num_tokens - self._dropped, self.sequences[0].slot
-        if num_rows > self.cache.limits[first : first + len(self.sequences)].min():
+        num_rows = num_tokens - self._dropped
+        if self._is_short(num_rows):
             if self.window is not None:
                 self.cache.pump(lead_tokens=0)  # the pages that the window has left are the next ones
             for sequence in self.sequences:
                 sequence.grow(num_rows)
+
+    def _is_short(self, num_rows: int) -> bool:
+        if not self.sequences:
+            return False
+        first = self.sequences[0].slot
+        return bool(num_rows > self.cache.limits[first : first + len(self.sequences)].min())
 
     def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
         """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
@@ -234,7 +260,7 @@ class BatchRows:
 
     def _make(self, layout: KVLayout, slots: int) -> KVCache:
         try:
-            return KVCache(layout, self._pool, slots=slots, max_tokens=self._max_tokens)
+            return KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens)
         except DriverError as error:
             if error.call != "reserve":
                 raise

@@ -295,6 +295,16 @@ class CudaDriver:
             self._refuse("open", f"{message}{format_bytes(PAGE_BYTES)} is no multiple", "CUDA_ERROR_NOT_SUPPORTED")
 
 
+def find_device(device: torch.device) -> torch.device:
+    """The device with its index, if a CudaDriver of it could be opened. Makes nothing that is to be closed.
+
+    Raises: DriverUnavailable, by what is missing.
+    """
+    bindings = _load_bindings()
+    start(bindings)
+    return open_device(bindings, device)[0]
+
+
 def _load_bindings() -> Any:
     try:
         from cuda.bindings import driver  # type: ignore[import-untyped]

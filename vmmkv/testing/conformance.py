@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from vmmkv.arguments import whole
+from vmmkv.driver.cuda import find_device
 from vmmkv.testing.checks import CHECKS
 from vmmkv.testing.report import Report
 from vmmkv.testing.subject import Form, Subject
@@ -34,7 +35,8 @@ def conformance(
     [0, lengths_B[b]) of slot slots_B[b], its queries' own among them; in prefill its last tokens are the queries
     [query_starts[b], query_starts[b + 1]). Lengths are at least 1; indices are int32 on the device; q is contiguous; K and V
     are strided views of all slots, of which most is not mapped. It returns a new tensor of q's shape and dtype, and writes
-    nothing to the cache. It must be at the top of a module: the checks run in a child process.
+    nothing to the cache. It must be at the top of a module: the checks run in a child process. That imports the script that
+    calls this, which so is to be a file, and to do it under `if __name__ == "__main__":`.
 
     device: "cuda:0" if there is one, else "cpu". dtype: bfloat16 on a GPU, float32 on a CPU. guard_tokens: rows past each
     length that it may load (whole tiles), which then are mapped; their values must not matter. The error may be `error_ratio`
@@ -42,14 +44,15 @@ def conformance(
     function that reads lengths on the host. checks: names of `vmmkv.testing.checks.CHECKS`, all by default. worker: the
     process to run in, one of its own by default.
 
-    Cost: a process, and seconds; some 200 MiB of memory. Raises: ValueError, TypeError; CheckError if a check could not be
-    done, as when the device has no memory. What the function does wrong is raised by the report's `raise_if_failed` alone.
+    Cost: a process, and seconds; some 200 MiB of memory. Raises: ValueError, TypeError; DriverUnavailable if there is no such
+    GPU; CheckError if a check could not be done, as when the device has no memory. What the function does wrong is raised by
+    the report's `raise_if_failed` alone.
     """
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device == torch.device("cuda"):  # without an index
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        device = find_device(device)
     names = tuple(CHECKS if checks is None else checks)
     if unknown := [name for name in names if name not in CHECKS]:
         raise ValueError(f"checks={unknown}: there are {', '.join(CHECKS)}")

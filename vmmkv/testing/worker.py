@@ -7,8 +7,10 @@ has crashed, and the next check gets a new process; so it does after any error o
 import multiprocessing
 import pickle
 import signal
+import sys
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -59,6 +61,8 @@ class Worker:
                 f"{subject.name} cannot be sent to a child process ({error}): give a function at the top of a module, or a "
                 f"functools.partial of one"
             ) from error
+        if self._connection is None:
+            _check_script(check)
         connection = self._connected()
         try:
             connection.send_bytes(payload)
@@ -113,6 +117,17 @@ class Worker:
         return Result(check=check, status="crashed", detail=f"{name}{why}")
 
 
+def _check_script(check: str) -> None:
+    """Can a child process import the script that runs here, as multiprocessing has it do? Raises CheckError."""
+    script = sys.modules["__main__"]
+    path = getattr(script, "__file__", None)
+    if getattr(script, "__spec__", None) is None and path is not None and not Path(path).exists():
+        raise CheckError(
+            f"{check}: the child process would import the script that runs here, and {path} is no file: write the script to a "
+            f'file, which calls this under `if __name__ == "__main__":`, and run that'
+        )
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)  # on a CPU the checks are so small that threads only wait for one another
     while True:
@@ -131,7 +146,8 @@ def _answer(payload: bytes) -> tuple[Result | str, bool]:
     try:
         check, subject = pickle.loads(payload)
     except Exception as error:
-        return f"the child process cannot import the attention function: {error!r}", False
+        where = "it is to be at the top of a module, or of the file that is run"
+        return f"the child process cannot import the attention function: {error!r}; {where}", False
     try:
         CHECKS[check](subject)
     except Skip as reason:
