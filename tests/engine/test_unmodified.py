@@ -92,7 +92,7 @@ def assert_tokens_are_those_of_transformers(config: PreTrainedConfig, directory:
     model.save_pretrained(directory)
     model.to(device)
     prompts = [prompt_of(length, length) for length in LENGTHS]
-    with engine_of(directory, device=device) as engine:
+    with engine_of(directory, device=device, dtype="float32") as engine:
         assert engine.ready.implementation == "transformers"
         completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
     for prompt, completion in zip(prompts, completions, strict=True):
