@@ -249,9 +249,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:  # a name that no host can have is the latter
         code = error.errno if isinstance(error, OSError) else None
-        remedy = "127.0.0.1 is this machine alone" if isinstance(error, (socket.gaierror, UnicodeError)) else ""
+        remedy = "use 127.0.0.1 for this machine alone" if isinstance(error, (socket.gaierror, UnicodeError)) else ""
         if code == errno.EADDRNOTAVAIL:
-            remedy = "127.0.0.1 is this machine alone, and 0.0.0.0 all its networks"
+            remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all its networks"
         elif code in (errno.EADDRINUSE, errno.EACCES):
             remedy = "use another --port, or --port 0 for any that is free"
         reason = str(error.strerror if isinstance(error, OSError) else error).partition(" (while ")[0]  # the address once more

@@ -209,7 +209,6 @@ def test_what_the_engine_cannot_serve_is_one_error_of_the_command(tmp_path: Path
     command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(small_model(tmp_path)), "--load-format", "dummy"]
     command += ["--port", "0", "--device", "cpu", "--max-tokens", "4096"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    stage, error = ended.stderr.splitlines()
-    assert stage.startswith("loading weights: ")
+    (error,) = ended.stderr.splitlines()  # before any weights are loaded
     assert error == "vmmkv serve: --max-tokens 4096 is more than this model's positions reach, 1024"
     assert (ended.returncode, ended.stdout) == (1, "")

@@ -319,7 +319,7 @@ def test_a_host_that_cannot_be_is_an_error_that_names_the_flag(host: str, capfd:
     assert main(["serve", "--model", "nowhere", "--host", host]) == 1
     told = capfd.readouterr().err
     assert told.startswith(f"vmmkv serve: cannot listen on --host {host} --port 8000: ")
-    assert told.endswith("; 127.0.0.1 is this machine alone\n")
+    assert told.endswith("; use 127.0.0.1 for this machine alone\n")
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_command_before_the_model_is_looked_for(
