@@ -109,8 +109,10 @@ def read_keys(option: str, path: Path) -> tuple[str, ...]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"{option} {path} cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {path} is not UTF-8; write one key a line, of visible ASCII") from None
     keys = {number: key for number, line in enumerate(lines, 1) if (key := line.strip()) and not key.startswith("#")}
     for number, key in keys.items():
         _check_key(f"{option} {path}, line {number},", key)

@@ -38,11 +38,11 @@ ELSEWHERE: Final = {
 """What a request over HTTP has and SamplingParams has not, and what there is in its place."""
 
 
-def unknown_option(owner: str, name: str, options: Sequence[str]) -> str:
-    """What to say of an option that there is not: the nearest of those that there are, or else all of them."""
+def unknown_option(owner: str, name: str, options: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """What to say of an option that there is not: what is `elsewhere` in its place, the nearest that there is, or else all."""
     near = difflib.get_close_matches(name, options)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
-    return f"{owner} has no option {name}; {ELSEWHERE.get(name, remedy)}"
+    return f"{owner} has no option {name}; {(elsewhere or {}).get(name, remedy)}"
 
 
 def _names_what_there_is(cls: type[T]) -> type[T]:
@@ -53,7 +53,7 @@ def _names_what_there_is(cls: type[T]) -> type[T]:
     def checked(self: T, *args: Any, **given: Any) -> None:
         for name in given:
             if name not in options:
-                raise TypeError(unknown_option(cls.__name__, name, options))
+                raise TypeError(unknown_option(cls.__name__, name, options, ELSEWHERE))
         init(self, *args, **given)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]

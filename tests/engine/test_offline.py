@@ -495,6 +495,7 @@ def test_a_dtype_may_be_torchs_own(directory: Path) -> None:
         ("kv_budget", r"no option kv_budget; did you mean kv_budget_bytes\?"),
         ("max_num_sequences", r"no option max_num_sequences; did you mean max_num_seqs"),
         ("port", "no option port; it has model, device, dtype, max_num_seqs"),
+        ("top_logprobs", "Engine has no option top_logprobs; it has model, device, dtype, max_num_seqs"),
     ],
 )
 def test_an_option_that_there_is_not_is_refused_with_the_nearest(option: str, said: str) -> None:

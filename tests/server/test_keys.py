@@ -206,6 +206,9 @@ class TestOptions:
             read_keys("--api-key-file", path)
         with pytest.raises(ValueError, match=r"--admin-key-file .* cannot be read"):
             read_keys("--admin-key-file", tmp_path / "none")
+        path.write_bytes(b"a-key-\xff")
+        with pytest.raises(ValueError, match=r"--api-key-file .* is not UTF-8; write one key a line, of visible ASCII"):
+            read_keys("--api-key-file", path)
 
     def test_keys_are_in_no_representation(self) -> None:
         assert ONE not in repr(FrontConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(Keys((ONE,))._callers)

@@ -174,9 +174,13 @@ class Batch:
 
         `later_pages` are for groups that this pass opens later.
         """
-        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
-        for rows in groups:
-            rows.grow(num_tokens)
+        short = [rows for rows in groups if rows.is_short(num_tokens)]
+        if not short:
+            return
+        with short[0].pool.lock:  # nobody takes between the two what is there
+            self._check_room(sum(rows.missing_pages(num_tokens) for rows in short), f"grow to {num_tokens} tokens", later_pages)
+            for rows in short:
+                rows.grow(num_tokens)
 
     def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
         """Can the whole batch have so many pages now? Else OutOfPages."""
@@ -290,11 +294,13 @@ class Batch:
         self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
 
     def _fork(self, parents: Sequence[int]) -> list[BatchRows]:
-        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
         forked: list[BatchRows] = []
         try:
-            for rows in self.groups:
-                forked.append(rows.fork(parents))
+            with self.groups[0].pool.lock:
+                num_pages = sum(rows.fork_pages(parents) for rows in self.groups)
+                self._check_room(num_pages, "be forked, so that each goes its own way")
+                for rows in self.groups:
+                    forked.append(rows.fork(parents))
         except BaseException:
             for rows in forked:
                 rows.close()
