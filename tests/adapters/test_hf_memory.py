@@ -64,7 +64,6 @@ def test_memory_is_mapped_in_the_first_layer_of_a_pass_alone(pool: Pool, monkeyp
     grow = BatchRows.grow
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, num_tokens=5))
-        monkeypatch.setattr(BatchRows, "is_short", lambda self, tokens: True)  # else nothing would have to grow
         monkeypatch.setattr(
             BatchRows, "grow", lambda self, tokens: (grown.append(len(cache._batch.written)), grow(self, tokens))[1]
         )

@@ -172,15 +172,12 @@ class Batch:
     def _grow(self, groups: Sequence[BatchRows], num_tokens: int, *, later_pages: int = 0) -> None:
         """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
 
-        `later_pages` are for groups that this pass opens later.
+        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
+        the growth, some rows may have grown when this raises; they keep that.
         """
-        short = [rows for rows in groups if rows.is_short(num_tokens)]
-        if not short:
-            return
-        with short[0].pool.lock:  # nobody takes between the two what is there
-            self._check_room(sum(rows.missing_pages(num_tokens) for rows in short), f"grow to {num_tokens} tokens", later_pages)
-            for rows in short:
-                rows.grow(num_tokens)
+        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
+        for rows in groups:
+            rows.grow(num_tokens)
 
     def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
         """Can the whole batch have so many pages now? Else OutOfPages."""
@@ -294,13 +291,11 @@ class Batch:
         self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
 
     def _fork(self, parents: Sequence[int]) -> list[BatchRows]:
+        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
         forked: list[BatchRows] = []
         try:
-            with self.groups[0].pool.lock:
-                num_pages = sum(rows.fork_pages(parents) for rows in self.groups)
-                self._check_room(num_pages, "be forked, so that each goes its own way")
-                for rows in self.groups:
-                    forked.append(rows.fork(parents))
+            for rows in self.groups:
+                forked.append(rows.fork(parents))
         except BaseException:
             for rows in forked:
                 rows.close()

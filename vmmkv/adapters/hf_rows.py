@@ -146,17 +146,10 @@ class BatchRows:
                 for index in range(len(self.cache.layout.groups)):
                     sequence.advance_start(index, start)
 
-    def is_short(self, num_tokens: int) -> bool:
-        """Does a sequence lack memory for so many tokens?"""
-        if not self.sequences:
-            return False
-        first = self.sequences[0].slot
-        return bool(num_tokens - self._dropped > self.cache.limits[first : first + len(self.sequences)].min())
-
     def missing_pages(self, num_tokens: int) -> int:
         """Pages that `grow` will ask for, for all sequences; none for more tokens than they may have, which it refuses."""
         num_rows = num_tokens - self._dropped
-        if num_rows > self._max_tokens:
+        if not self._is_short(num_rows) or num_rows > self._max_tokens:
             return 0
         with self.pool.lock:
             return sum(self.cache._memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
@@ -168,11 +161,18 @@ class BatchRows:
 
     def grow(self, num_tokens: int) -> None:
         """Have memory for `num_tokens` tokens of each sequence. Raises: see Sequence.grow; what has grown by then stays."""
-        if self.is_short(num_tokens):
+        num_rows = num_tokens - self._dropped
+        if self._is_short(num_rows):
             if self.window is not None:
                 self.cache.pump(lead_tokens=0)  # the pages that the window has left are the next ones
             for sequence in self.sequences:
-                sequence.grow(num_tokens - self._dropped)
+                sequence.grow(num_rows)
+
+    def _is_short(self, num_rows: int) -> bool:
+        if not self.sequences:
+            return False
+        first = self.sequences[0].slot
+        return bool(num_rows > self.cache.limits[first : first + len(self.sequences)].min())
 
     def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
         """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
