@@ -28,7 +28,7 @@ class Mode(enum.Enum):
     OFF = "off"
     """Mapped in the foreground, when a row is missing."""
     SLACK = "slack"
-    """`pump` on the same thread while the step's work is queued."""
+    """`map_ahead` on the same thread while the step's work is queued."""
     THREAD = "thread"
     """The mapper's thread."""
     ADOPTED = "adopted"
@@ -158,7 +158,7 @@ class DecodeLoop:
         if not self.mode.pumps:
             return
         began_us, before_us = now_us(), self.driver.spent_us
-        pages = self.cache.pump(self.pump_budget_us, lead_tokens=self.cache.lead_tokens(self.pump_budget_us))
+        pages = self.cache.map_ahead(self.pump_budget_us, lookahead_tokens=self.cache.lookahead_tokens(self.pump_budget_us))
         total_us, driver_us = now_us() - began_us, self.driver.spent_us - before_us
         self.samples["pump"].append(total_us)
         self.samples["pump_python"].append(total_us - driver_us)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vmmkv.prefix import PrefixCache, PrefixStats
     from vmmkv.prefix_costs import Rung
     from vmmkv.prefix_ladder import Attached
-    from vmmkv.sequence import Parked, Sequence
+    from vmmkv.sequence import ParkedSlot, Sequence
     from vmmkv.stats import CacheStats
 
 __version__ = "0.1.0"
@@ -60,7 +60,7 @@ __all__ = [
     "LayoutError",
     "OutOfPages",
     "OutOfSlots",
-    "Parked",
+    "ParkedSlot",
     "Plane",
     "Pool",
     "PoolStats",
@@ -81,7 +81,7 @@ _MODULE_OF = {  # of what needs torch
     "KVCache": "cache",
     "KVLayout": "layout",
     "KVType": "kv_type",
-    "Parked": "sequence",
+    "ParkedSlot": "sequence",
     "Plane": "layout",
     "Pool": "pool",
     "PoolStats": "pool",

@@ -28,7 +28,7 @@ from vmmkv.memory import SlotMemory
 from vmmkv.memory_map import SlotMap, slot_maps
 from vmmkv.occupancy import Occupancy
 from vmmkv.pool import Pool
-from vmmkv.sequence import Parked, Sequence
+from vmmkv.sequence import ParkedSlot, Sequence
 from vmmkv.slots import SlotState
 from vmmkv.stats import CacheStats, snapshot
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
@@ -143,7 +143,7 @@ class KVCache:
             return [self._occupancy.open_at(slot, end, tenant) for slot in range(first, first + count)]
 
     def adopt(
-        self, parked: Parked, num_tokens: int | None = None, *, max_tokens: int | None = None, tenant: Hashable = None
+        self, parked: ParkedSlot, num_tokens: int | None = None, *, max_tokens: int | None = None, tenant: Hashable = None
     ) -> Sequence:
         """A new sequence in a parked slot, whose first `num_tokens` rows (all by default) are its own already.
 
@@ -232,12 +232,12 @@ class KVCache:
                     self._occupancy.forget(target.slot, first)
                     sharing.copy_rows(self._memory, source.slot, target.slot, first, end)
 
-    def parked(self) -> list[Parked]:
+    def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""
         with self.pool.lock:
             return list(self._occupancy.parked.values())
 
-    def evict(self, parked: Parked) -> None:
+    def evict(self, parked: ParkedSlot) -> None:
         """Retire a parked slot's mappings. Raises Evicted if that has happened, or it was adopted. No driver call."""
         with self.pool.lock:
             self._check_parked(parked)
@@ -286,7 +286,7 @@ class KVCache:
 
     # ahead of need, and behind
 
-    def lead_tokens(self, step_us: float) -> int:
+    def lookahead_tokens(self, step_us: float) -> int:
         """How many tokens ahead memory should be mapped so that no step waits, if the mapper has `step_us` in each.
 
         One token a step. If every sequence crosses a page at once, the mapper needs `pages due * measured cost`; it must
@@ -295,10 +295,10 @@ class KVCache:
         pages_due = len(self._occupancy.sequences) * len(self.layout.groups)
         return 1 + ceil_div(int(pages_due * self._memory.mapper.map_us), max(1, int(step_us)))
 
-    def pump(self, budget_us: float = float("inf"), *, lead_tokens: int = 1) -> int:
+    def map_ahead(self, budget_us: float = float("inf"), *, lookahead_tokens: int = 1) -> int:
         """Do the mapper's work for about `budget_us`: call it while launched work is still queued on the device.
 
-        First it maps for sequences that have less memory than their next token needs, then than `lead_tokens` more do,
+        First it maps for sequences that have less memory than their next token needs, then than `lookahead_tokens` more do,
         then than they `expect`: each time the most urgent first, and never past their end. A sequence that finds too few
         pages for one of these gets none for it, and the others theirs. Then it unmaps what has retired and whose fence
         has passed.
@@ -308,14 +308,14 @@ class KVCache:
         Not under graph capture.
         Raises: DriverError; what was done before it stays done. ValueError for a negative budget or lead.
         """
-        lead_tokens = whole("lead_tokens", lead_tokens)
+        lookahead_tokens = whole("lookahead_tokens", lookahead_tokens)
         if not budget_us >= 0:  # nor is it NaN
             raise ValueError(f"budget_us={budget_us}: time to spend is at least 0; leave it out for no limit")
-        if lead_tokens < 0:
-            raise ValueError(f"lead_tokens={lead_tokens}: how far memory is mapped ahead is at least 0")
+        if lookahead_tokens < 0:
+            raise ValueError(f"lookahead_tokens={lookahead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:
             self._check_open()
-            return self._occupancy.pump(budget_us, lead_tokens, settle=False)
+            return self._occupancy.map_ahead(budget_us, lookahead_tokens, settle=False)
 
     def drain(self) -> None:
         """Unmap everything that retires, waiting for its fences: for when there is nothing else to do.
@@ -326,10 +326,10 @@ class KVCache:
         self._check_open()
         self._occupancy.drain()
 
-    def start_mapper(self, lead_tokens: int | None = None) -> None:
+    def start_mapper(self, lookahead_tokens: int | None = None) -> None:
         """Pump in a thread, for users with no loop of their own. A graph capture then needs capture_error_mode="thread_local".
 
-        `lead_tokens` is by default as many as a page holds. A DriverError of the thread is raised by `stop_mapper`, or
+        `lookahead_tokens` is by default as many as a page holds. A DriverError of the thread is raised by `stop_mapper`, or
         by the next `grow` that lacks memory or `start_mapper`, once; then another can be started.
         """
         with self.pool.lock:
@@ -337,13 +337,13 @@ class KVCache:
             self._occupancy.check_thread()
             if self._occupancy.thread is not None:
                 raise ValueError("the mapper's thread runs already; stop_mapper() ends it")
-            if lead_tokens is None:
-                lead_tokens = max(1, *(group.tokens_under(1) for group in self.layout.groups))
-            lead_tokens = whole("lead_tokens", lead_tokens)
-            if lead_tokens < 1:
-                raise ValueError(f"lead_tokens={lead_tokens}: the mapper maps at least 1 token ahead")
+            if lookahead_tokens is None:
+                lookahead_tokens = max(1, *(group.tokens_under(1) for group in self.layout.groups))
+            lookahead_tokens = whole("lookahead_tokens", lookahead_tokens)
+            if lookahead_tokens < 1:
+                raise ValueError(f"lookahead_tokens={lookahead_tokens}: the mapper maps at least 1 token ahead")
             name = f"vmmkv-mapper-{self._memory.number}"
-            self._occupancy.thread = MapperThread(functools.partial(self._pump_some, lead_tokens), name=name)
+            self._occupancy.thread = MapperThread(functools.partial(self._pump_some, lookahead_tokens), name=name)
 
     def stop_mapper(self) -> None:
         """End the thread. Idempotent. Raises what the thread failed with, if it did."""
@@ -427,12 +427,12 @@ class KVCache:
 
     # within
 
-    def _pump_some(self, lead_tokens: int) -> bool:
+    def _pump_some(self, lookahead_tokens: int) -> bool:
         """The thread's unit of work, made visible before anybody is told. Is there more to do?"""
         with self.pool.lock:
-            return self._occupancy.pump(_THREAD_BUDGET_US, lead_tokens, settle=True) > 0
+            return self._occupancy.map_ahead(_THREAD_BUDGET_US, lookahead_tokens, settle=True) > 0
 
-    def _open_over(self, tenant: Hashable) -> Parked | None:
+    def _open_over(self, tenant: Hashable) -> ParkedSlot | None:
         """The parked slot that the next sequence of a tenant takes: the newest blank one, or the oldest if no slot is free."""
         parked = [parked for parked in self._occupancy.parked.values() if parked.tenant == tenant]
         blank = [each for each in parked if not each.length]
@@ -461,7 +461,7 @@ class KVCache:
         if self._occupancy.sequences.get(sequence.slot) is not sequence:
             raise Closed(f"{sequence!r} is no running sequence of this cache")
 
-    def _check_parked(self, parked: Parked) -> None:
+    def _check_parked(self, parked: ParkedSlot) -> None:
         if self._occupancy.parked.get(parked.slot) is not parked:
             raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
 

@@ -161,7 +161,7 @@ class SlotMemory:
         self.assert_owned(slot)
         return growth.num_mapped
 
-    def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
+    def map_ahead(self, budget_us: float, lookahead_tokens: int, *, settle: bool) -> int:
         """Map ahead of need for whoever is short, the most urgent first, while the budget lasts; the number of pages.
 
         `settle` blocks until what was zeroed and limited is, for callers whose streams are nobody's; else whatever is
@@ -170,7 +170,7 @@ class SlotMemory:
         """
         began_ns = time.perf_counter_ns()
         num_pages = 0
-        for wanted in self.table.wanted_ahead(lead_tokens):
+        for wanted in self.table.wanted_ahead(lookahead_tokens):
             growths: list[Growth] = []
             try:
                 for slot, target in zip(*self.table.short_of(wanted), strict=True):

@@ -28,7 +28,7 @@ from vmmkv.layout import KVLayout
 from vmmkv.mapper_thread import MapperThread
 from vmmkv.memory import SlotMemory
 from vmmkv.pool import Pool
-from vmmkv.sequence import Parked, Sequence
+from vmmkv.sequence import ParkedSlot, Sequence
 from vmmkv.slots import SlotState
 from vmmkv.units import counted
 
@@ -89,7 +89,7 @@ class Occupancy:
         self.memory = memory
         self.table = memory.table
         self.sequences: dict[int, Sequence] = {}
-        self.parked: dict[int, Parked] = {}
+        self.parked: dict[int, ParkedSlot] = {}
         """Oldest first."""
         self.keeper: Keeper | None = None
         self.thread: MapperThread | None = None
@@ -119,7 +119,7 @@ class Occupancy:
         self.table.ends[slot] = end
         return sequence
 
-    def take_over(self, parked: Parked, num_tokens: int, end: int) -> Sequence:
+    def take_over(self, parked: ParkedSlot, num_tokens: int, end: int) -> Sequence:
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
         self.leave(slot)
@@ -253,10 +253,10 @@ class Occupancy:
         if thread is not None:
             thread.stop()
 
-    def pump(self, budget_us: float, lead_tokens: int, *, settle: bool) -> int:
-        """See KVCache.pump and SlotMemory.pump."""
+    def map_ahead(self, budget_us: float, lookahead_tokens: int, *, settle: bool) -> int:
+        """See KVCache.map_ahead and SlotMemory.map_ahead."""
         began_ns = time.perf_counter_ns()
-        mapped = self.memory.pump(budget_us, lead_tokens, settle=settle)
+        mapped = self.memory.map_ahead(budget_us, lookahead_tokens, settle=settle)
         self.pumped_pages += mapped
         left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
         if mapped and left_us < self.memory.mapper.unmap_us:
@@ -273,12 +273,12 @@ class Occupancy:
         sequence.closed = True
         return fence
 
-    def park(self, sequence: Sequence, num_tokens: int) -> Parked:
+    def park(self, sequence: Sequence, num_tokens: int) -> ParkedSlot:
         """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
         fence, slot = self.end(sequence, SlotState.PARKED), sequence.slot
         self.leave(slot)
         self.memory.unuse(slot)
-        self.parked[slot] = parked = Parked(
+        self.parked[slot] = parked = ParkedSlot(
             slot, num_tokens, sequence.tenant, self.pool.tick(), fence, self.memory.num_pages(slot)
         )
         return parked
@@ -291,7 +291,7 @@ class Occupancy:
         self._free_if_bare(sequence.slot)
         self.wake()
 
-    def evict(self, parked: Parked) -> None:
+    def evict(self, parked: ParkedSlot) -> None:
         """Retire a parked slot's mappings. No driver call."""
         del self.parked[parked.slot]
         self.leave(parked.slot)
@@ -381,7 +381,7 @@ class Occupancy:
             assert parked is not None, "nothing is evictable"
             self.evict(parked)
 
-    def _evictable_slots(self) -> Iterator[Parked]:
+    def _evictable_slots(self) -> Iterator[ParkedSlot]:
         """Parked slots, the oldest first, but for those that go with what is kept of their tokens."""
         return (parked for slot, parked in self.parked.items() if self.keeper is None or not self.keeper.keeps(slot))
 

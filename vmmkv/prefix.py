@@ -280,7 +280,7 @@ class PrefixCache:
     def promote(self, budget_us: float = float("inf")) -> int:
         """Copy hot prefixes into large extents for those who come later, for about that long; the bytes promoted.
 
-        Call it while launched work is queued, as `KVCache.pump`; it takes no page from anybody. See `vmmkv.promotion`.
+        Call it while launched work is queued, as `KVCache.map_ahead`; it takes no page from anybody. See `vmmkv.promotion`.
         """
         began_ns, num_bytes = time.perf_counter_ns(), 0
         with self.cache.pool.lock:
@@ -300,7 +300,7 @@ class PrefixCache:
         """Give up parked slots, the oldest first, until `count` are free or closing; the tree keeps their full extents.
 
         For whoever has more slots than sequences: who attaches by alias wants a bare slot, and unmapping one takes time. No
-        driver call: `KVCache.pump` unmaps.
+        driver call: `KVCache.map_ahead` unmaps.
         """
         with self.cache.pool.lock:
             table = self._occupancy.table

@@ -19,7 +19,7 @@ from vmmkv.prefix_nodes import PrefixNodes
 from vmmkv.prefix_plan import Placed, Plan, plan
 from vmmkv.radix import Match, Tokens
 from vmmkv.scratch import Windows
-from vmmkv.sequence import Parked, Sequence
+from vmmkv.sequence import ParkedSlot, Sequence
 from vmmkv.sharing import Pages, SlotRows
 from vmmkv.units import PAGE_BYTES
 
@@ -85,7 +85,7 @@ class Ladder:
 
     def _choose(
         self, found: tuple[Match[Placed], Plan] | None, rung: Rung | None, num_steps: int
-    ) -> tuple[Rung, Parked | None]:
+    ) -> tuple[Rung, ParkedSlot | None]:
         if found is None:
             return Rung.RECOMPUTE, None
         match, best = found
@@ -113,7 +113,7 @@ class Ladder:
 
         return min(possible, key=cost), parked
 
-    def _adoptable(self, match: Match[Placed], best: Plan) -> Parked | None:
+    def _adoptable(self, match: Match[Placed], best: Plan) -> ParkedSlot | None:
         """A parked slot with these rows, of which nothing that others need would be written over; the shortest."""
         deepest = match.deepest
         assert deepest is not None
@@ -128,7 +128,7 @@ class Ladder:
         ]
         return min(fitting, key=lambda each: (each.length, -each.stamp), default=None)
 
-    def _adopt(self, match: Match[Placed], best: Plan, parked: Parked, end: int) -> Attached:
+    def _adopt(self, match: Match[Placed], best: Plan, parked: ParkedSlot, end: int) -> Attached:
         """The nodes past the match go, for their rows will be written over; what they held is the slot's alone."""
         slot, num_tokens = parked.slot, best.num_tokens
         self._nodes.shorten(slot, num_tokens, discard=True)

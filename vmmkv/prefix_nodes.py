@@ -19,7 +19,7 @@ from vmmkv.layout import KVLayout
 from vmmkv.occupancy import Occupancy
 from vmmkv.prefix_plan import Placed, end_token, uncovered
 from vmmkv.radix import Match, Node, Piece, RadixTree, Tokens
-from vmmkv.sequence import Parked
+from vmmkv.sequence import ParkedSlot
 from vmmkv.units import PAGE_BYTES
 
 
@@ -170,7 +170,7 @@ class PrefixNodes:
         parked = self._oldest_kept()
         return None if parked is None else Evictable(parked.stamp, parked.fence.done())
 
-    def _oldest_kept(self) -> Parked | None:
+    def _oldest_kept(self) -> ParkedSlot | None:
         """A parked slot whose node is locked or pinned, or has others below: it can have pages that are its alone."""
         return next((each for slot, each in self._occupancy.parked.items() if slot in self.kept and slot != self.source), None)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Parked:
+class ParkedSlot:
     """A slot whose sequence has ended and whose mappings stay, until it is adopted or evicted."""
 
     slot: int
@@ -35,7 +35,7 @@ class Parked:
     """Mapped under it, over all groups."""
 
     def __repr__(self) -> str:
-        return f"<Parked in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
+        return f"<ParkedSlot in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
 
 
 class Sequence:
@@ -202,7 +202,7 @@ class Sequence:
             known = self._rows[arena.index] = bounds, arena.rows(self.slot, *bounds)
         return arena.view_rows(known[1], layer, plane)
 
-    def park(self, num_tokens: int | None = None) -> Parked:
+    def park(self, num_tokens: int | None = None) -> ParkedSlot:
         """End the sequence and keep its memory mapped, with its first `num_tokens` (all by default) to be adopted.
 
         Parked slots are taken back, the oldest first, when the pool runs short. 0 tokens makes a blank slot, which the

@@ -74,14 +74,14 @@ class SlotTable:
         starts = np.flatnonzero(sums[count:] - sums[:-count] == count)
         return int(starts[0]) if len(starts) else None
 
-    def wanted_ahead(self, lead_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
+    def wanted_ahead(self, lookahead_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
         """Tokens that each slot should have memory for, what presses most first.
 
         The next token of whoever runs; the lead of all; and what is expected, however much it is, when nobody lacks the
         others.
         """
-        yield np.where(self.lengths > 0, self.lengths + min(1, lead_tokens), 0)
-        yield self.lengths + lead_tokens
+        yield np.where(self.lengths > 0, self.lengths + min(1, lookahead_tokens), 0)
+        yield self.lengths + lookahead_tokens
         yield self.expected
 
     def short_of(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -46,7 +46,7 @@ class CacheStats:
     mapped_pages: int
     """Pages mapped in the cache's life, by anybody."""
     pumped_pages: int
-    """Of these, ahead of need: by `pump` or the mapper's thread."""
+    """Of these, ahead of need: by `map_ahead` or the mapper's thread."""
     adopted_slots: int
     """Slots handed on with their mappings, which cost no driver call."""
     driver_calls: dict[str, int]

@@ -93,13 +93,13 @@ class PagedCache(SlottedCache):
         self._sequences[slot], self._ends[slot] = sequence, sequence.max_tokens
         return sequence
 
-    def lead_tokens(self, step_us: float) -> int:
+    def lookahead_tokens(self, step_us: float) -> int:
         """A block costs nothing to get: for the next token is soon enough."""
         return 1
 
-    def pump(self, budget_us: float, *, lead_tokens: int) -> int:
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
         """Blocks for all sequences that soon need one, in one upload; none if they are not to be had for all."""
-        wanted = np.minimum(self._ends, self.lengths + lead_tokens)
+        wanted = np.minimum(self._ends, self.lengths + lookahead_tokens)
         short = np.flatnonzero(wanted > self.limits)
         if not len(short):
             return 0

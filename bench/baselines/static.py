@@ -79,11 +79,11 @@ class StaticCache(SlottedCache):
         """Raises: ValueError."""
         raise ValueError("a static cache copies no rows: beam searches are not for this baseline")
 
-    def lead_tokens(self, step_us: float) -> int:
+    def lookahead_tokens(self, step_us: float) -> int:
         """All memory is there."""
         return 0
 
-    def pump(self, budget_us: float, *, lead_tokens: int) -> int:
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
         """All memory is there."""
         return 0
 

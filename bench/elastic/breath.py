@@ -30,7 +30,7 @@ class Way(enum.Enum):
     AT_ONCE = "vmmkv, at once"
     """One resize; and each guest's prompt grows in front of a step, one a step."""
     IN_SLACK = "vmmkv, in slack"
-    """While the device works: a resize by a page after the other; and all guests' prompts by `pump`."""
+    """While the device works: a resize by a page after the other; and all guests' prompts by `map_ahead`."""
 
 
 class Phase:
@@ -205,7 +205,7 @@ class Breath:
         self.cache.drain()
 
     def _pump(self) -> None:
-        self.cache.pump(self._budget_us, lead_tokens=self.cache.lead_tokens(self._budget_us))
+        self.cache.map_ahead(self._budget_us, lookahead_tokens=self.cache.lookahead_tokens(self._budget_us))
 
     def _taken_bytes(self) -> int:
         """What is taken of the device, as the device says: by everybody on a GPU, by this driver on the host."""

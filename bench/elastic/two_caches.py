@@ -185,7 +185,7 @@ class Phase:
     def _pump(self) -> None:
         """Nobody lacks memory: it unmaps what retires, which the next guest's grow need not do then."""
         for side in (self._busy, self._other):
-            side.cache.pump(self._pump_budget_us / 2, lead_tokens=0)
+            side.cache.map_ahead(self._pump_budget_us / 2, lookahead_tokens=0)
 
 
 def _rows(suite: str, workload: str, system: str, side: Side, other: str) -> Iterator[Row]:

@@ -133,10 +133,10 @@ class Vmmkv:
         else:
             self.prefix.release(sequence, tokens)
 
-    def pump(self, budget_us: float, step_us: float) -> None:
-        """See System.pump. What is short of memory comes first; in the time that is left, what many attach is promoted."""
+    def map_ahead(self, budget_us: float, step_us: float) -> None:
+        """See System.map_ahead. What is short of memory comes first; in the time that is left, what many attach is promoted."""
         until_us = now_us() + budget_us
-        self.cache.pump(budget_us, lead_tokens=self.cache.lead_tokens(step_us))
+        self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(step_us))
         if (left_us := until_us - now_us()) > 0:
             self.promote(left_us)
 

@@ -145,7 +145,7 @@ class Loop:
             step = self._launch(outcome) if self._running else None
             if step is not None:
                 step_us = self._step_us.get(step.is_decode, _FIRST_STEP_US)
-                self._system.pump(_SLACK_SHARE * step_us, step_us)
+                self._system.map_ahead(_SLACK_SHARE * step_us, step_us)
             if before is not None:
                 self._confirm(before, outcome, began_us)
             before = step

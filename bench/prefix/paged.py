@@ -99,8 +99,8 @@ class Paged:
         self._num_blocks_S[slot] = 0  # what its table says is overwritten by the next, and read by nobody before
         self._free_slots.append(slot)
 
-    def pump(self, budget_us: float, step_us: float) -> None:
-        """See System.pump. There is nothing to do ahead."""
+    def map_ahead(self, budget_us: float, step_us: float) -> None:
+        """See System.map_ahead. There is nothing to do ahead."""
 
     def memory(self) -> tuple[int, int]:
         """See System.memory."""

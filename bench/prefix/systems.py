@@ -66,7 +66,7 @@ class System(Protocol):
         """The sequence is over, and these are the tokens of its rows."""
         ...
 
-    def pump(self, budget_us: float, step_us: float) -> None:
+    def map_ahead(self, budget_us: float, step_us: float) -> None:
         """There is so much time while the device works. Steps take `step_us`."""
         ...
 

@@ -105,7 +105,7 @@ class _Wrapped:
         self._steps.reads.append(read)
         self._read(self._core)
 
-    def pump(self) -> None:
+    def map_ahead(self) -> None:
         began_us = now_us()
         self._pump(self._core)
         self._pumped_us += now_us() - began_us

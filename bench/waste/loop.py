@@ -46,7 +46,7 @@ class Sample:
     laid_bytes: int
     """What these take in whole pages, blocks or slots, without anything ahead."""
     held: Held
-    lead_tokens: int
+    lookahead_tokens: int
     """With which memory is mapped ahead: what vmmkv chooses, 0 of systems that do not."""
 
     @property
@@ -114,7 +114,7 @@ class Loop:
             needed_bytes=self._needed_bytes(),
             laid_bytes=self.memory.laid_bytes(self._rows[slots]),
             held=self.memory.held(),
-            lead_tokens=self.memory.lead_tokens,
+            lookahead_tokens=self.memory.lookahead_tokens,
         )
         if not sample.needed_bytes <= sample.laid_bytes <= sample.held.rows_bytes:
             raise WrongNumbers(f"{self.memory.name} holds {sample.held.rows_bytes} bytes, and {sample.laid_bytes} are laid")

@@ -51,10 +51,10 @@ def _add_waste(context: Context, shape: Shape, name: str, outcome: Outcome) -> N
     context.add(name, system, "waste", "%", [100 * each.wasted_bytes / each.needed_bytes for each in samples], bound)
     last = [100 * (each.laid_bytes - each.needed_bytes) / each.needed_bytes for each in samples]
     context.add(name, system, "of it, not filled yet", "%", last, bound)
-    if any(each.lead_tokens for each in samples):
+    if any(each.lookahead_tokens for each in samples):
         ahead = [100 * (each.held.rows_bytes - each.laid_bytes) / each.needed_bytes for each in samples]
         context.add(name, system, "of it, mapped ahead", "%", ahead)
-        context.add(name, system, "lead of the mapper", "tokens", [each.lead_tokens for each in samples])
+        context.add(name, system, "lead of the mapper", "tokens", [each.lookahead_tokens for each in samples])
     if any(each.held.tables_bytes for each in samples):
         tables = [100 * each.held.tables_bytes / each.needed_bytes for each in samples]
         context.add(name, system, "of it, tables", "%", tables)

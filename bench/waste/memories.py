@@ -56,7 +56,7 @@ class Memory(Protocol):
         ...
 
     @property
-    def lead_tokens(self) -> int:
+    def lookahead_tokens(self) -> int:
         """So many tokens ahead was memory mapped last; 0 for a system that does not map ahead."""
         ...
 
@@ -114,7 +114,7 @@ class Static:
         self.num_slots: Final = budget_bytes // self._slot_bytes
         self.unfilled_bytes: Final = 0.0
         """There is no last page: what is unfilled here is all its waste, and no bound of anything."""
-        self.lead_tokens: Final = 0
+        self.lookahead_tokens: Final = 0
         self._free = list(range(self.num_slots, 0, -1))
 
     def fits(self, num_rows: int, spare_bytes: int) -> bool:
@@ -177,7 +177,7 @@ class Tables:
         self._block_bytes = BLOCK_ROWS * row_bytes
         # A row fills its block on average by half, but for the one that is there.
         self.unfilled_bytes: Final = (BLOCK_ROWS - 1) / 2 * row_bytes
-        self.lead_tokens: Final = 0
+        self.lookahead_tokens: Final = 0
         self._num_blocks = budget_bytes // self._block_bytes
         self._table_bytes = ceil_div(MAX_TOKENS, BLOCK_ROWS) * _ENTRY_BYTES
         self._paged = open_paged(num_blocks=self._num_blocks, slots=slots, max_tokens=MAX_TOKENS)

@@ -79,7 +79,7 @@ class _Replay:
 
     def step(self) -> bool:
         """Has anybody ended in it?"""
-        self.system.pump(math.inf, SLACK_SHARE * _STEP_US)
+        self.system.map_ahead(math.inf, SLACK_SHARE * _STEP_US)
         slots = np.array(sorted(self.rows), np.int64)
         lengths = np.array([self.rows[slot] for slot in slots.tolist()], np.int64)
         self.system.reserve(slots, lengths + 1)

@@ -392,7 +392,7 @@ class EngineCore:
         """While the device computes: map what the next steps need, unmap what the last ones left."""
         self._has_pumped = True
         try:
-            self.cache.pump(self._step_us / 2, lead_tokens=self.cache.lead_tokens(self._step_us / 2))
+            self.cache.map_ahead(self._step_us / 2, lookahead_tokens=self.cache.lookahead_tokens(self._step_us / 2))
             if self._prefix is not None:
                 self._prefix.promote(self._step_us / 4)
                 if self._num_steps % _SLOT_STEPS == 0:

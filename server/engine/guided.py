@@ -61,7 +61,7 @@ NOBODY_FOLLOWS: Final = Followed({}, [])
 
 
 class Guided:
-    """The requests of one engine that have a grammar. `send`, `fail`, `pump` and `drain` are the engine's own."""
+    """The requests of one engine that have a grammar. `send`, `fail`, `map_ahead` and `drain` are the engine's own."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class StepMasks:
     def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
         """Read what is under way, and so follow it. `rows` are the slots of the rows that are given a token."""
         self._book()
-        self._guided.pump()  # while the device has work: between two such steps it waits for the host
+        self._guided.map_ahead()  # while the device has work: between two such steps it waits for the host
         self._guided.drain()
         asking = []
         for each in self._following(rows):

@@ -105,11 +105,11 @@ class KV(Protocol):
         """So many more rows of each slot are launched."""
         ...
 
-    def lead_tokens(self, step_us: float) -> int:
+    def lookahead_tokens(self, step_us: float) -> int:
         """How many tokens ahead there should be memory."""
         ...
 
-    def pump(self, budget_us: float, *, lead_tokens: int) -> int:
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
         """Get memory ahead of need, while the device works."""
         ...
 

@@ -324,7 +324,7 @@ def test_windows_move_with_the_beams(harness: Callable[..., Harness], share: boo
 def test_a_vocabulary_smaller_than_the_search(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     """The beams become more from step to step, after their sequences were forked; the last of them behind a page's end."""
     one = harness(wide_rows(vocab_size=2), share=True)
-    monkeypatch.setattr(one.cache, "pump", lambda *args, **options: 0)
+    monkeypatch.setattr(one.cache, "map_ahead", lambda *args, **options: 0)
     prompt = [token % 2 for token in prompt_of(255)]
     one.ask("a", prompt, 5, beam_width=8, length_penalty=0.0)
     one.run()

@@ -241,7 +241,7 @@ def test_what_fails_ahead_of_need_fails_nobody(harness: Callable[..., Harness], 
         raise DriverError("not now", call="map", code="TEST")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.cache, "pump", fail)
+        patch.setattr(one.cache, "map_ahead", fail)
         one.run()
     assert one.tokens("a") == one.expected(prompt_of(5))
 

@@ -62,7 +62,7 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
 ) -> None:
     # What depends on the clock: how far ahead is mapped, how much of it fits into a step, when a report is due.
     monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
-    monkeypatch.setattr(KVCache, "lead_tokens", lambda cache, step_us: 2)
+    monkeypatch.setattr(KVCache, "lookahead_tokens", lambda cache, step_us: 2)
     monkeypatch.setattr(Mapper, "pages_within", lambda mapper, budget_us: 100)
     found = []
     for num_tokens in (TOKENS_A_PAGE, 12 * TOKENS_A_PAGE):

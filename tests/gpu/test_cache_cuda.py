@@ -78,10 +78,10 @@ def test_nothing_is_unmapped_before_its_fence(make: Callable[..., KVCache]) -> N
     torch.cuda._sleep(LONG)
     total = sequence.k(0)[:160].sum()  # reads when the sleep is over
     sequence.close()
-    assert cache.pump() == 0 and cache.stats().retiring_bytes == 10 * 2 * MIB
+    assert cache.map_ahead() == 0 and cache.stats().retiring_bytes == 10 * 2 * MIB
     assert float(total) == 160 * 8 * 128 * 2.0
     torch.cuda.synchronize()
-    assert cache.pump() == 10 and cache.stats().retiring_bytes == 0
+    assert cache.map_ahead() == 10 and cache.stats().retiring_bytes == 0
 
 
 def test_other_streams_are_waited_for_once_recorded(make: Callable[..., KVCache]) -> None:
@@ -96,10 +96,10 @@ def test_other_streams_are_waited_for_once_recorded(make: Callable[..., KVCache]
         torch.cuda._sleep(LONG)
         total = sequence.k(0)[:160].sum()
     sequence.close()
-    assert cache.pump() == 0, "the side stream still reads"
+    assert cache.map_ahead() == 0, "the side stream still reads"
     assert not side.query(), "the sleep is too short: the assertion above shows nothing"
     side.synchronize()
-    assert float(total) == 0.0 and cache.pump() == 10
+    assert float(total) == 0.0 and cache.map_ahead() == 10
 
 
 def test_a_captured_graph_serves_every_length(make: Callable[..., KVCache]) -> None:
@@ -160,7 +160,7 @@ def test_a_parked_slot_is_adopted_without_a_driver_call(make: Callable[..., KVCa
 
 def test_the_mappers_thread_waits_for_no_step_that_runs(make: Callable[..., KVCache]) -> None:
     cache = make()
-    cache.start_mapper(lead_tokens=1)
+    cache.start_mapper(lookahead_tokens=1)
     try:
         first, second = cache.open(), cache.open()
         first.grow(160)
@@ -182,7 +182,7 @@ def test_the_mappers_thread_keeps_ahead(make: Callable[..., KVCache]) -> None:
     sequences = [cache.open() for _ in range(4)]
     for sequence in sequences:
         sequence.grow(16)
-    cache.start_mapper(lead_tokens=16)
+    cache.start_mapper(lookahead_tokens=16)
     for token in range(200):
         began = time.monotonic()  # how soon is up to the machine; nobody maps but the thread
         while any(sequence.limit <= sequence.length for sequence in sequences) and time.monotonic() < began + 10:
@@ -314,7 +314,7 @@ def test_two_groups_one_windowed_and_two_caches_on_a_pool(gpu: torch.device) -> 
         held = pool.stats().held_bytes
         first.advance_start(1)
         torch.cuda.synchronize()
-        one.pump()
+        one.map_ahead()
         assert pool.stats().held_bytes == held - 15 * 2 * MIB  # rows [0, 3977) wholly cover 15 pages
         assert first.k(1).shape[0] == first.limit - 3977 and bool((first.k(1)[: 5000 - 3977] == 2).all())
         assert all(bool((first.k(layer)[:5000] == layer + 1).all()) for layer in (0, 2))

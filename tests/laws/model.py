@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vmmkv import Group, KVCache, KVLayout, Parked, Plane, Sequence
+from vmmkv import Group, KVCache, KVLayout, ParkedSlot, Plane, Sequence
 
 OWNER_SPAN = 60
 NUM_OWNERS = 4
@@ -73,7 +73,7 @@ class Kept:
     """A parked slot and what it should hold."""
 
     cache: KVCache
-    parked: Parked
+    parked: ParkedSlot
     rows: Rows
 
 

@@ -244,10 +244,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4)
     )  # what it does in 200 us is chance
-    def pump(self, pick, budget_us, lead):
+    def map_ahead(self, pick, budget_us, lead):
         cache = self.caches[pick % 2]
         busy = [launch for launch in self.launches if not launch.finished]
-        self.attempt(lambda: cache.pump(budget_us, lead_tokens=lead), partial=True)
+        self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
         assert not any(launch.finished for launch in busy), "pump waited for a fence"
         for live in self.live:
             self.look(live)

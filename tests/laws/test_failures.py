@@ -151,7 +151,7 @@ def park_own_with_windows(world: World) -> None:
 
 def foreign_memory_is_free(world: World) -> None:
     world.open(8, "blue").close()
-    world.cache.pump()
+    world.cache.map_ahead()
 
 
 def something_retires(world: World) -> None:
@@ -183,7 +183,7 @@ OPERATIONS = {
     "grow_into_foreign_memory": Operation(lambda world: world.sequence.grow(MAX_TOKENS), foreign_memory_is_free),
     "grow_over_retiring": Operation(lambda world: world.sequence.grow(MAX_TOKENS), retire_under_launch),
     "grow_evicting": Operation(lambda world: world.sequence.grow(12), World.parked_foreign, pages=24, evicts=True),
-    "pump": Operation(lambda world: world.cache.pump(lead_tokens=3), something_retires, partial=True),
+    "pump": Operation(lambda world: world.cache.map_ahead(lookahead_tokens=3), something_retires, partial=True),
     "truncate": Operation(lambda world: world.sequence.truncate(1)),
     "advance_start": Operation(
         lambda world: [world.sequence.advance_start(i) for i, group in enumerate(world.layout.groups) if group.window],

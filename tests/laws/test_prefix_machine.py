@@ -346,10 +346,10 @@ class PrefixMachine(RuleBasedStateMachine):
                 live.rows.starts[index] = live.sequence.start(index)
 
     @rule(pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4))
-    def pump(self, pick, budget_us, lead):
+    def map_ahead(self, pick, budget_us, lead):
         cache = self.cache if pick % 3 else self.rival
         busy = [launch for launch in self.launches if not launch.finished]
-        self.attempt(lambda: cache.pump(budget_us, lead_tokens=lead), partial=True)
+        self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
         assert not any(launch.finished for launch in busy), "pump waited for a fence"
         mapped = self.cache.stats().mapped_bytes
         self.attempt(self.prefix.promote)

@@ -133,13 +133,13 @@ def test_threads_that_share_a_pool_keep_what_they_wrote_and_leave_nothing(mapper
     threads = [threading.Thread(target=worker.run) for worker in workers]
     if mapper:
         for cache in caches:
-            cache.start_mapper(lead_tokens=20)
+            cache.start_mapper(lookahead_tokens=20)
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         if not mapper:
             for cache in caches:
-                cache.pump(100.0, lead_tokens=20)
+                cache.map_ahead(100.0, lookahead_tokens=20)
         for thread in threads:
             thread.join(0.001)
     for worker in workers:

@@ -105,11 +105,11 @@ def test_memory_is_mapped_ahead_by_the_stated_times_alone() -> None:
     slots = [memory.begin(100) for _ in range(40)]
     step_us = 1000.0
     memory.idle(step_us)
-    assert memory.lead_tokens == 1 + ceil_div(int(40 * PAGE_US), int(SLACK_SHARE * step_us))
+    assert memory.lookahead_tokens == 1 + ceil_div(int(40 * PAGE_US), int(SLACK_SHARE * step_us))
     # 100 rows and the lead of 7 tokens are 7 pages of 16 each.
     assert memory.held().rows_bytes == 40 * 7 * PAGE_BYTES
     memory.idle(step_us / 3)
-    assert memory.lead_tokens == 20
+    assert memory.lookahead_tokens == 20
     assert memory.held().rows_bytes == 40 * 8 * PAGE_BYTES
     for slot in slots:
         memory.end(slot)

@@ -251,7 +251,7 @@ def test_addresses_never_change(cache, driver):
     address, in_arena = sequence.k(2).data_ptr(), cache.k(2)[sequence.slot].data_ptr()
     assert address == in_arena
     launch = launch_over(driver, cache, sequence)
-    for act in (lambda: sequence.grow(100), lambda: sequence.truncate(3), cache.pump, launch.finish, cache.pump):
+    for act in (lambda: sequence.grow(100), lambda: sequence.truncate(3), cache.map_ahead, launch.finish, cache.map_ahead):
         act()
         in_arena = cache.k(2)[sequence.slot].data_ptr()
         assert sequence.k(2).data_ptr() == address == in_arena
@@ -438,10 +438,10 @@ def test_truncated_pages_stay_mapped_while_a_launch_may_read_them(cache, driver)
     base = sequence.k(0).data_ptr()
     launch = driver.launch([(base, base + 60 * ROW_BYTES)])
     sequence.truncate(1)
-    assert cache.pump() == 0
+    assert cache.map_ahead() == 0
     assert driver.live_mappings == 4 + PAD
     launch.finish()
-    assert cache.pump() == 3
+    assert cache.map_ahead() == 3
     assert driver.live_mappings == 1 + PAD
 
 
@@ -453,7 +453,7 @@ def test_a_windowed_group_gives_its_first_pages_back(windowed, driver):
     assert sequence.limit == 160
     before = driver.live_mappings
     sequence.advance_start(1)
-    windowed.pump()
+    windowed.map_ahead()
     assert (sequence.start(0), sequence.start(1)) == (0, 111)
     assert before - driver.live_mappings == 3  # rows [0, 96) of 32 a page
     assert sequence.k(0).shape[0] == 160
@@ -565,7 +565,7 @@ def test_with_no_slot_free_a_tenant_takes_its_oldest_parked_one_over(cache, driv
 
 def test_no_tenant_reads_what_another_wrote(cache):
     written(cache, 64, tenant="red").close()
-    cache.pump()
+    cache.map_ahead()
     sequence = cache.open(tenant="blue")
     sequence.grow(128)
     assert cache.stats().driver_calls["zero"] == 4
@@ -576,7 +576,7 @@ def test_no_tenant_reads_what_another_wrote(cache):
 
 def test_a_tenants_own_memory_is_not_zeroed_again(cache):
     written(cache, 64, tenant="red").close()
-    cache.pump()
+    cache.map_ahead()
     cache.open(tenant="red").grow(64)
     assert "zero" not in cache.stats().driver_calls
 
@@ -591,11 +591,11 @@ def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache,
     near.advance(16)
     far.advance(10)
     calls = Calls(driver)
-    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (near.limit, far.limit) == (17, 16)
-    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (near.limit, far.limit) == (17, 32)
-    assert cache.pump(lead_tokens=8) == 0
+    assert cache.map_ahead(lookahead_tokens=8) == 0
     assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "write": 2}
     assert cache.stats().pumped_pages == 2
 
@@ -605,16 +605,16 @@ def test_pump_maps_for_newcomers_last_for_nobody_waits_for_them_yet(cache):
     newcomer.expect(16)
     running.grow(16)
     running.advance(10)
-    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (newcomer.limit, running.limit) == (0, 32)
-    assert cache.pump(0.0, lead_tokens=8) == 1
+    assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (newcomer.limit, running.limit) == (16, 32)
 
 
 def test_pump_maps_what_is_expected(cache):
     sequence = cache.open()
     sequence.expect(100)
-    assert cache.pump() == 7
+    assert cache.map_ahead() == 7
     assert sequence.limit == 112
     sequence.grow(100)
     assert cache.stats().stalls == 0
@@ -625,27 +625,27 @@ def test_pump_says_nothing_of_a_sequence_that_finds_no_page(cache):
     sequence = cache.open()
     sequence.expect(128)
     cache.pool.resize(10 * PAGE_BYTES)
-    assert cache.pump(lead_tokens=0) == 0
+    assert cache.map_ahead(lookahead_tokens=0) == 0
     assert sequence.limit == 0
     sequence.expect(32)
-    assert cache.pump(lead_tokens=0) == 2
+    assert cache.map_ahead(lookahead_tokens=0) == 2
 
 
 def test_who_expects_much_takes_the_next_page_from_nobody(cache):
     greedy, running = written(cache, 16), written(cache, 15)
     cache.pool.resize(6 * PAGE_BYTES)
     greedy.expect(128)
-    assert cache.pump(lead_tokens=4) == 2
+    assert cache.map_ahead(lookahead_tokens=4) == 2
     assert (greedy.limit, running.limit) == (32, 32)
     greedy.expect(48)
-    assert cache.pump(lead_tokens=4) == 1
+    assert cache.map_ahead(lookahead_tokens=4) == 1
     assert greedy.limit == 48
 
 
 def test_the_next_token_of_all_comes_before_the_lead_of_anybody(cache):
     first, second = written(cache, 16), written(cache, 16)
     cache.pool.resize(4 * PAGE_BYTES)
-    assert cache.pump(lead_tokens=32) == 2
+    assert cache.map_ahead(lookahead_tokens=32) == 2
     assert (first.limit, second.limit) == (32, 32)
 
 
@@ -657,11 +657,11 @@ def test_pump_evicts_no_slot_that_running_work_may_touch(cache, driver):
     busy = busy.park()
     running = written(cache, 32)
     running.expect(128)
-    assert cache.pump(lead_tokens=16) == 1 + 2  # the idle one gives a page, and the rest is unmapped
+    assert cache.map_ahead(lookahead_tokens=16) == 1 + 2  # the idle one gives a page, and the rest is unmapped
     assert running.limit == 48, "for what is expected there is not enough"
     assert cache.parked() == [busy] and idle not in cache.parked()
     launch.finish()
-    assert cache.pump(lead_tokens=16) > 0
+    assert cache.map_ahead(lookahead_tokens=16) > 0
     assert running.limit == 128
 
 
@@ -670,7 +670,7 @@ def test_the_budget_of_a_pump_is_shared_among_the_groups(windowed, budget_pages,
     windowed._memory.mapper.map_us = 1e6  # whatever it really takes is little against it
     windowed._memory.mapper.unmap_us = 1e6
     windowed.open().expect(128)
-    assert windowed.pump(budget_pages * 1e6, lead_tokens=0) == mapped
+    assert windowed.map_ahead(budget_pages * 1e6, lookahead_tokens=0) == mapped
     ends = [span.end_page for span in windowed._memory.spans(1)]
     assert max(ends) - min(ends) <= 1, "no group is far ahead of another"
     windowed.check()
@@ -710,14 +710,14 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
 
 
 def test_negative_leads_are_refused(cache):
-    with pytest.raises(ValueError, match="lead_tokens=-3: how far memory is mapped ahead is at least 0"):
-        cache.pump(lead_tokens=-3)
+    with pytest.raises(ValueError, match="lookahead_tokens=-3: how far memory is mapped ahead is at least 0"):
+        cache.map_ahead(lookahead_tokens=-3)
 
 
 @pytest.mark.parametrize("budget_us", [-1, float("nan")])
 def test_a_pump_that_may_take_less_than_no_time_is_refused(cache, budget_us):
     with pytest.raises(ValueError, match=f"budget_us={budget_us}: .* at least 0"):
-        cache.pump(budget_us)
+        cache.map_ahead(budget_us)
 
 
 # waiting
@@ -760,7 +760,7 @@ def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool, c
             assert time.monotonic() < deadline_s, "it does not look when it begins"
             time.sleep(0.001)
         clock.hour_passes()
-        cache.pump(lead_tokens=4)  # does its work meanwhile
+        cache.map_ahead(lookahead_tokens=4)  # does its work meanwhile
     thread.join()
     stats = cache.stats()
     assert stats.stalls == 1
@@ -794,8 +794,8 @@ def test_a_growth_that_lacks_nothing_does_not_wait_for_the_lock(cache, pool):
         lambda cache, sequence: cache.open_batch(1.5),
         lambda cache, sequence: cache.advance([1.0]),
         lambda cache, sequence: cache.advance([1], [0.5]),
-        lambda cache, sequence: cache.pump(lead_tokens=1.5),
-        lambda cache, sequence: cache.start_mapper(lead_tokens=1.5),
+        lambda cache, sequence: cache.map_ahead(lookahead_tokens=1.5),
+        lambda cache, sequence: cache.start_mapper(lookahead_tokens=1.5),
         lambda cache, sequence: cache.pool.resize(16.0 * PAGE_BYTES),
         lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1.0, max_tokens=1),
         lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1, max_tokens=1.5),
@@ -845,16 +845,16 @@ def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
             sequence.grow(sequence.length + 1)
         cache.advance([sequence.slot for sequence in sequences])
         assert calls.made() == {}
-        cache.pump(lead_tokens=4)
+        cache.map_ahead(lookahead_tokens=4)
     assert cache.stats().stalls == 0
 
 
 def test_the_lead_follows_from_what_mapping_costs_and_who_may_need_it_at_once(windowed):
     windowed.open_batch(2)
     map_us = windowed._memory.mapper.map_us
-    assert windowed.lead_tokens(4 * map_us) == 2
-    assert windowed.lead_tokens(map_us) == 5
-    assert windowed.lead_tokens(0.0) > 100
+    assert windowed.lookahead_tokens(4 * map_us) == 2
+    assert windowed.lookahead_tokens(map_us) == 5
+    assert windowed.lookahead_tokens(0.0) > 100
 
 
 # what it tells
@@ -882,7 +882,7 @@ def test_stats_are_what_one_counts_by_hand(pool, driver):
         assert (stats.num_tokens, stats.num_sequences, stats.num_parked, stats.num_slots) == (35, 2, 1, 4)
         assert (stats.mapped_pages, stats.pumped_pages, stats.adopted_slots, stats.stalls) == (8, 0, 0, 0)
         launch.finish()
-        cache.pump()
+        cache.map_ahead()
         assert (cache.stats().retiring_bytes, cache.stats().pool_free_bytes) == (0, PAGE_BYTES)
 
 
@@ -939,7 +939,7 @@ def test_use_after_close_is_refused(cache):
 
 def test_what_is_parked_or_closed_says_so(pool):
     with KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
-        assert repr(written(cache, 20).park()) == "<Parked in slot 1: 20 tokens in 2 pages>"
+        assert repr(written(cache, 20).park()) == "<ParkedSlot in slot 1: 20 tokens in 2 pages>"
     assert repr(cache) == "<KVCache on cpu, closed>"
 
 
@@ -957,7 +957,7 @@ def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
         lambda: cache.adopt(parked),
         lambda: cache.advance([1]),
         lambda: cache.k(0),
-        cache.pump,
+        cache.map_ahead,
         cache.start_mapper,
         lambda: cache.record_stream(None),
     ):
@@ -973,7 +973,7 @@ def test_a_sequence_closes_with_its_block(cache, driver):
     with cache.open() as sequence:
         sequence.grow(5)
     assert sequence.closed
-    cache.pump()
+    cache.map_ahead()
     assert driver.live_mappings == PAD
 
 
@@ -1029,7 +1029,7 @@ def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made
         lambda: cache.advance([1]),
         lambda: cache.k(0),
         cache.parked,
-        cache.pump,
+        cache.map_ahead,
         cache.drain,
         cache.start_mapper,
         cache.stop_mapper,
@@ -1069,7 +1069,7 @@ def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:
         address = cache.k(0)[sequence.slot].data_ptr()
         driver.launch([(address, address + PAGE_BYTES)])
         sequence.close()
-        assert cache.pump() == 0 and cache.stats().retiring_bytes > 0
+        assert cache.map_ahead() == 0 and cache.stats().retiring_bytes > 0
         cache.drain()
         assert (cache.stats().retiring_bytes, pool.stats().held_bytes) == (0, 0)
         cache.drain()  # nothing is left

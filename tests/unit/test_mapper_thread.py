@@ -40,7 +40,7 @@ def test_it_maps_ahead_and_nobody_who_advances_stalls(cache):
     sequences = [cache.open() for _ in range(4)]
     for sequence in sequences:
         sequence.grow(1)
-    cache.start_mapper(lead_tokens=20)
+    cache.start_mapper(lookahead_tokens=20)
     for token in range(200):
         until(lambda token=token: all(sequence.limit > token for sequence in sequences))
         for sequence in sequences:
@@ -65,7 +65,7 @@ def test_it_unmaps_what_retires(cache, driver):
 
 
 def test_growing_and_closing_beside_it_keeps_the_laws(cache):
-    cache.start_mapper(lead_tokens=40)
+    cache.start_mapper(lookahead_tokens=40)
     for turn in range(30):
         sequences = [cache.open(tenant=turn % 3) for _ in range(3)]
         for sequence in sequences:
@@ -135,9 +135,9 @@ def test_stopping_is_idempotent_and_it_starts_again(cache):
         cache.start_mapper()
     cache.stop_mapper()
     cache.stop_mapper()
-    with pytest.raises(ValueError, match="lead_tokens=0: the mapper maps at least 1"):
-        cache.start_mapper(lead_tokens=0)
-    cache.start_mapper(lead_tokens=1)
+    with pytest.raises(ValueError, match="lookahead_tokens=0: the mapper maps at least 1"):
+        cache.start_mapper(lookahead_tokens=0)
+    cache.start_mapper(lookahead_tokens=1)
     assert len(threads()) == 1
 
 

@@ -118,13 +118,13 @@ def test_a_launcher_finds_memory_at_every_view_whatever_happens_to_sequences(cac
     for act in (
         lambda: sequence.grow(100),
         windows,
-        cache.pump,
+        cache.map_ahead,
         other.close,
         park,
         lambda: cache.adopt(parked).close(),
         lambda: cache.open(tenant="other").grow(32),
         lambda: pool.resize(2 * PAGE_BYTES),
-        cache.pump,
+        cache.map_ahead,
     ):
         act()
         assert stands(driver, cache)
@@ -206,7 +206,7 @@ def test_it_cannot_be_advanced_and_has_no_limit(cache):
     for slots in ([0], [sequence.slot, 0]):
         with pytest.raises(RowsUnmapped, match="no sequence runs in slot 0: it is pad"):
             cache.advance(slots)
-    for act in (cache.pump, sequence.advance, lambda: sequence.park(0), lambda: cache.pump(lead_tokens=100)):
+    for act in (cache.map_ahead, sequence.advance, lambda: sequence.park(0), lambda: cache.map_ahead(lookahead_tokens=100)):
         act()
         assert (cache.limit[0].item(), cache.limits[0], cache.lengths[0]) == (0, 0, 0)
 

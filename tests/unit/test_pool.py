@@ -144,7 +144,7 @@ def test_resize_gives_free_memory_back_and_takes_it_again(pool, driver):
     cache = new_cache(pool)
     sequence = opened(cache, 3)
     opened(cache, 8).close()
-    cache.pump()
+    cache.map_ahead()
     assert counts(pool) == (11, 3, 8)
     pool.resize(4 * PAGE_BYTES)
     assert counts(pool) == (4, 3, 1)

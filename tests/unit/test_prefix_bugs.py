@@ -58,10 +58,10 @@ def test_a_parked_slot_is_not_unmapped_while_a_promotion_copies_from_it(pool: Po
     (parked,) = prefix.cache.parked()
     assert not parked.fence.done()
     prefix.free_slots(6)
-    prefix.cache.pump()
+    prefix.cache.map_ahead()
     assert not prefix.cache._memory.is_bare(parked.slot)
     copied.finish()
-    prefix.cache.pump()
+    prefix.cache.map_ahead()
     assert prefix.cache._memory.is_bare(parked.slot)
     prefix.cache.check()
 

@@ -164,7 +164,7 @@ class BatchRows:
         num_rows = num_tokens - self._dropped
         if self._is_short(num_rows):
             if self.window is not None:
-                self.cache.pump(lead_tokens=0)  # the pages that the window has left are the next ones
+                self.cache.map_ahead(lookahead_tokens=0)  # the pages that the window has left are the next ones
             for sequence in self.sequences:
                 sequence.grow(num_rows)
 
