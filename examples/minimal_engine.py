@@ -48,9 +48,7 @@ class Engine:
             self.make_room(request)
         slots = [request.sequence.slot for request in self.running]
         tokens_B = self.model.forward(self.cache, slots, [request.missing for request in self.running]).argmax(dim=1)
-        self.cache.map_ahead(
-            500, lookahead_tokens=16
-        )  # map ahead before `tolist` waits for the GPU; tiny.py's attention waits itself
+        self.cache.map_ahead(500, lookahead_tokens=16)  # while the GPU works
         for request, token in zip(list(self.running), tokens_B.tolist(), strict=True):
             request.answer.append(token)
             if len(request.answer) == request.max_tokens:

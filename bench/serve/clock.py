@@ -61,7 +61,7 @@ def timed(core: EngineCore, on_step: Callable[[Plan], None] | None = None) -> It
     """
     steps = Steps()
     wrapped = _Wrapped(core, steps, on_step)
-    names = {"step": wrapped.step, "_read": wrapped.read, "_pump": wrapped.pump, "_launch": wrapped.launch}
+    names = {"step": wrapped.step, "_read": wrapped.read, "_pump": wrapped.map_ahead, "_launch": wrapped.launch}
     for name, method in names.items():
         setattr(core, name, method)
     try:

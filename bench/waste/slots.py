@@ -1,7 +1,7 @@
 """vmmkv as the simulation sees it: the real cache, pool and mapper, over a driver that has addresses and no memory.
 
 No figure here depends on the device, for they are counts of bytes, and of the same seed they are the same. What could make them
-depend on it is how far ahead is mapped. `KVCache.lookahead_tokens` computes that from two times, and both are stated: that of a step
+depend on it is how far ahead is mapped. `KVCache.lookahead_tokens` computes that from two stated times: that of a step
 (see loop), and what mapping a page takes on an H200, which the mapper is told instead of what it measures over this driver.
 """
 
@@ -87,9 +87,7 @@ class Slots:
         """See Memory.idle."""
         self._cache._memory.mapper.map_us = PAGE_US
         self.lookahead_tokens = self._cache.lookahead_tokens(SLACK_SHARE * step_us)
-        self._cache.map_ahead(
-            lookahead_tokens=self.lookahead_tokens
-        )  # without a limit, which would be one of this machine's time
+        self._cache.map_ahead(lookahead_tokens=self.lookahead_tokens)  # without a limit
         slots = np.fromiter(self._sequences, np.int64, len(self._sequences))
         wanted = np.minimum(self._cache.lengths[slots] + self.lookahead_tokens, MAX_TOKENS)
         self._asked[slots] = np.maximum(self._asked[slots], wanted)

@@ -207,7 +207,7 @@ class StepMasks:
     def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
         """Read what is under way, and so follow it. `rows` are the slots of the rows that are given a token."""
         self._book()
-        self._guided.map_ahead()  # while the device has work: between two such steps it waits for the host
+        self._guided.pump()  # while the device has work: between two such steps it waits for the host
         self._guided.drain()
         asking = []
         for each in self._following(rows):
