@@ -16,16 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-LAYERS = (
-    ("units", "errors"),
-    ("driver", "layout"),
-    ("memory",),
-    ("kernels",),
-    ("adapters",),
-    ("server",),
-    ("testing",),
-    ("cli", "__main__"),
-)
+LAYERS = (("units", "errors"), ("memory",), ("kernels",), ("adapters",), ("server",), ("testing",), ("cli", "__main__"))
 """Packages from bottom to top. A module may import from its own layer and from those below it."""
 
 LAYER_OF = {name: index for index, names in enumerate(LAYERS) for name in names}
