@@ -22,8 +22,7 @@ from bench.report import Report
 from bench.rows import Row
 from bench.settings import Settings
 from bench.timing import Summary, WrongNumbers, exact, now_us, summarize
-from vmmkv.radix import Node, Piece, RadixTree
-from vmmkv.radix_node import TOKEN_BYTES
+from vmmkv.prefix.radix_tree import TOKEN_BYTES, Node, Piece, RadixTree
 
 SUITE: Final = "prefix"
 SIZES: Final = (1_000, 10_000, 100_000, 1_000_000)

@@ -14,7 +14,7 @@ SUITES: Final = {
     "elastic": "what it costs to give memory back, and to take it again, while sequences decode on",
     "waste": "memory that is held and holds no token, and how many sequences fit, by each way to lay out a cache",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
-    "prefix": "a shared prefix: by each rung, by the chooser, over blocks and not shared; attention, chat, attaching",
+    "prefix": "a shared prefix: by each method, by the chooser, over blocks and not shared; attention, chat, attaching",
     "serve": "the engine under load: requests of many kinds, decode steps, and where their time goes; bars, and vLLM's figures",
     "hf": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, the longest context, mixed lengths",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",

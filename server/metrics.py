@@ -71,12 +71,12 @@ def _families(snapshot: Snapshot) -> Iterator[Metric]:
         value=snapshot.kv_used_bytes / max(1, snapshot.kv_budget_bytes),
     )
     attaches = CounterMetricFamily(
-        "vmmkv_attaches", "Sequences by the rung that they came to their prefix by.", labels=("rung",)
+        "vmmkv_attaches", "Sequences by the method that they came to their prefix by.", labels=("method",)
     )
-    seconds = CounterMetricFamily("vmmkv_attach_seconds", "Time that attaching took, by rung.", labels=("rung",))
-    for rung, count in sorted(snapshot.attached.items()):
-        attaches.add_metric((rung,), count)
-        seconds.add_metric((rung,), snapshot.attach_us.get(rung, 0.0) / 1e6)
+    seconds = CounterMetricFamily("vmmkv_attach_seconds", "Time that attaching took, by method.", labels=("method",))
+    for method, count in sorted(snapshot.attached.items()):
+        attaches.add_metric((method,), count)
+        seconds.add_metric((method,), snapshot.attach_us.get(method, 0.0) / 1e6)
     yield attaches
     yield seconds
     yield CounterMetricFamily("vmmkv_stall_seconds", "Time that steps waited for driver calls.", value=snapshot.stall_us / 1e6)

@@ -226,7 +226,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
     kv_used_bytes: int = 0
     """Physical memory of running sequences, once however many share it."""
     attached: dict[str, int] = {}
-    """How often sequences came to their first tokens by each rung of the ladder, since the start."""
+    """How often sequences came to their first tokens by each method, since the start."""
     attach_us: dict[str, float] = {}
     """How long that took in all."""
 

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from vmmkv.kv_type import KVType
     from vmmkv.layout import Group, KVLayout, Plane
     from vmmkv.pool import Pool, PoolStats
-    from vmmkv.prefix import PrefixCache, PrefixStats
-    from vmmkv.prefix_costs import Rung
-    from vmmkv.prefix_ladder import Attached
+    from vmmkv.prefix import Attached, AttachMethod, PrefixCache, PrefixStats
     from vmmkv.sequence import ParkedSlot, Sequence
     from vmmkv.stats import CacheStats
 
@@ -44,6 +42,7 @@ __all__ = [
     "MIB",
     "PAGE_BYTES",
     "TIB",
+    "AttachMethod",
     "Attached",
     "BudgetError",
     "CacheStats",
@@ -67,14 +66,14 @@ __all__ = [
     "PrefixCache",
     "PrefixStats",
     "RowsUnmapped",
-    "Rung",
     "Sequence",
     "SequenceTooLong",
     "VmmkvError",
 ]
 
 _MODULE_OF = {  # of what needs torch
-    "Attached": "prefix_ladder",
+    "AttachMethod": "prefix",
+    "Attached": "prefix",
     "CacheStats": "stats",
     "Driver": "driver.base",
     "Group": "layout",
@@ -87,7 +86,6 @@ _MODULE_OF = {  # of what needs torch
     "PoolStats": "pool",
     "PrefixCache": "prefix",
     "PrefixStats": "prefix",
-    "Rung": "prefix_costs",
     "Sequence": "sequence",
 }
 

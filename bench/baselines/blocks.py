@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from vmmkv.errors import OutOfPages
-from vmmkv.radix import RadixTree
+from vmmkv.prefix.radix_tree import RadixTree
 
 BLOCK_ROWS: Final = 16
 """vLLM's default."""

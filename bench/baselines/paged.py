@@ -16,7 +16,7 @@ from bench.baselines.blocks import BLOCK_ROWS, BlockPool
 from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
 from vmmkv.errors import OutOfPages
-from vmmkv.radix import Node
+from vmmkv.prefix.radix_tree import Node
 from vmmkv.stats import CacheStats
 from vmmkv.units import ceil_div
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.paged import PagedCache, PagedSequence
 from vmmkv.prefix import PrefixStats
-from vmmkv.radix import Match, Node, Piece
+from vmmkv.prefix.radix_tree import Match, Node, Piece
 from vmmkv.server.engine.kv import TokenIds
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bench.settings import Shape
 from bench.timing import WrongNumbers
 from vmmkv import KVCache, PrefixCache, Sequence
-from vmmkv.prefix_costs import Costs
+from vmmkv.prefix.attach import Costs
 
 _MARKS: Final = 251
 """Marks are whole numbers from 1 to this, which every dtype of K and V holds exactly."""

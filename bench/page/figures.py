@@ -175,7 +175,7 @@ def _by_size(rows: Sequence[Row], name: str, shape: str) -> Iterator[Figure]:
         if row.unit == "us" and (match := re.fullmatch(r"attach (\d+) tokens", row.workload)):
             attach[row.metric, row.unit][row.system][int(match[1])] = row.summary
     if attach:
-        title = _of(shape, "Attaching a prefix, by each rung")
+        title = _of(shape, "Attaching a prefix, by each method")
         yield lines(f"{name}-attach", title, attach, "tokens", log_x=True, log_y=[metric for metric, _ in attach])
 
 

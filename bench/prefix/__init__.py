@@ -1,4 +1,4 @@
-"""What sharing prefixes costs and saves: vmmkv by each rung of its ladder and by its chooser, blocks under a table, no sharing.
+"""What sharing prefixes costs and saves: vmmkv by each method and by its chooser, blocks under a table, no sharing.
 
 sizes       how large everything is          model       a decoder with random weights     addressing   where its rows lie
 systems     what a loop asks of memory       contiguous  vmmkv                             paged        blocks

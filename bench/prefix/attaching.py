@@ -1,4 +1,4 @@
-"""The part `attach`: what it costs to attach a prefix of each length by each rung. No model; the rows are random.
+"""The part `attach`: what it costs to attach a prefix of each length by each method. No model; the rows are random.
 
 Driver time is what the driver's calls take of the host; the device's copies are in the other figure, until the device is idle.
 """
@@ -11,7 +11,7 @@ from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.filling import check_rows, fill
 from bench.prefix.systems import TokenIds
 from bench.timing import WrongNumbers, now_us
-from vmmkv.prefix_costs import Rung
+from vmmkv.prefix import AttachMethod
 
 _FIRST_HITS: Final = 3
 """Prefixes that are attached once only: from single pages, before they are promoted."""
@@ -22,7 +22,7 @@ _MOST_SAMPLES: Final = 300
 _SPARE_TOKENS: Final = 16
 FIRST: Final = "alias, first hit"
 AGAIN: Final = "alias, promoted"
-_ENDED: Final = ((AGAIN, Rung.ALIAS), ("copy", Rung.COPY), ("recompute", Rung.RECOMPUTE))
+_ENDED: Final = ((AGAIN, AttachMethod.ALIAS), ("copy", AttachMethod.COPY), ("recompute", AttachMethod.RECOMPUTE))
 """Whose sequences are closed each time; those that adopt are parked again."""
 
 
@@ -62,21 +62,21 @@ class _Attaching:
         self._maps: dict[str, list[float]] = {}
 
     def run(self) -> None:
-        """Every rung, and its rows."""
+        """Every method, and its rows."""
         num_prefixes = _FIRST_HITS if self._num_tokens < _LONG_TOKENS else 1
         for number in range(num_prefixes):
             tokens = self._context.tokens(self._num_tokens + 1, 4, number)
             self._prefix = tokens[:-1]
             source = self._fill()
-            self._end(self._attach(FIRST, tokens, Rung.ALIAS, source))
+            self._end(self._attach(FIRST, tokens, AttachMethod.ALIAS, source))
             if number < num_prefixes - 1:
                 self._end(source)
-        self._end(self._attach(None, tokens, Rung.ALIAS, source))  # the second hit, after which it is promoted
+        self._end(self._attach(None, tokens, AttachMethod.ALIAS, source))  # the second hit, after which it is promoted
         self._system.promote()
-        for name, rung in _ENDED:
-            self._sample(name, tokens, rung, source, self._end)
-        self._park(self._attach(None, tokens, Rung.ALIAS, source))
-        self._sample("adopt", tokens, Rung.ADOPT, source, self._park)
+        for name, method in _ENDED:
+            self._sample(name, tokens, method, source, self._end)
+        self._park(self._attach(None, tokens, AttachMethod.ALIAS, source))
+        self._sample("adopt", tokens, AttachMethod.ADOPT, source, self._park)
         name = workload(self._context, self._num_tokens)
         for system in self._driver_us:
             self._context.add(name, system, "in the driver", "us", self._driver_us[system])
@@ -88,29 +88,29 @@ class _Attaching:
         context, seed = self._context, self._context.settings.seed
         return fill(self._system, context.shape, context.device, self._prefix, seed=seed, page_by_page=True)
 
-    def _sample(self, name: str, tokens: TokenIds, rung: Rung, source: int, end: Callable[[int], None]) -> None:
+    def _sample(self, name: str, tokens: TokenIds, method: AttachMethod, source: int, end: Callable[[int], None]) -> None:
         until_us = now_us() + 1e6 * self._context.sizes.attach_seconds
         for number in range(_MOST_SAMPLES):
             if number >= _LEAST_SAMPLES and now_us() > until_us:
                 break
-            end(self._attach(name, tokens, rung, source))
+            end(self._attach(name, tokens, method, source))
 
-    def _attach(self, name: str | None, tokens: TokenIds, rung: Rung, source: int) -> int:
+    def _attach(self, name: str | None, tokens: TokenIds, method: AttachMethod, source: int) -> int:
         """Attach, time it under a name, and find it right the first time. Recomputing needs memory: mapping it is counted."""
         system, context = self._system, self._context
         context.synchronize()
         maps, spent_us, began_us = system.driver.calls["map"], system.driver.spent_us, now_us()
-        attached = system.prefix_cache.attach(tokens, max_tokens=len(tokens) + _SPARE_TOKENS - 1, rung=rung)
+        attached = system.prefix_cache.attach(tokens, max_tokens=len(tokens) + _SPARE_TOKENS - 1, method=method)
         sequence = attached.sequence
-        if rung is Rung.RECOMPUTE:
+        if method is AttachMethod.RECOMPUTE:
             sequence.grow(self._num_tokens)
         driver_us = system.driver.spent_us - spent_us
         context.synchronize()
         whole_us = now_us() - began_us
         system.sequences[sequence.slot] = sequence
-        wanted = 0 if rung is Rung.RECOMPUTE else self._num_tokens
-        if attached.rung is not rung or attached.num_tokens != wanted:
-            raise WrongNumbers(f"{attached.num_tokens} tokens attached by {attached.rung}; wanted {wanted} by {rung}")
+        wanted = 0 if method is AttachMethod.RECOMPUTE else self._num_tokens
+        if attached.method is not method or attached.num_tokens != wanted:
+            raise WrongNumbers(f"{attached.num_tokens} tokens attached by {attached.method}; wanted {wanted} by {method}")
         if name is not None:
             if name not in self._driver_us and wanted:
                 check_rows(system, context.shape, sequence.slot, source, wanted)

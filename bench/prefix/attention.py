@@ -67,7 +67,7 @@ def _measure(context: Context, name: str, system: Vmmkv | Paged, wanted: list[to
     for _ in range(sizes.requests):
         attached = system.attach(tokens, len(tokens))
         if attached.num_tokens != sizes.decode_prefix:
-            raise WrongNumbers(f"{attached.num_tokens} of {sizes.decode_prefix} tokens are attached, by {attached.rung}")
+            raise WrongNumbers(f"{attached.num_tokens} of {sizes.decode_prefix} tokens are attached, by {attached.method}")
         slots.append(attached.slot)
     check_rows(system, shape, slots[-1], source, sizes.decode_prefix)
     slots_B = torch.tensor(slots, dtype=torch.int32, device=device)

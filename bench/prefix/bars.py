@@ -8,7 +8,7 @@ from bench.prefix.naming import PROMISED, shape_of
 from bench.report import Report
 
 _CHOOSER, _PAGED = "vmmkv chooser", "paged 16"
-_RUNGS = ("vmmkv adopt", "vmmkv alias", "vmmkv copy", "vmmkv recompute")
+_METHODS = ("vmmkv adopt", "vmmkv alias", "vmmkv copy", "vmmkv recompute")
 
 
 def bars(medians: Medians, p99s: Medians) -> Iterator[Bar]:
@@ -26,11 +26,11 @@ def bars(medians: Medians, p99s: Medians) -> Iterator[Bar]:
     yield Bar(text="total time against blocks", bound=1.02, figures=ratios("total", _CHOOSER, _PAGED), at_least=False)
     against: dict[str, float] = {}
     for short, name in requests.items():
-        rungs_s = [total for rung in _RUNGS if (total := medians.get((name, rung, "total"))) is not None]
+        methods_s = [total for method in _METHODS if (total := medians.get((name, method, "total"))) is not None]
         chooser_s = medians.get((name, _CHOOSER, "total"))
-        if rungs_s and chooser_s is not None:
-            against[short] = chooser_s / min(rungs_s)
-    yield Bar(text="the chooser against the best rung, in total time", bound=1.03, figures=against, at_least=False)
+        if methods_s and chooser_s is not None:
+            against[short] = chooser_s / min(methods_s)
+    yield Bar(text="the chooser against the best method, in total time", bound=1.03, figures=against, at_least=False)
     attention = {key[1]: value for key, value in medians.items() if key[2] == "attention"}
     aliased, copied, paged = (attention.get(name) for name in ("aliased", "copied", "paged"))
     yield Bar(

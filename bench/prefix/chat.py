@@ -84,9 +84,9 @@ def _add_rows(context: Context, system: str, outcomes: list[Outcome]) -> None:
     context.add(name, system, "first token", "ms", [us / 1e3 for outcome in later for us in outcome.first_us])
     hit = 100 * sum(outcome.hit_tokens for outcome in later) / sum(outcome.prompt_tokens for outcome in later)
     context.add_figure(name, system, "prompt tokens attached", "%", hit, num_later)
-    rungs = sum((outcome.rungs for outcome in later), Counter[str]())
-    for rung, count in sorted(rungs.items()):
-        context.add_figure(name, system, f"by {rung}", "%", 100 * count / num_later, num_later)
+    methods = sum((outcome.methods for outcome in later), Counter[str]())
+    for method, count in sorted(methods.items()):
+        context.add_figure(name, system, f"by {method}", "%", 100 * count / num_later, num_later)
     context.add(name, system, "driver calls", "/turn", [outcome.calls.total() / sizes.conversations for outcome in later])
     if any(outcome.calls for outcome in later):
         context.add(name, system, "attach, in the driver", "us", [us for outcome in later for us in outcome.attach_us])

@@ -1,4 +1,4 @@
-"""vmmkv as a system: with a prefix cache, by the rung that its chooser takes or by one that is forced; or sharing nothing."""
+"""vmmkv as a system: with a prefix cache, by the method that its chooser takes or by one that is forced; or sharing nothing."""
 
 import enum
 import math
@@ -16,8 +16,7 @@ from bench.timed_driver import TimedDriver
 from bench.timing import now_us
 from vmmkv import KVCache, Pool, Sequence
 from vmmkv.driver import open_driver
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Rung
+from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
 _PREFILL_FLOPS: Final = 6e14
@@ -35,9 +34,9 @@ class Sharing(enum.Enum):
     RECOMPUTE = "vmmkv recompute"
 
     @property
-    def rung(self) -> Rung | None:
+    def method(self) -> AttachMethod | None:
         """What is forced."""
-        return None if self in (Sharing.NONE, Sharing.CHOOSER) else Rung[self.name]
+        return None if self in (Sharing.NONE, Sharing.CHOOSER) else AttachMethod[self.name]
 
     @property
     def parks(self) -> bool:
@@ -83,7 +82,7 @@ class Vmmkv:
             raise
         self.sequences: Final[dict[int, Sequence]] = {}
         self.forces = True
-        """Whether the rung is forced at this time."""
+        """Whether the method is forced at this time."""
         self.keeps_next = False
         """Whether the next slot that ends is parked in any case: copies are made from a slot."""
         planes = [(self.cache.k(layer), self.cache.v(layer)) for layer in range(shape.layers)]
@@ -100,10 +99,10 @@ class Vmmkv:
     def attach(self, tokens: TokenIds, max_tokens: int) -> Attachment:
         """See System.attach."""
         if self.prefix is None:
-            sequence, num_tokens, taken = self.cache.open(max_tokens=max_tokens), 0, Rung.RECOMPUTE
+            sequence, num_tokens, taken = self.cache.open(max_tokens=max_tokens), 0, AttachMethod.RECOMPUTE
         else:
-            rung = self.sharing.rung if self.forces else None
-            attached = self.prefix.attach(tokens, max_tokens=max_tokens, num_steps=max_tokens - len(tokens), rung=rung)
+            method = self.sharing.method if self.forces else None
+            attached = self.prefix.attach(tokens, max_tokens=max_tokens, num_steps=max_tokens - len(tokens), method=method)
             sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.was
         self.sequences[sequence.slot] = sequence
         return Attachment(sequence.slot, num_tokens, taken.value)

@@ -96,7 +96,7 @@ class Outcome:
     """At the peak: running sequences."""
     attach_us: list[float] = field(default_factory=list)
     """In driver calls, of each attachment."""
-    rungs: Counter[str] = field(default_factory=Counter)
+    methods: Counter[str] = field(default_factory=Counter)
     hit_tokens: int = 0
     prompt_tokens: int = 0
     promoted_bytes: int = 0
@@ -164,7 +164,7 @@ class Loop:
             spent_us = self._system.driver_us()
             attached = self._system.attach(request.prompt, request.max_tokens)
             outcome.attach_us.append(self._system.driver_us() - spent_us)
-            outcome.rungs[attached.rung] += 1
+            outcome.methods[attached.method] += 1
             outcome.hit_tokens += attached.num_tokens
             outcome.prompt_tokens += len(request.prompt)
             running = _Running(index=index, request=request, slot=attached.slot, length=attached.num_tokens)

@@ -16,7 +16,7 @@ from bench.baselines.blocks import BLOCK_ROWS, BlockPool
 from bench.prefix.addressing import Addressing, Blocks, HostBlocks
 from bench.prefix.systems import Attachment, Indices, TokenIds
 from bench.settings import Shape
-from vmmkv.radix import Node, Piece
+from vmmkv.prefix.radix_tree import Node, Piece
 from vmmkv.units import ceil_div
 
 _NO_BLOCK: Final = -1

@@ -204,6 +204,6 @@ def _add_rows(context: Context, name: str, system: str, outcomes: Sequence[Outco
     prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
     hit = 100 * sum(outcome.hit_tokens for outcome in outcomes) / prompt_tokens
     context.add_figure(name, system, "prompt tokens attached", "%", hit, num_requests)
-    for rung in sorted({rung for outcome in outcomes for rung in outcome.rungs}):
-        share = 100 * sum(outcome.rungs[rung] for outcome in outcomes) / num_requests
-        context.add_figure(name, system, f"by {rung}", "%", share, num_requests)
+    for method in sorted({method for outcome in outcomes for method in outcome.methods}):
+        share = 100 * sum(outcome.methods[method] for outcome in outcomes) / num_requests
+        context.add_figure(name, system, f"by {method}", "%", share, num_requests)

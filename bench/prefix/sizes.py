@@ -55,7 +55,7 @@ class Sizes:
     turn_out: int
     attach_prefixes: tuple[int, ...]
     attach_seconds: float
-    """For how long each length of prefix is attached by each rung."""
+    """For how long each length of prefix is attached by each method."""
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":

@@ -1,4 +1,4 @@
-"""What is compared: a cache that shares nothing, vmmkv's prefix cache by each rung of its ladder, and blocks under a table.
+"""What is compared: a cache that shares nothing, vmmkv's prefix cache by each method of its ladder, and blocks under a table.
 
 All of them do the same for the same loop (see loop): attach a prompt, see to it that rows can be written, make a prefix known,
 end a sequence. A sequence is known by its slot.
@@ -24,7 +24,7 @@ class Attachment(NamedTuple):
     slot: int
     num_tokens: int
     """Of its prompt, whose rows are there already."""
-    rung: str
+    method: str
     """How they came there."""
 
 

@@ -43,7 +43,7 @@ from bench.waste.sizes import SLACK_SHARE
 from bench.waste.slots import PAGE_US
 from bench.workloads import Ask
 from vmmkv.extents import Extent
-from vmmkv.prefix_costs import Costs
+from vmmkv.prefix.attach import Costs
 from vmmkv.ranges import Mapping
 from vmmkv.slots import SlotState
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div

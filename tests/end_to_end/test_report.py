@@ -195,8 +195,8 @@ def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
     assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "copy", "recompute"))}
     warm = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, warm"}
     assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy"))}
-    for rung in ("alias", "adopt", "copy"):
-        taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {rung}", f"by {rung}")]
+    for method in ("alias", "adopt", "copy"):
+        taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {method}", f"by {method}")]
         assert taken and all(share > 0 for share in taken)
     assert {row["system"] for row in rows if row["workload"].startswith("wide attach ")} == {
         *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.gpu.test_cache_machine_cuda import PromptCuda
 from tests.laws.test_prefix_machine import PrefixMachine
-from vmmkv import GIB, KVCache, KVLayout, Pool, PrefixCache, Rung, Sequence
+from vmmkv import GIB, AttachMethod, KVCache, KVLayout, Pool, PrefixCache, Sequence
 from vmmkv.driver import Driver
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.driver.fake import FakeDriver
@@ -73,14 +73,14 @@ def test_a_fork_sees_what_is_still_being_written(cache: KVCache) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("rung", [Rung.ALIAS, Rung.COPY, Rung.ADOPT])
-def test_every_rung_gives_the_rows(cache: KVCache, rung: Rung) -> None:
+@pytest.mark.parametrize("method", [AttachMethod.ALIAS, AttachMethod.COPY, AttachMethod.ADOPT])
+def test_every_method_gives_the_rows(cache: KVCache, method: AttachMethod) -> None:
     prefix = PrefixCache(cache)
     first = computed(cache, prefix)
-    if rung is Rung.ADOPT:
+    if method is AttachMethod.ADOPT:
         prefix.park(first, PROMPT)
-    attached = prefix.attach([*PROMPT[:777], 5, 6], rung=rung)
-    assert (attached.rung, attached.num_tokens) == (rung, 777)
+    attached = prefix.attach([*PROMPT[:777], 5, 6], method=method)
+    assert (attached.method, attached.num_tokens) == (method, 777)
     assert_reads(attached.sequence, 777)
     cache.check()
 
@@ -108,7 +108,7 @@ def test_hot_pages_are_promoted_and_mean_the_same(cache: KVCache) -> None:
     maps = []
     for own in range(4):
         before = cache.pool.driver.calls["map"]
-        attached = prefix.attach([*PROMPT, own], rung=Rung.ALIAS)
+        attached = prefix.attach([*PROMPT, own], method=AttachMethod.ALIAS)
         maps.append(cache.pool.driver.calls["map"] - before)
         assert_reads(attached.sequence, 1000)
         prefix.promote()
@@ -141,7 +141,7 @@ def test_sharers_decode_what_one_would(cache: KVCache) -> None:
 
     prefix = PrefixCache(cache)
     first = computed(cache, prefix)
-    others: list[Sequence] = [prefix.attach([*PROMPT, own], rung=Rung.ALIAS).sequence for own in range(4)]
+    others: list[Sequence] = [prefix.attach([*PROMPT, own], method=AttachMethod.ALIAS).sequence for own in range(4)]
     sequences = [first, *others]
     slots_B = torch.tensor([sequence.slot for sequence in sequences], device="cuda", dtype=torch.int32)
     lengths_B = torch.full((5,), 1000, device="cuda", dtype=torch.int32)

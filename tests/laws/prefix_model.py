@@ -15,10 +15,11 @@ import torch
 
 from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
-from vmmkv import Group, KVCache, KVLayout, Sequence, promotion, scratch, sharing
+from vmmkv import Group, KVCache, KVLayout, Sequence, scratch, sharing
 from vmmkv.driver.base import Access
 from vmmkv.driver.fake import FakeDriver
-from vmmkv.prefix_costs import Costs
+from vmmkv.prefix import promotion
+from vmmkv.prefix.attach import Costs
 
 # Rows that divide the page, four and eight to one: most matches end inside a page, some just at its end. The window is
 # narrower than a page, so there are pages of which a sequence has the last rows only.
@@ -36,7 +37,7 @@ COSTS = {
     "copy": Costs(alias_us=1e9, map_us=1, copy_us_per_byte=1e-6),
     "recompute": Costs(alias_us=1e9, map_us=1e9, copy_us_per_byte=1, recompute_us_per_token=1e-3),
 }
-"""With which the chooser takes one rung or another; nothing is measured, so that every run is the same."""
+"""With which the chooser takes one method or another; nothing is measured, so that every run is the same."""
 
 
 class Texts:

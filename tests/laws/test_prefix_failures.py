@@ -15,8 +15,7 @@ from tests.laws.prefix_model import COSTS, LAYOUTS, Talk, Texts, large_extents, 
 from vmmkv import DriverError, KVCache, Pool, Sequence
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Rung
+from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
 SLOTS = 4
@@ -40,14 +39,14 @@ class World:
         self.texts = Texts()
         self.talks: list[Talk] = []
 
-    def attach(self, prompt: list[int], rung: Rung | None = None) -> Talk:
-        attached = self.prefix.attach(prompt, namespace="red", rung=rung)
-        assert rung in (None, attached.rung), f"attached by {attached.rung} and not by {rung}"
+    def attach(self, prompt: list[int], method: AttachMethod | None = None) -> Talk:
+        attached = self.prefix.attach(prompt, namespace="red", method=method)
+        assert method in (None, attached.method), f"attached by {attached.method} and not by {method}"
         return self.know(attached.sequence, prompt[: attached.num_tokens])
 
-    def begin(self, prompt: list[int], rung: Rung | None = None, *, by_tokens: bool = False) -> Talk:
+    def begin(self, prompt: list[int], method: AttachMethod | None = None, *, by_tokens: bool = False) -> Talk:
         """Attach a prompt, compute the rest of it and insert all of it."""
-        new = self.attach(prompt, rung)
+        new = self.attach(prompt, method)
         self.say(new, prompt[new.sequence.length :], by_tokens=by_tokens)
         self.prefix.insert(new.sequence, prompt)
         return new
@@ -120,8 +119,8 @@ class Operation:
     layouts: tuple[str, ...] = tuple(sorted(LAYOUTS))
 
 
-def attaches(rung: Rung, common: int = len(PROMPT)) -> Callable[[World], object]:
-    return lambda world: world.attach([*PROMPT[:common], 7, 7], rung)
+def attaches(method: AttachMethod, common: int = len(PROMPT)) -> Callable[[World], object]:
+    return lambda world: world.attach([*PROMPT[:common], 7, 7], method)
 
 
 def running(world: World) -> None:
@@ -155,13 +154,13 @@ def full_of_old_prefixes(world: World) -> None:
 def aliased(world: World) -> None:
     """The last sequence has the prompt's pages by alias, and rows of its own behind."""
     running(world)
-    world.begin([*PROMPT, 7, 7], Rung.ALIAS)
+    world.begin([*PROMPT, 7, 7], AttachMethod.ALIAS)
 
 
 def hot(world: World) -> None:
     """Pages, not large extents, that are hit."""
     world.begin(PROMPT, by_tokens=True)
-    attaches(Rung.ALIAS)(world)
+    attaches(AttachMethod.ALIAS)(world)
 
 
 def hot_and_parked(world: World) -> None:
@@ -186,16 +185,16 @@ def ends(how: str) -> Callable[[World], object]:
 
 
 OPERATIONS = {
-    "adopt": Operation(attaches(Rung.ADOPT), parked),
-    "adopt_part": Operation(attaches(Rung.ADOPT, 5), parked, cached=False),
-    "adopt_part_of_shared": Operation(attaches(Rung.ADOPT, 5), parked_and_forked, cached=False),
-    "alias_of_running": Operation(attaches(Rung.ALIAS), running),
-    "alias_of_parked": Operation(attaches(Rung.ALIAS, 8), parked),
-    "alias_of_released": Operation(attaches(Rung.ALIAS, 8), released, absorbs=True),
-    "alias_evicting": Operation(attaches(Rung.ALIAS), full_of_old_prefixes, cached=False),
-    "copy_of_running": Operation(attaches(Rung.COPY), running),
-    "copy_of_parked": Operation(attaches(Rung.COPY, 5), parked),
-    "copy_evicting": Operation(attaches(Rung.COPY), full_of_old_prefixes, cached=False),
+    "adopt": Operation(attaches(AttachMethod.ADOPT), parked),
+    "adopt_part": Operation(attaches(AttachMethod.ADOPT, 5), parked, cached=False),
+    "adopt_part_of_shared": Operation(attaches(AttachMethod.ADOPT, 5), parked_and_forked, cached=False),
+    "alias_of_running": Operation(attaches(AttachMethod.ALIAS), running),
+    "alias_of_parked": Operation(attaches(AttachMethod.ALIAS, 8), parked),
+    "alias_of_released": Operation(attaches(AttachMethod.ALIAS, 8), released, absorbs=True),
+    "alias_evicting": Operation(attaches(AttachMethod.ALIAS), full_of_old_prefixes, cached=False),
+    "copy_of_running": Operation(attaches(AttachMethod.COPY), running),
+    "copy_of_parked": Operation(attaches(AttachMethod.COPY, 5), parked),
+    "copy_evicting": Operation(attaches(AttachMethod.COPY), full_of_old_prefixes, cached=False),
     "park": Operation(ends("park"), running),
     "park_aliased": Operation(ends("park"), aliased),
     "release": Operation(ends("release"), running),

@@ -37,8 +37,7 @@ from vmmkv.driver import Driver
 from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Rung
+from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
 T = TypeVar("T")
@@ -49,7 +48,9 @@ picks = st.integers(0, 11)
 namespaces = st.sampled_from(["red", "red", "blue"])
 counts = st.integers(0, MAX_TOKENS)
 words = st.lists(st.sampled_from([5, 5, 6, 7]), min_size=1, max_size=8)
-rungs = st.sampled_from([None, None, Rung.ADOPT, Rung.ALIAS, Rung.ALIAS, Rung.COPY, Rung.RECOMPUTE])
+methods = st.sampled_from(
+    [None, None, AttachMethod.ADOPT, AttachMethod.ALIAS, AttachMethod.ALIAS, AttachMethod.COPY, AttachMethod.RECOMPUTE]
+)
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -144,30 +145,33 @@ class PrefixMachine(RuleBasedStateMachine):
             verify_unwritten(live)
         return live
 
-    # in
-
-    @rule(pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), rung=rungs, confirmed=counts)
-    def attach(self, pick, common, own, other, rung, confirmed):
+    @rule(
+        pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), method=methods, confirmed=counts
+    )
+    @rule(
+        pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), method=methods, confirmed=counts
+    )
+    def attach(self, pick, common, own, other, method, confirmed):
         """A prompt that begins as something that was said, perhaps in another namespace."""
         namespace, said = self.said[-1 - pick % len(self.said)]
-        live = self.begin(said[:common] + own, other or namespace, rung)
+        live = self.begin(said[:common] + own, other or namespace, method)
         if live is not None:
             self.insert_first(live, live.inserted + confirmed)
 
-    @rule(pick=picks, own=words, rung=rungs, num_steps=st.sampled_from([0, 1000]))
-    def attach_beside(self, pick, own, rung, num_steps):
+    @rule(pick=picks, own=words, method=methods, num_steps=st.sampled_from([0, 1000]))
+    def attach_beside(self, pick, own, method, num_steps):
         """A prompt that begins as a running sequence does."""
         live = self.live[pick % len(self.live)] if self.live else None
         known, namespace = ([], "red") if live is None else (live.tokens, live.sequence.tenant)
-        live = self.begin(known[: len(known) * (pick % 4 + 1) // 4] + own, namespace, rung, num_steps)
+        live = self.begin(known[: len(known) * (pick % 4 + 1) // 4] + own, namespace, method, num_steps)
         if live is not None:
             self.insert_first(live, max(live.inserted, len(live.tokens) - pick % 3))
 
-    @rule(pick=picks, own=words, rung=rungs, end=st.sampled_from(["park", "release", "stay", "stay"]))
-    def turn(self, pick, own, rung, end):
+    @rule(pick=picks, own=words, method=methods, end=st.sampled_from(["park", "release", "stay", "stay"]))
+    def turn(self, pick, own, method, end):
         """A conversation goes on, from its first turn to its last."""
         namespace, said = self.said[-1 - pick % min(4, len(self.said))]
-        live = self.begin((said + own)[-MAX_TOKENS:] if pick == 11 else said[: MAX_TOKENS - 1] + own, namespace, rung)
+        live = self.begin((said + own)[-MAX_TOKENS:] if pick == 11 else said[: MAX_TOKENS - 1] + own, namespace, method)
         if live is not None:
             if end == "park":
                 self.park_known(live, MAX_TOKENS)
@@ -176,14 +180,14 @@ class PrefixMachine(RuleBasedStateMachine):
             else:
                 self.insert_first(live, MAX_TOKENS)
 
-    def begin(self, prompt: list[int], namespace: str, rung: Rung | None, num_steps: int = 0) -> Talk | None:
+    def begin(self, prompt: list[int], namespace: str, method: AttachMethod | None, num_steps: int = 0) -> Talk | None:
         """Attach a prompt and compute what is missing, as far as there is room."""
         prompt = prompt[:MAX_TOKENS]
         known = self.prefix.match(prompt, namespace=namespace)
         assert known <= self.texts.num_confirmed(namespace, prompt[:-1]), "what was never confirmed is shared"
         assert known >= self.least_known(namespace, prompt), "what a running sequence has inserted cannot be had"
         try:
-            attached = self.attempt(lambda: self.prefix.attach(prompt, namespace=namespace, num_steps=num_steps, rung=rung))
+            attached = self.attempt(lambda: self.prefix.attach(prompt, namespace=namespace, num_steps=num_steps, method=method))
         except OutOfSlots:
             assert len(self.live) == SLOTS
             return None
@@ -192,13 +196,13 @@ class PrefixMachine(RuleBasedStateMachine):
             return None
         num_tokens = attached.num_tokens
         assert num_tokens <= known
-        assert attached.rung is Rung.ALIAS or not attached.num_aliased
-        assert (num_tokens == 0) == (attached.rung is Rung.RECOMPUTE)
-        assert rung in (None, attached.rung) or attached.rung is Rung.RECOMPUTE
+        assert attached.method is AttachMethod.ALIAS or not attached.num_aliased
+        assert (num_tokens == 0) == (attached.method is AttachMethod.RECOMPUTE)
+        assert method in (None, attached.method) or attached.method is AttachMethod.RECOMPUTE
         live = self.opened(attached.sequence, prompt[:num_tokens], inserted=num_tokens)
         for start, group in zip(live.rows.starts, self.cache.layout.groups, strict=True):
             latest = self.cache.layout.start_for(group, num_tokens)
-            assert start <= latest if attached.rung is Rung.ADOPT else start == latest
+            assert start <= latest if attached.method is AttachMethod.ADOPT else start == latest
         self.say(live, prompt[num_tokens:])
         return live
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vmmkv import radix_order
-from vmmkv.radix import Node, Piece, RadixTree
+from vmmkv.prefix import radix_tree
+from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
 
 MAX_TOKENS = 9
 
@@ -314,4 +314,4 @@ TestRadixMachine.settings = settings(
 @pytest.fixture(autouse=True)
 def sweeping_at_once(monkeypatch):
     """Heaps are swept as soon as half of their entries are of no use; by default a tree this small has too few of them."""
-    monkeypatch.setattr(radix_order, "_SLACK", 0)
+    monkeypatch.setattr(radix_tree, "_SLACK", 0)

@@ -35,8 +35,8 @@ def exported(server: Running) -> dict[str, set[str]]:
     assert eventually(lambda: "vmmkv_requests_running" in server.http.get("/metrics").text)
     families = list(text_string_to_metric_families(server.http.get("/metrics").text))
     names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
-    # These have a sample for each rung or call that there was.
-    labelled = {"vmmkv_attaches_total": {"rung"}, "vmmkv_attach_seconds_total": {"rung"}}
+    # These have a sample for each method or call that there was.
+    labelled = {"vmmkv_attaches_total": {"method"}, "vmmkv_attach_seconds_total": {"method"}}
     assert {name.removesuffix("_total") for name in labelled} <= {family.name for family in families}
     return names | labelled
 

@@ -31,7 +31,7 @@ from bench.rows import RowFile
 from bench.settings import SHAPES, Settings, Shape
 from bench.timing import WrongNumbers
 from vmmkv.errors import OutOfPages
-from vmmkv.radix import Piece
+from vmmkv.prefix.radix_tree import Piece
 from vmmkv.units import GIB, PAGE_BYTES
 
 CPU = torch.device("cpu")
@@ -186,8 +186,8 @@ def test_blocks_are_shared_whole_and_counted(model: Model) -> None:
     system = opened("paged")
     assert isinstance(system, Paged)
     cold, warm = answers(model, system, sharers(70, 9, 4, seed=1), sharers(70, 9, 3, seed=2))
-    assert cold.rungs == {"recompute": 1, "blocks": 3} and cold.hit_tokens == 3 * 64
-    assert warm.rungs == {"blocks": 3} and warm.hit_tokens == 3 * 64
+    assert cold.methods == {"recompute": 1, "blocks": 3} and cold.hit_tokens == 3 * 64
+    assert warm.methods == {"blocks": 3} and warm.hit_tokens == 3 * 64
     assert system.memory()[1] == 0, "nobody runs"
     assert (system._pool.num_refs <= 1).all(), "the tree holds each block once"
 

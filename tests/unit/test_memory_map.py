@@ -6,7 +6,7 @@ import torch
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.memory_map import Run, RunState, SlotMap
 from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.prefix.attach import AttachMethod, Costs
 from vmmkv.slots import SlotState
 from vmmkv.units import PAGE_BYTES
 
@@ -68,7 +68,7 @@ def test_two_that_share_a_prefix_show_the_same_handle_and_the_rest_is_their_own(
     prefix = PrefixCache(cache, Costs(alias_us=1, map_us=1e6))
 
     def begin() -> int:
-        attached = prefix.attach(PROMPT, rung=Rung.ALIAS)
+        attached = prefix.attach(PROMPT, method=AttachMethod.ALIAS)
         attached.sequence.grow(100)
         attached.sequence.advance(100 - attached.num_tokens)
         prefix.insert(attached.sequence, PROMPT)

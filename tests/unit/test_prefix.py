@@ -14,7 +14,7 @@ from vmmkv.errors import BudgetError
 from vmmkv.extents import LARGE_PAGES
 from vmmkv.layout import Group, Plane
 from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.prefix.attach import AttachMethod, Costs
 from vmmkv.scratch import Windows
 from vmmkv.units import MIB, PAGE_BYTES
 
@@ -138,13 +138,13 @@ def test_a_namespace_never_hits_anothers(prefix):
         assert prefix.match(PROMPT, namespace=namespace) == 0
         park(prefix, PROMPT[:40], namespace=namespace)
     assert prefix.match(PROMPT, namespace="blue") == 0
-    assert prefix.attach(PROMPT, namespace="blue").rung is Rung.RECOMPUTE
+    assert prefix.attach(PROMPT, namespace="blue").method is AttachMethod.RECOMPUTE
     assert prefix.attach(PROMPT[:41], namespace="red").sequence.tenant == "red"
 
 
 def test_a_hit_can_end_inside_an_extent(prefix):
     owner = begin(prefix, PROMPT[:40])
-    attached = prefix.attach([*PROMPT[:21], 0, 0], rung=Rung.ALIAS)
+    attached = prefix.attach([*PROMPT[:21], 0, 0], method=AttachMethod.ALIAS)
     assert attached.num_tokens == 21
     assert_reads(attached.sequence, 21)
     first, second = pages(attached.sequence)
@@ -156,9 +156,9 @@ def test_a_hit_can_end_inside_an_extent(prefix):
 
 def test_a_row_on_a_page_border_is_copied_in_part(straddling):
     owner = begin(straddling, PROMPT[:7])
-    third = straddling.attach([*PROMPT[:3], 0, 0], rung=Rung.ALIAS).sequence
+    third = straddling.attach([*PROMPT[:3], 0, 0], method=AttachMethod.ALIAS).sequence
     assert not set(pages(third)) & set(pages(owner))  # page 0 has a part of row 3 too
-    fourth = straddling.attach([*PROMPT[:4], 0, 0], rung=Rung.ALIAS).sequence
+    fourth = straddling.attach([*PROMPT[:4], 0, 0], method=AttachMethod.ALIAS).sequence
     assert [each is own for each, own in zip(pages(fourth), pages(owner), strict=False)] == [True, False]
     for sequence, length in ((third, 3), (fourth, 4)):
         assert_reads(sequence, length)
@@ -174,7 +174,7 @@ def test_prompts_that_part_share_what_they_have_in_common(prefix):
     assert prefix.match(PROMPT) == 48
 
 
-# the rungs
+# the methods
 
 
 def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix, driver):
@@ -182,14 +182,14 @@ def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix
     calls = Calls(driver)
     attached = prefix.attach(PROMPT[:50])
     assert calls.made() == {"write": 1}
-    assert (attached.rung, attached.num_tokens) == (Rung.ADOPT, 40)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 40)
     assert_reads(attached.sequence, 40)
 
 
 def test_adopting_a_part_forgets_what_will_be_written_over(prefix):
     park(prefix, PROMPT[:40])
     attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.rung, attached.num_tokens) == (Rung.ADOPT, 20)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 20)
     assert prefix.match(PROMPT) == 20
 
 
@@ -197,10 +197,10 @@ def test_a_newcomer_with_the_same_beginning_does_not_take_a_long_conversations_s
     prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
     park(prefix, PROMPT)
     attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.rung, attached.num_tokens) == (Rung.ALIAS, 20)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
     assert prefix.match([*PROMPT, 0]) == 100
     again = prefix.attach([*PROMPT, 0])
-    assert (again.rung, again.num_tokens) == (Rung.ADOPT, 100)
+    assert (again.method, again.num_tokens) == (AttachMethod.ADOPT, 100)
     assert_reads(again.sequence, 100)
 
 
@@ -208,7 +208,7 @@ def test_a_few_rows_are_given_up_for_a_slot_that_costs_nothing_else(cache):
     prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
     park(prefix, PROMPT)
     attached = prefix.attach([*PROMPT[:90], 0])
-    assert (attached.rung, attached.num_tokens) == (Rung.ADOPT, 90)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 90)
     assert prefix.match(PROMPT) == 90
 
 
@@ -216,16 +216,18 @@ def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
     park(prefix, PROMPT[:40])
     prefix.pin(PROMPT[:40])
     attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.rung, attached.num_tokens) == (Rung.ALIAS, 20)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
     assert prefix.match(PROMPT) == 40
 
 
 def test_a_slot_is_not_adopted_when_other_prompts_go_on_from_its_tokens(prefix):
     park(prefix, PROMPT[:40])
     other = [*PROMPT[:32], *range(300, 316)]
-    prefix.release(begin(prefix, other, rung=Rung.ALIAS))  # its pages alone are left, behind 32 tokens of the parked slot
+    prefix.release(
+        begin(prefix, other, method=AttachMethod.ALIAS)
+    )  # its pages alone are left, behind 32 tokens of the parked slot
     attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.rung, attached.num_tokens) == (Rung.ALIAS, 20)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
     assert prefix.match([*other, 0]) == 48
     assert prefix.match(PROMPT) == 40
 
@@ -233,7 +235,7 @@ def test_a_slot_is_not_adopted_when_other_prompts_go_on_from_its_tokens(prefix):
 def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver):
     begin(prefix, PROMPT[:96])
     calls = Calls(driver)
-    attached = prefix.attach([*PROMPT[:64], 0], rung=Rung.ALIAS)
+    attached = prefix.attach([*PROMPT[:64], 0], method=AttachMethod.ALIAS)
     assert calls.made() == {"map": 4, "set_access": 4, "write": 1}
     assert attached.sequence.limit == 64
 
@@ -247,7 +249,7 @@ def test_a_large_extent_is_one_handle(pool, driver):
         write(owner, 256)
         prefix.insert(owner, prompt)
         calls = Calls(driver)
-        attached = prefix.attach([*prompt, 0], rung=Rung.ALIAS)
+        attached = prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
         assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
         assert_reads(attached.sequence, 256)
 
@@ -276,8 +278,8 @@ def test_where_prompts_part_inside_a_large_extent_the_first_copies_and_the_other
 
 def test_a_copy_shares_nothing_with_its_source(prefix):
     owner = begin(prefix, PROMPT[:40])
-    attached = prefix.attach(PROMPT[:41], rung=Rung.COPY)
-    assert (attached.rung, attached.num_tokens) == (Rung.COPY, 40)
+    attached = prefix.attach(PROMPT[:41], method=AttachMethod.COPY)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.COPY, 40)
     assert not set(pages(attached.sequence)) & set(pages(owner))
     assert_reads(attached.sequence, 40)
 
@@ -289,7 +291,7 @@ def test_rows_are_copied_from_whoever_has_them(prefix, driver, end):
     if end != "run":
         getattr(prefix, end)(owner, PROMPT[:48])
     calls = Calls(driver)
-    attached = prefix.attach([*PROMPT[:40], 0], rung=Rung.ALIAS)
+    attached = prefix.attach([*PROMPT[:40], 0], method=AttachMethod.ALIAS)
     assert attached.num_tokens == 40
     assert_reads(attached.sequence, 40)
     windows = end == "release"
@@ -302,24 +304,24 @@ def test_without_the_rest_of_a_page_fewer_tokens_hit(prefix):
     assert prefix.match(PROMPT) == 32  # rows 32 to 39 were in a page that was not full, and went with the slot
 
 
-def test_a_rung_that_cannot_be_had_is_recomputed(prefix):
+def test_a_method_that_cannot_be_had_is_recomputed(prefix):
     begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], rung=Rung.ADOPT).rung is Rung.RECOMPUTE  # nobody has parked
-    assert prefix.attach([1, 2, 3], rung=Rung.ALIAS).rung is Rung.RECOMPUTE
+    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.RECOMPUTE  # nobody has parked
+    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.RECOMPUTE
 
 
 @pytest.mark.parametrize(
-    ("costs", "rung"),
+    ("costs", "method"),
     [
-        (Costs(alias_us=1, map_us=1e6), Rung.ALIAS),
-        (Costs(alias_us=1e6, map_us=1, copy_us_per_byte=1e-9), Rung.COPY),
-        (Costs(alias_us=1e6, map_us=1e6, recompute_us_per_token=0.1), Rung.RECOMPUTE),
+        (Costs(alias_us=1, map_us=1e6), AttachMethod.ALIAS),
+        (Costs(alias_us=1e6, map_us=1, copy_us_per_byte=1e-9), AttachMethod.COPY),
+        (Costs(alias_us=1e6, map_us=1e6, recompute_us_per_token=0.1), AttachMethod.RECOMPUTE),
     ],
 )
-def test_the_chooser_takes_what_costs_least(cache, costs, rung):
+def test_the_chooser_takes_what_costs_least(cache, costs, method):
     prefix = PrefixCache(cache, costs)
     begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:50]).rung is rung
+    assert prefix.attach(PROMPT[:50]).method is method
 
 
 @pytest.mark.parametrize("count", [20, 32, 40])
@@ -336,14 +338,14 @@ def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatc
     monkeypatch.setattr(Windows, "measure_us", lambda windows: 1e6)
     prefix = PrefixCache(cache)
     begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:50]).rung is Rung.ALIAS
+    assert prefix.attach(PROMPT[:50]).method is AttachMethod.ALIAS
     assert prefix.costs.alias_us == prefix.costs.map_us < 1e6
 
 
-@pytest.mark.parametrize("rung", [None, Rung.ALIAS])
-def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix, rung):
+@pytest.mark.parametrize("method", [None, AttachMethod.ALIAS])
+def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix, method):
     begin(prefix, PROMPT[:10])
-    attached = prefix.attach(PROMPT[:11], rung=rung)
+    attached = prefix.attach(PROMPT[:11], method=method)
     assert (attached.num_tokens, attached.num_aliased) == (10, 0)
     assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (0, 1)
     assert prefix.stats().attach_us["copy"] > 0
@@ -351,15 +353,15 @@ def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix, rung):
 
 def test_what_has_pages_of_others_counts_as_an_alias(prefix):
     begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], rung=Rung.ALIAS).num_aliased > 0
+    assert prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).num_aliased > 0
     assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (1, 0)
 
 
 def test_a_copy_is_dearer_for_a_prefix_that_is_read_often(cache):
     prefix = PrefixCache(cache, Costs(alias_us=500, map_us=100, copy_us_per_byte=1e-5))
     begin(prefix, PROMPT[:48])
-    assert prefix.attach(PROMPT[:49], num_steps=0).rung is Rung.COPY
-    assert prefix.attach(PROMPT[:49], num_steps=1000).rung is Rung.ALIAS
+    assert prefix.attach(PROMPT[:49], num_steps=0).method is AttachMethod.COPY
+    assert prefix.attach(PROMPT[:49], num_steps=1000).method is AttachMethod.ALIAS
 
 
 # on
@@ -390,7 +392,7 @@ def test_inserting_costs_no_driver_call(prefix, driver):
 
 def test_truncating_below_what_is_shared_takes_pages_of_ones_own(prefix):
     owner = begin(prefix, PROMPT[:40])
-    sharer = prefix.attach(PROMPT[:41], rung=Rung.ALIAS).sequence
+    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).sequence
     sharer.truncate(20)
     assert pages(sharer)[0] is pages(owner)[0]
     assert pages(sharer)[1] is not pages(owner)[1]
@@ -404,7 +406,7 @@ def test_truncating_below_what_is_shared_takes_pages_of_ones_own(prefix):
 
 def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
     begin(prefix, PROMPT[:40])
-    sharer = prefix.attach(PROMPT[:41], rung=Rung.ALIAS).sequence
+    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).sequence
     calls = Calls(driver)
     sharer.truncate(16)
     assert calls.made() == {"write": 1}  # the limit, which is a fence too
@@ -424,7 +426,7 @@ def test_a_row_before_a_window_is_never_taken_for_one_that_was_written(pool):
         prefix.insert(second.sequence, PROMPT[:16])
         first.close()
         assert prefix.match([*PROMPT[:4], 0]) == 0  # it needs rows 2 and 3, which the tree's page 0 has not
-        third = prefix.attach(PROMPT[:17], rung=Rung.ALIAS)
+        third = prefix.attach(PROMPT[:17], method=AttachMethod.ALIAS)
         assert third.num_tokens == 16
         assert_reads(third.sequence, 16)
 
@@ -465,7 +467,7 @@ import torch
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.driver.base import Access
 from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Rung
+from vmmkv.prefix import AttachMethod
 from vmmkv.units import MIB
 
 pool = Pool("cpu", 32 * MIB)
@@ -477,7 +479,7 @@ owner.grow(16)
 owner.k(0)[:] = 1.0
 owner.advance(16)
 prefix.insert(owner, range(16))
-sharer = prefix.attach(range(20), rung=Rung.ALIAS).sequence
+sharer = prefix.attach(range(20), method=AttachMethod.ALIAS).sequence
 sharer.grow(20)
 sharer.k(0)[sharer.length] = 2.0
 print(sharer.length, float(sharer.k(0)[3, 0, 0]), "and then", flush=True)
@@ -534,7 +536,7 @@ def test_pages_are_evicted_for_whoever_needs_them(prefix, pool):
 
 def test_what_a_sequence_runs_on_is_not_evicted(prefix):
     begin(prefix, PROMPT[:40])
-    sharer = prefix.attach(PROMPT[:41], rung=Rung.COPY).sequence
+    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.COPY).sequence
     assert prefix.evict() == 0
     assert prefix.match(PROMPT) == 40
     assert_reads(sharer, 40)
@@ -581,11 +583,11 @@ def test_hot_pages_are_promoted_to_a_large_extent(pool, driver):
         prompt = [token % 251 for token in range(256)]
         owner = begin(prefix, prompt)
         for _ in range(2):
-            prefix.attach([*prompt, 0], rung=Rung.ALIAS).sequence.close()
+            prefix.attach([*prompt, 0], method=AttachMethod.ALIAS).sequence.close()
         assert prefix.promote() == prefix.stats().promoted_bytes == 32 * MIB
         assert prefix.promote() == 0
         calls = Calls(driver)
-        attached = prefix.attach([*prompt, 0], rung=Rung.ALIAS)
+        attached = prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
         assert calls.made()["map"] == 1
         assert_reads(attached.sequence, 256)
         assert len(pages(owner)) == 16
@@ -598,10 +600,10 @@ def test_hot_pages_are_promoted_to_a_large_extent(pool, driver):
 def test_stats_say_what_is_held_and_what_was_done(prefix):
     park(prefix, PROMPT[:40])
     begin(prefix, PROMPT[:50])
-    prefix.attach(PROMPT[:33], rung=Rung.ALIAS)
+    prefix.attach(PROMPT[:33], method=AttachMethod.ALIAS)
     stats = prefix.stats()
     assert stats.attached == {"adopt": 1, "alias": 1, "copy": 0, "recompute": 1}
-    assert all((stats.attach_us[rung] > 0) == (count > 0) for rung, count in stats.attached.items())
+    assert all((stats.attach_us[method] > 0) == (count > 0) for method, count in stats.attached.items())
     assert (stats.hit_tokens, stats.missed_tokens) == (40 + 32, 40 + 10 + 1)
     assert (stats.num_tokens, stats.held_bytes, stats.inserted_pages) == (50, 3 * PAGE_BYTES, 3)
     assert stats.num_nodes >= 2
@@ -663,8 +665,8 @@ def test_without_a_page_for_the_rest_all_of_it_is_computed(prefix, pool, cache, 
     if end == "park":
         prefix.park(owner, PROMPT[:20])
     pool.resize(2 * PAGE_BYTES)
-    attached = prefix.attach(PROMPT[:21], rung=Rung.ALIAS)
-    assert (attached.rung, attached.num_tokens) == (Rung.RECOMPUTE, 0)
+    attached = prefix.attach(PROMPT[:21], method=AttachMethod.ALIAS)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.RECOMPUTE, 0)
     assert prefix.stats().attached["alias"] == 0
     if end == "run":
         with pytest.raises(OutOfPages):
@@ -678,7 +680,7 @@ def test_what_lies_below_makes_room_but_for_what_is_copied_from_it(prefix, pool)
     prefix.release(begin(prefix, PROMPT[:48]))
     prefix.pin(PROMPT[:20])  # a node of its own, whose last rows are in a page of the node below
     pool.resize(3 * PAGE_BYTES)
-    attached = prefix.attach([*PROMPT[:20], 0], rung=Rung.ALIAS)
+    attached = prefix.attach([*PROMPT[:20], 0], method=AttachMethod.ALIAS)
     assert attached.num_tokens == 20
     assert_reads(attached.sequence, 20)
     assert prefix.match(PROMPT) == 20

@@ -10,7 +10,7 @@ from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
 from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import PrefixCache
-from vmmkv.prefix_costs import Costs, Rung
+from vmmkv.prefix.attach import AttachMethod, Costs
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
@@ -32,9 +32,9 @@ def prefix_over(pool: Pool, layout: KVLayout = LAYOUT) -> PrefixCache:
     return PrefixCache(KVCache(layout, pool, slots=6, max_tokens=1024), ALIAS_FIRST)
 
 
-def compute(prefix: PrefixCache, tokens: list[int], rung: Rung | None = None, *, in_pages: bool = False) -> Sequence:
+def compute(prefix: PrefixCache, tokens: list[int], method: AttachMethod | None = None, *, in_pages: bool = False) -> Sequence:
     """A sequence that has all of a prompt; with `in_pages` there is no large extent."""
-    sequence = prefix.attach(tokens, rung=rung).sequence
+    sequence = prefix.attach(tokens, method=method).sequence
     while sequence.length < len(tokens):
         count = 1 if in_pages else len(tokens) - sequence.length
         sequence.grow(sequence.length + count)
@@ -45,7 +45,7 @@ def compute(prefix: PrefixCache, tokens: list[int], rung: Rung | None = None, *,
 def heat(prefix: PrefixCache, tokens: list[int]) -> None:
     """Two hits of the whole prompt: it is to be promoted."""
     for _ in range(2):
-        prefix.release(prefix.attach([*tokens, 7], rung=Rung.ALIAS).sequence)
+        prefix.release(prefix.attach([*tokens, 7], method=AttachMethod.ALIAS).sequence)
 
 
 def test_a_parked_slot_is_not_unmapped_while_a_promotion_copies_from_it(pool: Pool, driver: FakeDriver) -> None:
@@ -86,7 +86,7 @@ def test_a_promotion_leaves_the_pages_to_prompts_that_part_among_them(pool: Pool
     shared = list(range(64))
     one, other = ([*shared, *range(first, first + 200)] for first in (300, 900))
     prefix.park(compute(prefix, one, in_pages=True), one)
-    sequence = compute(prefix, other, Rung.ALIAS, in_pages=True)
+    sequence = compute(prefix, other, AttachMethod.ALIAS, in_pages=True)
     prefix.insert(sequence, other)
     heat(prefix, one)
     prefix.promote()
@@ -98,10 +98,10 @@ def test_a_promotion_leaves_the_pages_to_prompts_that_part_among_them(pool: Pool
 def test_what_a_parked_slot_has_for_itself_can_be_had_while_others_run_from_its_prefix(driver: FakeDriver) -> None:
     pool = Pool("cpu", 20 * PAGE_BYTES, driver=driver)
     prefix = prefix_over(pool)
-    twins = [compute(prefix, PROMPT, Rung.RECOMPUTE) for _ in range(2)]
+    twins = [compute(prefix, PROMPT, AttachMethod.RECOMPUTE) for _ in range(2)]
     for twin in twins:
         prefix.park(twin, PROMPT)
-    sequence = prefix.attach([*PROMPT, 7], rung=Rung.ALIAS).sequence
+    sequence = prefix.attach([*PROMPT, 7], method=AttachMethod.ALIAS).sequence
     assert (sequence.length, pool.spare_pages) == (129, 1)
     sequence.grow(16 * 12)  # 3 pages more; the second of the twins has 9 that nobody shares
     prefix.cache.check()
@@ -114,8 +114,8 @@ def test_what_is_held_only_to_be_read_gives_way_to_computing_it_again(driver: Fa
     prefix.park(compute(prefix, PROMPT), PROMPT)
     assert pool.spare_pages == 0
     prompt = [*PROMPT[:100], 7, 7, 7]
-    attached = prefix.attach(prompt, rung=Rung.ALIAS)  # there is no page for the 4 rows behind the aliased ones
-    assert (attached.rung, attached.num_tokens) == (Rung.RECOMPUTE, 0)
+    attached = prefix.attach(prompt, method=AttachMethod.ALIAS)  # there is no page for the 4 rows behind the aliased ones
+    assert (attached.method, attached.num_tokens) == (AttachMethod.RECOMPUTE, 0)
     attached.sequence.grow(len(prompt))
     prefix.cache.check()
     pool.close()
@@ -181,7 +181,7 @@ def test_what_a_window_has_passed_stays_while_another_reads_it_or_wants_it_kept(
     prefix = prefix_over(pool, WINDOWED)
     sequence = compute(prefix, PROMPT)
     prefix.insert(sequence, PROMPT)
-    behind = prefix.attach([*PROMPT[:64], 7], rung=Rung.ALIAS).sequence  # pages 2 and 3
+    behind = prefix.attach([*PROMPT[:64], 7], method=AttachMethod.ALIAS).sequence  # pages 2 and 3
     sequence.advance_start(0)
     prefix.pin(PROMPT[:32])  # pages 0 and 1
     assert pool.spare_pages == 3

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from vmmkv.radix import Node, Piece, RadixTree
+from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
 
 Tree: TypeAlias = RadixTree[str]
 

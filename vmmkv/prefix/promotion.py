@@ -11,8 +11,8 @@ from vmmkv.dlpack import wrap
 from vmmkv.errors import OutOfPages
 from vmmkv.extents import LARGE_PAGES
 from vmmkv.memory import SlotMemory
-from vmmkv.prefix_plan import Placed
-from vmmkv.radix import Node, Piece, RadixTree
+from vmmkv.prefix.index import Placed
+from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
 from vmmkv.scratch import Windows
 from vmmkv.units import PAGE_BYTES
 

@@ -23,13 +23,10 @@ import torch
 from vmmkv.arguments import whole
 from vmmkv.cache import KVCache
 from vmmkv.errors import SequenceTooLong
-from vmmkv.prefix_costs import Costs, Rung
-from vmmkv.prefix_ladder import Attached, Ladder
-from vmmkv.prefix_nodes import PrefixNodes, Running
-from vmmkv.prefix_plan import Placed
-from vmmkv.promotion import HOT, promote_some, resident_of
-from vmmkv.radix import Node, Tokens
-from vmmkv.radix_node import pack
+from vmmkv.prefix.attach import Attached, Attacher, AttachMethod, Costs
+from vmmkv.prefix.index import Placed, PrefixNodes, Running
+from vmmkv.prefix.promotion import HOT, promote_some, resident_of
+from vmmkv.prefix.radix_tree import Node, Tokens, pack
 from vmmkv.scratch import Windows
 from vmmkv.sequence import Sequence
 from vmmkv.slots import SlotState
@@ -46,7 +43,7 @@ class PrefixStats:
     held_bytes: int
     """Of extents that the tree holds, whether or not sequences map them too."""
     attached: dict[str, int]
-    """How often by each rung; an alias of nothing, for less than a page was known, is a copy."""
+    """How often by each method; an alias of nothing, for less than a page was known, is a copy."""
     attach_us: dict[str, float]
     """How long that took in all."""
     hit_tokens: int
@@ -86,9 +83,9 @@ class PrefixCache:
             self._memory = occupancy.memory
             self._nodes = PrefixNodes(cache.layout, occupancy)
             self._windows = Windows(self._memory)
-            self._ladder = Ladder(cache, self._nodes, self._windows, costs)
+            self._ladder = Attacher(cache, self._nodes, self._windows, costs)
             self.costs = self._ladder.costs
-            """What decides between the rungs; `recompute_us_per_token` is for the owner of the model to set."""
+            """What decides between the methods; `recompute_us_per_token` is for the owner of the model to set."""
             self._counts = _Counts()
             self._hot: list[Node[Placed]] = []
             """Hit often enough to be promoted, and not looked at since."""
@@ -111,7 +108,7 @@ class PrefixCache:
         namespace: Hashable = None,
         max_tokens: int | None = None,
         num_steps: int = 0,
-        rung: Rung | str | None = None,
+        method: AttachMethod | str | None = None,
     ) -> Attached:
         """A new sequence with as many of a prompt's tokens as are known, at most all but the last: that one is computed.
 
@@ -120,14 +117,14 @@ class PrefixCache:
         int32 array is the fastest.
 
         `namespace` is whatever makes equal tokens different: tenant or salt, model, adapter, KV type. It is the sequence's
-        tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `rung` forces one, if it can be had
-        at all; else it is recomputed.
-        Cost: what `rung` says of the one returned; see `Costs`. Blocks only as `KVCache.open` and `grow` do.
+        tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `method` forces one, if possible;
+        else all is computed.
+        Cost: what `method` says of the one returned; see `Costs`. Blocks only as `KVCache.open` and `grow` do.
         Who finds no page for the rows that are not shared computes all of them.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
         tokens = _checked(tokens)
-        rung = None if rung is None else Rung(rung)
+        method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
         if num_steps < 0:
@@ -137,7 +134,7 @@ class PrefixCache:
             end = self.cache._check_end(max_tokens)
             if len(tokens) > end:
                 raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
-            attached = self._ladder.attach(tokens, namespace, rung=rung, num_steps=num_steps, end=end)
+            attached = self._ladder.attach(tokens, namespace, method=method, num_steps=num_steps, end=end)
             self._enter(attached, namespace, tokens)
             counts, name = self._counts, attached.was.value
             counts.attached[name] += 1
@@ -151,7 +148,7 @@ class PrefixCache:
         slot, num_tokens = attached.sequence.slot, attached.num_tokens
         self._nodes.running[slot] = Running(namespace, None, 0)
         if num_tokens:
-            self._nodes.extend(slot, tokens[:num_tokens], is_known=attached.rung is Rung.ADOPT)
+            self._nodes.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
             node = self._nodes.running[slot].node
             assert node is not None
             node.num_hits += 1
@@ -267,8 +264,8 @@ class PrefixCache:
                 num_nodes=self._nodes.tree.num_nodes,
                 num_tokens=self._nodes.tree.num_tokens,
                 held_bytes=nodes.counts.held_bytes,
-                attached={rung.value: counts.attached[rung.value] for rung in Rung},
-                attach_us={rung.value: counts.attach_us[rung.value] for rung in Rung},
+                attached={method.value: counts.attached[method.value] for method in AttachMethod},
+                attach_us={method.value: counts.attach_us[method.value] for method in AttachMethod},
                 hit_tokens=counts.hit_tokens,
                 missed_tokens=counts.missed_tokens,
                 inserted_pages=nodes.counts.inserted_pages,
@@ -280,7 +277,7 @@ class PrefixCache:
     def promote(self, budget_us: float = float("inf")) -> int:
         """Copy hot prefixes into large extents for those who come later, for about that long; the bytes promoted.
 
-        Call it while launched work is queued, as `KVCache.map_ahead`; it takes no page from anybody. See `vmmkv.promotion`.
+        Call it while launched work is queued, as `KVCache.map_ahead`; it takes no page from anybody..
         """
         began_ns, num_bytes = time.perf_counter_ns(), 0
         with self.cache.pool.lock:
