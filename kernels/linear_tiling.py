@@ -64,7 +64,7 @@ def linear_tiling(num_rows: int, num_outputs: int, num_columns: int, itemsize: i
 def _in_registers(num_rows: int, num_outputs: int, num_columns: int, itemsize: int, gated: bool) -> LinearTiling:
     """tile_k: of 16 bytes a thread, so that the threads of a program are side by side along a row.
 
-    Measured on an H200 with one row, bf16, in a captured chain (bench/results/trials-h200.txt): many programs of few rows with
+    Measured on an H200 with one row, bf16, in a captured chain: many programs of few rows with
     many steps under way stream large weights best; small ones are over before that pays, and want larger programs.
     """
     tile_k = min(2048 // itemsize, max(16, triton.next_power_of_2(num_columns)))
