@@ -36,7 +36,6 @@ from vmmkv.server.generation import (
     fit_key,
     fit_new_tokens,
 )
-from vmmkv.server.grammar.service import GrammarService
 from vmmkv.server.guard import AT_END, CALLER, HAS_BEGUN, Guard
 from vmmkv.server.hosts import Hosts
 from vmmkv.server.intake import Intake, Ticket
@@ -45,6 +44,7 @@ from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Loading, Ready
 from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from vmmkv.server.stalls import Stalls
+from vmmkv.server.structured_output.wire import GrammarService
 from vmmkv.server.tokenizer import Away, PromptError, Tokenizer
 from vmmkv.server.turns import QueueFull, Turns
 from vmmkv.server.viewers import Viewers

@@ -57,7 +57,7 @@ class Generate(Message, frozen=True, kw_only=True):
     length_penalty: float = 1.0
     """Of a beam search: answers compare by log-probability / (number of tokens) ** length_penalty."""
     grammar: bytes = b""
-    """If any, what every answer follows: as `server.grammar` compiled it for this model's vocabulary."""
+    """If any, what every answer follows: as `server.structured_output` compiled it for this model's vocabulary."""
 
 
 class Abort(Message, frozen=True, kw_only=True):

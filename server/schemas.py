@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from vmmkv.server.grammar.asked import Grammar
-from vmmkv.server.grammar.schemas import OLDER_NAMES, ResponseFormat, StructuredOutputs
 from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
 from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
 from vmmkv.server.schema_base import Unserved, WireRequest, refusal
+from vmmkv.server.structured_output.schema import Grammar
+from vmmkv.server.structured_output.wire import OLDER_NAMES, ResponseFormat, StructuredOutputs
 from vmmkv.server.template_schemas import TemplateVariables
 
 Prompt = str | list[int]

@@ -15,10 +15,9 @@ from bench.serve.schemas import SCHEMAS
 from bench.serve.scripted import Ask, Run, ScriptedEngine, Told
 from bench.serve.system import Models
 from bench.timing import WrongNumbers
-from vmmkv.server.grammar.asked import of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.matcher import Matcher
-from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.structured_output.compiler import Compilation
+from vmmkv.server.structured_output.matcher import Matcher, Vocabulary
+from vmmkv.server.structured_output.schema import of_schema
 from vmmkv.units import ceil_div
 
 MASKS: Final = "masks"

@@ -15,13 +15,11 @@ import numpy as np
 
 from bench.serve.system import Models
 from bench.timing import WrongNumbers
-from vmmkv.server.engine.constraints import Constraints
 from vmmkv.server.engine.loading import assemble
 from vmmkv.server.engine.requests import Request
-from vmmkv.server.grammar.matcher import Matcher, Words
-from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
 from vmmkv.server.settings import ServeConfig
+from vmmkv.server.structured_output.matcher import Constraints, Matcher, Vocabulary, Words
 
 
 @dataclass(frozen=True, slots=True)

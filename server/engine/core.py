@@ -22,8 +22,6 @@ import torch
 from vmmkv import DriverError
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.capacity import why_never_fits
-from vmmkv.server.engine.constraints import Constraints
-from vmmkv.server.engine.guided import NOBODY_FOLLOWS, Guided
 from vmmkv.server.engine.kv import KV, Prefixes
 from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
 from vmmkv.server.engine.ledger import Slots, TokenIds
@@ -38,6 +36,8 @@ from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
 from vmmkv.server.prompt_logprobs import packed
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
+from vmmkv.server.structured_output.jump_forward import NOBODY_FOLLOWS, Guided
+from vmmkv.server.structured_output.matcher import Constraints
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import torch
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.engine import decoder
-from vmmkv.server.engine.constraints import Constraints, TokenMasks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
 from vmmkv.server.engine.kv import KV
@@ -26,14 +25,15 @@ from vmmkv.server.engine.rows import Rows
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.sampling_state import Entry
 from vmmkv.server.engine.unmodified import UnmodifiedModel, refuse_own_attention
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.settings import ServeConfig
+from vmmkv.server.structured_output.matcher import Constraints
 from vmmkv.units import ceil_div
 
 if TYPE_CHECKING:
-    from vmmkv.server.grammar.vocabulary import Vocabulary
+    from vmmkv.server.structured_output.matcher import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
 
 def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Vocabulary":
     """What a grammar must know of the model's tokens. Takes seconds. Raises: OSError, ValueError, ModuleNotFoundError."""
-    from vmmkv.server.grammar.vocabulary import Vocabulary
+    from vmmkv.server.structured_output.matcher import Vocabulary
 
     return Vocabulary.load(Path(config.model), size, sorted(ends))
 

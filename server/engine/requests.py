@@ -14,7 +14,7 @@ from vmmkv.server.protocol import Generate
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beam_group import BeamGroup
-    from vmmkv.server.grammar.matcher import Matcher
+    from vmmkv.server.structured_output.matcher import Matcher
 
 
 class Strand(Protocol):

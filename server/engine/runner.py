@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.server.engine.constraints import TokenMasks, apply_masks
 from vmmkv.server.engine.decode_steps import DecodeSteps
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.ledger import Slots
@@ -25,7 +24,7 @@ from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
 from vmmkv.server.engine.sharers import Group
 from vmmkv.server.engine.step_state import StepState
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
 from vmmkv.server.protocol import Generate
 
 Masks: TypeAlias = Callable[[Slots, Uploads], TokenMasks | None]

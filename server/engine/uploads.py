@@ -4,12 +4,14 @@ What is small goes in order on the current stream, what is large beside what run
 """
 
 from collections.abc import Sequence
-from typing import Final
+from types import ModuleType
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vmmkv.kernels import sample_reference
 from vmmkv.units import round_up
 
 ALIGNED_ELEMENTS: Final = 4
@@ -63,3 +65,32 @@ class Uploads:
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens may come next, of some rows of a step; on the host, and to be sent in one piece."""
+
+    rows: list[int]
+    words_GW: torch.Tensor
+    """int32, to be written to: a view of `packed`."""
+    packed: torch.Tensor
+    """From `Uploads.blank`: the masks, and behind them, aligned, their rows."""
+
+    @classmethod
+    def of(cls, rows: list[int], num_words: int, uploads: Uploads) -> "TokenMasks":
+        """For these rows; what the masks say is not set."""
+        num_elements = len(rows) * num_words
+        begin = round_up(num_elements, ALIGNED_ELEMENTS)
+        packed = uploads.blank(begin + len(rows))
+        packed.numpy()[begin:] = rows
+        return cls(rows, packed[:num_elements].view(len(rows), num_words), packed)
+
+
+def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
+    """-inf, in place, for the tokens that may not come next. A copy to the device and a launch; waits for nothing."""
+    operations: ModuleType = sample_reference
+    if logits_BV.is_cuda:
+        from vmmkv.kernels import token_mask as operations
+    sent = uploads.send(masks.packed)
+    num_rows, num_words = masks.words_GW.shape
+    operations.forbid(logits_BV, sent[len(sent) - num_rows :], sent[: num_rows * num_words].view(num_rows, num_words))

@@ -12,10 +12,9 @@ from tests.attending import attending_by
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import runner
-from vmmkv.server.engine.constraints import Constraints
-from vmmkv.server.grammar.asked import Grammar, of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.structured_output.compiler import Compilation
+from vmmkv.server.structured_output.matcher import Constraints, Vocabulary
+from vmmkv.server.structured_output.schema import Grammar, of_schema
 
 SIZE = 263
 """Of the model's logits: more than the tokenizer has."""

@@ -33,18 +33,16 @@ from tests.engine.grammars import (
 from tests.grammar.corpus import SCHEMAS
 from tests.server.support import eventually
 from tests.server.tiny import token_ids
-from vmmkv.server.engine import constraints, guided
-from vmmkv.server.engine.constraints import FOLLOW_S, Constraints, TokenMasks, apply_masks
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.engine.requests import Request
-from vmmkv.server.engine.uploads import Uploads
-from vmmkv.server.grammar.asked import Grammar, of_choices, of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.matcher import Matcher
-from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import MAX_LEFT, Outcome, Watch
+from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
 from vmmkv.server.protocol import Abort, Generate
+from vmmkv.server.structured_output import jump_forward
+from vmmkv.server.structured_output import matcher as matching
+from vmmkv.server.structured_output.compiler import Compilation
+from vmmkv.server.structured_output.matcher import FOLLOW_S, MAX_LEFT, Constraints, Matcher, Outcome, Vocabulary, Watch
+from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
 
 @functools.cache
@@ -67,7 +65,7 @@ def reading(one: Harness) -> Constraints:
 
 
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guided, "jumps", lambda request: False)
+    monkeypatch.setattr(jump_forward, "jumps", lambda request: False)
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -132,7 +130,7 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone(engine: Callable
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(guided, "StepMasks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jump_forward, "StepMasks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
@@ -500,7 +498,7 @@ def test_the_loop_is_charged_the_time_that_it_is_held_and_requests_their_threads
         return [Outcome(call(), None, took_s) for call in calls]
 
     monkeypatch.setattr(reader, "_watch", SimpleNamespace(run=made))
-    monkeypatch.setattr(constraints, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(matching, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert reader.follow([(request, lambda: 7) for request in requests], spread=True) == [7] * 4
     assert [request.grammar_s for request in requests] == [took_s] * 4
     assert reader._balance_s == pytest.approx(FOLLOW_S - charged_s)
@@ -534,7 +532,7 @@ def test_masks_that_are_filled_side_by_side_are_the_same(
     names = list(SCHEMAS)[::3]
     answers = []
     for num_threads in (1, 4):
-        monkeypatch.setattr(constraints, "Watch", functools.partial(Watch, num_threads=num_threads))
+        monkeypatch.setattr(matching, "Watch", functools.partial(Watch, num_threads=num_threads))
         one = engine(slots=len(names))
         for seed, name in enumerate(names):
             one.ask(name, token_ids("?"), 60, grammar=of(SCHEMAS[name]), temperature=1.0, seed=seed, logit_bias=BIAS)
@@ -547,7 +545,7 @@ def test_masks_that_are_filled_side_by_side_are_the_same(
 def test_a_mask_that_takes_too_long_ends_its_request_and_nobody_else(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constraints, "Watch", functools.partial(Watch, num_threads=3))
+    monkeypatch.setattr(matching, "Watch", functools.partial(Watch, num_threads=3))
     real, opened, go, bad = Matcher.fill, Constraints.opened, threading.Event(), list[Matcher]()
 
     def filling(matcher: Matcher, words: Any, row: int) -> None:

@@ -11,10 +11,9 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from tests.grammar.corpus import SCHEMAS
-from vmmkv.server.grammar.asked import of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.matcher import Matcher
-from vmmkv.server.grammar.vocabulary import Vocabulary
+from vmmkv.server.structured_output.compiler import Compilation
+from vmmkv.server.structured_output.matcher import Matcher, Vocabulary
+from vmmkv.server.structured_output.schema import of_schema
 
 MAX_TOKENS = 60
 

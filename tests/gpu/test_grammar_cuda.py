@@ -18,7 +18,7 @@ from tests.engine.grammars import (
 )
 from tests.grammar.corpus import SCHEMAS
 from tests.server.tiny import token_ids
-from vmmkv.server.engine import guided
+from vmmkv.server.structured_output import jump_forward
 
 __all__ = ["harness"]
 
@@ -50,7 +50,7 @@ def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
     answers, steps = [], []
     for jumps in (True, False):
         if not jumps:
-            monkeypatch.setattr(guided, "jumps", lambda request: False)
+            monkeypatch.setattr(jump_forward, "jumps", lambda request: False)
         one = following(harness, device=DEVICE, capture=True, slots=8)
         for name in ("long keys", "tool call", "classification", "four deep", "constant", "address"):
             one.ask(name, token_ids(name), 300, grammar=of(SCHEMAS[name]), logit_bias=BIAS)

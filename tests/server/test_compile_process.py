@@ -9,11 +9,11 @@ from typing import BinaryIO
 import msgspec
 
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.grammar.compile_process import LENGTH, MAX_COMPILED_BYTES, Compiled, Job, Refused, Started, _checked
+from vmmkv.server.structured_output.compiler import LENGTH, MAX_COMPILED_BYTES, Compiled, Job, Refused, Started, _checked
 
 CHILD = """
 import os
-from vmmkv.server.grammar import compile_process, compiling
+from vmmkv.server.structured_output import compiler
 
 def compile(compilation, kind, source):
     os.write(1, b"what some library prints")
@@ -21,8 +21,8 @@ def compile(compilation, kind, source):
         pass
     return source.encode()
 
-compiling.Compilation.compile = compile
-compile_process.main()
+compiler.Compilation.compile = compile
+compiler.main()
 """
 
 

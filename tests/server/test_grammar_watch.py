@@ -14,11 +14,9 @@ import xgrammar
 from tests.grammar.corpus import SCHEMAS
 from tests.server.support import eventually
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.grammar.asked import of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.least import MAX_BYTES, check_ends
-from vmmkv.server.grammar.vocabulary import Vocabulary
-from vmmkv.server.grammar.watch import MAX_LEFT, OverTime, Watch, _Worker
+from vmmkv.server.structured_output.compiler import MAX_BYTES, Compilation, check_ends
+from vmmkv.server.structured_output.matcher import MAX_LEFT, OverTime, Vocabulary, Watch, _Worker
+from vmmkv.server.structured_output.schema import of_schema
 
 
 def busy() -> bytes:

@@ -13,9 +13,9 @@ import pytest
 from tests.server.fake_engine import READY
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.grammar.asked import Grammar, GrammarRefused, of_choices, of_object, of_schema
-from vmmkv.server.grammar.compiler import MAX_WAITING, CompilerUnavailable, GrammarCompiler
 from vmmkv.server.protocol import Generate
+from vmmkv.server.structured_output.compiler import MAX_WAITING, CompilerUnavailable, GrammarCompiler
+from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -251,7 +251,7 @@ def test_who_goes_away_while_it_is_compiled_spoils_nothing(compiling: Compiling)
 def test_the_cache_is_bounded_and_forgets_the_oldest(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     async def law(compiler: GrammarCompiler) -> None:
         first = await compiler.compile(of_choices(["number 0"]))
-        monkeypatch.setattr("vmmkv.server.grammar.compiler.CACHE_BYTES", 4 * len(first))
+        monkeypatch.setattr("vmmkv.server.structured_output.compiler.CACHE_BYTES", 4 * len(first))
         for number in range(1, 9):
             await compiler.compile(of_choices([f"number {number}"]))
         assert 0 < compiler._cache_bytes <= 4 * len(first)
@@ -345,7 +345,7 @@ class TestStart:
             asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(10)
 
     def test_one_that_takes_too_long_is_a_503_and_ends(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vmmkv.server.grammar.compiler.START_S", 0.05)
+        monkeypatch.setattr("vmmkv.server.structured_output.compiler.START_S", 0.05)
         refused = post(fresh, structured_outputs={"regex": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
         assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]

@@ -20,10 +20,10 @@ from bench.serve.scripted import Ask, Run, ScriptedEngine, Told
 from bench.serve.system import Models
 from bench.settings import SHAPES, Settings
 from bench.timing import WrongNumbers
-from vmmkv.server.grammar.asked import of_schema
-from vmmkv.server.grammar.compiling import Compilation
-from vmmkv.server.grammar.vocabulary import Vocabulary
 from vmmkv.server.models import resolve
+from vmmkv.server.structured_output.compiler import Compilation
+from vmmkv.server.structured_output.matcher import Vocabulary
+from vmmkv.server.structured_output.schema import of_schema
 
 PROMPT = [5, 6, 7]
 

@@ -18,19 +18,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.server.engine.constraints import Constraints, TokenMasks, jumps
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
 from vmmkv.server.engine.ledger import Slots, TokenIds
 from vmmkv.server.engine.readback import Readback
 from vmmkv.server.engine.requests import Request
 from vmmkv.server.engine.scheduler import Plan, Scheduler
-from vmmkv.server.engine.uploads import Uploads
-from vmmkv.server.grammar.watch import OverTime
+from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.protocol import Failed, FromEngine, Output, Outputs
+from vmmkv.server.structured_output.matcher import Constraints, OverTime, jumps
 
 if TYPE_CHECKING:
-    from vmmkv.server.grammar.matcher import Matcher
+    from vmmkv.server.structured_output.matcher import Matcher
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,9 @@
+"""Structured output: answers that follow a JSON schema, a regular expression, a list of choices or an EBNF grammar.
+
+    wire ──> schema ──> compiler ──> its worker process                    HTTP process
+      request fields      Grammar      cache, time limit │ compiled grammar
+                                                         v
+    matcher (masks) ──> jump_forward (hooks of the engine's loop)           engine process
+
+Read `schema` first. `xgrammar` does the matching (Dong et al., XGrammar, 2024); it is imported with the first grammar.
+"""
