@@ -15,7 +15,7 @@ from bench.timing import WrongNumbers
 from bench.waste.memories import Held, Indices
 from bench.waste.sizes import MAX_TOKENS, SLACK_SHARE
 from vmmkv import KVCache, Pool, Sequence
-from vmmkv.driver.fake import FakeDriver, Launch
+from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import MIB, PAGE_BYTES
 
 PAGE_US: Final = 75.0

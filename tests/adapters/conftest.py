@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vmmkv import GIB, Pool
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
 from vmmkv.server.models import resolve
+from vmmkv.testing.fake_driver import FakeDriver
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,10 @@ from vmmkv.errors import MissingDriver
 from vmmkv.kernels.decode import decode
 from vmmkv.kernels.prefill import prefill
 from vmmkv.pool import Pool
-from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance, kernels
+from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance
 from vmmkv.testing import __main__ as command
-from vmmkv.testing.caches import Memory, open_memory
-from vmmkv.testing.checks import CHECKS
-from vmmkv.testing.report import markdown
-from vmmkv.testing.subject import Subject
+from vmmkv.testing.checks import CHECKS, Memory, Subject, open_memory
+from vmmkv.testing.conformance import markdown
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda:0"
@@ -261,9 +259,8 @@ def test_no_check_follows_an_error_of_cuda_in_its_process(message: str, status: 
     assert result.detail.startswith("the CUDA context is lost: " if status == "crashed" else "it raised RuntimeError: ")
 
 
-def test_a_check_that_gives_no_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmmkv.testing.worker.TIMEOUT_S", 0.2)
-    with Worker() as own:
+def test_a_check_that_gives_no_answer_is_ended() -> None:
+    with Worker(timeout_s=0.2) as own:
         (result,) = conformance(broken.hangs, **CPU, checks=["strides"], worker=own).results
     assert (result.status, result.detail) == ("crashed", "no answer in 0.2 s")
 
@@ -340,7 +337,7 @@ def test_a_table_has_a_row_for_each_kernel_and_says_what_has_not_passed() -> Non
 def test_the_command_says_what_it_does_and_refuses_what_it_does_not_know(
     arguments: list[str], status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels, "KERNELS", ())
+    monkeypatch.setattr(command, "every_kernel", tuple)
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
     shown = capsys.readouterr()
@@ -351,9 +348,10 @@ def test_the_command_says_what_it_does_and_refuses_what_it_does_not_know(
 def test_the_command_prints_the_table_of_what_is_at_hand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    absent = [kernel for kernel in kernels.KERNELS if kernel.missing(torch.device("cpu"))]
+    kernels = command.every_kernel()
+    absent = [kernel for kernel in kernels if kernel.missing(torch.device("cpu"))]
     assert {kernel.library for kernel in absent} == {"flash_attn", "flash_attn_interface", "flashinfer"}
-    monkeypatch.setattr(kernels, "KERNELS", (kernels.KERNELS[2], *absent))
+    monkeypatch.setattr(command, "every_kernel", lambda: (kernels[2], *absent))
     assert command.main() == 0
     printed = capsys.readouterr().out.splitlines()
     assert "| SDPA, decode | passed |" in "\n".join(printed)

@@ -8,7 +8,7 @@ import torch
 
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.driver.cuda import CudaDriver
-from vmmkv.driver.fake import FakeDriver
+from vmmkv.testing.fake_driver import FakeDriver
 
 LAYOUT = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 tokens a page
 LONG = 400_000_000

@@ -11,7 +11,7 @@ from tests.laws.test_prefix_machine import PrefixMachine
 from vmmkv import GIB, AttachMethod, KVCache, KVLayout, Pool, PrefixCache, Sequence
 from vmmkv.driver import Driver
 from vmmkv.driver.cuda import CudaDriver
-from vmmkv.driver.fake import FakeDriver
+from vmmkv.testing.fake_driver import FakeDriver
 
 pytestmark = pytest.mark.gpu
 

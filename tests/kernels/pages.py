@@ -8,11 +8,11 @@ import torch
 
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.driver import open_driver
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.kernels.append import append
 from vmmkv.kernels.decode import decode
 from vmmkv.kernels.prefill import prefill
 from vmmkv.kv_type import KVType
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
 LAYERS, LAYER, KV_HEADS, HEAD_DIM = 32, 17, 2, 64

@@ -17,9 +17,9 @@ from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
 from vmmkv import Group, KVCache, KVLayout, Sequence, scratch, sharing
 from vmmkv.driver.base import Access
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.prefix import promotion
 from vmmkv.prefix.attach import Costs
+from vmmkv.testing.fake_driver import FakeDriver
 
 # Rows that divide the page, four and eight to one: most matches end inside a page, some just at its end. The window is
 # narrower than a page, so there are pages of which a sequence has the last rows only.

@@ -18,9 +18,9 @@ from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, num_p
 from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
 from vmmkv.dlpack import wrap
 from vmmkv.driver import Driver
-from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
+from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import PAGE_BYTES
 
 T = TypeVar("T")

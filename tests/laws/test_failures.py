@@ -8,8 +8,8 @@ import pytest
 
 from tests.laws.model import LAYOUTS, SAMPLE, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
 from vmmkv import DriverError, KVCache, Pool, Sequence
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 SLOTS = 4

@@ -13,9 +13,9 @@ import torch
 from tests.laws.model import num_pads, verify_unwritten, verify_written, write
 from tests.laws.prefix_model import COSTS, LAYOUTS, Talk, Texts, large_extents, talk, without_memory
 from vmmkv import DriverError, KVCache, Pool, Sequence
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import AttachMethod, PrefixCache
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 SLOTS = 4

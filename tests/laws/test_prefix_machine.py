@@ -34,10 +34,10 @@ from tests.laws.prefix_model import (
 )
 from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
 from vmmkv.driver import Driver
-from vmmkv.driver.fake import FakeDriver, Launch
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import AttachMethod, PrefixCache
+from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import PAGE_BYTES
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from vmmkv import KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, Sequence
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 THREADS = 3

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
+from vmmkv.testing.fake_driver import FakeDriver
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from vmmkv import (
     RowsUnmapped,
     SequenceTooLong,
 )
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.errors import ForkedProcess
 from vmmkv.kernels.quantise import quantise
 from vmmkv.kv_type import KVType
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vmmkv import Closed, KVCache, KVLayout, Pool, RowsUnmapped, Sequence
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.prefix import PrefixCache
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.

@@ -5,9 +5,9 @@ import torch
 
 from vmmkv import DriverError
 from vmmkv.driver.base import Access
-from vmmkv.driver.fake import FakeDriver, LawBroken
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import OutOfDeviceMemory
+from vmmkv.testing.fake_driver import FakeDriver, LawBroken
 from vmmkv.units import PAGE_BYTES
 
 

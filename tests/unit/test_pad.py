@@ -6,7 +6,7 @@ import torch
 from tests.laws.driver_laws import assert_faulted, run_child
 from vmmkv import Closed, DriverError, KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, RowsUnmapped
 from vmmkv.dlpack import wrap
-from vmmkv.driver.fake import FakeDriver, LawBroken
+from vmmkv.testing.fake_driver import FakeDriver, LawBroken
 from vmmkv.units import PAGE_BYTES
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vmmkv import BudgetError, Closed, DriverError, KVCache, KVLayout, OutOfPages, Pool
-from vmmkv.driver.fake import FakeDriver
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
 # 512 KiB a row: 4 tokens a page.

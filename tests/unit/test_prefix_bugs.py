@@ -7,10 +7,10 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
-from vmmkv.driver.fake import FakeDriver
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.attach import AttachMethod, Costs
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.

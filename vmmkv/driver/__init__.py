@@ -1,4 +1,4 @@
-"""Drivers: what a device's virtual memory can do (base), and how it is done on CUDA, on the host, and for tests."""
+"""Drivers: what a device's virtual memory can do (base), and how CUDA and the host do it. The tests' is in `vmmkv.testing`."""
 
 from typing import Final
 

@@ -11,14 +11,11 @@
 
 `python -m vmmkv.testing` prints the table of every kernel at hand on this machine, as Markdown.
 
-    conformance    the public function          report     what it found          subject    what is tested
-    checks         the checks, by name          worker     the child process in which they run
-    caches         memory as the checks want it: sequences, poison, shuffled pages, far addresses
-    batch          the tensors of a call, and the truth      kernels    every kernel at hand
+    conformance    the public function, its report, and the child process in which the checks run
+    checks         the checks, by name, and the memory and tensors they use
+    fake_driver    a driver that refuses what would break a device, for the tests of vmmkv itself
 """
 
-from vmmkv.testing.conformance import conformance
-from vmmkv.testing.report import ConformanceError, Report, Result
-from vmmkv.testing.worker import CheckError, Worker
+from vmmkv.testing.conformance import CheckError, ConformanceError, Report, Result, Worker, conformance
 
 __all__ = ["CheckError", "ConformanceError", "Report", "Result", "Worker", "conformance"]

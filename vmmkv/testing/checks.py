@@ -1,18 +1,360 @@
-"""The checks, by name. Each makes its own memory, calls the attention function, and raises Wrong where it is wrong.
+"""The checks of the conformance suite, by name, and the memory and tensors that they use.
 
-What every check has: all layers of a token in one row, so that K and V are strided; NaN in the other layers; sequences in slots
-that are not in the order of the batch; slots and pages that nobody wrote are not mapped.
+A check makes its own memory, calls the attention function, and raises `Wrong` where it is wrong. In every check:
+
+- all layers of a token share a row, so that K and V are strided, and the other layers hold NaN;
+- the slots of the sequences are not in the order of the batch;
+- slots and pages that were not written are not mapped.
+
+A row is a power of two bytes (a plane of its own fills it up), so rows end where pages end, and the mapped memory of a sequence
+can end with its guard, to the byte.
 """
 
-from collections.abc import Callable
-from typing import Final
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import torch
 
-from vmmkv.testing.batch import Batch, Wrong, first_line
-from vmmkv.testing.caches import NAN, STALE, Memory, far_rows, layout_of, open_memory
-from vmmkv.testing.subject import Subject
-from vmmkv.units import PAGE_BYTES, ceil_div
+from vmmkv.cache import KVCache
+from vmmkv.dlpack import wrap
+from vmmkv.driver import open_driver
+from vmmkv.driver.base import Access, Handle
+from vmmkv.kernels import reference
+from vmmkv.layout import PLANE_ALIGNMENT_BYTES, Group, KVLayout, Plane
+from vmmkv.pool import Pool
+from vmmkv.sequence import Sequence
+from vmmkv.units import GIB, KIB, PAGE_BYTES, ceil_div, round_up
+
+Form = Literal["decode", "prefill"]
+
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An attention function and what it is tested on. It goes to a child process, by pickle.
+
+    The two forms, and what each argument is, stand at `vmmkv.testing.conformance`.
+    """
+
+    attention_fn: Callable[..., torch.Tensor]
+    form: Form
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    guard_tokens: int
+    error_ratio: float
+    """How much larger than torch's in the same dtype the error may be."""
+    error_floor: float
+    """What is added to that."""
+    capturable: bool
+    """Is it launches alone, which a CUDA graph can capture?"""
+
+    def __post_init__(self) -> None:
+        if not callable(self.attention_fn):
+            raise TypeError(f"attention_fn is {self.attention_fn!r}; give a function")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r}: an attention function has the form {' or '.join(get_args(Form))}")
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={str(self.device)!r}: there is vmmkv memory on 'cpu' and 'cuda:0'")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}: it is one of {', '.join(map(str, DTYPES))}")
+        if self.kv_heads < 1 or self.head_dim < 1 or self.heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}: all at least 1, and heads a multiple "
+                f"of kv_heads"
+            )
+        if self.guard_tokens < 0 or self.error_ratio < 1.0 or self.error_floor < 0.0:
+            raise ValueError(
+                f"guard_tokens={self.guard_tokens}, error_ratio={self.error_ratio}, error_floor={self.error_floor}: at least "
+                f"0, 1 and 0"
+            )
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return getattr(self.attention_fn, "__name__", repr(self.attention_fn))
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{self.form}, {dtype}, {heads}, guard_tokens={self.guard_tokens}, on {self.device}"
+
+
+BUDGET_BYTES: Final = 4 * GIB
+"""What no check comes near; handles are created as they are needed."""
+
+ROW_BYTES: Final = 32 * KIB
+"""64 rows are a page, so that sequences of some hundred tokens have several."""
+
+_LAYERS: Final = 4
+
+NAN: Final = math.nan
+STALE: Final = 100.0
+"""What a row past the length may hold: another sequence's values. These are larger, so that they show."""
+
+_SPARE_PAGES: Final = 16
+"""Free extents to shuffle, more than a check takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedRows:
+    """What is mapped under a slot from row `first` on: all bytes of its rows, of whatever layer, as int64 [rows, words]."""
+
+    slot: int
+    first: int
+    words_TW: torch.Tensor
+
+
+def layout_of(subject: Subject, row_bytes: int = ROW_BYTES) -> KVLayout:
+    """K, V and filling in each of a few layers, so that a row is `row_bytes`, or the next power of two that holds it."""
+    dtype = subject.dtype
+    kv_bytes = 2 * round_up(subject.kv_heads * subject.head_dim * dtype.itemsize, PLANE_ALIGNMENT_BYTES)
+    layer_bytes = max(row_bytes // _LAYERS, 1 << (kv_bytes - 1).bit_length())
+    planes = [Plane(name=name, heads=subject.kv_heads, dim=subject.head_dim, dtype=dtype) for name in ("k", "v")]
+    if layer_bytes > kv_bytes:
+        planes.append(Plane(name="filling", heads=1, dim=(layer_bytes - kv_bytes) // dtype.itemsize, dtype=dtype))
+    return KVLayout(groups=(Group(layers=tuple(range(_LAYERS)), planes=tuple(planes)),))
+
+
+class Memory:
+    """A cache and the one layer of it, in the middle, that is attended to."""
+
+    def __init__(self, subject: Subject, cache: KVCache) -> None:
+        (self.group,) = cache.layout.groups
+        self.cache, self.subject = cache, subject
+        self.layer = _LAYERS // 2
+        self.k_STKD, self.v_STKD = cache.k(self.layer), cache.v(self.layer)
+        self.page_rows = self.group.tokens_under(1)
+        self._generator = torch.Generator().manual_seed(0)
+        self._written: dict[int, Sequence] = {}
+        """By slot. Under the others nothing is mapped but the pad, which no one can write to."""
+
+    def write(self, sequence: Sequence, num_tokens: int, *, past: float) -> None:
+        """Grow a sequence to so many tokens: random rows of this layer, NaN in all others, `past` in what is mapped behind."""
+        start, cache = sequence.length, self.cache
+        self._written[sequence.slot] = sequence
+        sequence.grow(num_tokens)
+        end = self.mapped_rows(sequence)
+        for layer in self.group.layers:
+            for plane in self.group.planes:
+                cache.view(layer, plane.name)[sequence.slot, start:end] = NAN
+        for view_STKD in (self.k_STKD, self.v_STKD):
+            new_TKD = torch.randn(num_tokens - start, *view_STKD.shape[2:], generator=self._generator)
+            view_STKD[sequence.slot, start:num_tokens] = new_TKD.to(cache.device, view_STKD.dtype)
+            view_STKD[sequence.slot, num_tokens:end] = past
+        sequence.advance(num_tokens - start)
+
+    def fill(self, sequence: Sequence, value: float) -> None:
+        """The same value in all rows of a sequence that nobody attends to."""
+        for view_STKD in (self.k_STKD, self.v_STKD):
+            view_STKD[sequence.slot, : self.mapped_rows(sequence)] = value
+
+    def mapped(self) -> list[MappedRows]:
+        """All that is mapped under all sequences, guards and other layers among it."""
+        k_STKD, row_bytes = self.k_STKD, self.group.row_bytes
+        address = k_STKD.data_ptr() - self.group.offset_bytes(self.layer, "k")
+        slot_bytes = k_STKD.stride(0) * k_STKD.itemsize
+        found = []
+        for slot, sequence in self._written.items():
+            num_rows = self.mapped_rows(sequence)
+            rows_E = wrap(address + slot * slot_bytes, num_rows * row_bytes, self.cache.device)
+            found.append(MappedRows(slot=slot, first=0, words_TW=rows_E.view(torch.int64).view(num_rows, -1)))
+        return found
+
+    def mapped_rows(self, sequence: Sequence) -> int:
+        """Rows that are mapped under a sequence, guard and all: whole pages."""
+        return round_up(sequence.limit + self.cache.guard_tokens, self.page_rows)
+
+
+@contextmanager
+def open_memory(
+    subject: Subject, *, slots: int, max_tokens: int = 4096, row_bytes: int = ROW_BYTES, shuffled: bool = False
+) -> Iterator[Memory]:
+    """A cache of its own. shuffled: whoever grows gets physical pages in a random order."""
+    with Pool(subject.device, BUDGET_BYTES) as pool:
+        if shuffled:
+            extents = pool.acquire(_SPARE_PAGES)
+            random.Random(0).shuffle(extents)
+            for extent in extents:  # the newest free extent is taken first
+                pool.drop(extent)
+        layout = layout_of(subject, row_bytes)
+        with KVCache(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=subject.guard_tokens) as cache:
+            yield Memory(subject, cache)
+
+
+@contextmanager
+def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, list[MappedRows]]]:
+    """K and V of a slot 1 whose rows are a page each, and its length: `num_past` rows lie 2**31 elements from its first.
+
+    That would be gigabytes, so a few physical pages are mapped over and over; others under the last rows, whose larger keys
+    draw most of the weight. What is mapped is given with each physical page once.
+    """
+    row_elements = PAGE_BYTES // subject.dtype.itemsize
+    border = 2**31 // row_elements
+    length = border + num_past
+    num_pages = length + subject.guard_tokens
+    driver = open_driver(subject.device)
+    address = driver.reserve(2 * num_pages * PAGE_BYTES)
+    handles: list[Handle] = []
+    mapped: list[int] = []
+
+    def put(handle: Handle, pages: Iterable[int]) -> None:
+        for page in pages:
+            driver.map(address + page * PAGE_BYTES, handle, PAGE_BYTES)
+            mapped.append(address + page * PAGE_BYTES)
+            driver.set_access(address + page * PAGE_BYTES, PAGE_BYTES, Access.READ_WRITE)
+
+    try:
+        handles += [driver.create(PAGE_BYTES) for _ in range(15)]
+        pad, near, far = handles[0], handles[1:8], handles[8:]
+        # A tensor's own first address is to be mapped, which is slot 0's; and the guard.
+        put(pad, [0, *range(num_pages + length, 2 * num_pages)])
+        for index, handle in enumerate(near):
+            put(handle, range(num_pages + index, num_pages + border, len(near)))
+        for index, handle in enumerate(far):
+            put(handle, range(num_pages + border + index, num_pages + length, len(far)))
+        bytes_E = wrap(address, 2 * num_pages * PAGE_BYTES, driver.device)
+        for page in (0, *range(num_pages, num_pages + len(near)), *range(num_pages + border, num_pages + length)):
+            bytes_E[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = 0
+        elements = bytes_E.view(subject.dtype)
+        shape = (2, num_pages, subject.kv_heads, subject.head_dim)
+        strides = (num_pages * row_elements, row_elements, subject.head_dim, 1)
+        k_offset = round_up(subject.kv_heads * subject.head_dim, 8)
+        k_STKD, v_STKD = (elements.as_strided(shape, strides, index * k_offset) for index in range(1, 3))
+        generator = torch.Generator().manual_seed(0)
+        for first, count, factor in ((0, len(near), 1.0), (border, min(len(far), num_past), 2.0)):
+            for view_STKD in (k_STKD, v_STKD):
+                rows_TKD = factor * torch.randn(count, *shape[2:], generator=generator)
+                view_STKD[1, first : first + count] = rows_TKD.to(driver.device, subject.dtype)
+        words_PW = bytes_E.view(torch.int64).view(2 * num_pages, -1)
+        mapped_rows = [
+            MappedRows(slot=slot, first=first, words_TW=words_PW[slot * num_pages + first :][:count])
+            for slot, first, count in ((0, 0, 1), (1, 0, len(near)), (1, border, num_past))
+        ]
+        yield k_STKD, v_STKD, length, mapped_rows
+    finally:
+        driver.fence().wait()
+        for page_address in mapped:
+            driver.unmap(page_address, PAGE_BYTES)
+        for handle in handles:
+            driver.release(handle)
+
+
+_COUNTS: Final = (5, None, 40, 1)
+"""Queries of a sequence in prefill, in turns: chunks, the whole of it, and a single one."""
+
+
+class Wrong(Exception):
+    """What an attention function did is wrong; the message says what that was."""
+
+
+class Batch:
+    """Sequences in slots of views, and the arguments of a call, which stay the same tensors whatever the lengths become."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        k_STKD: torch.Tensor,
+        v_STKD: torch.Tensor,
+        slots: Iterable[int],
+        lengths: Iterable[int],
+        mapped: Callable[[], list[MappedRows]],
+    ) -> None:
+        device = subject.device
+        self.subject, self.k_STKD, self.v_STKD = subject, k_STKD, v_STKD
+        self.slots, self.lengths = list(slots), list(lengths)
+        self._mapped = mapped
+        self.counts = [1] * len(self.slots)
+        if subject.form == "prefill":
+            wanted = itertools.cycle(_COUNTS)
+            self.counts = [min(length, count or length) for length, count in zip(self.lengths, wanted, strict=False)]
+        starts = list(itertools.accumulate(self.counts, initial=0))
+        generator = torch.Generator().manual_seed(1)
+        q_NHD = torch.randn(starts[-1], subject.heads, subject.head_dim, generator=generator)
+        self.q_NHD = q_NHD.to(device, subject.dtype)
+        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.lengths_B = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        self.slots_B = torch.tensor(self.slots, dtype=torch.int32, device=device)
+
+    def set_lengths(self, lengths: Iterable[int]) -> None:
+        """The sequences have grown."""
+        self.lengths = list(lengths)
+        self.lengths_B.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+
+    def attend(self) -> torch.Tensor:
+        """Call the function. Raises: Wrong if it raises, or returns what is no output."""
+        starts = (self.query_starts,) if self.subject.form == "prefill" else ()
+        try:
+            out = self.subject.attention_fn(self.q_NHD, self.k_STKD, self.v_STKD, *starts, self.lengths_B, self.slots_B)
+        except Exception as error:
+            raise Wrong(f"it raised {type(error).__name__}: {first_line(error)}") from error
+        if not isinstance(out, torch.Tensor):
+            raise Wrong(f"it returned {type(out).__name__}, no tensor")
+        got, wanted = ((x.shape, x.dtype, x.device) for x in (out, self.q_NHD))
+        if got != wanted:
+            raise Wrong(
+                f"it returned {tuple(got[0])} of {got[1]} on {got[2]}; the queries are {tuple(wanted[0])} of {wanted[1]}"
+            )
+        return out
+
+    def judge(self, out_NHD: torch.Tensor) -> None:
+        """Compare with the truth: at most `error_ratio` times the error of torch in the same dtype, plus `error_floor`.
+
+        The truth is in float64, so that float32 has an error too. Raises: Wrong, naming the sequence that is worst.
+        """
+        truth_NHD, peer_NHD = (self._reference(dtype).double() for dtype in (torch.float64, out_NHD.dtype))
+        bound = self.subject.error_ratio * (peer_NHD - truth_NHD).abs().max().item() + self.subject.error_floor
+        errors_N = (out_NHD.double() - truth_NHD).abs().flatten(1).amax(1).nan_to_num(float("inf"))
+        worst = int(errors_N.argmax())
+        if errors_N[worst].item() <= bound:
+            return
+        b = next(b for b, end in enumerate(itertools.accumulate(self.counts)) if worst < end)
+        finite = bool(out_NHD[worst].isfinite().all())
+        given = f"an error of {errors_N[worst].item():.3g}, where {bound:.3g} is allowed" if finite else "NaN or infinity"
+        raise Wrong(
+            f"{given}, in a sequence of {self.lengths[b]} tokens, query {worst - sum(self.counts[:b])} of {self.counts[b]}"
+        )
+
+    def run(self) -> None:
+        """Call, see that it wrote nothing, and judge. Raises: Wrong."""
+        with self.writing_nothing():
+            out_NHD = self.attend()
+        self.judge(out_NHD)
+
+    @contextmanager
+    def writing_nothing(self) -> Iterator[None]:
+        """See that what is done within leaves all that is mapped bit for bit as it was. Raises: Wrong.
+
+        Cost: a copy of all that is mapped.
+        """
+        rows = self._mapped()
+        before = [mapped.words_TW.clone() for mapped in rows]
+        yield
+        for mapped, was_TW in zip(rows, before, strict=True):
+            if torch.equal(mapped.words_TW, was_TW):
+                continue
+            row = mapped.first + int((mapped.words_TW != was_TW).any(1).nonzero()[0])
+            length = dict(zip(self.slots, self.lengths, strict=True)).get(mapped.slot, 0)
+            what = "which it is only to read" if row < length else "which is none of its own"
+            raise Wrong(f"it wrote to row {row} of slot {mapped.slot}, {what}: all layers of a token are in one row")
+
+    def _reference(self, dtype: torch.dtype) -> torch.Tensor:
+        counts_B = torch.tensor(self.counts)
+        return reference.prefill(self.q_NHD, self.k_STKD, self.v_STKD, counts_B, self.lengths_B, self.slots_B, dtype=dtype)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message."""
+    return next(iter(str(error).splitlines()), "")
+
 
 LENGTHS: Final = (1, 17, 63, 64, 65, 130)
 """Around a tile, around a page (of 64 rows), and of several pages."""
