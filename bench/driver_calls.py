@@ -18,8 +18,8 @@ from bench.report import Report
 from bench.rows import Row
 from bench.settings import Settings
 from bench.timing import WrongNumbers, device_sleep, now_us, sleep_cycles, summarize
-from vmmkv.dlpack import wrap
 from vmmkv.driver import Access, Driver, open_driver
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 SUITE: Final = "driver_calls"

@@ -25,7 +25,7 @@ from bench.settings import Settings
 from bench.timing import Summary, WrongNumbers, exact, summarize
 from vmmkv import KVLayout
 from vmmkv.kernels.quantise import QMAX, Kind, dequantise, quantise
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 SUITE: Final = "quality"
 

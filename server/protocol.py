@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from vmmkv.memory_map import SlotMap
+from vmmkv.memory.memory_map import SlotMap
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

@@ -25,14 +25,11 @@ from vmmkv.errors import (
 from vmmkv.units import GIB, KIB, MIB, PAGE_BYTES, TIB
 
 if TYPE_CHECKING:
-    from vmmkv.cache import KVCache
+    from vmmkv.cache import CacheStats, KVCache, ParkedSlot, Sequence
     from vmmkv.driver.base import Driver
-    from vmmkv.kv_type import KVType
-    from vmmkv.layout import Group, KVLayout, Plane
-    from vmmkv.pool import Pool, PoolStats
+    from vmmkv.layout import Group, KVLayout, KVType, Plane
+    from vmmkv.memory.pool import Pool, PoolStats
     from vmmkv.prefix import Attached, AttachMethod, PrefixCache, PrefixStats
-    from vmmkv.sequence import ParkedSlot, Sequence
-    from vmmkv.stats import CacheStats
 
 __version__ = "0.1.0"
 
@@ -74,19 +71,19 @@ __all__ = [
 _MODULE_OF = {  # of what needs torch
     "AttachMethod": "prefix",
     "Attached": "prefix",
-    "CacheStats": "stats",
+    "CacheStats": "cache",
     "Driver": "driver.base",
     "Group": "layout",
     "KVCache": "cache",
     "KVLayout": "layout",
-    "KVType": "kv_type",
-    "ParkedSlot": "sequence",
+    "KVType": "layout",
+    "ParkedSlot": "cache",
     "Plane": "layout",
-    "Pool": "pool",
-    "PoolStats": "pool",
+    "Pool": "memory.pool",
+    "PoolStats": "memory.pool",
     "PrefixCache": "prefix",
     "PrefixStats": "prefix",
-    "Sequence": "sequence",
+    "Sequence": "cache",
 }
 
 

@@ -15,17 +15,73 @@ all layers' payloads, which so keep their alignment. K's and V's scale of a head
     scales  | head 0: of K, of V | head 1: of K, of V | ...              one layer's scales of one token
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from vmmkv.errors import LayoutError
-from vmmkv.kv_type import KV_KINDS, KVType
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
+
+if TYPE_CHECKING:
+    import torch
+
+
+# -------- kv type
+# What quantised K and V are kept as. What the bits mean is said, and done, in kernels/quantise.py.
+
+_PAYLOAD_DTYPES: Final = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
+
+KV_KINDS: Final = tuple(_PAYLOAD_DTYPES)
+KV_SCALES: Final = ("token", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class KVType:
+    """K and V that are kept quantised: a *payload* of few bits an element, times a scale. `KVType("int4")`.
+
+    `kind`: "fp8" is float8_e4m3fn; "int8"; "int4" is uint8 of half the width, two elements in a byte.
+    `scale`: "token" is a float16 for each head of each token, kept in the row; "head" is static, one for each head of a
+    layer, kept by whoever runs the kernels and in no row (fp8 alone: it has the range for that).
+
+    Raises: LayoutError for any other kind or scale.
+    """
+
+    kind: str
+    scale: str = "token"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KV_KINDS:
+            raise LayoutError(f"kind={self.kind!r}: K and V are quantised to {', '.join(KV_KINDS)}")
+        if self.scale not in KV_SCALES:
+            raise LayoutError(f"scale={self.scale!r}: a scale belongs to a {' or to a '.join(KV_SCALES)}")
+        if self.scale == "head" and self.kind != "fp8":
+            raise LayoutError(
+                f"{self.kind} has no range for a static scale of a whole head; scale='token' works, or kind='fp8'"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the payload's elements."""
+        import torch  # the command line knows the kinds without it
+
+        dtype: torch.dtype = getattr(torch, _PAYLOAD_DTYPES[self.kind])
+        return dtype
+
+    def width(self, dim: int) -> int:
+        """Payload elements of a vector of `dim`. Raises LayoutError for an odd one in int4."""
+        if self.kind == "int4" and dim % 2:
+            raise LayoutError(f"int4 keeps two elements in a byte, and head size {dim} is odd; int8 works, or an even size")
+        return dim // 2 if self.kind == "int4" else dim
+
+    def __str__(self) -> str:
+        return f"{self.kind}, scales by {self.scale}"
+
+
+# -------- layout
 
 ROW_ALIGNMENT_BYTES = 128
 """A row is padded to this, a GPU's cache line."""
@@ -42,12 +98,12 @@ MAX_LAYERS = PAGE_BYTES // (2 * PLANE_ALIGNMENT_BYTES)
 SCALES: Final = "scales"
 """The plane of the scales of quantised K and V: [heads, 2], K's first."""
 
-_PAYLOADS: Final = (torch.int8, torch.uint8)
+_PAYLOADS: Final = ("torch.int8", "torch.uint8")
 """Types of planes beside the floating-point ones: what something is quantised to, or bytes."""
 
 _WHAT_WORKS: Final = (
     "keys and values are torch.bfloat16, torch.float16, torch.float32 or another floating-point type of torch's; "
-    f"{' and '.join(map(str, _PAYLOADS))} are for those that are quantised, by dtype="
+    f"{' and '.join(_PAYLOADS)} are for those that are quantised, by dtype="
     f"{' or '.join(f'KVType({kind!r})' for kind in KV_KINDS)}"
 )
 
@@ -70,21 +126,22 @@ class Plane:
     dim: int
     dtype: torch.dtype
     trailing: bool = False
+    head_stride: int = field(init=False, repr=False, compare=False)
+    """Elements from one head to the next."""
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim < 1:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
+        import torch
+
         if not isinstance(self.dtype, torch.dtype):
             raise LayoutError(f"dtype={self.dtype!r}: {_WHAT_WORKS}")
-        if not self.dtype.is_floating_point and self.dtype not in _PAYLOADS:
+        if not self.dtype.is_floating_point and str(self.dtype) not in _PAYLOADS:
             raise LayoutError(f"dtype={self.dtype}: {_WHAT_WORKS}")
         if not self.name.isidentifier():
             raise LayoutError(f"a plane's name must be an identifier such as 'k', not {self.name!r}")
-
-    @property
-    def head_stride(self) -> int:
-        """Elements from one head to the next."""
-        return round_up(self.dim, PLANE_ALIGNMENT_BYTES) if self.dtype == torch.uint8 else self.dim
+        head_stride = round_up(self.dim, PLANE_ALIGNMENT_BYTES) if self.dtype == torch.uint8 else self.dim
+        object.__setattr__(self, "head_stride", head_stride)
 
     @property
     def size_bytes(self) -> int:
@@ -244,7 +301,7 @@ class KVLayout:
         dtype: torch.dtype | KVType,
         value_dim: int | None = None,
         windows: Sequence[int | None] | None = None,
-    ) -> "KVLayout":
+    ) -> KVLayout:
         """K and V of the same heads in every layer; `windows` gives each layer's window, and layers of one window a group.
 
         A `dtype` such as KVType("int4") keeps them quantised: planes k and v are the payload, and a plane of scales
@@ -260,7 +317,7 @@ class KVLayout:
         return cls(groups=tuple(Group(layers=tuple(ids), planes=planes, window=window) for window, ids in by_window.items()))
 
     @classmethod
-    def from_config(cls, config: Any, dtype: torch.dtype | KVType) -> "KVLayout":
+    def from_config(cls, config: Any, dtype: torch.dtype | KVType) -> KVLayout:
         """The layout of a transformers configuration: an object such as `model.config`, or the dict of a config.json.
 
         `dtype` is that of K and V, as in `uniform`; what type the weights have does not matter here.
@@ -345,6 +402,8 @@ class KVLayout:
 
 def _kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) -> tuple[Plane, ...]:
     """K and V, and the scales of those that have them in the row."""
+    import torch  # the command line reads this module without it
+
     dims = {"k": k_dim, "v": v_dim}
     if not isinstance(dtype, KVType):
         return tuple(Plane(name=name, heads=heads, dim=dim, dtype=dtype) for name, dim in dims.items())

@@ -15,9 +15,9 @@ import torch
 from bench.baselines.blocks import BLOCK_ROWS, BlockPool
 from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
+from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
 from vmmkv.prefix.radix_tree import Node
-from vmmkv.stats import CacheStats
 from vmmkv.units import ceil_div
 
 NO_BLOCK: Final = -1

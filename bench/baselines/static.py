@@ -11,7 +11,7 @@ import torch
 
 from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
-from vmmkv.stats import CacheStats
+from vmmkv.cache import CacheStats
 
 
 class StaticSequence:

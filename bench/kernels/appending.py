@@ -17,7 +17,7 @@ from bench.settings import Settings, Shape
 from bench.step_work import HBM_BYTES_PER_S
 from bench.timing import WrongNumbers
 from vmmkv.kernels import reference
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 _TOLERANCE = {"": 0.0, "rope": 1e-2, "fp8": 0.04, "int8": 0.02, "int4": 0.15}
 """The length of the error over that of the rows, by what was done to them."""

@@ -15,7 +15,7 @@ from bench.kernels.measure import Measurer
 from bench.kernels.memories import MEMORIES, memories
 from bench.kernels.systems import Bind
 from bench.settings import Settings, Shape
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 AGAIN: Final = ", again"
 """Behind the name of the memory that is measured a second time."""

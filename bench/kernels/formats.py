@@ -12,8 +12,7 @@ import torch
 
 from bench.settings import Shape
 from vmmkv import Group, KVLayout, Plane
-from vmmkv.kv_type import KVType
-from vmmkv.layout import SCALES
+from vmmkv.layout import SCALES, KVType
 
 Place = Literal["layer", "end"]
 

@@ -22,7 +22,7 @@ from bench.report import Report
 from bench.rows import Row
 from bench.settings import Settings, Shape
 from bench.timing import Summary, exact, summarize
-from vmmkv.extents import LARGE_PAGES
+from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.units import ceil_div
 
 SUITE: Final = "prefix"

@@ -42,10 +42,10 @@ from bench.waste.memories import open_paged, paged_blocks
 from bench.waste.sizes import SLACK_SHARE
 from bench.waste.slots import PAGE_US
 from bench.workloads import Ask
-from vmmkv.extents import Extent
+from vmmkv.memory.address_space import Mapping
+from vmmkv.memory.memory_map import SlotState
+from vmmkv.memory.pool import Extent
 from vmmkv.prefix.attach import Costs
-from vmmkv.ranges import Mapping
-from vmmkv.slots import SlotState
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 NAME: Final = "memory_map.json"

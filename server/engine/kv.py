@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from vmmkv import KVLayout
+from vmmkv.cache import CacheStats
 from vmmkv.prefix import PrefixStats
-from vmmkv.stats import CacheStats
 
 TokenIds = npt.NDArray[np.int32]
 

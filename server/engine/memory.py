@@ -11,7 +11,7 @@ from typing import Final, Protocol, Self
 import torch
 
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
-from vmmkv.driver.host_memory import HostMemory
+from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, DriverError, VmmkvError
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.kv import KV, Prefixes

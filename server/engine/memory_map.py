@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Final
 
 from vmmkv import KVCache
-from vmmkv.memory_map import SlotMap
+from vmmkv.memory.memory_map import SlotMap, SlotState
 from vmmkv.server.engine.kv import KV
 from vmmkv.server.protocol import FromEngine, MemoryMap
-from vmmkv.slots import SlotState
 
 SLICE_US: Final = 250.0
 """How long slots are looked at between two steps."""

@@ -6,9 +6,9 @@ import time
 import torch
 
 from vmmkv.adapters.attention import sdpa_decode
-from vmmkv.dlpack import wrap
 from vmmkv.kernels import reference
 from vmmkv.kernels.decode import decode
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
 
 TILE = 16

@@ -17,7 +17,7 @@ from vmmkv.driver import cuda
 from vmmkv.errors import MissingDriver
 from vmmkv.kernels.decode import decode
 from vmmkv.kernels.prefill import prefill
-from vmmkv.pool import Pool
+from vmmkv.memory.pool import Pool
 from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance
 from vmmkv.testing import __main__ as command
 from vmmkv.testing.checks import CHECKS, Memory, Subject, open_memory

@@ -14,7 +14,7 @@ import pytest
 import vmmkv
 from tests.engine.conftest import VOCABULARY, Harness, tiny_model
 from vmmkv import KVCache
-from vmmkv.mapper import Mapper
+from vmmkv.memory.mapper import Mapper
 from vmmkv.server.engine import core
 
 ROOT = Path(vmmkv.__file__).parents[1]

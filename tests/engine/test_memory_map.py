@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.conftest import Harness, prompt_of
-from vmmkv.memory_map import SlotMap
+from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.engine import memory_map
 from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from tests.kernels.spans import Geometry, MemoryOf, Slot, Span, attention_strays, spans_around, write_at_the_limit
-from vmmkv.dlpack import wrap
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
 from vmmkv.kernels.copy import copy_rows
 from vmmkv.kernels.quantise import Kind
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES
 
 NUM_PAGES, ROW_BYTES = 28, 1024

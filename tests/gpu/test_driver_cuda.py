@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.laws.driver_laws import DriverLaws, put, refused
-from vmmkv.dlpack import wrap
 from vmmkv.driver import Access, Driver
 from vmmkv.driver.cuda import CudaDriver
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
 CYCLES = 400_000_000  # a kernel of some 0.2 s at 2 GHz

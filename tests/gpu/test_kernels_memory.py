@@ -18,7 +18,7 @@ from vmmkv.kernels.copy import copy_rows
 from vmmkv.kernels.decode import decode, workspace_elements
 from vmmkv.kernels.paged import paged_append, paged_decode
 from vmmkv.kernels.prefill import prefill
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from vmmkv.driver import open_driver
 from vmmkv.kernels.append import append
 from vmmkv.kernels.decode import decode
 from vmmkv.kernels.prefill import prefill
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 

@@ -8,7 +8,7 @@ from bench.kernels.batch import Batch
 from bench.kernels.cases import Case
 from bench.kernels.formats import Format
 from bench.settings import Shape
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 SHAPE = Shape(name="small", layers=2, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, weight_bytes=0)
 PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 
 @pytest.mark.parametrize("kind", [None, "int4"])

@@ -17,7 +17,7 @@ from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment
 from vmmkv.kernels.append import append
 from vmmkv.kernels.quantise import quantise
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 from vmmkv.server.models import KNOWN_MODELS, model_dir
 from vmmkv.units import MIB
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmmkv.dlpack import wrap
 from vmmkv.driver import Access, Driver, Handle
 from vmmkv.errors import DriverError, OutOfDeviceMemory
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import PAGE_BYTES, round_up
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import os, socket, sys
 import torch
-from vmmkv.dlpack import wrap
+from vmmkv.memory.address_space import wrap
 from vmmkv.driver import Access, open_driver
 from vmmkv.units import PAGE_BYTES, TIB
 driver = open_driver(sys.argv[1])

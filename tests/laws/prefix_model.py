@@ -15,8 +15,9 @@ import torch
 
 from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
-from vmmkv import Group, KVCache, KVLayout, Sequence, scratch, sharing
+from vmmkv import Group, KVCache, KVLayout, Sequence
 from vmmkv.driver.base import Access
+from vmmkv.memory import sharing
 from vmmkv.prefix import promotion
 from vmmkv.prefix.attach import Costs
 from vmmkv.testing.fake_driver import FakeDriver
@@ -132,6 +133,6 @@ def without_memory(driver: FakeDriver) -> Iterator[None]:
         return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
 
     with contextlib.ExitStack() as patches:
-        for module in (promotion, scratch, sharing):
+        for module in (promotion, sharing):
             patches.enter_context(mock.patch.object(module, "wrap", wrap))
         yield

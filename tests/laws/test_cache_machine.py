@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.laws.model import LAYOUTS, SAMPLE, Kept, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
 from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
-from vmmkv.dlpack import wrap
 from vmmkv.driver import Driver
 from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BudgetError
+from vmmkv.memory.address_space import wrap
 from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import PAGE_BYTES
 

@@ -15,11 +15,10 @@ import pytest
 
 from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import Running, asking, eventually
-from vmmkv.memory_map import Run, RunState, SlotMap
+from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
 from vmmkv.server import memory_maps, seeing, viewers
 from vmmkv.server.memory_maps import MapUnavailable, MemoryMaps
 from vmmkv.server.protocol import AskMap, MemoryMap, Message
-from vmmkv.slots import SlotState
 
 PAGE = Path(__file__).parents[2] / "server" / "page"
 

@@ -23,7 +23,7 @@ from bench.rows import Provenance, Row, RowFile
 from bench.settings import SHAPES, Settings, Shape
 from bench.timing import WrongNumbers, exact, summarize
 from vmmkv.kernels import reference
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 
 CPU = torch.device("cpu")
 LLAMA = SHAPES["llama-3.1-8b"]

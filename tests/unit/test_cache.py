@@ -26,7 +26,7 @@ from vmmkv import (
 )
 from vmmkv.errors import ForkedProcess
 from vmmkv.kernels.quantise import quantise
-from vmmkv.kv_type import KVType
+from vmmkv.layout import KVType
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import vmmkv.dlpack
-from vmmkv.dlpack import wrap
+import vmmkv.memory.address_space
+from vmmkv.memory.address_space import wrap
 from vmmkv.units import KIB, TIB
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_what_cannot_be_wrapped_is_refused(address: int, size_bytes: int, device
 
 def test_a_capsule_that_torch_does_not_take_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[int] = []
-    free = vmmkv.dlpack._free
+    free = vmmkv.memory.address_space._free
 
     def refuse(capsule: object) -> torch.Tensor:
         raise RuntimeError("not today")
@@ -84,8 +84,8 @@ def test_a_capsule_that_torch_does_not_take_is_freed(monkeypatch: pytest.MonkeyP
         freed.append(pointer)
         free(pointer)
 
-    monkeypatch.setattr(vmmkv.dlpack, "from_dlpack", refuse)
-    monkeypatch.setattr(vmmkv.dlpack, "_free", count)
+    monkeypatch.setattr(vmmkv.memory.address_space, "from_dlpack", refuse)
+    monkeypatch.setattr(vmmkv.memory.address_space, "_free", count)
     with pytest.raises(RuntimeError, match="not today"):
         wrap(UNMAPPED, 8, CPU)
     assert len(freed) == 1
@@ -94,8 +94,8 @@ def test_a_capsule_that_torch_does_not_take_is_freed(monkeypatch: pytest.MonkeyP
 def test_neither_taken_nor_refused_capsules_leak() -> None:
     source = """
 import resource, torch
-from vmmkv.dlpack import wrap
-import vmmkv.dlpack as dlpack
+from vmmkv.memory.address_space import wrap
+import vmmkv.memory.address_space as dlpack
 cpu, real = torch.device("cpu"), dlpack.from_dlpack
 def refuse(capsule):
     raise RuntimeError

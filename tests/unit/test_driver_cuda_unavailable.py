@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vmmkv.driver import cuda, cuda_open, open_driver
+from vmmkv.driver import cuda, open_driver
 from vmmkv.errors import (
     DriverError,
     DriverUnavailable,
@@ -137,13 +137,13 @@ def test_a_device_without_virtual_memory_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_refused_call_carries_the_call_the_name_and_the_text() -> None:
     bindings = Bindings()
-    assert cuda_open.checked(bindings, "map", (OK,)) is None
-    assert cuda_open.checked(bindings, "create", (OK, 7)) == 7
+    assert cuda.checked(bindings, "map", (OK,)) is None
+    assert cuda.checked(bindings, "create", (OK, 7)) == 7
     with pytest.raises(DriverError) as caught:
-        cuda_open.checked(bindings, "map", (MISMATCH,), "handle 0x7")
+        cuda.checked(bindings, "map", (MISMATCH,), "handle 0x7")
     assert str(caught.value) == "map: handle 0x7: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (what it means)"
     assert (caught.value.call, caught.value.code) == ("map", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
     with pytest.raises(OutOfDeviceMemory):
-        cuda_open.checked(bindings, "set_access", (OUT_OF_MEMORY,))
-    assert cuda_open.failure(bindings, "map", 12345).code == "CUDA_ERROR_UNKNOWN"
-    assert cuda_open.attribute(bindings, 0, "A_NAME_OF_A_LATER_VERSION") == 0
+        cuda.checked(bindings, "set_access", (OUT_OF_MEMORY,))
+    assert cuda.failure(bindings, "map", 12345).code == "CUDA_ERROR_UNKNOWN"
+    assert cuda.attribute(bindings, 0, "A_NAME_OF_A_LATER_VERSION") == 0

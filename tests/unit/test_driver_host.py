@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.laws.driver_laws import PRELUDE, ROOT, DriverLaws, put, refused, run_child
-from vmmkv.driver import Access, Driver, host_addresses, libc, open_driver
+from vmmkv.driver import Access, Driver, host, open_driver
 from vmmkv.driver import host as host_module
 from vmmkv.driver.base import MemoryInfo
-from vmmkv.driver.host import HostDriver
-from vmmkv.driver.host_memory import HostMemory
+from vmmkv.driver.host import HostDriver, HostMemory
 from vmmkv.errors import Closed, DriverError, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
@@ -95,7 +94,7 @@ def test_a_create_that_the_kernel_refuses_changes_nothing(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(libc, "fallocate", refuse)
+        patch.setattr(host, "fallocate", refuse)
         with pytest.raises(OutOfDeviceMemory, match="do not fit") as caught:
             driver.create(PAGE_BYTES)
     assert caught.value.code == errno.errorcode[number]
@@ -130,8 +129,8 @@ def test_a_control_group_around_the_process_counts(tmp_path: Path, monkeypatch: 
     (outer / limit).write_text(str(4 * GIB))
     (outer / usage).write_text(str(3 * GIB))
     (outer / "memory.stat").write_text(f"{prefix}inactive_file {GIB // 2}\n{prefix}active_file 0\n{prefix}shmem 5\n")
-    monkeypatch.setattr("vmmkv.driver.host_memory._CGROUP_ROOTS", (root,) if version == 2 else ())
-    monkeypatch.setattr("vmmkv.driver.host_memory._CGROUP_V1_ROOT", root)
+    monkeypatch.setattr("vmmkv.driver.host._CGROUP_ROOTS", (root,) if version == 2 else ())
+    monkeypatch.setattr("vmmkv.driver.host._CGROUP_V1_ROOT", root)
     memory = HostMemory(proc)
     assert memory.read() == MemoryInfo(free_bytes=3 * GIB // 2, total_bytes=4 * GIB)
     (outer / usage).write_text(str(5 * GIB))
@@ -155,18 +154,18 @@ def test_what_is_not_whole_pages_or_not_reserved_is_refused(driver: HostDriver) 
 def test_a_failed_map_leaves_the_addresses_reserved_and_free(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux may take the old mapping away before it fails; here it does."""
     address, handle = driver.reserve(3 * PAGE_BYTES), driver.create(PAGE_BYTES)
-    real = libc.mmap
+    real = host.mmap
 
     def fail_shared(at: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
-        if flags & libc.MAP_SHARED:
-            libc.munmap(at, size_bytes)
+        if flags & host.MAP_SHARED:
+            host.munmap(at, size_bytes)
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(at, size_bytes, protection, flags, fd, offset_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(libc, "mmap", fail_shared)
+        patch.setattr(host, "mmap", fail_shared)
         assert refused("map", driver.map, address + PAGE_BYTES, handle, PAGE_BYTES).code == "ENOMEM"
-    assert not host_addresses.close_hole(address + PAGE_BYTES, PAGE_BYTES)
+    assert not host.close_hole(address + PAGE_BYTES, PAGE_BYTES)
     put(driver, address + PAGE_BYTES, handle).fill_(1)
 
 
@@ -174,15 +173,15 @@ def test_a_failed_unmap_changes_nothing(driver: HostDriver, monkeypatch: pytest.
     address, handle = driver.reserve(PAGE_BYTES), driver.create(PAGE_BYTES)
     memory = put(driver, address, handle)
     memory.fill_(6)
-    real = libc.mmap
+    real = host.mmap
 
     def fail(at: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
-        if flags & libc.MAP_FIXED:
+        if flags & host.MAP_FIXED:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(at, size_bytes, protection, flags, fd, offset_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(libc, "mmap", fail)
+        patch.setattr(host, "mmap", fail)
         error = refused("unmap", driver.unmap, address, PAGE_BYTES)
     assert type(error) is DriverError
     assert bool((memory == 6).all())
@@ -191,7 +190,7 @@ def test_a_failed_unmap_changes_nothing(driver: HostDriver, monkeypatch: pytest.
 
 
 def test_too_many_mappings_have_their_own_error_and_leave_everything_working() -> None:
-    limit = host_addresses.count_mappings()[1]
+    limit = host.count_mappings()[1]
     if limit > 300_000:
         pytest.skip(f"vm.max_map_count is {limit:,}: too many to exhaust in a test")
     body = """
@@ -222,7 +221,7 @@ mapped(address + PAGE_BYTES, handle).fill_(1)
 def test_a_lack_of_memory_is_no_lack_of_mappings(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused("reserve", driver.reserve, 1 << 50)
     assert type(error) is DriverError
-    monkeypatch.setattr(host_addresses, "count_mappings", lambda: (65_530, 65_530))
+    monkeypatch.setattr(host, "count_mappings", lambda: (65_530, 65_530))
     with pytest.raises(OutOfMappings, match=r"65,530 mappings.*sysctl -w vm.max_map_count=262120"):
         driver.reserve(1 << 50)
 
@@ -340,7 +339,7 @@ def test_a_closed_driver_holds_no_memory_and_says_that_it_is_closed() -> None:
     driver.close()
     driver.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
-    assert not host_addresses.close_hole(address, 2 * PAGE_BYTES), "closed, and its addresses are not reserved any more"
+    assert not host.close_hole(address, 2 * PAGE_BYTES), "closed, and its addresses are not reserved any more"
     with pytest.raises(Closed, match="create"):
         driver.create(PAGE_BYTES)
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv.errors import LayoutError, VmmkvError
-from vmmkv.kv_type import KV_KINDS, KVType
-from vmmkv.layout import PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, SECTOR_BYTES, Group, KVLayout, Plane
+from vmmkv.layout import KV_KINDS, PLANE_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES, SECTOR_BYTES, Group, KVLayout, KVType, Plane
 from vmmkv.units import KIB, PAGE_BYTES
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128}

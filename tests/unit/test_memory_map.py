@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from vmmkv import KVCache, KVLayout, Pool
-from vmmkv.memory_map import Run, RunState, SlotMap
+from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.attach import AttachMethod, Costs
-from vmmkv.slots import SlotState
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.

@@ -5,7 +5,7 @@ import torch
 
 from tests.laws.driver_laws import assert_faulted, run_child
 from vmmkv import Closed, DriverError, KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, RowsUnmapped
-from vmmkv.dlpack import wrap
+from vmmkv.memory.address_space import wrap
 from vmmkv.testing.fake_driver import FakeDriver, LawBroken
 from vmmkv.units import PAGE_BYTES
 

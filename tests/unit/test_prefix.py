@@ -11,11 +11,11 @@ import torch
 
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
-from vmmkv.extents import LARGE_PAGES
 from vmmkv.layout import Group, Plane
+from vmmkv.memory.pool import LARGE_PAGES
+from vmmkv.memory.sharing import Windows
 from vmmkv.prefix import PrefixCache
 from vmmkv.prefix.attach import AttachMethod, Costs
-from vmmkv.scratch import Windows
 from vmmkv.units import MIB, PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.

@@ -31,7 +31,7 @@ from vmmkv.adapters.hf_layers import RowLayer, layers_of
 from vmmkv.adapters.hf_rows import BatchRows
 from vmmkv.arguments import whole
 from vmmkv.errors import Closed
-from vmmkv.pool import Pool
+from vmmkv.memory.pool import Pool
 from vmmkv.units import counted
 
 

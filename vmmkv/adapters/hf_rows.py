@@ -13,13 +13,12 @@ from typing import Final
 
 import torch
 
-from vmmkv import sharing
 from vmmkv.adapters.hf_planes import LayerRows, Planes
-from vmmkv.cache import KVCache
+from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
-from vmmkv.pool import Pool
-from vmmkv.sequence import Sequence
+from vmmkv.memory import sharing
+from vmmkv.memory.pool import Pool
 from vmmkv.units import PAGE_BYTES, TIB, ceil_div, format_bytes
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vmmkv.kv_type import KV_KINDS, KV_SCALES, KVType
+from vmmkv.layout import KV_KINDS, KV_SCALES, KVType
 from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Virtual memory of the host, through mmap: the driver where there is no GPU, and the one that the tests run on.
 
 The same laws as on a GPU, in Linux's terms. A reservation is an anonymous PROT_NONE mapping, so that nothing else gets
-its addresses and whoever touches them faults. A handle is a piece of a memfd (see memfd.py), taken with fallocate, so
+its addresses and whoever touches them faults. A handle is a piece of a memfd (see py), taken with fallocate, so
 that a lack of memory shows there and not as a signal at some later touch. `map` puts the piece over the reservation,
 still PROT_NONE, `set_access` is mprotect, and `unmap` puts anonymous PROT_NONE back. A piece can be mapped at many
 addresses; since punching its hole would silently zero it under all of them, that waits for the last mapping.
@@ -13,26 +13,393 @@ forkserver, or open a driver of its own in the child; export_fd and import_fd sh
 
 import ctypes
 import errno
+import fcntl
 import itertools
+import mmap as mmap_module
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import struct
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 import torch
 
-from vmmkv.driver import host_addresses, libc, memfd
 from vmmkv.driver.base import Access, Fence, Handle, MemoryInfo
-from vmmkv.driver.host_memory import HostMemory
 from vmmkv.errors import Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfMappings
-from vmmkv.units import MIB, PAGE_BYTES, format_bytes
+from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
+
+# -------- host memory
+# How much memory this process can still take: that of the machine, and of each control group around the process.
+#
+# The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so it must be asked
+# before.
+
+_CGROUP_ROOTS: Final = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+_CGROUP_V1_ROOT: Final = Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One control group with a memory limit, by the files that tell."""
+
+    limit_bytes: int
+    usage: Path
+    stat: Path
+    stat_prefix: str
+
+    def free_bytes(self) -> int:
+        """What the group may still take; its cached files count as free, since the kernel drops them first."""
+        try:
+            kept = dict(line.split(maxsplit=1) for line in self.stat.read_text().splitlines())
+            usage_bytes = int(self.usage.read_text())
+        except OSError:  # the process was moved to another group, and this one is gone
+            return self.limit_bytes
+        cached_bytes = sum(int(kept.get(self.stat_prefix + name, 0)) for name in ("inactive_file", "active_file"))
+        return self.limit_bytes - usage_bytes + cached_bytes
+
+
+class HostMemory:
+    """Free and total memory as this process may use it. Limits are read once, when it is made; usage at each call."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._meminfo = proc / "meminfo"
+        self._machine_bytes = self._read_machine().total_bytes
+        self._groups = tuple(group for group in _groups(proc) if group.limit_bytes < self._machine_bytes)
+
+    def read(self) -> MemoryInfo:
+        """Cost: one small file, and two for each control group with a limit: some 30 us in all."""
+        free_bytes, total_bytes = self._read_machine()
+        for group in self._groups:
+            free_bytes, total_bytes = min(free_bytes, group.free_bytes()), min(total_bytes, group.limit_bytes)
+        return MemoryInfo(max(0, free_bytes), total_bytes)
+
+    def _read_machine(self) -> MemoryInfo:
+        fields = dict(line.split(":", 1) for line in self._meminfo.read_text().splitlines())
+        free, total = (int(fields[name].split()[0]) * KIB for name in ("MemAvailable", "MemTotal"))
+        return MemoryInfo(free, total)
+
+
+def _groups(proc: Path) -> Iterator[_Group]:
+    """The control groups around this process that have a limit, from its own outwards."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        relative = Path(path.lstrip("/"))
+        # A container may see its own group as the root while /proc still shows the host's path: then that path is
+        # not there, and walking up from it ends at the root that is.
+        for level in (relative, *relative.parents):
+            if number == "0":
+                for root in _CGROUP_ROOTS:
+                    yield from _group(root / level, "memory.max", "memory.current", "")
+            elif "memory" in controllers.split(","):
+                yield from _group(_CGROUP_V1_ROOT / level, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _group(folder: Path, limit: str, usage: str, stat_prefix: str) -> Iterator[_Group]:
+    try:
+        text = (folder / limit).read_text().strip()
+    except OSError:
+        return
+    if text != "max":
+        yield _Group(int(text), folder / usage, folder / "memory.stat", stat_prefix)
+
+
+# -------- libc
+# The calls of libc by which the host driver moves memory; a failure is an OSError with errno.
+#
+# Python's own `mmap` can neither map at a given address nor change what is mapped.
+
+PROT_NONE: Final = 0
+PROT_READ: Final = 1
+PROT_WRITE: Final = 2
+MAP_SHARED: Final = 0x01
+MAP_PRIVATE: Final = 0x02
+MAP_FIXED: Final = 0x10
+MAP_ANONYMOUS: Final = 0x20
+MAP_NORESERVE: Final = 0x4000
+MAP_FIXED_NOREPLACE: Final = 0x100000
+MADV_DONTFORK: Final = 10
+FALLOC_FL_KEEP_SIZE: Final = 0x01
+FALLOC_FL_PUNCH_HOLE: Final = 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(_libc, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_mmap = _function(
+    *("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+)
+_munmap = _function("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_mprotect = _function("mprotect", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise = _function("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def _failure(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def mmap(address: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
+    """mmap(2). Returns the address of the mapping."""
+    result: int | None = _mmap(address, size_bytes, protection, flags, fd, offset_bytes)
+    if result is None or result == _MAP_FAILED:
+        raise _failure("mmap")
+    return result
+
+
+def munmap(address: int, size_bytes: int) -> None:
+    """munmap(2)."""
+    if _munmap(address, size_bytes):
+        raise _failure("munmap")
+
+
+def mprotect(address: int, size_bytes: int, protection: int) -> None:
+    """mprotect(2)."""
+    if _mprotect(address, size_bytes, protection):
+        raise _failure("mprotect")
+
+
+def madvise(address: int, size_bytes: int, advice: int) -> None:
+    """madvise(2)."""
+    if _madvise(address, size_bytes, advice):
+        raise _failure("madvise")
+
+
+def fallocate(fd: int, mode: int, offset_bytes: int, size_bytes: int) -> None:
+    """fallocate(2), again when a signal breaks it off: the kernel has then taken back what it had done."""
+    while _fallocate(fd, mode, offset_bytes, size_bytes):
+        failure = _failure("fallocate")
+        if not isinstance(failure, InterruptedError):
+            raise failure
+
+
+# -------- host addresses
+# Addresses of the host with nothing under them: reserved, so that nobody else gets them, and faulting when touched.
+
+_NOTHING: Final = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+_MAX_MAP_COUNT: Final = Path("/proc/sys/vm/max_map_count")
+
+_BALLAST_MAPPINGS: Final = 32
+
+_ballast: tuple[int, int] | None = None  # address and size
+_reserved: list[tuple[int, int]] = []  # (address, size) of every reservation; they stay until the process ends
+
+
+def reserve(size_bytes: int) -> int:
+    """Reserve addresses, aligned to a page of ours. Raises OSError."""
+    start = mmap(0, size_bytes + PAGE_BYTES, PROT_NONE, _NOTHING)
+    address = round_up(start, PAGE_BYTES)
+    if address > start:
+        munmap(start, address - start)
+    munmap(address + size_bytes, start + PAGE_BYTES - address)
+    _reserved.append((address, size_bytes))
+    return address
+
+
+def clear(address: int, size_bytes: int) -> None:
+    """Take away whatever is mapped at reserved addresses; they stay reserved. Raises OSError, and has changed nothing."""
+    try:
+        mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED)
+    except OSError:
+        if close_hole(address, size_bytes):
+            return
+        if not _throw_ballast():
+            raise
+        clear(address, size_bytes)
+
+
+def close_hole(address: int, size_bytes: int) -> bool:
+    """Reserve again what a failed mmap(MAP_FIXED) left open, before other memory of the process lands there.
+
+    Linux takes the old mapping away before it makes the new one, and can fail in between. False if no hole was left:
+    then what was mapped before still is.
+    """
+    try:
+        mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED_NOREPLACE)
+    except OSError:
+        return False
+    return True
+
+
+def hold_ballast() -> None:
+    """Have some mappings of nothing, to be thrown off when unmapping needs more than the kernel allows. Raises OSError.
+
+    At `vm.max_map_count` Linux refuses even the mmap that takes a mapping away, and what it splits needs one or two more.
+    """
+    global _ballast
+    if _ballast is not None:
+        return
+    size_bytes = _BALLAST_MAPPINGS * mmap_module.PAGESIZE
+    address = mmap(0, size_bytes, PROT_NONE, _NOTHING)
+    try:
+        for offset_bytes in range(0, size_bytes, 2 * mmap_module.PAGESIZE):  # neighbours that differ stay apart
+            mprotect(address + offset_bytes, mmap_module.PAGESIZE, PROT_READ)
+    except OSError:
+        munmap(address, size_bytes)
+        raise
+    _ballast = address, size_bytes
+
+
+def _throw_ballast() -> bool:
+    global _ballast
+    if _ballast is None:
+        return False
+    munmap(*_ballast)
+    _ballast = None
+    return True
+
+
+def count_mappings() -> tuple[int, int]:
+    """How many mappings the process has, and how many the kernel allows. Cost: the kernel writes a line for each."""
+    with open("/proc/self/maps", "rb") as maps:
+        return sum(b"[vsyscall]" not in line for line in maps), int(_MAX_MAP_COUNT.read_text())
+
+
+def _reserve_in_child() -> None:
+    """After fork(): keep the child's own memory away from the addresses that MADV_DONTFORK left open."""
+    for address, size_bytes in _reserved:
+        with suppress(OSError):
+            mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED)
+
+
+os.register_at_fork(after_in_child=_reserve_in_child)
+
+
+# -------- memfd
+# Physical memory of the host driver: pieces of one memfd, taken with fallocate and given back by punching holes.
+#
+# A piece that was exported is also in use elsewhere, and the kernel keeps that count for us, by *open file descriptions*:
+# `lend` opens the memfd once more, sets that description's position to the piece's offset, and puts a read lock (F_OFD) on
+# the piece's bytes. The description travels with the file descriptor, to whichever process; the lock stays until the last
+# descriptor and the last mapping made from it are gone, also when their process is killed. So the owner of the memfd
+# learns by asking for the lock whether anybody still uses the piece, and punches its hole only then. A descriptor for each
+# piece would leave all this to the kernel, but 16 GiB would need 8,192 of them, where 1,024 is the usual limit.
+#
+# Whoever is lent a piece could read the whole memfd; only processes that trust each other pass handles around.
+
+_FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Bytes [offset_bytes, offset_bytes + size_bytes) of the memfd open as `fd`: one handle's physical memory."""
+
+    fd: int
+    offset_bytes: int
+    size_bytes: int
+    borrowed: bool = False
+    """From another driver's memfd; `fd` is then this piece's own."""
+    num_mappings: int = 0
+    released: bool = False
+
+
+class Memfd:
+    """A memfd and the pieces of it that are in use. The file lives on while pieces of it are mapped, here or elsewhere."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("vmmkv", os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self._end_bytes = 0
+        self._free_offsets: defaultdict[int, list[int]] = defaultdict(list)  # by size
+        self._leaving: list[Piece] = []  # given back here, but lent to somebody who still has it
+
+    def take(self, size_bytes: int) -> Piece:
+        """Zeroed memory, all of it there. Raises OSError: ENOSPC or ENOMEM when the kernel has none left to give."""
+        self.reap()
+        free = self._free_offsets[size_bytes]
+        offset_bytes = free[-1] if free else self._end_bytes
+        fallocate(self.fd, 0, offset_bytes, size_bytes)
+        if free:
+            free.pop()
+        else:
+            self._end_bytes += size_bytes
+        return Piece(self.fd, offset_bytes, size_bytes)
+
+    def give(self, piece: Piece) -> None:
+        """Give back a piece that is no longer mapped; one that is lent goes when the borrower lets go, at a `reap`."""
+        self._leaving.append(piece)
+        self.reap()
+
+    def reap(self) -> None:
+        """Punch the pieces that were given back and that nobody else has any more."""
+        self._leaving = [piece for piece in self._leaving if not self._punched(piece)]
+
+    def lend(self, piece: Piece) -> int:
+        """A descriptor that carries a piece: its position is the offset, its lock says who has it, and how long it is."""
+        if piece.borrowed:
+            return os.dup(piece.fd)  # the same open file description, so the same position and lock
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.lseek(fd, piece.offset_bytes, os.SEEK_SET)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, piece.offset_bytes, piece.size_bytes))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _punched(self, piece: Piece) -> bool:
+        if _lent_range(self.fd, piece.offset_bytes, piece.size_bytes) is not None:
+            return False
+        try:
+            fallocate(self.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, piece.offset_bytes, piece.size_bytes)
+        except OSError:
+            return False  # it stays on the list, and is tried again
+        self._free_offsets[piece.size_bytes].append(piece.offset_bytes)
+        return True
+
+
+def borrow(fd: int, size_bytes: int) -> Piece:
+    """The piece that a descriptor made by `lend` carries; `fd` stays the caller's.
+
+    Raises: ValueError when it carries none, or one of another size; OSError.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # which only a memfd has
+    except OSError as error:
+        raise ValueError(f"file descriptor {fd} is not a memfd, so no host driver exported it") from error
+    offset_bytes = os.lseek(fd, 0, os.SEEK_CUR)
+    probe = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # one's own locks never show, those of another do
+    try:
+        lent = _lent_range(probe, offset_bytes, 1)
+    finally:
+        os.close(probe)
+    if lent != (offset_bytes, size_bytes):
+        there = "none" if lent is None else f"one of {lent[1]} bytes"
+        raise ValueError(f"a handle of {size_bytes} bytes was to be imported, but file descriptor {fd} carries {there}")
+    return Piece(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), offset_bytes, size_bytes, borrowed=True)
+
+
+def _lock(kind: int, offset_bytes: int, size_bytes: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, offset_bytes, size_bytes, 0)
+
+
+def _lent_range(fd: int, offset_bytes: int, size_bytes: int) -> tuple[int, int] | None:
+    """The (offset, size) of a piece in the given bytes that another open file description has, if any has."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, offset_bytes, size_bytes))
+    kind, _, start, length, _ = struct.unpack(_FLOCK, answer)
+    return None if kind == fcntl.F_UNLCK else (start, length)
+
+
+# -------- host
 
 HEADROOM_BYTES: Final = 128 * MIB
 """Memory that `create` leaves to everybody else: taking the last byte would summon the out-of-memory killer."""
 
-_PROTECTION: Final = {Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
+_PROTECTION: Final = {Access.READ: PROT_READ, Access.READ_WRITE: PROT_READ | PROT_WRITE}
 
 
 class _Done:
@@ -54,7 +421,7 @@ _DONE: Final = _Done()
 @dataclass(eq=False, slots=True)
 class _Mapping:
     address: int
-    piece: memfd.Piece
+    piece: Piece
     access: Access | None = None
 
 
@@ -73,9 +440,9 @@ class HostDriver:
         self._pid = os.getpid()
         self._closed = False
         self._memory = HostMemory()
-        self._file = memfd.Memfd()
+        self._file = Memfd()
         self._numbers = itertools.count(1)
-        self._pieces: dict[Handle, memfd.Piece] = {}
+        self._pieces: dict[Handle, Piece] = {}
         self._reserved: list[tuple[int, int]] = []  # [start, end) of each reservation
         self._pages: dict[int, _Mapping] = {}  # by page number: what stands there
 
@@ -84,7 +451,7 @@ class HostDriver:
         self._enter("reserve")
         self._whole_pages("reserve", size_bytes=size_bytes)
         try:
-            address = host_addresses.reserve(size_bytes)
+            address = reserve(size_bytes)
         except OSError as error:
             remedy = "; a process has 128 TiB of addresses on most machines, less under `ulimit -v`"
             raise self._failure("reserve", error, f"{format_bytes(size_bytes)} of addresses", remedy) from error
@@ -141,13 +508,13 @@ class HostDriver:
                     "map", f"{_span(address, size_bytes)} overlaps {standing}, which is mapped; unmap that first", "EEXIST"
                 )
         try:
-            host_addresses.hold_ballast()
-            libc.mmap(address, size_bytes, libc.PROT_NONE, libc.MAP_SHARED | libc.MAP_FIXED, piece.fd, piece.offset_bytes)
-            libc.madvise(address, size_bytes, libc.MADV_DONTFORK)
+            hold_ballast()
+            mmap(address, size_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, piece.fd, piece.offset_bytes)
+            madvise(address, size_bytes, MADV_DONTFORK)
         except OSError as error:
             failure = self._failure("map", error, _span(address, size_bytes))
             with suppress(OSError):
-                host_addresses.clear(address, size_bytes)
+                clear(address, size_bytes)
             raise failure from error
         self._pages.update(dict.fromkeys(pages, _Mapping(address, piece)))
         piece.num_mappings += 1
@@ -158,7 +525,7 @@ class HostDriver:
         self._enter("set_access")
         mapping = self._mapping("set_access", address, size_bytes)
         try:
-            libc.mprotect(address, size_bytes, _PROTECTION[access])
+            mprotect(address, size_bytes, _PROTECTION[access])
         except OSError as error:
             raise self._failure("set_access", error, _span(address, size_bytes)) from error
         mapping.access = access
@@ -169,7 +536,7 @@ class HostDriver:
         self._enter("unmap")
         mapping = self._mapping("unmap", address, size_bytes)
         try:
-            host_addresses.clear(address, size_bytes)
+            clear(address, size_bytes)
         except OSError as error:
             raise self._failure("unmap", error, _span(address, size_bytes)) from error
         self._forget(mapping)
@@ -233,7 +600,7 @@ class HostDriver:
         self._enter("import_fd")
         self._whole_pages("import_fd", size_bytes=size_bytes)
         try:
-            piece = memfd.borrow(fd, size_bytes)
+            piece = borrow(fd, size_bytes)
         except ValueError as error:
             self._refuse("import_fd", str(error))
         except OSError as error:
@@ -246,7 +613,7 @@ class HostDriver:
             return
         self._enter("close")
         for mapping in set(self._pages.values()):
-            host_addresses.clear(mapping.address, mapping.piece.size_bytes)
+            clear(mapping.address, mapping.piece.size_bytes)
             self._forget(mapping)
         for handle in list(self._pieces):
             self.release(handle)
@@ -264,13 +631,13 @@ class HostDriver:
         if self._closed:
             raise Closed(f"{call}: this driver is closed")
 
-    def _number(self, call: str, piece: memfd.Piece) -> Handle:
+    def _number(self, call: str, piece: Piece) -> Handle:
         handle = next(self._numbers)
         self._pieces[handle] = piece
         self.calls[call] += 1
         return handle
 
-    def _piece(self, call: str, handle: Handle) -> memfd.Piece:
+    def _piece(self, call: str, handle: Handle) -> Piece:
         piece = self._pieces.get(handle)
         if piece is None:
             self._refuse(call, f"handle {handle} was released, or is not of this driver")
@@ -292,7 +659,7 @@ class HostDriver:
         piece.num_mappings -= 1
         self._give_if_gone(piece)
 
-    def _give_if_gone(self, piece: memfd.Piece) -> None:
+    def _give_if_gone(self, piece: Piece) -> None:
         if piece.borrowed:
             if piece.released and piece.fd >= 0:
                 os.close(piece.fd)  # a mapping keeps the memory by itself
@@ -312,7 +679,7 @@ class HostDriver:
         """The kernel's error in our words. ENOMEM means two things: no memory, or no more mappings."""
         code = errno.errorcode.get(error.errno or 0, "?")
         if error.errno == errno.ENOMEM:
-            num_mappings, limit = host_addresses.count_mappings()
+            num_mappings, limit = count_mappings()
             if num_mappings >= limit - 2:  # a mapping in the midst of another makes three of one
                 message = (
                     f"{call}: {what}: the process has {num_mappings:,} mappings, and the kernel allows {limit:,}; "

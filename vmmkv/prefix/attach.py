@@ -14,15 +14,13 @@ from typing import Final
 
 import torch
 
-from vmmkv.cache import KVCache
+from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
-from vmmkv.extents import LARGE_PAGES
-from vmmkv.memory import SlotMemory
+from vmmkv.memory.pool import LARGE_PAGES
+from vmmkv.memory.sharing import Pages, SlotRows, Windows
+from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed, Plan, PrefixNodes, plan
 from vmmkv.prefix.radix_tree import Match, Tokens
-from vmmkv.scratch import Windows
-from vmmkv.sequence import ParkedSlot, Sequence
-from vmmkv.sharing import Pages, SlotRows
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 # -------- prefix costs

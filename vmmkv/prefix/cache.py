@@ -21,15 +21,14 @@ import numpy.typing as npt
 import torch
 
 from vmmkv.arguments import whole
-from vmmkv.cache import KVCache
+from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
+from vmmkv.memory.memory_map import SlotState
+from vmmkv.memory.sharing import Windows
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod, Costs
 from vmmkv.prefix.index import Placed, PrefixNodes, Running
 from vmmkv.prefix.promotion import HOT, promote_some, resident_of
 from vmmkv.prefix.radix_tree import Node, Tokens, pack
-from vmmkv.scratch import Windows
-from vmmkv.sequence import Sequence
-from vmmkv.slots import SlotState
 from vmmkv.units import counted, format_bytes
 
 

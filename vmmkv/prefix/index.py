@@ -16,13 +16,12 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from vmmkv.extents import LARGE_PAGES, Evictable, Extent
+from vmmkv.cache import Occupancy, ParkedSlot
 from vmmkv.layout import Group, KVLayout
-from vmmkv.memory import SlotMemory
-from vmmkv.occupancy import Occupancy
+from vmmkv.memory.pool import LARGE_PAGES, Evictable, Extent
+from vmmkv.memory.sharing import Pages
+from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree, Tokens
-from vmmkv.sequence import ParkedSlot
-from vmmkv.sharing import Pages
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 # -------- prefix plan

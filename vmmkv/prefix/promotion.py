@@ -7,13 +7,13 @@ it proves to be hot. Sequences that have the pages keep them: live mappings are 
 
 from typing import Final
 
-from vmmkv.dlpack import wrap
 from vmmkv.errors import OutOfPages
-from vmmkv.extents import LARGE_PAGES
-from vmmkv.memory import SlotMemory
+from vmmkv.memory.address_space import wrap
+from vmmkv.memory.pool import LARGE_PAGES
+from vmmkv.memory.sharing import Windows
+from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed
 from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
-from vmmkv.scratch import Windows
 from vmmkv.units import PAGE_BYTES
 
 HOT: Final = 2

@@ -20,14 +20,13 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from vmmkv.cache import KVCache
-from vmmkv.dlpack import wrap
+from vmmkv.cache import KVCache, Sequence
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access, Handle
 from vmmkv.kernels import reference
 from vmmkv.layout import PLANE_ALIGNMENT_BYTES, Group, KVLayout, Plane
-from vmmkv.pool import Pool
-from vmmkv.sequence import Sequence
+from vmmkv.memory.address_space import wrap
+from vmmkv.memory.pool import Pool
 from vmmkv.units import GIB, KIB, PAGE_BYTES, ceil_div, round_up
 
 Form = Literal["decode", "prefill"]

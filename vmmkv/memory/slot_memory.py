@@ -14,12 +14,11 @@ import torch
 
 from vmmkv.driver.base import Fence
 from vmmkv.errors import DriverError, LayoutError, OutOfPages
-from vmmkv.extents import Extent, Tenant
 from vmmkv.layout import KVLayout
-from vmmkv.mapper import Growth, Mapper, Target
-from vmmkv.pool import Pool
-from vmmkv.ranges import Arena, Mapping, Span
-from vmmkv.slots import SlotState, SlotTable
+from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span
+from vmmkv.memory.mapper import Growth, Mapper, Target
+from vmmkv.memory.memory_map import SlotState
+from vmmkv.memory.pool import Extent, Pool, Tenant
 from vmmkv.units import PAGE_BYTES, ceil_div
 
 _numbers = itertools.count()
@@ -51,7 +50,7 @@ class SlotMemory:
         """Behind the last lowering of a slot's limit, if that may not have happened yet."""
         pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
         self.windows: list[Span] = []
-        """Addresses of no slot, where something can be mapped too: see `vmmkv.scratch`."""
+        """Addresses of no slot, where something can be mapped too: see `vmmkv.memory.sharing`."""
         self._pads: list[int] = []
         try:
             for arena in self.arenas:

@@ -10,22 +10,213 @@ already: it is only taken if that is too little.
 """
 
 import contextlib
+import os
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from vmmkv.arguments import whole
 from vmmkv.driver import open_driver
-from vmmkv.driver.base import Driver
-from vmmkv.errors import BudgetError, Closed, DriverError, OutOfDeviceMemory, OutOfPages
-from vmmkv.extents import SIZE_CLASSES, Extent, Reclaimable
-from vmmkv.pad import Pad
-from vmmkv.process_lock import ProcessLock
+from vmmkv.driver.base import Access, Driver, Handle
+from vmmkv.errors import BudgetError, Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfPages
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
+
+# -------- extents
+# Extents, the handles that a pool lends; for whom they are; and what a pool asks of those that it lends them to.
+#
+# extent.holders = mappings, live or retiring, + other holders        (0: free in its pool)
+# extent.users  <= those of them that nobody can be asked to give up    (0: free, retiring, or kept as cache)
+
+LARGE_PAGES: Final = 16
+
+SIZE_CLASSES: Final = (1, LARGE_PAGES)
+"""Pages in a handle: 1 for tokens that come one by one, and where prompts part; 16 (32 MiB) for prompts that fill them, since a
+handle costs the same whatever its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who wrote an extent last: memory that passes between two different tenants is zeroed in between (law 7)."""
+
+    cache: int
+    """Which cache of the process."""
+    phase: Hashable
+    """What must agree for old bytes to be finite numbers under a new row: the group, and the row's phase if types mix."""
+    name: Hashable
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """One handle of a size class. Identity is what counts: two extents are never equal."""
+
+    handle: Handle
+    num_pages: int
+    holders: int = 0
+    users: int = 0
+    """Mappings under running sequences, pins, and whoever has acquired it and not yet mapped it."""
+    zeroed: bool = False
+    """Nothing but zeroes, since it was created or zeroed. False once it is mapped for a tenant."""
+    tenant: Tenant | None = None
+    """Who wrote it last; None for nobody."""
+
+    @property
+    def shared(self) -> bool:
+        """Has it more than one holder? Then nobody writes to it (law 3)."""
+        return self.holders > 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the handle."""
+        return self.num_pages * PAGE_BYTES
+
+    def must_be_zeroed_for(self, tenant: Tenant) -> bool:
+        """May its bytes be somebody else's, or undefined?"""
+        return not self.zeroed and self.tenant != tenant
+
+
+class Evictable(NamedTuple):
+    """What a cache can do without first: a parked slot, or a leaf of a prefix tree."""
+
+    stamp: int
+    """The pool's clock when it was parked, or last used."""
+    idle: bool
+    """Is all work done that may touch it? Then its pages are free at once."""
+
+
+class Reclaimable(Protocol):
+    """What a pool asks of each of its caches when pages run short. All calls come with the pool's lock held."""
+
+    def retiring_pages(self) -> int:
+        """Pages that will be free when their fences have passed."""
+        ...
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that are retiring or kept as cache and that no running work may touch; counted no further than `enough`."""
+        ...
+
+    def oldest_evictable(self) -> Evictable | None:
+        """What was used least recently of all that is kept as cache, if anything is."""
+        ...
+
+    def evict_oldest(self) -> None:
+        """Give that up: its mappings retire, what is not mapped is free at once."""
+        ...
+
+    def collect(self, num_pages: int) -> int:
+        """Unmap what has retired and whose fence has passed, until `num_pages` are; how many were. Never blocks."""
+        ...
+
+    def wait_for_retired(self) -> bool:
+        """Block until the oldest retirement's fence has passed; False if there is none."""
+        ...
+
+    def close_all(self) -> None:
+        """Close the cache, unmap everything and detach it from its pool. Called without the lock. Idempotent."""
+        ...
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted from scratch: how often this cache holds each extent."""
+        ...
+
+    def users(self) -> Counter[Extent]:
+        """Recounted from scratch: how many of these holders use it."""
+        ...
+
+
+# -------- pad
+# The pad: one page of zeroes that stands, read-only, under row 0 (and its guard) of every arena of a pool.
+#
+# A view of a whole arena begins at slot 0, and its `data_ptr` must be mapped though most of the view is not: Triton's
+# launcher asks the driver about every pointer argument and refuses one that it does not know ("cannot be accessed from
+# Triton (cpu tensor?)"). So no sequence ever runs in slot 0, and the pad is mapped there; rows that only fill up a batch
+# point to it. Whoever writes to it faults.
+
+
+class Pad:
+    """One page of a pool, beyond its budget, and the addresses where it is mapped. Made when the first cache needs it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.handle: Handle | None = None
+        self._driver = driver
+        self._is_zero = driver.creates_zeroed
+        self._addresses: list[int] = []
+
+    def map(self, address: int) -> None:
+        """Put the page there, read-only. On failure it is not there, or goes with `close`.
+
+        Cost: a map and an access call; the first time a create, a zero and another access call.
+        """
+        driver = self._driver
+        if self.handle is None:
+            self.handle = driver.create(PAGE_BYTES)
+        driver.map(address, self.handle, PAGE_BYTES)
+        self._addresses.append(address)
+        try:
+            if not self._is_zero:
+                driver.set_access(address, PAGE_BYTES, Access.READ_WRITE)
+                driver.zero(address, PAGE_BYTES)
+                driver.settle()
+                self._is_zero = True
+            driver.set_access(address, PAGE_BYTES, Access.READ)
+        except BaseException:
+            with contextlib.suppress(DriverError):
+                self.unmap(address)
+            raise
+
+    def unmap(self, address: int) -> None:
+        """Take it away again, once no launch reads it. Cost: an unmap."""
+        self._driver.unmap(address, PAGE_BYTES)
+        self._addresses.remove(address)
+
+    def close(self) -> None:
+        """Unmap it wherever it still is, and release it. Idempotent."""
+        for address in list(self._addresses):
+            self.unmap(address)
+        if self.handle is not None:
+            self._driver.release(self.handle)
+            self.handle = None
+
+
+# -------- process lock
+# The lock of a pool: re-entrant, and of one process.
+#
+# fork() copies a lock in the state that it is in, and of all threads only the one that forked: a lock that another held
+# would be waited for in the child for ever. So a child never gets as far as the lock.
+
+
+class ProcessLock:
+    """A re-entrant lock that raises ForkedProcess in a child made by fork(). Used by `with`."""
+
+    __slots__ = ("_lock", "_pid")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raises ForkedProcess in a child. Cost: under 0.1 us."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                f"this pool and its caches belong to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "
+                "which has none of their memory; make a pool in the child, or start it with spawn or forkserver",
+                call="lock",
+                code="EPERM",
+            )
+
+    def __enter__(self) -> None:
+        self.check_process()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+# -------- pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +237,7 @@ class Pool:
 
     `device` is anything torch takes: "cpu" is host virtual memory, "cuda:0" a GPU's. Nothing is created until it is
     needed; what is freed stays created, for whoever comes next, until `resize` or `close` gives it back to the device.
-    One page more than the budget is the pool's own: the pad (see `vmmkv.pad`).
+    One page more than the budget is the pool's own: the pad (see `vmmkv.memory.pool`).
 
     Raises: BudgetError for a budget below one page; DriverUnavailable, of the kind that says what is missing. In a child
     made by fork() every operation of the pool and of its caches raises ForkedProcess.

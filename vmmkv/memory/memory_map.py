@@ -8,13 +8,27 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vmmkv.slots import SlotState
 from vmmkv.units import PAGE_BYTES
 
-if TYPE_CHECKING:  # who only reads maps needs no torch
-    from vmmkv.memory import SlotMemory
-    from vmmkv.occupancy import Occupancy
-    from vmmkv.ranges import Span
+if TYPE_CHECKING:  # the server's front process reads maps without torch
+    from vmmkv.cache import Occupancy
+    from vmmkv.memory.address_space import Span
+    from vmmkv.memory.slot_memory import SlotMemory
+
+
+class SlotState(enum.IntEnum):
+    """free -> live -> (parked -> live)* -> closing -> free."""
+
+    FREE = 0
+    """Nothing is mapped under it."""
+    LIVE = 1
+    """A running sequence's."""
+    PARKED = 2
+    """No sequence's; still mapped, to be adopted or evicted."""
+    CLOSING = 3
+    """No sequence's; its mappings are retiring."""
+    PAD = 4
+    """Slot 0, always: no sequence's, ever (see `vmmkv.memory.pool`)."""
 
 
 class RunState(enum.StrEnum):

@@ -19,9 +19,8 @@ import torch
 
 from vmmkv.driver.base import Access, Fence
 from vmmkv.errors import DriverError, OutOfPages
-from vmmkv.extents import LARGE_PAGES, Extent, Tenant
-from vmmkv.pool import Pool
-from vmmkv.ranges import Arena, Mapping, Span
+from vmmkv.memory.address_space import Arena, Mapping, Span
+from vmmkv.memory.pool import LARGE_PAGES, Extent, Pool, Tenant
 
 _SMOOTHING = 0.1
 """Weight of the newest measurement in the running mean of what a call costs."""

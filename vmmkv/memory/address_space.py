@@ -1,0 +1,348 @@
+"""Arenas of addresses, the slots in them, and what is mapped under each slot.
+
+    arena   | pad | slot 1            | slot 2          | ...   one reservation for each group of layers
+    slot    |..RRRR|LLLLLLLLLL|RR|......................|       pages of one sequence
+                   ^first     ^end
+            L live, R retiring: still mapped, waiting for a fence; . nothing mapped
+
+The live pages of a slot are one run [first, end), which borders of extents bound. Retiring ones lie anywhere else; when a
+run grows over them again they are simply live once more, unless somebody else has come to hold what is mapped there.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from vmmkv.driver.base import Access, Driver, Fence
+from vmmkv.layout import Group
+from vmmkv.memory.memory_map import SlotState
+from vmmkv.memory.pool import SIZE_CLASSES, Extent
+from vmmkv.units import PAGE_BYTES
+
+# -------- slots
+# The numbers of every slot, as arrays over the slots, so that a step over 256 sequences is a few numpy calls.
+
+
+class SlotTable:
+    """State and token counts of each slot, the pad among them. A slot that is not live has length, end, expected and limit 0.
+
+        start <= length <= limit = min(committed, end)
+
+    Choices of slots depend on the states alone, so that all ranks of a group choose alike.
+    """
+
+    def __init__(self, num_slots: int, num_groups: int) -> None:
+        self.num_slots = num_slots
+        """Slots that sequences can have: 1 to num_slots."""
+        num_rows = 1 + num_slots
+        self.states = np.zeros(num_rows, dtype=np.int8)
+        self.states[0] = SlotState.PAD
+        self.lengths = np.zeros(num_rows, dtype=np.int64)
+        """Tokens written."""
+        self.committed = np.zeros(num_rows, dtype=np.int64)
+        """Tokens whose rows lie wholly under live mappings in every group, less the guard."""
+        self.ends = np.zeros(num_rows, dtype=np.int64)
+        """The most tokens that the sequence may ever have."""
+        self.expected = np.zeros(num_rows, dtype=np.int64)
+        """Tokens that the sequence said it will have soon."""
+        self.starts = np.zeros((num_groups, num_rows), dtype=np.int64)
+        """The first row still kept, in each group."""
+        self.limits = np.zeros(num_rows, dtype=np.int32)
+        """What the device's limit tensor holds."""
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def state(self, slot: int) -> SlotState:
+        """What a slot is taken by."""
+        return SlotState(int(self.states[slot]))
+
+    def clear(self, slot: int, state: SlotState) -> None:
+        """The slot has no sequence any more."""
+        self.states[slot] = state
+        self.lengths[slot] = self.ends[slot] = self.expected[slot] = 0
+
+    def where(self, state: SlotState) -> list[int]:
+        """The slots in that state, in order."""
+        return [int(slot) for slot in np.flatnonzero(self.states == state)]
+
+    def run_of(self, count: int, *states: SlotState) -> int | None:
+        """The first of the lowest `count` adjacent slots that all are in one of these states, or None."""
+        suitable = np.isin(self.states, states)
+        if count > len(suitable):
+            return None
+        sums = np.concatenate(([0], np.cumsum(suitable)))
+        starts = np.flatnonzero(sums[count:] - sums[:-count] == count)
+        return int(starts[0]) if len(starts) else None
+
+    def wanted_ahead(self, lookahead_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens that each slot should have memory for, what presses most first.
+
+        The next token of whoever runs; the lead of all; and what is expected, however much it is, when nobody lacks the
+        others.
+        """
+        yield np.where(self.lengths > 0, self.lengths + min(1, lookahead_tokens), 0)
+        yield self.lengths + lookahead_tokens
+        yield self.expected
+
+    def short_of(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Live slots with less memory than `wanted` tokens need, most urgent first, and what each should have.
+
+        A slot's deadline is the number of tokens until it stands still: committed - length. A sequence that has no
+        tokens yet keeps nobody waiting: it comes last.
+        """
+        targets = np.minimum(wanted, self.ends)
+        short = np.flatnonzero((self.committed < targets) & (self.states == SlotState.LIVE))
+        deadlines, are_new = (self.committed - self.lengths)[short], self.lengths[short] == 0
+        short = short[np.lexsort((deadlines, are_new))]
+        return short, targets[short]
+
+
+# -------- dlpack
+# Tensors over raw addresses, by a DLPack capsule: the same code for CPU and CUDA, no copy, no touch.
+#
+# A `DLManagedTensor` is a C structure that says where a tensor's bytes are and has a *deleter*, which the consumer calls
+# with the structure's own address when its tensor dies. Ours, its shape and its strides are one libc `malloc`, and the
+# deleter is libc's `free`: no Python runs when a tensor dies, in whichever thread, at interpreter exit too.
+#
+# Torch offers two other ways, and neither would do: `__cuda_array_interface__` silently copies when the pointer's device
+# is not the one asked for, and `torch.frombuffer` knows no GPU.
+
+_CAPSULE_NAME: Final = b"dltensor"  # a consumer renames it; capsules keep a pointer to the name, so it must stay alive
+_DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}  # kDLCPU, kDLCUDA
+_UINT8: Final = (1, 8, 1)  # kDLUInt, bits, lanes
+
+
+class _Capsule(ctypes.Structure):
+    """DLManagedTensor of dlpack.h (its DLTensor spelt out), with a shape and strides of one dimension behind it."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("num_dims", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape_pointer", ctypes.c_uint64),
+        ("strides_pointer", ctypes.c_uint64),
+        ("offset_bytes", ctypes.c_uint64),
+        ("manager", ctypes.c_uint64),
+        ("deleter", ctypes.c_uint64),
+        ("shape", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    ]
+
+
+_STRUCTURE_BYTES: Final = ctypes.sizeof(_Capsule)
+_SHAPE_OFFSET: Final = _Capsule.shape.offset
+_STRIDE_OFFSET: Final = _Capsule.stride.offset
+
+_libc = ctypes.CDLL(None)
+_malloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", _libc))
+_free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("free", _libc))
+_FREE_ADDRESS: Final = ctypes.cast(_free, ctypes.c_void_p).value or 0
+
+# prototypes of our own, since the functions on ctypes.pythonapi are one for the whole process
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+
+
+def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes [address, address + size_bytes) as a uint8 tensor `[size_bytes]`; other types by `.view(dtype)` of it.
+
+    Nothing is copied or touched: the addresses may have no memory under them (64 TiB of them is fine), and only an
+    operation on elements that are not mapped faults. The storage ends where the tensor does, so torch refuses an
+    `as_strided` that would reach past it. The tensor does not own the addresses: they must stay reserved while it lives.
+
+    Cost: some 4 us, no driver call; safe while a graph is captured.
+    Raises: ValueError for a size or address that is not positive, a CUDA device without an index, another device.
+    """
+    if address <= 0 or size_bytes <= 0:
+        raise ValueError(f"address={address:#x}, size_bytes={size_bytes}: both must be above 0")
+    if device.type not in _DEVICE_TYPES:
+        raise ValueError(f"addresses of device {str(device)!r} cannot be wrapped; only those of cpu and cuda")
+    if device.type == "cuda" and device.index is None:
+        raise ValueError("device 'cuda' does not say which GPU these addresses are of; write 'cuda:0'")
+    pointer = _malloc(_STRUCTURE_BYTES)
+    if not pointer:
+        raise MemoryError(f"malloc of {_STRUCTURE_BYTES} bytes failed")
+    try:
+        ctypes.memmove(
+            pointer,
+            ctypes.byref(
+                _Capsule(
+                    *(address, _DEVICE_TYPES[device.type], device.index or 0, 1, *_UINT8),
+                    *(pointer + _SHAPE_OFFSET, pointer + _STRIDE_OFFSET, 0, 0, _FREE_ADDRESS),
+                    *(size_bytes, 1),
+                )
+            ),
+            _STRUCTURE_BYTES,
+        )
+        capsule = _new_capsule(pointer, _CAPSULE_NAME, None)
+    except BaseException:
+        _free(pointer)
+        raise
+    try:
+        return from_dlpack(capsule)
+    finally:
+        # The capsule never leaves this function, so it needs no destructor: if torch did not take it, it is ours to free.
+        if _is_capsule(capsule, _CAPSULE_NAME):
+            _free(pointer)
+
+
+# -------- ranges
+
+
+@dataclass(eq=False, slots=True)
+class Mapping:
+    """One extent under the addresses of one slot, from `page` on. It is one holder of the extent.
+
+    `fence` is None while it is live; else it is retiring, and is unmapped when the fence has passed (law 2).
+    """
+
+    span: "Span"
+    page: int
+    extent: Extent
+    fence: Fence | None = None
+    used: bool = False
+    """Is it one of the extent's users? It is while it is live, or about to be, under a running sequence."""
+
+    @property
+    def end_page(self) -> int:
+        """Behind its last page."""
+        return self.page + self.extent.num_pages
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.span.address + self.page * PAGE_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """The pages of one slot in one arena. Pages are counted from the slot's first address."""
+
+    slot: int
+    address: int
+    first_page: int = 0
+    """The first live page, and what a view starts behind."""
+    end_page: int = 0
+    """Behind the last live page."""
+    mappings: dict[int, Mapping] = field(default_factory=dict)
+    """Everything mapped here, live or retiring, by the first page of each."""
+
+    def live(self) -> Iterator[Mapping]:
+        """The live mappings in order."""
+        return self.live_from(self.first_page)
+
+    def live_from(self, page: int) -> Iterator[Mapping]:
+        """The live mappings from a border of extents on."""
+        while page < self.end_page:
+            mapping = self.mappings[page]
+            yield mapping
+            page += mapping.extent.num_pages
+
+    def at(self, page: int) -> Mapping:
+        """The live mapping that has this page."""
+        for num_pages in SIZE_CLASSES:  # extents stand at multiples of their size
+            mapping = self.mappings.get(page // num_pages * num_pages)
+            if mapping is not None and mapping.end_page > page:
+                return mapping
+        raise AssertionError(f"page {page} is not mapped in slot {self.slot}")
+
+    def border_before(self, page: int) -> int:
+        """The last border of live extents at or before a page of [first, end]."""
+        return page if page >= self.end_page else self.at(page).page
+
+    def border_after(self, page: int) -> int:
+        """The first border of live extents at or behind it."""
+        border = self.border_before(page)
+        return page if border == page else self.at(page).end_page
+
+    @property
+    def num_live_pages(self) -> int:
+        """Pages that are mapped and not retiring."""
+        return self.end_page - self.first_page
+
+
+class Arena:
+    """The addresses of one group: the pad and `slots` spans of the same size, one after the other in one reservation.
+
+    The reservation outlives everything: addresses are never given back (law 6), since a stale view must fault
+    rather than read somebody else's bytes.
+    Cost: one reserve, about 4 us on CUDA whatever the size.
+    """
+
+    def __init__(self, driver: Driver, index: int, group: Group, *, slots: int, max_rows: int) -> None:
+        self.index = index
+        self.group = group
+        self.slot_tokens = group.slot_tokens(max_rows)
+        self.slot_bytes = self.slot_tokens * group.row_bytes
+        self.reserved_bytes = (1 + slots) * self.slot_bytes
+        self.address = driver.reserve(self.reserved_bytes)
+        self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
+        self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
+        self.device = driver.device
+        self._driver = driver
+
+    def view(self, layer: int, plane: str) -> torch.Tensor:
+        """All slots of one plane of one layer: [1 + slots, slot_tokens, heads, dim], strided, mapped or not."""
+        known = self.group.plane(plane)
+        itemsize = known.dtype.itemsize
+        return self._bytes.view(known.dtype).as_strided(
+            (len(self.spans), self.slot_tokens, known.heads, known.dim),
+            (self.slot_bytes // itemsize, self.group.row_bytes // itemsize, known.head_stride, 1),
+            self.group.offset_bytes(layer, plane) // itemsize,
+        )
+
+    def rows(self, slot: int, start_token: int, end_token: int) -> torch.Tensor:
+        """The bytes of rows [start, end) of a slot, in a storage that ends with them: uint8 [(end - start) * row_bytes]."""
+        if end_token <= start_token:
+            return torch.empty(0, dtype=torch.uint8, device=self._driver.device)  # a storage that ends at once
+        row_bytes = self.group.row_bytes
+        size_bytes = (end_token - start_token) * row_bytes
+        return wrap(self.spans[slot].address + start_token * row_bytes, size_bytes, self._driver.device)
+
+    def view_rows(self, rows: torch.Tensor, layer: int, plane: str) -> torch.Tensor:
+        """One plane of one layer of what `rows` gave: [tokens, heads, dim]."""
+        known, row_bytes = self.group.plane(plane), self.group.row_bytes
+        itemsize = known.dtype.itemsize
+        return rows.view(known.dtype).as_strided(
+            (rows.numel() // row_bytes, known.heads, known.dim),
+            (row_bytes // itemsize, known.head_stride, 1),
+            self.group.offset_bytes(layer, plane) // itemsize,
+        )
+
+    def map(self, span: Span, page: int, extent: Extent, access: Access = Access.READ_WRITE) -> Mapping:
+        """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
+
+        Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
+        stands in `span.mappings` and must be retired by the caller.
+        """
+        assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
+        mapping = Mapping(span, page, extent, used=True)
+        self._driver.map(mapping.address, extent.handle, extent.size_bytes)
+        span.mappings[page] = mapping
+        try:
+            self._driver.set_access(mapping.address, extent.size_bytes, access)
+        except BaseException:
+            self.unmap(mapping)
+            raise
+        return mapping
+
+    def unmap(self, mapping: Mapping) -> None:
+        """Unmap what no launch touches any more. The mapping's hold on its extent, and its use, are the caller's again.
+
+        Cost: one unmap.
+        """
+        self._driver.unmap(mapping.address, mapping.extent.size_bytes)
+        del mapping.span.mappings[mapping.page]
