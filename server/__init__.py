@@ -13,19 +13,18 @@ come when they are asked for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vmmkv.server.completion import Completion, CompletionOutput
+    from vmmkv.server.llm import Completion, CompletionOutput, Engine
     from vmmkv.server.models import ModelUnavailable, UnsupportedModel
-    from vmmkv.server.offline import Engine
-    from vmmkv.server.sampling import SamplingParams
+    from vmmkv.server.sampling_params import SamplingParams
 
 __all__ = ["Completion", "CompletionOutput", "Engine", "ModelUnavailable", "SamplingParams", "UnsupportedModel"]
 
 _MODULE_OF = {
-    "Completion": "completion",
-    "CompletionOutput": "completion",
-    "Engine": "offline",
+    "Completion": "llm",
+    "CompletionOutput": "llm",
+    "Engine": "llm",
     "ModelUnavailable": "models",
-    "SamplingParams": "sampling",
+    "SamplingParams": "sampling_params",
     "UnsupportedModel": "models",
 }
 

@@ -20,30 +20,84 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import IO, Any, Final, cast
 
+import h11
 import msgspec
 import uvicorn
 import zmq
 from rich.console import Console
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vmmkv.errors import VmmkvError
-from vmmkv.server import logs
-from vmmkv.server.app import Service, create_app
-from vmmkv.server.client import EngineClient
-from vmmkv.server.connections import uvicorn_options
-from vmmkv.server.ending import in_daemon
-from vmmkv.server.engine_process import ENGINE_COMMAND, EngineProcess
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.config import FrontConfig, ServeConfig, with_flags
+from vmmkv.server.console import LoadingProgress, LogLines, configure_logging, in_daemon
+from vmmkv.server.engine_client import ENGINE_COMMAND, EngineClient, EngineProcess
 from vmmkv.server.hosts import Hosts
+from vmmkv.server.http.app import Service, create_app
+from vmmkv.server.http.limits import MAX_HEADER_BYTES
+from vmmkv.server.metrics import tell
 from vmmkv.server.models import KNOWN_MODELS, resolve
-from vmmkv.server.options import with_flags
-from vmmkv.server.progress import LoadingProgress
 from vmmkv.server.protocol import Ready
-from vmmkv.server.rates import tell
-from vmmkv.server.settings import ServeConfig
 from vmmkv.server.tokenizer import Tokenizer
 from vmmkv.units import counted, format_bytes
+
+# -------- connections
+# Connections, before there is a request on them: headers of a limited size, in a limited time.
+#
+# uvicorn closes a connection that is idle between two requests, but waits for ever for the first one, or for the rest of a
+# header that comes byte by byte.
+
+HEADER_S: Final = 30.0
+"""How long a client may take to send a request's headers, from the connection or from their first byte on."""
+SPARE_CONNECTIONS: Final = 4096
+"""Beyond those of requests in flight: who only asks, or is only connected."""
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's, of limited patience."""
+
+    header_s: float = HEADER_S
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._await_header()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._await_header()
+        else:
+            self._forget_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._forget_header()
+        super().connection_lost(exc)
+
+    def _await_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_s, self.transport.close)
+
+    def _forget_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def uvicorn_options(num_in_flight: int) -> dict[str, Any]:
+    """Of a server with so many sequences in flight at most. httptools, which uvicorn would take, has no limit on headers."""
+    return {
+        "http": PatientProtocol,
+        "h11_max_incomplete_event_size": 4 * MAX_HEADER_BYTES,
+        "limit_concurrency": num_in_flight + SPARE_CONNECTIONS,
+    }
+
+
+# -------- launch
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +117,7 @@ def run(config: ServeConfig, front: FrontConfig | None = None, *, engine_command
     Blocks; to be called in the main thread. `front` is what the engine's process is not told. `engine_command` is for tests.
     Raises: ModelUnavailable if there is no such model; CannotStart. Where logs are JSON these are a line of it too, and 1.
     """
-    logs.configure(config.log_level, config.log_format)
+    configure_logging(config.log_level, config.log_format)
     try:
         return _serve(config, front or FrontConfig(), engine_command)
     except VmmkvError as error:
@@ -121,7 +175,7 @@ class _Launch:
         self._listener = listener
         console = Console(stderr=True)
         if config.log_format == "json":
-            console = Console(file=cast(IO[str], logs.LogLines(log)), width=1000)
+            console = Console(file=cast(IO[str], LogLines(log)), width=1000)
         self._progress = LoadingProgress(console)
         self._client = EngineClient(address, on_loading=self._progress.show)
         hosts = Hosts(front.allowed_hosts, own=config.host, listens_here=_is_here(listener))

@@ -1,15 +1,81 @@
 """What /metrics shows, in a registry of its own: the engine's last snapshot, and times as the clients see them."""
 
-from collections.abc import Iterator
-from typing import Any, Final, Protocol
+import asyncio
+import logging
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vmmkv.server.client import EngineClient
-from vmmkv.server.latency import OF_REQUESTS, Times
 from vmmkv.server.protocol import Ready, Snapshot
+
+if TYPE_CHECKING:
+    from vmmkv.server.engine_client import EngineClient
+
+
+# -------- latency
+# Histograms of times that cost a third of a microsecond to add to: one is added to for every token of every request.
+
+OF_REQUESTS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OF_TOKENS: Final = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
+OF_QUEUE: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Times:
+    """How often times fell between which bounds. For one thread: it has no lock, as prometheus_client's own has."""
+
+    def __init__(self, name: str, help_text: str, bounds_s: Sequence[float]) -> None:
+        """`name` without prefix and unit."""
+        self._name = f"vmmkv_{name}_seconds"
+        self._help = help_text
+        self._bounds_s = tuple(bounds_s)
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, time_s: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds_s, time_s)] += 1
+        self._sum_s += time_s
+
+    def totals(self) -> tuple[int, float]:
+        """How many, and their sum."""
+        return sum(self._counts), self._sum_s
+
+    def family(self) -> HistogramMetricFamily:
+        """As Prometheus has it: each bucket counts those below too."""
+        family = HistogramMetricFamily(self._name, self._help)
+        buckets, below = [], 0
+        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric((), buckets, self._sum_s)
+        return family
+
+
+# -------- metrics
 
 _GAUGES: Final = {
     "running": ("requests_running", "Requests that have a slot and are being worked on."),
@@ -39,7 +105,7 @@ _COUNTERS: Final = {
 class EngineCollector(Collector):
     """The engine's snapshot as metrics, read when asked for. What the engine has not said yet is absent, not zero."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: "EngineClient") -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
@@ -111,7 +177,7 @@ class InFlight(Protocol):
 class Metrics:
     """One server's registry. `request_seconds` are counted from the arrival of the request."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: "EngineClient") -> None:
         self.in_flight: set[InFlight] = set()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
@@ -136,3 +202,60 @@ class Metrics:
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+# -------- rates
+# What the engine did in a while, from two of its snapshots; and the line that says so in the log.
+
+EVERY_S: Final = 10.0
+"""Between two lines of the log, while something happens."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Between two moments."""
+
+    generated_per_s: float
+    """Tokens."""
+    prompt_per_s: float
+    """Tokens of prompts computed."""
+    hit_rate: float | None
+    """Of the prompt tokens that began in this while, the share that was known; None if none began."""
+
+    @classmethod
+    def between(cls, old: Snapshot, new: Snapshot, took_s: float) -> Self:
+        """Of two snapshots, `took_s` apart."""
+        took_s = max(took_s, 1e-3)
+        hits = new.prefix_hit_tokens - old.prefix_hit_tokens
+        asked = hits + new.prefix_missed_tokens - old.prefix_missed_tokens
+        return cls(
+            generated_per_s=(new.generated_tokens - old.generated_tokens) / took_s,
+            prompt_per_s=(new.prompt_tokens - old.prompt_tokens) / took_s,
+            hit_rate=hits / asked if asked else None,
+        )
+
+
+async def tell(engine: "EngineClient", *, every_s: float = EVERY_S) -> None:
+    """Log a line every so often, for ever; none where nothing ran, waited or was computed since the last one."""
+    last = engine.snapshot
+    while True:
+        await asyncio.sleep(every_s)
+        new = engine.snapshot
+        if last is not None and new is not None and (new.running or new.waiting or _has_worked(last, new)):
+            rates = Rates.between(last, new, every_s)
+            told = {
+                "running": new.running,
+                "waiting": new.waiting,
+                "generated_tok_s": round(rates.generated_per_s, 1),
+                "prompt_tok_s": round(rates.prompt_per_s, 1),
+                "kv_used": round(new.kv_used_bytes / max(1, new.kv_budget_bytes), 3),
+            }
+            hits = {} if rates.hit_rate is None else {"prefix_hit_rate": round(rates.hit_rate, 3)}
+            log.info("serving", extra=told | hits)
+        last = new
+
+
+def _has_worked(old: Snapshot, new: Snapshot) -> bool:
+    return (new.generated_tokens, new.prompt_tokens) != (old.generated_tokens, old.prompt_tokens)

@@ -1,10 +1,15 @@
 """The messages between the HTTP process and the engine process: msgspec structs over one ZeroMQ pair of sockets."""
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vmmkv.memory.memory_map import SlotMap
+
+# -------- protocol
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -268,3 +273,37 @@ def decode_to_engine(data: bytes) -> ToEngine:
 def decode_from_engine(data: bytes) -> FromEngine:
     """The HTTP side of the wire. Raises msgspec.ValidationError for anything else."""
     return _from_engine.decode(data)
+
+
+# -------- prompt logprobs
+# The log-probabilities of a prompt as arrays of bytes, and back: there can be hundreds of thousands in a message.
+#
+# Legend: W tokens of a prompt, T likeliest ones at the place of each.
+
+LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
+
+
+def packed(
+    request_id: str,
+    chosen_W: npt.NDArray[np.float32],
+    values_WT: npt.NDArray[np.float32],
+    ids_WT: npt.NDArray[np.int32 | np.int64],
+) -> PromptLogprobs:
+    """As a message."""
+    return PromptLogprobs(
+        request_id=request_id,
+        logprobs=chosen_W.tobytes(),
+        top_logprobs=values_WT.tobytes(),
+        top_ids=ids_WT.astype(np.int32).tobytes(),
+    )
+
+
+def unpacked(message: PromptLogprobs) -> tuple[list[float], list[Sequence[tuple[int, float]]]]:
+    """Of each token its log-probability; and the likeliest at its place, with theirs, the likeliest first."""
+    chosen: list[float] = np.frombuffer(message.logprobs, np.float32).tolist()
+    values_WT = np.frombuffer(message.top_logprobs, np.float32).reshape(len(chosen), -1)
+    ids_WT = np.frombuffer(message.top_ids, np.int32).reshape(values_WT.shape)
+    likeliest: list[Sequence[tuple[int, float]]] = [
+        tuple(zip(ids, values, strict=True)) for ids, values in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)
+    ]
+    return chosen, likeliest

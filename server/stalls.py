@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
-from vmmkv.server import request_id
+from vmmkv.server.http import limits
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Stalls:
         """Around one request, in its task, which is cancelled if it stalls; that ends with the block."""
         task = asyncio.current_task()
         assert task is not None, "requests are tasks"
-        one = Answering(task, request_id.current.get())
+        one = Answering(task, limits.current.get())
         self._answering.add(one)
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._sweep(), name="stalls")

@@ -14,9 +14,9 @@ from bench.serve.sizes import Sizes
 from bench.settings import Settings
 from bench.timing import WrongNumbers, now_us
 from vmmkv.server import Engine, SamplingParams
-from vmmkv.server.completion import Completion
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.loading import STEP_TOKENS
+from vmmkv.server.llm import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

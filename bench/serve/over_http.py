@@ -16,8 +16,7 @@ from bench.serve.requests import Requests, Workload, begins_alike
 from bench.serve.server import Clients, Server
 from bench.streams import Streamed
 from bench.timing import WrongNumbers
-from vmmkv.server.detokenize import Detokenizer
-from vmmkv.server.tokenizer import Tokenizer
+from vmmkv.server.tokenizer import Detokenizer, Tokenizer
 
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}
 """Processes of clients: one cannot read as many events a second as a GPU's engine makes tokens."""

@@ -25,8 +25,8 @@ def tokenizer_file(named: Path | None) -> Path:
             raise ValueError(f"--tokenizer {named} is no file; name a tokenizer.json, such as that of {SOURCE}")
         return named
     from vmmkv.config import read_environment
+    from vmmkv.server.config import VARIABLES
     from vmmkv.server.models import KNOWN_MODELS, manifest_problem, model_dir  # the other suites need no server
-    from vmmkv.server.options import VARIABLES
 
     directory = model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES).cache_dir)
     problem = manifest_problem(directory, KNOWN_MODELS[SOURCE]) if directory.is_dir() else "it is not there"

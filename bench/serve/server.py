@@ -20,7 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from bench.streams import Streamed
 from bench.timing import WrongNumbers
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
-from vmmkv.server.engine_process import die_with_parent
+from vmmkv.server.engine_client import die_with_parent
 
 _START_S: Final = 300.0
 _STOP_S: Final = 60.0

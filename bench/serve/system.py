@@ -14,9 +14,9 @@ from bench.serve.drive import Drive, Outcome
 from bench.serve.models import ServedModel
 from bench.timing import WrongNumbers
 from bench.workloads import TokenIds, Workload
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import ModelSource, assemble, choose_dtype
 from vmmkv.server.protocol import FromEngine, Generate, Outputs
-from vmmkv.server.settings import ServeConfig
 
 LIKELIEST: Final = 20
 """Tokens whose log-probabilities are held against each other."""

@@ -13,14 +13,13 @@ import msgspec
 import zmq
 
 from vmmkv import VmmkvError
-from vmmkv.server import logs
-from vmmkv.server.ending import end
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.console import configure_logging, end
 from vmmkv.server.engine.administration import manage
 from vmmkv.server.engine.core import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
 from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
 from vmmkv.server.protocol import AskMap, CannotStart, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
-from vmmkv.server.settings import ServeConfig
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
@@ -33,7 +32,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a ServeConfig as JSON, its model a directory")
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=ServeConfig)
-    logs.configure(config.log_level, config.log_format)
+    configure_logging(config.log_level, config.log_format)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(arguments.socket)
         try:

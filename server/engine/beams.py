@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vmmkv.server.protocol import Beam, FinishReason
-from vmmkv.server.sampling import MAX_LENGTH_PENALTY
+from vmmkv.server.sampling_params import MAX_LENGTH_PENALTY
 
 
 class Candidate(NamedTuple):

@@ -34,8 +34,7 @@ from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.sharers import Arrangement
 from vmmkv.server.engine.snapshot import snapshot
-from vmmkv.server.prompt_logprobs import packed
-from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs
+from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, packed
 from vmmkv.server.structured_output.jump_forward import NOBODY_FOLLOWS, Guided
 from vmmkv.server.structured_output.matcher import Constraints
 

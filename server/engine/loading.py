@@ -12,6 +12,7 @@ import torch
 
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import decoder
 from vmmkv.server.engine.core import EngineCore
 from vmmkv.server.engine.decoder_model import DecoderModel
@@ -28,7 +29,6 @@ from vmmkv.server.engine.unmodified import UnmodifiedModel, refuse_own_attention
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
-from vmmkv.server.settings import ServeConfig
 from vmmkv.server.structured_output.matcher import Constraints
 from vmmkv.units import ceil_div
 

@@ -21,13 +21,13 @@ from transformers import (
 from tests.engine.conftest import Harness, prompt_of
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import KVCache, KVLayout, Pool
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import admission
 from vmmkv.server.engine.decoder_model import DecoderModel
 from vmmkv.server.engine.loading import ModelSource, load
 from vmmkv.server.engine.rows import RowsInSlots
 from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.protocol import Failed, Generate, Message, Outputs
-from vmmkv.server.settings import ServeConfig
 
 SMOLLM2 = {
     "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "tie_word_embeddings": True,

@@ -16,7 +16,6 @@ from collections.abc import Callable
 import numpy as np
 import zmq
 
-from vmmkv.server.prompt_logprobs import packed
 from vmmkv.server.protocol import (
     Abort,
     AskMap,
@@ -40,6 +39,7 @@ from vmmkv.server.protocol import (
     ToEngine,
     decode_to_engine,
     encode,
+    packed,
 )
 
 FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003

@@ -17,10 +17,10 @@ import uvicorn
 
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.app import Service, create_app
-from vmmkv.server.client import EngineClient
-from vmmkv.server.connections import uvicorn_options
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.engine_client import EngineClient
+from vmmkv.server.http.app import Service, create_app
+from vmmkv.server.launch import uvicorn_options
 from vmmkv.server.protocol import Ready
 from vmmkv.server.tokenizer import Tokenizer
 

@@ -20,8 +20,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer, token_ids
+from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS, RESERVED
 from vmmkv.server.protocol import Generate
-from vmmkv.server.template_schemas import MAX_VARIABLE_CHARS, RESERVED
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 

@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
-from vmmkv.server.client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
+from vmmkv.server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.protocol import Abort, Beams, FromEngine, Generate, Loading, Output, Shutdown
 
 
@@ -148,7 +148,9 @@ def test_when_the_engine_dies_everybody_who_waits_is_told(address: str) -> None:
 
 
 def test_what_the_engine_said_before_it_died_still_counts(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmmkv.server.client.LAST_WORDS_S", 20.0)  # which here come from an engine that has yet to say them
+    monkeypatch.setattr(
+        "vmmkv.server.engine_client.LAST_WORDS_S", 20.0
+    )  # which here come from an engine that has yet to say them
 
     async def check() -> None:
         async with connected(address) as (client, _):
@@ -234,7 +236,7 @@ def test_silence_is_what_follows_a_request_until_anything_is_computed_or_nothing
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter)
-    monkeypatch.setattr("vmmkv.server.client.time", clock)
+    monkeypatch.setattr("vmmkv.server.engine_client.time", clock)
 
     async def check() -> None:
         client = EngineClient("ipc:///nobody/is/there")

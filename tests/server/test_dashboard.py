@@ -14,10 +14,9 @@ from starlette.responses import PlainTextResponse
 
 from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
 from tests.server.support import Running, eventually, running_server
-from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.guard import Guard
-from vmmkv.server.keys import Keys
-from vmmkv.server.latency import Times
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.http.limits import Guard, Keys
+from vmmkv.server.metrics import Times
 from vmmkv.server.protocol import Message, Outputs
 
 DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text())

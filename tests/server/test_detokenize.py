@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.detokenize import Detokenizer, StopStrings, TextStream, decode_all
+from vmmkv.server.tokenizer import Detokenizer, StopStrings, TextStream, decode_all
 
 TOKENIZER = byte_tokenizer().backend_tokenizer
 IM_START, IM_END = token_ids("<|im_start|><|im_end|>")

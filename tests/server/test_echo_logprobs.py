@@ -9,9 +9,9 @@ import pytest
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server import candidate
+from vmmkv.server.http import generation
+from vmmkv.server.http.schemas import MAX_PROMPT_LOGPROBS
 from vmmkv.server.protocol import Generate, PromptLogprobs
-from vmmkv.server.sampling_schemas import MAX_PROMPT_LOGPROBS
 from vmmkv.server.tokenizer import Tokenizer
 
 PROMPT = "a€bc"
@@ -156,8 +156,8 @@ def test_those_of_a_long_prompt_are_unpacked_in_a_thread_in_its_senders_turn(
         at_work.append(server.service.writing._at_work.total())
         return real(message)
 
-    real = candidate.unpacked
-    monkeypatch.setattr(candidate, "unpacked", unpacked)
+    real = generation.unpacked
+    monkeypatch.setattr(generation, "unpacked", unpacked)
     body: Any = {"prompt": [97] * 200, "logprobs": 5, "max_tokens": 1}
     (choice,) = joined(server, **body) if stream else ask(server, **body)["choices"]
     assert len(choice["logprobs"]["tokens"]) == 201 and set(at_work) == {1}

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from tests.server.support import Running, running_server
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.config import FrontConfig
 from vmmkv.server.hosts import Hosts
 
 FOREIGN = [

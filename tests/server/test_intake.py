@@ -15,9 +15,9 @@ import pytest
 
 from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
 from tests.server.support import Running, eventually, running_server
-from vmmkv.server.connections import PatientProtocol
-from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.intake import MOST_RETRY_S, WINDOW_S, Rate
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.http.limits import MOST_RETRY_S, WINDOW_S, Rate
+from vmmkv.server.launch import PatientProtocol
 from vmmkv.server.protocol import Abort, Generate
 
 SILENT = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from tests.server.support import Running, running_server
-from vmmkv.server.client import EngineClient
-from vmmkv.server.front_settings import FrontConfig, read_keys
-from vmmkv.server.keys import ANYBODY, Keys
+from vmmkv.server.config import FrontConfig, read_keys
+from vmmkv.server.engine_client import EngineClient
+from vmmkv.server.http.limits import ANYBODY, Keys
 from vmmkv.server.protocol import Forget, Generate, Ready, Resize
 
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"

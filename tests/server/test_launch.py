@@ -23,16 +23,16 @@ from tests.server.fake_engine import DIE_SEED, SILENT_SEED
 from tests.server.support import asking, eventually
 from tests.server.tiny import byte_tokenizer
 from vmmkv.cli.main import main
+from vmmkv.server.config import ServeConfig
 from vmmkv.server.launch import CannotStart, run
-from vmmkv.server.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 SERVE = """\
 import json, sys
-from vmmkv.server.ending import end
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.console import end
+from vmmkv.server.config import FrontConfig
 from vmmkv.server.launch import CannotStart, run
-from vmmkv.server.settings import ServeConfig
+from vmmkv.server.config import ServeConfig
 config, front, command = map(json.loads, sys.argv[1:])
 try:
     end(run(ServeConfig(**config), FrontConfig(**front), engine_command=command))

@@ -16,11 +16,12 @@ import pytest
 from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import Running, asking, eventually
 from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
-from vmmkv.server import memory_maps, seeing, viewers
-from vmmkv.server.memory_maps import MapUnavailable, MemoryMaps
+from vmmkv.server import engine_client
+from vmmkv.server.engine_client import MapUnavailable, MemoryMaps
+from vmmkv.server.http import page
 from vmmkv.server.protocol import AskMap, MemoryMap, Message
 
-PAGE = Path(__file__).parents[2] / "server" / "page"
+PAGE = Path(__file__).parents[2] / "server" / "http" / "page"
 
 
 def a_map(*slots: SlotMap, requests: dict[int, str] | None = None) -> MemoryMap:
@@ -75,7 +76,7 @@ class TestMap:
         with ThreadPoolExecutor(16) as clients:
             answers = list(clients.map(lambda _: httpx.get(f"{server.url}/kv").status_code, range(16)))
         assert answers == [200] * 16
-        assert asked(server) <= 1 + (time.monotonic() - began_s) / memory_maps.FRESH_S
+        assert asked(server) <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
 
     def test_in_a_second_the_engine_is_asked_four_times_at_most(self, server: Running) -> None:
         began_s = time.monotonic()
@@ -84,7 +85,7 @@ class TestMap:
             while asked(server) < 4:  # a map is of now, or of a moment ago: else this goes on for ever
                 num_answers += http.get("/kv").status_code == 200
         assert num_answers > 4, "each was a question of its own"
-        assert time.monotonic() - began_s >= 3 * memory_maps.FRESH_S
+        assert time.monotonic() - began_s >= 3 * engine_client.FRESH_S
 
     def test_a_dead_engine_is_503_at_once(self, server: Running) -> None:
         server.engine.memory_map = None
@@ -106,7 +107,7 @@ class TestMap:
         assert numbers(maps, 5, 20, 30) == [0, 1, 2]
 
     def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memory_maps, "FRESH_S", 60)
+        monkeypatch.setattr(engine_client, "FRESH_S", 60)
 
         async def ask() -> list[Message]:
             sent: list[Message] = []
@@ -191,7 +192,7 @@ class TestStream:
 
         def is_quiet() -> bool:
             before = asked(server)
-            time.sleep(2.5 * viewers.TICK_S)
+            time.sleep(2.5 * page.TICK_S)
             return asked(server) == before
 
         assert eventually(is_quiet)
@@ -199,7 +200,7 @@ class TestStream:
     def test_many_viewers_cost_the_engine_what_one_does_and_there_is_a_limit(
         self, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(viewers, "MAX_VIEWERS", 3)
+        monkeypatch.setattr(page, "MAX_VIEWERS", 3)
         with server.http as http:
             streams = [http.stream("GET", "/events") for _ in range(4)]
             events = [read_events(stream.__enter__()) for stream in streams[:3]]
@@ -209,7 +210,7 @@ class TestStream:
             assert last.status_code == 503
             before, began_s = asked(server), time.monotonic()
             time.sleep(1.2)
-            assert asked(server) - before <= 1 + (time.monotonic() - began_s) / memory_maps.FRESH_S
+            assert asked(server) - before <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
             for stream in streams:
                 stream.__exit__(None, None, None)
 
@@ -224,19 +225,19 @@ class TestStream:
 
 class TestPage:
     def test_it_is_served_with_a_policy_that_lets_nothing_in(self, server: Running) -> None:
-        for path in ("/", *(f"/page/{name}" for name in seeing.FILES)):
+        for path in ("/", *(f"/page/{name}" for name in page.FILES)):
             answer = server.http.get(path)
             assert answer.status_code == 200
-            assert answer.headers["content-security-policy"] == seeing.POLICY
+            assert answer.headers["content-security-policy"] == page.POLICY
             assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "unsafe" not in seeing.POLICY and "default-src 'none'" in seeing.POLICY
+        assert "unsafe" not in page.POLICY and "default-src 'none'" in page.POLICY
 
     def test_what_is_no_file_of_it_is_404(self, server: Running) -> None:
         for name in ("nothing.js", "..%2f..%2fapp.py", "%2e%2e/app.py"):
             assert server.http.get(f"/page/{name}").status_code == 404
 
     def test_whatever_it_names_is_there_and_nothing_of_others(self) -> None:
-        texts = {name: content.decode() for name, (content, _) in seeing.FILES.items()}
+        texts = {name: content.decode() for name, (content, _) in page.FILES.items()}
         assert set(texts) == {path.name for path in PAGE.iterdir()}
         for name, text in texts.items():
             named = re.findall(r'(?:src|href)="(?!#)([^"]+)"|from "\./([^"]+)"', text)
@@ -246,12 +247,12 @@ class TestPage:
             assert not addresses, name
 
     def test_no_script_or_style_stands_in_the_page_itself(self) -> None:
-        text = seeing.FILES["index.html"][0].decode()
+        text = page.FILES["index.html"][0].decode()
         assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", text)
         assert re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL) == [""]
 
     def test_every_element_that_a_script_looks_for_is_there(self) -> None:
-        html = seeing.FILES["index.html"][0].decode()
+        html = page.FILES["index.html"][0].decode()
         for name in ("main.js", "chat.js"):
-            for wanted in re.findall(r'find\("([^"]+)"\)', seeing.FILES[name][0].decode()):
+            for wanted in re.findall(r'find\("([^"]+)"\)', page.FILES[name][0].decode()):
                 assert f'id="{wanted}"' in html, wanted

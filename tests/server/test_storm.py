@@ -12,8 +12,8 @@ import pytest
 
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
-from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.guard import MAX_BODIES
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.http.limits import MAX_BODIES
 from vmmkv.server.protocol import Abort, Generate
 
 NUM_LEAVING = 500

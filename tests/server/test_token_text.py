@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv.server.token_text import TokenTexts
+from vmmkv.server.tokenizer import TokenTexts
 
 BYTES = TokenTexts(byte_tokenizer().backend_tokenizer)
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.server.support import Running, asking, eventually, running_server
-from vmmkv.server import api_errors
-from vmmkv.server.app import INLINE_LOGPROBS, MAX_TOKENISING, WRITING_AT_ONCE
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.http import errors
+from vmmkv.server.http.app import INLINE_LOGPROBS, MAX_TOKENISING, WRITING_AT_ONCE
 from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
 
@@ -105,7 +105,7 @@ def test_who_goes_away_keeps_the_turn_until_the_thread_is_done() -> None:
 
 
 def test_a_share_that_is_full_is_a_429_and_a_queue_that_is_full_a_503() -> None:
-    own, all_of_it = api_errors.no_turn(ShareFull("x")), api_errors.no_turn(QueueFull("x"))
+    own, all_of_it = errors.no_turn(ShareFull("x")), errors.no_turn(QueueFull("x"))
     assert (own.status, all_of_it.status) == (429, 503)
     assert own.headers and own.headers["Retry-After"] and all_of_it.headers and all_of_it.headers["Retry-After"]
 

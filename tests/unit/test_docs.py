@@ -24,9 +24,9 @@ import vmmkv.errors
 from bench import suites
 from vmmkv.cli import serve
 from vmmkv.server import metrics
-from vmmkv.server.app import DEFAULT_COMPLETION_TOKENS
-from vmmkv.server.options import OPTIONS
-from vmmkv.server.schemas import ChatRequest, CompletionRequest
+from vmmkv.server.config import OPTIONS
+from vmmkv.server.http.app import DEFAULT_COMPLETION_TOKENS
+from vmmkv.server.http.schemas import ChatRequest, CompletionRequest
 from vmmkv.server.structured_output import schema as schemas_served
 from vmmkv.testing.checks import CHECKS
 

@@ -8,7 +8,7 @@ import pytest
 
 from vmmkv.cli.main import main
 from vmmkv.server import launch
-from vmmkv.server.front_settings import FrontConfig
+from vmmkv.server.config import FrontConfig
 from vmmkv.units import MIB
 
 ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"

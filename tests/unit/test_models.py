@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from vmmkv.cli.main import main
-from vmmkv.server import fetch as fetching
 from vmmkv.server import models
-from vmmkv.server.fetch import fetch
-from vmmkv.server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, resolve
+from vmmkv.server import models as fetching
+from vmmkv.server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, fetch, resolve
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 64
 
@@ -161,7 +160,7 @@ def test_a_failed_refetch_leaves_what_was_there(source: Source) -> None:
 def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source) -> None:
     """The second starts while the first converts, waits for its lock, and then does nothing."""
     program = (
-        "import sys; from pathlib import Path; from vmmkv.server.fetch import _locked\n"
+        "import sys; from pathlib import Path; from vmmkv.server.models import _locked\n"
         "with _locked(Path(sys.argv[1]), 'tiny'): print('locked', flush=True); sys.stdin.read()\n"
     )
     root = Path(__file__).resolve().parents[2]

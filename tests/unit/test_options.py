@@ -9,9 +9,17 @@ import pytest
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
-from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.options import OPTIONS, VARIABLES, Option, _option, make_configs, read_file, with_flags
-from vmmkv.server.settings import ServeConfig
+from vmmkv.server.config import (
+    OPTIONS,
+    VARIABLES,
+    FrontConfig,
+    Option,
+    ServeConfig,
+    _option,
+    make_configs,
+    read_file,
+    with_flags,
+)
 from vmmkv.units import GIB, MIB
 
 launch = pytest.importorskip("vmmkv.server.launch")

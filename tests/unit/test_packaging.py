@@ -131,7 +131,7 @@ def test_the_wheel_holds_each_module_once_and_nothing_at_the_top(built: Path) ->
     expected = {f"vmmkv/{file}" if not file.startswith("vmmkv/") else file for file in MODULES}
     assert {name for name in names if name.endswith(".py")} == expected
     assert "vmmkv/py.typed" in names
-    page = {f"vmmkv/server/page/{path.name}" for path in (ROOT / "server" / "page").iterdir()}
+    page = {f"vmmkv/server/http/page/{path.name}" for path in (ROOT / "server" / "http" / "page").iterdir() if path.is_file()}
     assert page and {name for name in names if "/page/" in name} == page
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vmmkv.cli.main import main
-from vmmkv.server.settings import ServeConfig
+from vmmkv.server.config import ServeConfig
 from vmmkv.units import MIB
 
 launch = pytest.importorskip("vmmkv.server.launch")

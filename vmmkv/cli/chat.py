@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from vmmkv.cli.chat_client import ChatClient, ServerError
-from vmmkv.server.interrupt import DeferredInterrupt
-from vmmkv.server.options import API_KEY_VARIABLE, URL_VARIABLE
+from vmmkv.server.config import API_KEY_VARIABLE, URL_VARIABLE
+from vmmkv.server.console import DeferredInterrupt
 
 SUMMARY = "talk to a running server, in the terminal"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from vmmkv.server.options import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
+from vmmkv.server.config import CONFIG_VARIABLE, OPTIONS, SECRETS, VARIABLES, Option, make_configs
 
 SUMMARY = "serve a model over HTTP, its KV cache in vmmkv"
 

@@ -4,17 +4,452 @@ A parameter of OpenAI's that is not served is refused, unless it has the value t
 `tools=[]`): a client that sets it would else get something other than it asked for and never know. `user` asks for nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from vmmkv.server.sampling import MAX_CHOICES, MAX_LENGTH_PENALTY
-from vmmkv.server.sampling_schemas import MAX_LOGPROBS, SamplingFields
-from vmmkv.server.schema_base import Unserved, WireRequest, refusal
-from vmmkv.server.structured_output.schema import Grammar
-from vmmkv.server.structured_output.wire import OLDER_NAMES, ResponseFormat, StructuredOutputs
-from vmmkv.server.template_schemas import TemplateVariables
+from vmmkv.server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_LENGTH_PENALTY, MAX_PENALTY, MAX_REPETITION_PENALTY
+from vmmkv.server.structured_output.schema import MAX_SOURCE_CHARS, Grammar, GrammarRefused, of_choices, of_object, of_schema
+
+# -------- schema base
+# What every request body has in common: strict types, no unknown names, and plain words about what is not served.
+
+Unserved: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""Names of parameters, each with the values that ask for nothing, besides null."""
+
+
+class WireRequest(BaseModel):
+    """Strict (no `"5"` for 5), closed to unknown fields, and plain about those of OpenAI's that it does not serve."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    unserved: ClassVar[Unserved] = {}
+    """What is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in cls.unserved.keys() & data.keys():
+            value, neutral = data[name], cls.unserved[name]
+            # Types are compared too, for 0 == False: the one may ask for something where the other does not.
+            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+                wanted = f"leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
+                raise PydanticCustomError(
+                    "unsupported_parameter",
+                    "The parameter '{param}' is not supported by this server; {wanted}.",
+                    {"param": name, "wanted": wanted},
+                )
+        return {name: value for name, value in data.items() if name not in cls.unserved}
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """A complaint about what several parameters say together, with the one to name."""
+    why = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    return PydanticCustomError("combination", "{why}", {"why": why, "param": param})
+
+
+# -------- sampling schemas
+# How tokens are chosen, as asked for over the wire: OpenAI's parameters, and vLLM's beside them.
+
+MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGPROBS: Final = 20
+"""Of the likeliest tokens at each place."""
+MAX_PROMPT_LOGPROBS: Final = 1 << 17
+"""Of the prompts of one request, all their choices together, those of the likeliest tokens among them: each is named in the
+answer, which takes a few microseconds, some of them under Python's lock without a pause."""
+PROMPT_TOKEN_WEIGHT: Final = 4
+"""What a token of a prompt counts for there beside its likeliest: it has a text, a place and a table of its own."""
+
+
+def _as_token_ids(value: Any) -> Any:
+    """`logit_bias` has token ids as strings, for JSON's objects have no other keys."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError(
+            "logit_bias", "it has {given} tokens and may have {limit}", {"given": len(value), "limit": MAX_LOGIT_BIASES}
+        )
+    strange = next((key for key in value if not re.fullmatch(r"[0-9]{1,10}", str(key))), None)
+    if strange is not None:
+        raise PydanticCustomError(
+            "logit_bias", 'its keys must be token ids, as in {"50256": -100}, and {key} is none', {"key": repr(strange)}
+        )
+    return {int(key): bias for key, bias in value.items()}
+
+
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
+
+
+class SamplingFields(WireRequest):
+    """What decides which token comes next. What is absent or null asks for nothing; temperature and top_p are 1 then."""
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    """Not OpenAI's: only the likeliest so many can be drawn; 0 or -1 for all."""
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """Not OpenAI's: only tokens at least so likely as this share of the likeliest one can be drawn."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)] | None
+    ) = None
+    """Not OpenAI's: above 1, tokens of the prompt and the answer are less likely to come again."""
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_as_token_ids)] | None = None
+    """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+
+    def shaping(self) -> Iterator[str]:
+        """The names of those that are set and change which token comes next, but for the temperature and the seed."""
+        neutral: dict[str, tuple[Any, ...]] = {
+            "top_p": (1,),
+            "top_k": (0, -1),
+            "min_p": (0,),
+            "presence_penalty": (0,),
+            "frequency_penalty": (0,),
+            "repetition_penalty": (1,),
+            "logit_bias": ({},),
+        }
+        for name, values in neutral.items():
+            if getattr(self, name) not in (None, *values):
+                yield name
+
+
+# -------- template schemas
+# What a request may tell the model's own chat template, as vLLM has it: `chat_template_kwargs`.
+
+MAX_VARIABLES: Final = 16
+MAX_VARIABLE_CHARS: Final = 1024
+"""Of a text."""
+_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+RESERVED: Final = frozenset(
+    ("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+     "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "bos_token", "eos_token", "unk_token", "sep_token",
+     "pad_token", "cls_token", "mask_token", "raise_exception", "strftime_now")
+)  # fmt: skip
+"""What the renderer sets itself: another template, for one, would be the client's program in the server."""
+
+TemplateVariable: TypeAlias = str | float | bool | None
+"""One of JSON's scalars."""
+
+
+def _is_small_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_VARIABLE_CHARS
+    return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _as_variables(value: Any) -> dict[str, TemplateVariable]:
+    if not isinstance(value, dict) or len(value) > MAX_VARIABLES:
+        raise PydanticCustomError("variables", "it must be an object of {limit} names at most", {"limit": MAX_VARIABLES})
+    for name, each in value.items():
+        if name in RESERVED:
+            raise refusal(name, "the server sets this variable of chat templates itself: leave it out")
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+            raise PydanticCustomError("variables", "its names must be those of variables, in 64 characters at most")
+        if not _is_small_scalar(each):
+            wanted = f"it must be null, true, false, a number, or a text of {MAX_VARIABLE_CHARS} characters at most"
+            raise refusal(name, wanted)
+    return value
+
+
+TemplateVariables = Annotated[
+    dict[str, TemplateVariable],
+    PlainValidator(_as_variables),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_VARIABLES,
+            "propertyNames": {"pattern": f"^{_NAME}$", "not": {"enum": sorted(RESERVED)}},
+            "additionalProperties": {"type": ["null", "boolean", "number", "string"], "maxLength": MAX_VARIABLE_CHARS},
+        }
+    ),
+]
+
+
+# -------- answer schemas
+# What is answered over the wire, as pydantic models: OpenAI's completions and chat completions, whole and in chunks.
+
+FinishReason = Literal["stop", "length"]
+
+_Sparse = Field(exclude_if=lambda value: value is None)
+"""Left out of the answer, rather than null, when there is nothing to say."""
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompts' tokens."""
+
+    cached_tokens: int
+    """Those that the prefix cache had, so that they were not computed."""
+
+
+class Usage(BaseModel):
+    """Tokens: each prompt's once, however many choices it has, and those of all candidates, returned or not."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Of the tokens of a completion, or of those that a chunk adds. Lists of one length."""
+
+    text_offset: list[int]
+    """Where each begins, in characters of the whole answer."""
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt that is echoed, which comes after nothing."""
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+    """Of the likeliest at each place, and of the one that was chosen."""
+
+
+class TopLogprob(BaseModel):
+    """A token that could come at some place, and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Its UTF-8, which may be a part of a character; null for an id without text."""
+
+
+class TokenLogprob(TopLogprob):
+    """The token that came, and those that were the likeliest to come."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of the tokens of a reply, or of those that a chunk adds."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(BaseModel):
+    """One continuation of one prompt, or of a chunk the text that is new."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Annotated[Usage | None, _Sparse] = None
+
+
+class AssistantMessage(BaseModel):
+    """A whole reply."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """The reply to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a chunk adds; the first names the role."""
+
+    role: Annotated[Literal["assistant"] | None, _Sparse] = None
+    content: Annotated[str | None, _Sparse] = None
+
+
+class ChunkChoice(BaseModel):
+    """A choice within a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(BaseModel):
+    """A chunk of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Annotated[Usage | None, _Sparse] = None
+
+
+class Model(BaseModel):
+    """What is served. Known once the engine is ready: `max_model_len`, the tokens of one request, and whose `implementation`
+    of the model it is, `vmmkv` or `transformers`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vmmkv"
+    max_model_len: int | None = None
+    implementation: str | None = None
+
+
+class ModelList(BaseModel):
+    """The answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """The answer of /health: 200 when `ok`, else 503 and why."""
+
+    status: Literal["ok", "loading", "draining", "stuck", "dead"]
+    reason: str | None = None
+
+
+class Version(BaseModel):
+    """The answer of /version."""
+
+    version: str
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+# -------- schemas
+# How an answer by a grammar is asked for over the wire: OpenAI's `response_format`, vLLM's `structured_outputs`.
+
+OLDER_NAMES: Final[Mapping[str, str]] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's, before it had `structured_outputs`: refused, with what is served."""
+
+Source = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS)]
+
+
+class JsonSchema(WireRequest):
+    """Of `response_format`."""
+
+    name: Annotated[str, Field(max_length=64)] = "response"
+    description: Annotated[str, Field(max_length=1024)] | None = None
+    """For people: the model does not see it."""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    """Answers follow the schema in any case."""
+
+
+class ResponseFormat(WireRequest):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise refusal(
+                "", 'it must be an object whose type is "text", "json_object" or "json_schema", as in {"type": "json_object"}'
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _schema_goes_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
+        try:
+            self.grammar()
+        except GrammarRefused as error:
+            raise refusal("json_schema.schema", str(error)) from error
+        return self
+
+    def grammar(self) -> Grammar | None:
+        """What the answer follows; None if it is plain text. Raises: GrammarRefused."""
+        if self.json_schema is not None:
+            return of_schema(self.json_schema.schema_)
+        return of_object() if self.type == "json_object" else None
+
+
+class StructuredOutputs(WireRequest):
+    """vLLM's: one of these."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    """A schema."""
+    regex: Source | None = None
+    """That the whole answer matches."""
+    choice: list[str] | None = None
+    """Of texts."""
+    grammar_: Annotated[Source | None, Field(alias="grammar")] = None
+    """GBNF, with a rule `root`."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.model_fields_set) != 1 or self.param == "":
+            raise refusal("", "it must have exactly one of json, regex, choice and grammar")
+        try:
+            self.grammar()
+        except GrammarRefused as error:
+            raise refusal(self.param, str(error)) from error
+        return self
+
+    @property
+    def param(self) -> str:
+        """The name of the one that is given."""
+        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar_}
+        return next((name for name, value in values.items() if value is not None), "")
+
+    def grammar(self) -> Grammar:
+        """What the answer follows. Raises: GrammarRefused."""
+        if self.json_ is not None:
+            return of_schema(self.json_)
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        return of_choices(self.choice) if self.choice is not None else Grammar("ebnf", self.grammar_ or "")
+
+
+# -------- schemas
 
 Prompt = str | list[int]
 MAX_STOP_STRINGS = 4

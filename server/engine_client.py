@@ -9,21 +9,26 @@ is being cancelled because its client has gone away.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
+import os
+import signal
+import sys
 import time
-from collections import deque
+from asyncio.subprocess import DEVNULL, Process
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from vmmkv.server.latency import OF_QUEUE, OF_REQUESTS, OF_TOKENS, Times
-from vmmkv.server.memory_maps import MemoryMaps
+from vmmkv.server.metrics import OF_QUEUE, OF_REQUESTS, OF_TOKENS, Times
 from vmmkv.server.protocol import (
     Abort,
+    AskMap,
     Beams,
     CannotStart,
     Failed,
@@ -33,6 +38,7 @@ from vmmkv.server.protocol import (
     Loading,
     Managed,
     MemoryMap,
+    Message,
     Output,
     Outputs,
     PromptLogprobs,
@@ -43,6 +49,115 @@ from vmmkv.server.protocol import (
     decode_from_engine,
     encode,
 )
+
+# -------- memory maps
+# The live memory map as clients have it: asked of the engine at most every `FRESH_S`, however many look.
+#
+# A prefix that several slots map has a number, from 0, which stays its own while any two of them do.
+
+FRESH_S: Final = 0.25
+"""A map that is younger is given again."""
+
+Run: TypeAlias = tuple[int, int, int, str, int, int | None]
+"""Group of layers, first page, pages, state, slots that map it, number of the prefix (None: the slot's own)."""
+_Key: TypeAlias = tuple[int, int, int]
+"""Group, page, handle: where a run begins. Two slots have a prefix in common at the same pages."""
+
+
+class MapUnavailable(Exception):
+    """There is nobody who could say what is mapped."""
+
+
+class MemoryMaps:
+    """The maps of one engine. `send` takes what is to be sent to it."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._last: dict[str, Any] | None = None
+        self._taken_s = 0.0
+        self._coming: asyncio.Future[dict[str, Any]] | None = None
+        self._prefixes: dict[_Key, int] = {}
+        self._dead: str | None = None
+
+    async def get(self, *, within_s: float = 10.0) -> dict[str, Any]:
+        """A map of now, or of a moment ago. Raises: MapUnavailable."""
+        if self._dead is not None:
+            raise MapUnavailable(self._dead)
+        if self._last is not None and time.monotonic() - self._taken_s < FRESH_S:
+            return self._last
+        if self._coming is None:
+            self._coming = asyncio.get_running_loop().create_future()
+            self._coming.add_done_callback(_looked_at)
+            self._send(AskMap())
+        try:
+            # Not wait_for, which before Python 3.12 loses the cancellation of who goes away just as the map comes. Shielded:
+            # who goes away takes nothing from the others who wait.
+            async with asyncio.timeout(within_s):
+                return await asyncio.shield(self._coming)
+        except TimeoutError:
+            raise MapUnavailable(f"The engine has sent no map in {within_s:g} s; it may be in a long step.") from None
+
+    def take(self, message: MemoryMap) -> None:
+        """The engine has sent one."""
+        self._last, self._taken_s = self._drawn(message), time.monotonic()
+        if self._coming is not None and not self._coming.done():
+            self._coming.set_result(self._last)
+        self._coming = None
+
+    def fail(self, reason: str) -> None:
+        """No more come."""
+        self._dead = reason
+        if self._coming is not None and not self._coming.done():
+            self._coming.set_exception(MapUnavailable(reason))
+        self._coming = None
+
+    def _drawn(self, message: MemoryMap) -> dict[str, Any]:
+        shared: Counter[_Key] = Counter(
+            (group, run.page, run.handle)
+            for each in message.slots
+            for group, runs in enumerate(each.groups)
+            for run in runs
+            if run.num_holders > 1
+        )
+        self._number({key: count for key, count in shared.items() if count > 1})
+        slots = []
+        for each in message.slots:
+            runs: list[Run] = []
+            for group, own in enumerate(each.groups):
+                for page, num_pages, state, _, handle in own:
+                    key = (group, page, handle)
+                    prefix = self._prefixes.get(key)
+                    runs.append((group, page, num_pages, state.value, 1 if prefix is None else shared[key], prefix))
+            name = message.requests.get(each.slot)
+            slots.append(
+                {"slot": each.slot, "state": each.state.name.lower(), "tokens": each.num_tokens, "request": name, "runs": runs}
+            )
+        return {
+            "num_slots": message.num_slots,
+            "slot_pages": message.slot_pages,
+            "took_us": round(message.took_us),
+            "slots": slots,
+        }
+
+    def _number(self, shared: dict[_Key, int]) -> None:
+        """Keep the numbers of prefixes that are still there, and give new ones the least that are free."""
+        kept = {key: number for key, number in self._prefixes.items() if key in shared}
+        taken, number = set(kept.values()), 0
+        for key in sorted(shared.keys() - kept.keys()):
+            while number in taken:
+                number += 1
+            kept[key] = number
+            taken.add(number)
+        self._prefixes = kept
+
+
+def _looked_at(future: "asyncio.Future[dict[str, Any]]") -> None:
+    """Nobody need wait for it any more when it fails."""
+    if not future.cancelled():
+        future.exception()
+
+
+# -------- client
 
 log = logging.getLogger(__name__)
 
@@ -439,3 +554,109 @@ class EngineClient:
                 if isinstance(self.phase, Loading):
                     self.phase = message
                     self._settled.set()
+
+
+# -------- engine process
+# The engine as a child process: started, watched, and stopped.
+
+ENGINE_COMMAND: Final = (sys.executable, "-m", "vmmkv.server.engine")
+STOP_S: Final = 1.0
+"""How long an engine that was asked to finish may take; one that was sent SIGTERM gets as long again. One in a long step is not
+waited for: nobody wants what it computes, and the kernel frees what it has.
+"""
+_PR_SET_PDEATHSIG: Final = 1
+_ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""What the engine finds if nobody says otherwise: OpenMP threads that spin as they wait make a busy CPU ten times slower."""
+
+
+class EngineProcess:
+    """One engine process. It is in a process group of its own, so that Ctrl-C reaches it only through us, in order."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, command: Sequence[str], *, socket: str, config: str) -> Self:
+        """Start `command` with the socket's address to connect to and the configuration as JSON. Raises: OSError."""
+        arguments = (*command, "--socket", socket, "--config", config)
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *arguments, stdin=DEVNULL, process_group=0, preexec_fn=die_with_parent(), env=_ENVIRONMENT | os.environ
+            )
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def ended(self) -> str:
+        """Wait until it ends, and say how, in words."""
+        code = await self._process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def stop(self, ask: Callable[[], None] | None) -> None:
+        """End it: `ask` it, if there is a way, then SIGTERM, then SIGKILL. Idempotent."""
+        for step in (ask, self._process.terminate):
+            if step is None or self._process.returncode is not None:
+                continue
+            step()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_S)
+            except TimeoutError:
+                continue
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+def die_with_parent() -> Callable[[], None]:
+    """For a child, before it becomes another program: have the kernel end it if this process ends, however that happens.
+
+    Without this an engine whose parent was killed would keep the GPU's memory. Strictly it is the thread that ends: start the
+    child in one that lasts.
+    """
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+# -------- watchdog
+# Whether the engine makes steps while it has work: a kernel that hangs ends nothing by itself, and nobody would be told.
+#
+# The HTTP process sees it from outside: it has asked, and for a while there has been no answer of any kind.
+
+
+class Watchdog:
+    """Says that an engine is stuck once it has been silent for `after_s`, and that it goes on when it does.
+
+    `silent_s` is for how long the engine has had work and made no step.
+    """
+
+    def __init__(self, silent_s: Callable[[], float], after_s: float) -> None:
+        self.after_s = after_s
+        self._silent_s = silent_s
+
+    def complaint(self) -> str | None:
+        """What is wrong; None if nothing is."""
+        silent_s = self._silent_s()
+        if silent_s < self.after_s:
+            return None
+        return f"The engine has work and has made no step for {silent_s:.0f} s; its device may hang."
+
+    async def watch(self) -> None:
+        """Log it when it begins and when it ends. Runs until it is cancelled."""
+        was_stuck = False
+        while True:
+            await asyncio.sleep(min(1.0, self.after_s / 4))
+            complaint = self.complaint()
+            if complaint is not None and not was_stuck:
+                log.error("%s /health says so, until it goes on or the process is ended.", complaint)
+            elif complaint is None and was_stuck:
+                log.warning("The engine makes steps again.")
+            was_stuck = complaint is not None

@@ -8,25 +8,26 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, model_validator
 from starlette.types import Receive, Scope, Send
 
 from vmmkv import __version__
-from vmmkv.server import admin_routes, api_errors, request_id, seeing, token_routes
-from vmmkv.server.answer_schemas import ChatCompletion, Completion, Health, Model, ModelList, Version
-from vmmkv.server.answers import Answer, ChatAnswer, CompletionAnswer
-from vmmkv.server.api_errors import ApiError, bad_request
-from vmmkv.server.candidate import Candidate, Echo, TextDelta
-from vmmkv.server.client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
-from vmmkv.server.document import document
-from vmmkv.server.front_settings import FrontConfig
-from vmmkv.server.generation import (
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.engine_client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed, Watchdog
+from vmmkv.server.hosts import Hosts
+from vmmkv.server.http import errors, limits, page
+from vmmkv.server.http.errors import ApiError, bad_request
+from vmmkv.server.http.generation import (
+    Candidate,
     Generation,
+    GrammarService,
+    TextDelta,
     check_min_tokens,
     check_priority,
     check_prompt_logprobs,
@@ -36,20 +37,238 @@ from vmmkv.server.generation import (
     fit_key,
     fit_new_tokens,
 )
-from vmmkv.server.guard import AT_END, CALLER, HAS_BEGUN, Guard
-from vmmkv.server.hosts import Hosts
-from vmmkv.server.intake import Intake, Ticket
-from vmmkv.server.keys import Caller, Keys
+from vmmkv.server.http.limits import AT_END, CALLER, HAS_BEGUN, Caller, Guard, Intake, Keys, Ticket
+from vmmkv.server.http.page import Viewers
+from vmmkv.server.http.responses import Answer, ChatAnswer, CompletionAnswer
+from vmmkv.server.http.schemas import (
+    ChatCompletion,
+    ChatMessage,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    GenerationRequest,
+    Health,
+    Model,
+    ModelList,
+    TemplateVariables,
+    Unserved,
+    Version,
+    WireRequest,
+    refusal,
+)
 from vmmkv.server.metrics import Metrics
-from vmmkv.server.protocol import Loading, Ready
-from vmmkv.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from vmmkv.server.protocol import Forget, Loading, Managed, Ready, Resize
 from vmmkv.server.stalls import Stalls
-from vmmkv.server.structured_output.wire import GrammarService
-from vmmkv.server.tokenizer import Away, PromptError, Tokenizer
+from vmmkv.server.tokenizer import INLINE_CHARS, Away, Echo, PromptError, Tokenizer
 from vmmkv.server.turns import QueueFull, Turns
-from vmmkv.server.viewers import Viewers
-from vmmkv.server.watchdog import Watchdog
 from vmmkv.units import counted
+
+# -------- token routes
+# /tokenize and /detokenize, as vLLM has them: what a prompt or a conversation is to the model, and back.
+
+Require = Callable[[str | None], tuple[Ready, Tokenizer]]
+"""The engine's limits and the tokenizer of a model, the one there is if None. Raises: ApiError."""
+AwayFor = Callable[[Request], Away]
+"""How what takes long is done for whoever sent a request."""
+
+
+class TokenizeRequest(WireRequest):
+    """POST /tokenize: one prompt, or one conversation in the model's chat template."""
+
+    unserved: ClassVar[Unserved] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "tools": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: bool = True
+    """Whether a prompt gets the model's own start token, as /v1/completions gives it one; templates write their own."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "send either prompt or messages")
+        if self.chat_template_kwargs and self.messages is None:
+            raise refusal("chat_template_kwargs", "chat_template_kwargs is only for messages")
+        return self
+
+
+class Tokens(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    """Tokens that one request can have, with its answer."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(WireRequest):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Text(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+def token_routes(require: Require, away_for: AwayFor) -> APIRouter:
+    """The two routes."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize", response_model=Tokens)
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+        """The token ids of a text."""
+        ready, tokenizer = require(body.model)
+        away = away_for(request)
+        try:
+            if body.messages is not None:
+                ids = await tokenizer.encode_chat(body.messages, body.chat_template_kwargs, away=away)
+            else:
+                assert body.prompt is not None
+                (ids,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens, away=away)
+        except PromptError as error:
+            param = "prompt" if body.messages is None else "messages"
+            raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
+        limit = min(ready.max_tokens, ready.pool_tokens)
+
+        def answer() -> Response:
+            texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
+            tokens = Tokens.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
+            return Response(tokens.model_dump_json(), media_type="application/json")
+
+        found: Response = answer() if len(ids) <= INLINE_CHARS else await away(answer)
+        return found
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Text:
+        """The text of token ids, special tokens among it."""
+        _, tokenizer = require(body.model)
+        try:
+            (text,) = await tokenizer.said([body.tokens], skip_special_tokens=False, away=away_for(request))
+        except PromptError as error:
+            raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
+        return Text(prompt=text)
+
+    return routes
+
+
+# -------- admin routes
+# /kv/reset and /kv/resize: what only the administrator may do. Without an admin key there are no such routes.
+
+
+class ResetRequest(WireRequest):
+    """POST /kv/reset: `{}`."""
+
+
+class ResizeRequest(WireRequest):
+    """POST /kv/resize."""
+
+    budget_bytes: Annotated[int, Field(ge=1, lt=1 << 62)]
+    """What --kv-budget was."""
+
+
+class Memory(BaseModel):
+    """What there is now."""
+
+    freed_bytes: int
+    """That were held and are free, or the device's again."""
+    budget_bytes: int
+    pool_tokens: int
+    """Tokens of one sequence that the budget holds."""
+
+
+def admin_routes(engine: EngineClient) -> APIRouter:
+    """The two routes."""
+    routes = APIRouter(dependencies=[Depends(_require_administrator)])
+
+    @routes.post("/kv/reset")
+    async def reset(body: ResetRequest) -> Memory:
+        """Forget every prefix that no running request uses."""
+        return await _manage(engine, Forget())
+
+    @routes.post("/kv/resize")
+    async def resize(body: ResizeRequest) -> Memory:
+        """Give KV memory back to the device, or take more, while requests run."""
+        return await _manage(engine, Resize(budget_bytes=body.budget_bytes))
+
+    return routes
+
+
+async def _require_administrator(request: Request) -> None:
+    caller = getattr(request.state, CALLER)
+    assert isinstance(caller, Caller)
+    if not caller.is_admin:
+        raise errors.not_the_administrator()
+
+
+async def _manage(engine: EngineClient, message: Forget | Resize) -> Memory:
+    try:
+        managed: Managed = await engine.manage(message)
+    except (EngineNotReady, EngineDead) as error:
+        raise errors.unavailable(str(error)) from error
+    except RequestFailed as error:
+        raise errors.bad_request(str(error), param="budget_bytes", code="invalid_value") from error
+    return Memory(freed_bytes=managed.freed_bytes, budget_bytes=managed.budget_bytes, pool_tokens=managed.pool_tokens)
+
+
+# -------- document
+# The OpenAPI document of a server: what FastAPI knows of the routes, and what it cannot know.
+#
+# That all errors have one form, that an answer may be a stream, which model there is, and whether a key is wanted.
+
+_ERROR: Final = {"$ref": "#/components/schemas/ErrorBody"}
+_STREAMED: Final = ("/v1/completions", "/v1/chat/completions")
+_OPEN: Final = ("/health",)
+
+
+def document(app: FastAPI, *, model: str, has_keys: bool) -> dict[str, Any]:
+    """The document, made anew. `model` is the only one that requests can name."""
+    whole: dict[str, Any] = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+    schemas: dict[str, Any] = whole.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    of_errors = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(of_errors.pop("$defs"))
+    schemas["ErrorBody"] = of_errors
+    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
+        _name_the_model(schemas[name]["properties"], model)
+    if has_keys:
+        whole["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in whole["paths"].items():
+        for operation in operations.values():
+            answers = operation["responses"]
+            answers.pop("422", None)
+            for status, what in (("4XX", "The request cannot be answered."), ("5XX", "The server cannot answer.")):
+                answers.setdefault(status, {"description": what, "content": {"application/json": {"schema": _ERROR}}})
+            if path in _STREAMED:
+                answers["200"]["content"]["text/event-stream"] = {}  # its events have no schema in OpenAPI 3.1
+            if has_keys and path not in _OPEN:
+                operation["security"] = [{"key": []}]
+    return whole
+
+
+def _name_the_model(properties: dict[str, Any], model: str) -> None:
+    given = properties["model"]
+    is_optional = "anyOf" in given
+    properties["model"] = {"enum": [model, None] if is_optional else [model], "title": given["title"]}
+
+
+_ABOUT: Final = "OpenAI's API over one model. Every error has the form of ErrorBody, and every answer an X-Request-Id."
+
+
+# -------- app
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +336,7 @@ class Service:
         """Raises: ApiError if no request can be taken now: 503 while draining, 429 while the queue is full."""
         if self._drained_by_s is not None:
             left_s = max(1, math.ceil(self._drained_by_s - time.monotonic()))
-            raise api_errors.unavailable("The server is shutting down.", retry_after_s=left_s)
+            raise errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         self.intake.check_room()
 
     def away(self, request: Request, wanted_s: float | None = None, arrived_s: float | None = None) -> Away:
@@ -132,9 +351,9 @@ class Service:
             try:
                 done = await _in_time(request, self.tokenising.in_thread(caller, work), self.timeout_s(wanted_s), arrived_s)
             except QueueFull as error:
-                raise api_errors.no_turn(error) from error
+                raise errors.no_turn(error) from error
             if done is None:
-                raise api_errors.client_left()
+                raise errors.client_left()
             return done
 
         return away
@@ -150,13 +369,13 @@ class Service:
     def require(self, model: str | None) -> tuple[Ready, Tokenizer]:
         """The engine's limits and the tokenizer. Raises: ApiError, 404 for another model, 503 while not ready."""
         if model is not None and model != self.model:
-            raise api_errors.model_not_found(model, self.model)
+            raise errors.model_not_found(model, self.model)
         try:
             ready = self.engine.require_ready()
         except (EngineNotReady, EngineDead) as error:
-            raise api_errors.unavailable(str(error)) from error
+            raise errors.unavailable(str(error)) from error
         if self.tokenizer is None:
-            raise api_errors.unavailable("The tokenizer is loading; try again in a while.")
+            raise errors.unavailable("The tokenizer is loading; try again in a while.")
         return ready, self.tokenizer
 
     def describe(self) -> Model:
@@ -185,11 +404,11 @@ def create_app(service: Service) -> FastAPI:
     app = _App(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
-    seeing.install(app, service.engine, service.viewers, service.keys)
-    app.include_router(token_routes.router(service.require, service.away))
+    page.install(app, service.engine, service.viewers, service.keys)
+    app.include_router(token_routes(service.require, service.away))
     if service.front.admin_key is not None:
-        app.include_router(admin_routes.router(service.engine))
-    api_errors.install(app)
+        app.include_router(admin_routes(service.engine))
+    errors.install(app)
     app.add_middleware(
         Guard,
         keys=service.keys,
@@ -222,7 +441,7 @@ async def version() -> Version:
     return Version(version=__version__)
 
 
-@router.get("/metrics", response_class=PlainTextResponse, dependencies=[Depends(seeing.may_see)])
+@router.get("/metrics", response_class=PlainTextResponse, dependencies=[Depends(page.may_see)])
 async def metrics(request: Request) -> Response:
     """For Prometheus; answers in every state."""
     return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -239,7 +458,7 @@ async def model(request: Request, name: str) -> Model:
     """The one model, by its name."""
     service = _service(request)
     if name != service.model:
-        raise api_errors.model_not_found(name, service.model)
+        raise errors.model_not_found(name, service.model)
     return service.describe()
 
 
@@ -329,7 +548,7 @@ async def _respond(
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
     compiled = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
     if compiled is None:
-        return api_errors.client_left().response()
+        return errors.client_left().response()
     grammar, spared_s = compiled
     service.require(body.model)  # again: the engine may have died while the prompt was tokenised and the grammar compiled
     requests = engine_requests(body, answer.id, prompts, new_tokens, namespace=namespace, grammar=grammar)
@@ -365,7 +584,7 @@ async def _respond(
     finally:
         generation.close()
     if whole is None:
-        return api_errors.client_left().response()
+        return errors.client_left().response()
     return Response(whole, media_type="application/json")
 
 
@@ -396,7 +615,7 @@ async def _in_time(request: Request, work: Coroutine[Any, Any, T], timeout_s: fl
             return await _unless_disconnected(request, work)
     except TimeoutError as error:
         assert timeout_s is not None
-        raise api_errors.too_late(timeout_s) from error
+        raise errors.too_late(timeout_s) from error
 
 
 async def _whole(answer: Answer, generation: Generation, away: Away) -> str:
@@ -442,8 +661,8 @@ async def _events(
     except (RequestFailed, EngineDead) as error:
         yield _event(_api_error(error).body)
     except Exception as error:
-        log.exception("the stream of request %s failed", request_id.current.get())
-        yield _event(api_errors.unexpected(error).body)
+        log.exception("the stream of request %s failed", limits.current.get())
+        yield _event(errors.unexpected(error).body)
     yield "data: [DONE]\n\n"
 
 
@@ -452,7 +671,7 @@ def _event(body: BaseModel) -> str:
 
 
 def _api_error(error: RequestFailed | EngineDead) -> ApiError:
-    return api_errors.internal_error(str(error)) if isinstance(error, RequestFailed) else api_errors.unavailable(str(error))
+    return errors.internal_error(str(error)) if isinstance(error, RequestFailed) else errors.unavailable(str(error))
 
 
 class _EventStream(StreamingResponse):

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from vmmkv.server.answer_schemas import (
+from vmmkv.server.http.generation import Score, TextDelta
+from vmmkv.server.http.schemas import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -23,8 +24,7 @@ from vmmkv.server.answer_schemas import (
     TopLogprob,
     Usage,
 )
-from vmmkv.server.candidate import Score, TextDelta
-from vmmkv.server.token_text import TokenTexts
+from vmmkv.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
 """In place of minus infinity, which JSON cannot say; OpenAI's number."""

@@ -1,9 +1,7 @@
-"""What those who look at the page are sent: the server's state and the map of memory, as server-sent events.
+"""The routes of those who look: the page, the stream that feeds it, and the map of memory.
 
-    one ticker ── state, every TICK_S ──────────────┐
-    one mapper ── map, as often as it is new ───────┴──> the last of each ──> each viewer, as fast as it reads
-
-Nothing is done while nobody looks. Who reads slowly misses what was in between, and keeps nobody waiting.
+The page is files of this package, with no data in them: it asks for data as any client does. Its policy lets it load and reach
+nothing but this server, and run no script that is not a file.
 """
 
 import asyncio
@@ -11,16 +9,27 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from importlib import resources
 from typing import Any, Final
 
 import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
-from vmmkv.server.client import EngineClient
-from vmmkv.server.latency import Times
-from vmmkv.server.memory_maps import MapUnavailable
-from vmmkv.server.metrics import Metrics
+from vmmkv.server.engine_client import EngineClient, EngineDead, EngineNotReady, MapUnavailable
+from vmmkv.server.http import errors
+from vmmkv.server.http.limits import CALLER, Keys
+from vmmkv.server.metrics import Metrics, Rates, Times
 from vmmkv.server.protocol import Ready, Snapshot
-from vmmkv.server.rates import Rates
+from vmmkv.units import PAGE_BYTES
+
+# -------- viewers
+# What those who look at the page are sent: the server's state and the map of memory, as server-sent events.
+#
+#     one ticker ── state, every TICK_S ──────────────┐
+#     one mapper ── map, as often as it is new ───────┴──> the last of each ──> each viewer, as fast as it reads
+#
+# Nothing is done while nobody looks. Who reads slowly misses what was in between, and keeps nobody waiting.
 
 TICK_S: Final = 0.5
 WINDOW_S: Final = 2.0
@@ -161,3 +170,89 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
         "running": snapshot.running,
         "waiting": snapshot.waiting,
     }
+
+
+# -------- seeing
+
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+
+
+def _files() -> dict[str, tuple[bytes, str]]:
+    """All of the page, by name: so a name that is asked for is never a path."""
+    found = {}
+    for entry in resources.files(__name__).iterdir():
+        suffix = "." + entry.name.rpartition(".")[2]
+        if suffix in _TYPES:
+            found[entry.name] = (entry.read_bytes(), _TYPES[suffix])
+    return found
+
+
+FILES: Final = _files()
+
+router = APIRouter()
+
+
+def install(app: FastAPI, engine: EngineClient, viewers: Viewers, keys: Keys) -> None:
+    """Add the routes. What all are doing is shown to whom `keys` says."""
+    app.state.engine, app.state.viewers, app.state.keys = engine, viewers, keys
+    app.include_router(router)
+
+
+async def may_see(request: Request) -> None:
+    """For what all are doing together. Raises: ApiError (403)."""
+    keys: Keys = request.app.state.keys
+    if not keys.sees_all(getattr(request.state, CALLER)):
+        raise errors.not_the_administrator()
+
+
+@router.get("/", include_in_schema=False)
+async def index() -> Response:
+    """The page."""
+    return _file("index.html")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def file(name: str) -> Response:
+    """A file of the page."""
+    if name not in FILES:
+        raise errors.ApiError(404, f"There is no {name!r} here.", type="invalid_request_error", code="not_found")
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    content, media_type = FILES[name]
+    return Response(content, media_type=media_type, headers=HEADERS)
+
+
+@router.get("/kv", dependencies=[Depends(may_see)])
+async def kv(request: Request) -> Response:
+    """The live memory map: what is mapped under each slot, and what memory is for."""
+    engine: EngineClient = request.app.state.engine
+    try:
+        engine.require_ready()
+        found: dict[str, Any] = await engine.maps.get()
+    except (EngineNotReady, EngineDead, MapUnavailable) as error:
+        raise errors.unavailable(str(error)) from error
+    told = {"page_bytes": PAGE_BYTES, "memory": memory_of(engine.snapshot), **found}
+    return Response(msgspec.json.encode(told), media_type="application/json")
+
+
+@router.get("/events", include_in_schema=False, dependencies=[Depends(may_see)])
+async def events(request: Request) -> Response:
+    """State and map for as long as somebody looks, as server-sent events."""
+    viewers: Viewers = request.app.state.viewers
+    try:
+        stream = viewers.watch()
+    except TooManyViewers as error:
+        raise errors.unavailable(str(error)) from error
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from vmmkv.server.answer_schemas import ErrorBody, ErrorDetail
+from vmmkv.server.http.schemas import ErrorBody, ErrorDetail
 from vmmkv.server.turns import QueueFull, ShareFull
 from vmmkv.units import counted
 
