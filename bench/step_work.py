@@ -132,8 +132,8 @@ class CudaWork:
 
     def _layers(self) -> None:
         if self._attends:
-            from vmmkv.kernels.append import append
-            from vmmkv.kernels.decode import decode
+            from vmmkv.kernels.attention.append import append
+            from vmmkv.kernels.attention.decode import decode
 
             slots, lengths = self._index[0], self._index[1]
             new = _marks(slots, lengths, self._shape)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.vectors import prefetch
+from vmmkv.kernels.attention.append import prefetch
 
 MAX_WIDTH = 16_384
 """Elements of a row, which one program keeps in its registers."""

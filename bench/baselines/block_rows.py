@@ -34,7 +34,7 @@ class RowsInBlocks:
         turning: Turning | None,
     ) -> None:
         """See Rows.append."""
-        from vmmkv.kernels.paged import paged_append
+        from vmmkv.kernels.attention.paged import paged_append
 
         k_PUKD, v_PUKD = self._planes[layer]
         if turning is None:
@@ -57,7 +57,7 @@ class RowsInBlocks:
         window: int | None,
     ) -> torch.Tensor:
         """See Rows.decode."""
-        from vmmkv.kernels.paged import paged_decode
+        from vmmkv.kernels.attention.paged import paged_decode
 
         k_PUKD, v_PUKD = self._planes[layer]
         return paged_decode(q_BHD, k_PUKD, v_PUKD, lengths_B, slots_B, self._tables_SC, scale=scale, window=window)
@@ -74,7 +74,7 @@ class RowsInBlocks:
         window: int | None,
     ) -> torch.Tensor:
         """See Rows.prefill."""
-        from vmmkv.kernels.paged import paged_prefill
+        from vmmkv.kernels.attention.paged import paged_prefill
 
         k_PUKD, v_PUKD = self._planes[layer]
         return paged_prefill(
@@ -92,7 +92,7 @@ class RowsInBlocks:
         scale: float | None,
     ) -> torch.Tensor:
         """See Rows.cascade."""
-        from vmmkv.kernels.paged import paged_cascade
+        from vmmkv.kernels.attention.paged import paged_cascade
 
         k_PUKD, v_PUKD = self._planes[layer]
         return paged_cascade(

@@ -27,11 +27,10 @@ def prefill_as_over_blocks(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`vmmkv.kernels.prefill.prefill`, bit for bit what `paged_prefill` gives over the same rows."""
+    """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what `paged_prefill` gives over the same rows."""
     from vmmkv.kernels import checks
-    from vmmkv.kernels.memory import kv_memory
-    from vmmkv.kernels.prefill import launch_prefill
-    from vmmkv.kernels.prefill_tiling import prefill_tiling
+    from vmmkv.kernels.attention.kv_memory import kv_memory
+    from vmmkv.kernels.attention.prefill import launch_prefill, prefill_tiling
 
     memory = kv_memory(k_STKD, v_STKD, None, None, None, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, None, memory.head_dim)

@@ -92,8 +92,8 @@ class Append:
             _check_near(f"layer {layer}, {'kv'[plane]}", given, wanted_NKD[here], tolerance)
 
     def _pass(self) -> Callable[[], object]:
-        from vmmkv.kernels.append import append
-        from vmmkv.kernels.paged import paged_append
+        from vmmkv.kernels.attention.append import append
+        from vmmkv.kernels.attention.paged import paged_append
 
         new, memory = self.new, self.memory
         slots = torch.tensor(memory.slots, dtype=torch.int32, device=new.positions_N.device)

@@ -53,7 +53,7 @@ def bind_decode(batch: Batch, copy: int) -> Attend:
     """`decode`, or `paged_decode` over blocks."""
     lengths_B, slots_B, tables_SC = batch.lengths_B, batch.slots_B(copy), batch.memory.tables_SC
     if tables_SC is not None:
-        from vmmkv.kernels.paged import paged_decode
+        from vmmkv.kernels.attention.paged import paged_decode
 
         return lambda planes, out: paged_decode(
             batch.q_NHD,
@@ -66,7 +66,7 @@ def bind_decode(batch: Batch, copy: int) -> Attend:
             k_scale=planes.k_scale,
             v_scale=planes.v_scale,
         )
-    from vmmkv.kernels.decode import decode
+    from vmmkv.kernels.attention.decode import decode
 
     return lambda planes, out: decode(
         batch.q_NHD, planes.k, planes.v, lengths_B, slots_B, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale
@@ -77,7 +77,7 @@ def bind_prefill(batch: Batch, copy: int) -> Attend:
     """`prefill`, or `paged_prefill` over blocks."""
     starts, lengths_B, slots_B, tables_SC = batch.query_starts, batch.lengths_B, batch.slots_B(copy), batch.memory.tables_SC
     if tables_SC is not None:
-        from vmmkv.kernels.paged import paged_prefill
+        from vmmkv.kernels.attention.paged import paged_prefill
 
         return lambda planes, out: paged_prefill(
             batch.q_NHD,
@@ -91,7 +91,7 @@ def bind_prefill(batch: Batch, copy: int) -> Attend:
             k_scale=planes.k_scale,
             v_scale=planes.v_scale,
         )
-    from vmmkv.kernels.prefill import prefill
+    from vmmkv.kernels.attention.prefill import prefill
 
     return lambda planes, out: prefill(
         batch.q_NHD, planes.k, planes.v, starts, lengths_B, slots_B, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale

@@ -77,7 +77,7 @@ class Slots:
         sin_TR: torch.Tensor,
     ) -> None:
         """See Addressing.append."""
-        from vmmkv.kernels.append import append
+        from vmmkv.kernels.attention.append import append
 
         k, v = self._planes[layer]
         where = (rows.slots_N, rows.positions_N, self._limit_S)
@@ -85,7 +85,7 @@ class Slots:
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""
-        from vmmkv.kernels.decode import decode
+        from vmmkv.kernels.attention.decode import decode
 
         k, v = self._planes[layer]
         workspace = self._workspace.of(q_NHD, k, None)
@@ -114,7 +114,7 @@ class Blocks:
         sin_TR: torch.Tensor,
     ) -> None:
         """See Addressing.append."""
-        from vmmkv.kernels.paged import paged_append
+        from vmmkv.kernels.attention.paged import paged_append
 
         k, v = self._planes[layer]
         where = (rows.slots_N, rows.positions_N, self._tables_SC, self._limit_S)
@@ -122,7 +122,7 @@ class Blocks:
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""
-        from vmmkv.kernels.paged import paged_decode, paged_prefill
+        from vmmkv.kernels.attention.paged import paged_decode, paged_prefill
 
         k, v = self._planes[layer]
         workspace, tables_SC = self._workspace.of(q_NHD, k, self._tables_SC), self._tables_SC
@@ -141,7 +141,7 @@ class _Workspace:
 
     def of(self, q_NHD: torch.Tensor, k: torch.Tensor, tables_SC: torch.Tensor | None) -> torch.Tensor:
         """What decode needs for the most sequences of a step."""
-        from vmmkv.kernels.decode import workspace_elements
+        from vmmkv.kernels.attention.decode import workspace_elements
 
         if self._elements is None:
             like_BHD = q_NHD.new_empty(self._most_sequences, *q_NHD.shape[1:])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.kernels import sample_reference
+from vmmkv.kernels import reference
 from vmmkv.server.engine.sampling_state import Asked, Entry, SamplingState
 from vmmkv.server.engine.uploads import Uploads
 
@@ -73,10 +73,10 @@ class Adjustments:
         """Change the logits, in place, of the rows that ask for it."""
         if not self.num_rows:
             return
-        adjust = sample_reference.adjust
+        apply_penalties = reference.apply_penalties
         if logits_BV.is_cuda:
-            from vmmkv.kernels.adjust import adjust
-        adjust(
+            from vmmkv.kernels.sampling.logits import apply_penalties
+        apply_penalties(
             logits_BV, slots_B, state_row_S=state.state_row_S,
             repetition_S=state.repetition_S, frequency_S=state.frequency_S, presence_S=state.presence_S,
             counts_RV=self._counts_RV, prompt_RV=self._prompt_RV, bias_RV=self._bias_RV,

@@ -153,7 +153,7 @@ class RowsInSlots:
         turning: Turning | None,
     ) -> None:
         """See Rows.append."""
-        from vmmkv.kernels.append import append
+        from vmmkv.kernels.attention.append import append
 
         k_STKD, v_STKD = self.views[layer]
         if turning is None:
@@ -176,7 +176,7 @@ class RowsInSlots:
         window: int | None,
     ) -> torch.Tensor:
         """See Rows.decode."""
-        from vmmkv.kernels.decode import decode
+        from vmmkv.kernels.attention.decode import decode
 
         return decode(q_BHD, *self.views[layer], lengths_B, slots_B, scale=scale, window=window)
 
@@ -192,7 +192,7 @@ class RowsInSlots:
         window: int | None,
     ) -> torch.Tensor:
         """See Rows.prefill."""
-        from vmmkv.kernels.prefill import prefill
+        from vmmkv.kernels.attention.prefill import prefill
 
         return prefill(q_NHD, *self.views[layer], query_starts, lengths_B, slots_B, scale=scale, window=window)
 
@@ -207,7 +207,7 @@ class RowsInSlots:
         scale: float | None,
     ) -> torch.Tensor:
         """See Rows.cascade."""
-        from vmmkv.kernels.cascade import cascade
+        from vmmkv.kernels.attention.cascade import cascade
 
         return cascade(
             q_BHD, *self.views[layer], lengths_B, slots_B, group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G,

@@ -17,8 +17,8 @@ from types import ModuleType
 
 import torch
 
-from vmmkv.kernels import sample_reference
-from vmmkv.kernels.sample_reference import COLDEST, NOT_A_NUMBER
+from vmmkv.kernels import reference
+from vmmkv.kernels.reference import COLDEST, NOT_A_NUMBER
 from vmmkv.server.engine.adjust import Adjustments
 from vmmkv.server.engine.sampling_state import Asked, Entry, SamplingState
 from vmmkv.server.engine.uploads import Uploads
@@ -86,11 +86,11 @@ class Sampler:
         Cost: two launches on a GPU. Waits for nothing there; safe while a graph is captured, and the graph serves whatever
         the slots' parameters are when it is replayed.
         """
-        operations: ModuleType = sample_reference
+        operations: ModuleType = reference
         if logits_BV.is_cuda:
-            from vmmkv.kernels import sample as operations
+            from vmmkv.kernels.sampling import sample as operations
         if greedy:
-            tokens_B: torch.Tensor = operations.likeliest(logits_BV)
+            tokens_B: torch.Tensor = operations.argmax(logits_BV)
             return tokens_B
         state = self._state
         tokens_B = operations.sample(

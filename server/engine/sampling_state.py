@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.kernels.sample_reference import COLDEST
+from vmmkv.kernels.reference import COLDEST
 from vmmkv.server.engine.uploads import Uploads
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.kernels import sample_reference
+from vmmkv.kernels import reference
 from vmmkv.units import round_up
 
 ALIGNED_ELEMENTS: Final = 4
@@ -88,9 +88,9 @@ class TokenMasks(NamedTuple):
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
     """-inf, in place, for the tokens that may not come next. A copy to the device and a launch; waits for nothing."""
-    operations: ModuleType = sample_reference
+    operations: ModuleType = reference
     if logits_BV.is_cuda:
-        from vmmkv.kernels import token_mask as operations
+        from vmmkv.kernels.sampling import logits as operations
     sent = uploads.send(masks.packed)
     num_rows, num_words = masks.words_GW.shape
-    operations.forbid(logits_BV, sent[len(sent) - num_rows :], sent[: num_rows * num_words].view(num_rows, num_words))
+    operations.apply_token_mask(logits_BV, sent[len(sent) - num_rows :], sent[: num_rows * num_words].view(num_rows, num_words))

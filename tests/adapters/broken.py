@@ -7,7 +7,7 @@ import torch
 
 from vmmkv.adapters.attention import sdpa_decode
 from vmmkv.kernels import reference
-from vmmkv.kernels.decode import decode
+from vmmkv.kernels.attention.decode import decode
 from vmmkv.memory.address_space import wrap
 from vmmkv.units import round_up
 

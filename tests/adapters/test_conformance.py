@@ -15,8 +15,8 @@ from tests.adapters import broken
 from vmmkv.adapters import attention
 from vmmkv.driver import cuda
 from vmmkv.errors import MissingDriver
-from vmmkv.kernels.decode import decode
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.decode import decode
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.memory.pool import Pool
 from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance
 from vmmkv.testing import __main__ as command

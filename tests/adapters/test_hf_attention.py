@@ -37,7 +37,8 @@ from vmmkv import Pool
 from vmmkv.adapters import hf_attend, hf_eager
 from vmmkv.adapters.hf import VmmCache
 from vmmkv.adapters.hf_attention import _CHOSEN, _IGNORED, DeclinedWarning, attention, declined, mask
-from vmmkv.kernels import checks, decode, prefill, reference
+from vmmkv.kernels import checks, reference
+from vmmkv.kernels.attention import decode, prefill
 
 MODELS = {
     "grouped": llama,

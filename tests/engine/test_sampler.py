@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vmmkv.kernels.sample_reference import least_kept
+from vmmkv.kernels.reference import least_kept
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
 from vmmkv.server.protocol import Generate
 

@@ -14,10 +14,10 @@ from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
 from tests.kernels.memories import FORMATS, Memory
 from tests.kernels.test_cascade import Group, share
 from vmmkv.kernels import checks, reference
-from vmmkv.kernels.append import append
-from vmmkv.kernels.cascade import workspace_elements
-from vmmkv.kernels.paged import paged_cascade, paged_decode
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.cascade import workspace_elements
+from vmmkv.kernels.attention.paged import paged_cascade, paged_decode
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
@@ -176,7 +176,7 @@ def test_the_bits_do_not_depend_on_the_number_of_lanes(monkeypatch: pytest.Monke
     expected = case.decode()
     assert_right(expected, case)
     for num_lanes in (1, 2, 7, 16, 100, 1000):
-        monkeypatch.setattr("vmmkv.kernels.decode._num_lanes", lambda *_, num_lanes=num_lanes: num_lanes)
+        monkeypatch.setattr("vmmkv.kernels.attention.decode._num_lanes", lambda *_, num_lanes=num_lanes: num_lanes)
         assert torch.equal(case.decode(out=case.poisoned_out()), expected), f"{num_lanes} lanes"
 
 

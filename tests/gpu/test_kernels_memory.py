@@ -13,11 +13,11 @@ if not torch.cuda.is_available():
 
 from tests.kernels.cases import NAN, assert_right, make_case
 from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
-from vmmkv.kernels.append import append
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.decode import decode, workspace_elements
+from vmmkv.kernels.attention.paged import paged_append, paged_decode
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.copy import copy_rows
-from vmmkv.kernels.decode import decode, workspace_elements
-from vmmkv.kernels.paged import paged_append, paged_decode
-from vmmkv.kernels.prefill import prefill
 from vmmkv.layout import KVType
 
 pytestmark = pytest.mark.gpu

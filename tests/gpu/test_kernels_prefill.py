@@ -14,7 +14,7 @@ from bench.baselines.common_prefill import prefill_as_over_blocks
 from tests.kernels.cases import NAN, make_case
 from tests.kernels.memories import FORMATS
 from tests.kernels.test_prefill import make_prompts
-from vmmkv.kernels.prefill import _hopper, prefill
+from vmmkv.kernels.attention.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu

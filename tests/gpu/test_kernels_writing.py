@@ -13,7 +13,7 @@ from tests.kernels import test_append
 from tests.kernels.memories import FORMATS, POISON, make_memory
 from tests.kernels.test_append import ROWS, SLOTS, make_angles, make_tokens
 from vmmkv.kernels import reference
-from vmmkv.kernels.append import append
+from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.copy import copy_extents, copy_rows
 from vmmkv.kernels.quantise import Kind
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.kernels.memories import Memory, make_memory
 from vmmkv.kernels import reference
-from vmmkv.kernels.decode import decode
-from vmmkv.kernels.paged import paged_decode
+from vmmkv.kernels.attention.decode import decode
+from vmmkv.kernels.attention.paged import paged_decode
 from vmmkv.kernels.quantise import Kind, quantise
 
 NAN = float("nan")

@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vmmkv.kernels import append, checks, copy, decode, paged, prefill
+from vmmkv.kernels import checks, copy
+from vmmkv.kernels.attention import append, decode, paged, prefill
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -82,7 +83,7 @@ def pretend_to_have_a_gpu() -> None:
     decode._num_lanes = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
     copy._num_programs = lambda device: 528  # type: ignore[assignment]
     if HAS_GLUON:
-        from vmmkv.kernels import prefill_hopper
+        from vmmkv.kernels.attention import prefill_hopper
 
         prefill_hopper._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
         prefill._hopper = lambda device: prefill_hopper  # type: ignore[assignment]

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 _PREAMBLE = """
 import torch
 from tests.kernels.compiled import META, Model, empty, pretend_to_have_a_gpu
-from vmmkv.kernels import activation, append, norm
+from vmmkv.kernels import activation, norm
+from vmmkv.kernels.attention import append
 pretend_to_have_a_gpu()
 """
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.kernels.guarded import Guarded, signal_of
 from vmmkv.kernels import reference
-from vmmkv.kernels.paged import paged_cascade
+from vmmkv.kernels.attention.paged import paged_cascade
 
 BLOCK, HEAD_DIM, LENGTH, COLUMNS = 16, 64, 90, 6
 LEADER, FOLLOWER = 0, 1

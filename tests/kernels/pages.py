@@ -8,9 +8,9 @@ import torch
 
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.driver import open_driver
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.decode import decode
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.layout import KVType
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from vmmkv.kernels import reference
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode
-from vmmkv.kernels.paged import paged_append, paged_decode, paged_prefill
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.decode import decode
+from vmmkv.kernels.attention.paged import paged_append, paged_decode, paged_prefill
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
 

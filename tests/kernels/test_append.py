@@ -12,8 +12,8 @@ from tests.kernels.memories import FORMATS, POISON, make_memory
 from tests.kernels.test_checks import append_arguments, assert_refused, meta, misaligned, spread
 from tests.kernels.test_norm import assert_rounded_alike
 from vmmkv.kernels import reference
-from vmmkv.kernels.append import append
-from vmmkv.kernels.paged import paged_append
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.paged import paged_append
 from vmmkv.kernels.quantise import Kind, dequantise
 from vmmkv.units import ceil_div
 

@@ -15,8 +15,7 @@ import torch
 from tests.kernels.cases import NAN, Case, make_case
 from tests.kernels.compiling import assert_compiles
 from vmmkv.kernels import checks, reference
-from vmmkv.kernels.cascade import cascade, firsts_of, workspace_elements
-from vmmkv.kernels.cascade_tiling import CascadeTiling
+from vmmkv.kernels.attention.cascade import CascadeTiling, cascade, firsts_of, workspace_elements
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 
@@ -103,8 +102,8 @@ def share(
 def cut_small(monkeypatch: pytest.MonkeyPatch, num_lanes: int, **changes: int) -> None:
     """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many lanes."""
     small = dataclasses.replace(CascadeTiling(queries=16, tile_rows=16, merged_parts=2), **changes)
-    monkeypatch.setattr("vmmkv.kernels.cascade_prefix.cascade_tiling", lambda *shape: small)
-    monkeypatch.setattr("vmmkv.kernels.cascade_prefix._num_lanes", lambda *_: num_lanes)
+    monkeypatch.setattr("vmmkv.kernels.attention.cascade.cascade_tiling", lambda *shape: small)
+    monkeypatch.setattr("vmmkv.kernels.attention.cascade._num_lanes", lambda *_: num_lanes)
 
 
 @pytest.fixture
@@ -336,10 +335,10 @@ def test_cascade_names_the_argument_it_refuses(name: str, spoil: Any, wanted: st
 
 def test_cascade_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     statements = """
-from vmmkv.kernels import cascade, cascade_prefix
-from vmmkv.kernels.cascade import cascade
-from vmmkv.kernels.paged import paged_cascade
-cascade_prefix._num_lanes = lambda device, num_kv_heads, programs_per_sm: 16
+from vmmkv.kernels.attention import cascade as module
+from vmmkv.kernels.attention.cascade import cascade
+from vmmkv.kernels.attention.paged import paged_cascade
+module._num_lanes = lambda device, num_kv_heads, programs_per_sm: 16
 
 def run(*shape, block=0, **options):
     model = Model(*shape, block=block)

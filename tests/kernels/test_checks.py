@@ -8,10 +8,10 @@ import torch
 
 from tests.kernels.cases import NAN, Case, make_case
 from tests.kernels.memories import make_memory
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import decode
-from vmmkv.kernels.paged import paged_append, paged_decode, paged_prefill
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.decode import decode
+from vmmkv.kernels.attention.paged import paged_append, paged_decode, paged_prefill
+from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import Kind
 
 Spoil = Callable[[torch.Tensor], Any]

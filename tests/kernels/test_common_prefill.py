@@ -3,7 +3,7 @@
 import torch
 
 from bench.baselines.common_prefill import prefill_as_over_blocks
-from vmmkv.kernels.prefill import prefill
+from vmmkv.kernels.attention.prefill import prefill
 
 
 def test_it_is_prefill() -> None:

@@ -11,10 +11,8 @@ import torch
 from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
 from tests.kernels.memories import FORMATS
 from vmmkv.kernels import checks, reference
-from vmmkv.kernels.decode import decode, workspace_elements
-from vmmkv.kernels.decode_launches import launches_of
+from vmmkv.kernels.attention.decode import Tiling, decode, launches_of, tiling, workspace_elements
 from vmmkv.kernels.quantise import Kind
-from vmmkv.kernels.tiling import Tiling, tiling
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 
@@ -28,7 +26,7 @@ def cut_like(monkeypatch: pytest.MonkeyPatch) -> Cut:
     def cut(**changes: int) -> Tiling:
         small = {"tile_rows": 16, "chunk_tiles": 4, "short_tiles": 4, "max_chunks": 4}
         cut = dataclasses.replace(tiling(4, 2, 64, 2, 128), **(small | changes))
-        monkeypatch.setattr("vmmkv.kernels.decode.tiling", lambda *shape: cut)
+        monkeypatch.setattr("vmmkv.kernels.attention.decode.tiling", lambda *shape: cut)
         return cut
 
     return cut
@@ -37,7 +35,7 @@ def cut_like(monkeypatch: pytest.MonkeyPatch) -> Cut:
 @pytest.fixture
 def set_lanes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """So many programs for each kv head."""
-    return lambda num_lanes: monkeypatch.setattr("vmmkv.kernels.decode._num_lanes", lambda *_: num_lanes)
+    return lambda num_lanes: monkeypatch.setattr("vmmkv.kernels.attention.decode._num_lanes", lambda *_: num_lanes)
 
 
 @pytest.fixture

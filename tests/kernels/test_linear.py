@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from vmmkv.kernels import linear as module
-from vmmkv.kernels.linear import MAX_ROWS, linear
-from vmmkv.kernels.linear_tiling import LinearTiling, linear_tiling
+from vmmkv.kernels.linear import MAX_ROWS, LinearTiling, linear, linear_tiling
 
 NAN = float("nan")
 EPS = 1e-5

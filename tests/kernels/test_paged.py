@@ -8,9 +8,9 @@ import torch
 from tests.kernels.cases import NAN, assert_right, make_case
 from tests.kernels.memories import FORMATS, Memory, make_memory
 from tests.kernels.test_append import ROWS, SLOTS, make_angles, make_norms, make_tokens
-from vmmkv.kernels.append import append
-from vmmkv.kernels.decode import workspace_elements
-from vmmkv.kernels.paged import paged_append, paged_decode
+from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.decode import workspace_elements
+from vmmkv.kernels.attention.paged import paged_append, paged_decode
 from vmmkv.kernels.quantise import Kind
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}

@@ -11,8 +11,8 @@ import torch
 
 from tests.kernels.cases import NAN
 from tests.kernels.test_cascade import GROUPINGS, Group, cut_small, share
-from vmmkv.kernels.cascade import workspace_elements
-from vmmkv.kernels.paged import paged_cascade
+from vmmkv.kernels.attention.cascade import workspace_elements
+from vmmkv.kernels.attention.paged import paged_cascade
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,9 @@ import torch
 from tests.kernels.cases import LENGTHS, NAN
 from tests.kernels.compiling import assert_compiles
 from vmmkv.kernels import reference
-from vmmkv.kernels.decode import decode, workspace_elements
-from vmmkv.kernels.paged import paged_prefill
-from vmmkv.kernels.prefill import _hopper, prefill
-from vmmkv.kernels.prefill_tiling import PrefillTiling
+from vmmkv.kernels.attention.decode import decode, workspace_elements
+from vmmkv.kernels.attention.paged import paged_prefill
+from vmmkv.kernels.attention.prefill import PrefillTiling, _hopper, prefill
 from vmmkv.kernels.quantise import KINDS, Kind, dequantise, quantise
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
@@ -158,7 +157,7 @@ def make_prompts(
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> PrefillTiling:
     """Tiles of 32 by 32, so that short sequences go through what long ones do."""
     cut = PrefillTiling(tokens=32, tile_rows=32, num_warps=4)
-    monkeypatch.setattr("vmmkv.kernels.prefill.prefill_tiling", lambda *shape: cut)
+    monkeypatch.setattr("vmmkv.kernels.attention.prefill.prefill_tiling", lambda *shape: cut)
     return cut
 
 
@@ -347,7 +346,8 @@ def test_no_queries_launch_nothing(device: torch.device) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton.experimental.gluon") is None, reason="this Triton has no Gluon")
 def test_prefill_for_hopper_compiles_without_one(tmp_path: Path) -> None:
     statements = """
-from vmmkv.kernels import prefill, prefill_hopper
+from vmmkv.kernels.attention import prefill
+from vmmkv.kernels.attention import prefill_hopper
 launch, launched = prefill_hopper.launch_prefill_hopper, []
 def counted(*arguments):
     launched.append(launch(*arguments))

@@ -15,7 +15,7 @@ from bench.quality import KV_TYPES, Attended, QuantisingAttention
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment
-from vmmkv.kernels.append import append
+from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
 from vmmkv.server.models import KNOWN_MODELS, model_dir

@@ -11,10 +11,11 @@ import triton.language as tl
 from tests.kernels.cases import NAN
 from tests.kernels.compiling import assert_compiles
 from tests.kernels.test_checks import Refusal, assert_refused, meta, spread
-from vmmkv.kernels import noise, sample_math, sample_reference
-from vmmkv.kernels import sample as module
-from vmmkv.kernels.adjust import adjust
-from vmmkv.kernels.sample import likeliest, sample
+from vmmkv.kernels import reference
+from vmmkv.kernels.sampling import noise
+from vmmkv.kernels.sampling import sample as module
+from vmmkv.kernels.sampling.logits import apply_penalties
+from vmmkv.kernels.sampling.sample import argmax, sample
 
 INFINITY = float("inf")
 FILTERS = {
@@ -60,7 +61,7 @@ def index(values: list[int], device: torch.device, dtype: torch.dtype = torch.in
 @triton.jit
 def _store_words(p_out, position, p_seed):
     i_c = tl.arange(0, 64)
-    words = sample_math.philox((i_c * 0x3000001).to(tl.uint32), position, tl.load(p_seed))
+    words = module.philox((i_c * 0x3000001).to(tl.uint32), position, tl.load(p_seed))
     for i in tl.static_range(4):
         tl.store(p_out + i * 64 + i_c, words[i].to(tl.int64))
 
@@ -69,9 +70,9 @@ def _store_words(p_out, position, p_seed):
 def _store_math(p_words, p_x, p_gumbel, p_log, p_weights, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x = tl.load(p_x + i)
-    tl.store(p_gumbel + i, sample_math.gumbel(tl.load(p_words + i).to(tl.uint32)))
-    tl.store(p_log + i, sample_math.log(x))
-    tl.store(p_weights + i, sample_math.weights(-x, -0.125, 1.7))
+    tl.store(p_gumbel + i, module.gumbel(tl.load(p_words + i).to(tl.uint32)))
+    tl.store(p_log + i, module.log(x))
+    tl.store(p_weights + i, module.weights(-x, -0.125, 1.7))
 
 
 def test_philox_gives_the_published_numbers() -> None:
@@ -125,7 +126,7 @@ def test_tokens_are_those_of_torch(vocabulary: int, device: torch.device) -> Non
     for position in (0, 12_345):
         positions_B = slots_B * 7 + position
         ours = sample(logits_BV, slots_B, positions_B, **parameters)
-        assert ours.tolist() == sample_reference.sample(logits_BV, slots_B, positions_B, **parameters).tolist()
+        assert ours.tolist() == reference.sample(logits_BV, slots_B, positions_B, **parameters).tolist()
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -135,7 +136,7 @@ def test_equal_logits_are_kept_and_dropped_together(index_dtype: torch.dtype, de
     parameters = make_parameters(device)
     slots_B = index(list(range(len(FILTERS))), device, index_dtype)
     ours = sample(logits_BV, slots_B, slots_B, **parameters)
-    assert ours.tolist() == sample_reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
+    assert ours.tolist() == reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
 
 
 def test_flat_rows_are_filtered_as_in_torch(device: torch.device) -> None:
@@ -146,7 +147,7 @@ def test_flat_rows_are_filtered_as_in_torch(device: torch.device) -> None:
     parameters = make_parameters(device, filters)
     slots_B = index([0, 1, 2, 3], device)
     ours = sample(logits_BV, slots_B, slots_B, **parameters)
-    assert ours.tolist() == sample_reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
+    assert ours.tolist() == reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
 
 
 @pytest.mark.parametrize("programs", [1, 4096])
@@ -155,10 +156,10 @@ def test_how_rows_are_cut_changes_nothing(programs: int, device: torch.device, m
     logits_BV = make_logits(3, 5000, torch.float32, device)
     parameters = make_parameters(device, [FILTERS[name] for name in names])
     slots_B = index([0, 1, 2], device)
-    expected = sample_reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
+    expected = reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
     monkeypatch.setattr(module, "_PROGRAMS", programs)
     assert sample(logits_BV, slots_B, slots_B, **parameters).tolist() == expected
-    assert likeliest(logits_BV).tolist() == logits_BV.argmax(-1).tolist()
+    assert argmax(logits_BV).tolist() == logits_BV.argmax(-1).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")  # numpy's, in the interpreter
@@ -173,14 +174,14 @@ def test_rows_that_are_no_numbers_are_told_and_touch_no_other(device: torch.devi
     slots_B = index(list(range(6)), device)
     ours = sample(logits_BV, slots_B, slots_B, **parameters).tolist()
     assert ours[:4] == [-1, -1, -1, 0] and ours[4] in (7, 1050)
-    assert ours == sample_reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
-    assert likeliest(logits_BV).tolist() == [-1, -1, -1, 0, 7, 0]
+    assert ours == reference.sample(logits_BV, slots_B, slots_B, **parameters).tolist()
+    assert argmax(logits_BV).tolist() == [-1, -1, -1, 0, 7, 0]
 
 
 def test_slots_that_are_not_there_are_greedy(device: torch.device) -> None:
     logits_BV = make_logits(2, 300, torch.float32, device)
     slots_B = index([-1, 9], device)
-    assert torch.equal(sample(logits_BV, slots_B, slots_B, **make_parameters(device, [{}])), likeliest(logits_BV))
+    assert torch.equal(sample(logits_BV, slots_B, slots_B, **make_parameters(device, [{}])), argmax(logits_BV))
 
 
 @pytest.mark.parametrize("vocabulary", [1, 1000, 5003, 9000])
@@ -188,12 +189,12 @@ def test_slots_that_are_not_there_are_greedy(device: torch.device) -> None:
 def test_the_likeliest_is_the_first_of_the_largest(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     logits_BV = make_logits(3, vocabulary, dtype, device).round_()
     out = torch.empty(3, dtype=torch.int32, device=device)
-    assert likeliest(logits_BV, out=out) is out
-    assert torch.equal(out, sample_reference.likeliest(logits_BV))
+    assert argmax(logits_BV, out=out) is out
+    assert torch.equal(out, reference.argmax(logits_BV))
 
 
 def test_no_rows_are_no_tokens(device: torch.device) -> None:
-    assert likeliest(torch.zeros(0, 50, device=device)).shape == (0,)
+    assert argmax(torch.zeros(0, 50, device=device)).shape == (0,)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -214,8 +215,8 @@ def test_adjusting_has_the_bits_of_torch(dtype: torch.dtype, has_bias: bool, dev
     }  # fmt: skip
     expected_BV = before_BV.clone()
     slots_B = index([3, 0, 1, 2], device)
-    adjust(logits_BV, slots_B, **state)
-    sample_reference.adjust(expected_BV, slots_B, **state)
+    apply_penalties(logits_BV, slots_B, **state)
+    reference.apply_penalties(expected_BV, slots_B, **state)
     assert torch.equal(logits_BV, expected_BV)
     assert (logits_BV != before_BV).any(dim=1).tolist() == [True, False, True, False]
 
@@ -250,16 +251,17 @@ def test_sample_names_what_it_refuses(refusal: Refusal, device: torch.device) ->
 
 def test_sampling_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     statements = """
-from vmmkv.kernels import adjust, sample
+from vmmkv.kernels.sampling import logits
+from vmmkv.kernels.sampling import sample
 floats = {name: empty(257, dtype=torch.float32) for name in ("temperature_S", "top_p_S", "min_p_S")}
 for rows, vocabulary, dtype in ((1, 50_257, torch.float32), (256, 128_256, torch.bfloat16)):
     logits_BV = empty(rows, vocabulary, dtype=dtype)
     index_B = empty(rows)
-    sample.likeliest(logits_BV)
+    sample.argmax(logits_BV)
     sample.sample(logits_BV, index_B, index_B, **floats, top_k_S=empty(257), seed_S=empty(257, dtype=torch.int64))
     penalties = dict.fromkeys(("repetition_S", "frequency_S", "presence_S"), empty(257, dtype=torch.float32))
     state = {"counts_RV": empty(5, vocabulary), "prompt_RV": empty(5, vocabulary, dtype=torch.uint8)}
     bias_RV = empty(5, vocabulary, dtype=torch.float32)
-    adjust.adjust(logits_BV, index_B, state_row_S=empty(257), **penalties, **state, bias_RV=bias_RV)
+    logits.apply_penalties(logits_BV, index_B, state_row_S=empty(257), **penalties, **state, bias_RV=bias_RV)
 """
     assert_compiles(statements, tmp_path)

@@ -8,8 +8,8 @@ import torch
 
 from tests.kernels.compiling import assert_compiles
 from tests.kernels.test_checks import Refusal, assert_refused, meta, spread
-from vmmkv.kernels import sample_reference
-from vmmkv.kernels.token_mask import forbid
+from vmmkv.kernels import reference
+from vmmkv.kernels.sampling.logits import apply_token_mask
 
 
 def words_of(may_GV: torch.Tensor, num_words: int) -> torch.Tensor:
@@ -31,17 +31,17 @@ def test_forbidding_has_the_bits_of_torch(device: torch.device, size: int, more_
     for row, may_V in ((4, may_GV[0]), (1, may_GV[1]), (0, may_GV[3])):
         expected_BV[row, ~may_V] = -torch.inf
     rows_G, words_GW = torch.tensor([4, 1, -1, 0], dtype=torch.int32), words_of(may_GV, -(-size // 32) + more_words)
-    forbid(ours_BV, rows_G.to(device), words_GW.to(device))
+    apply_token_mask(ours_BV, rows_G.to(device), words_GW.to(device))
     assert torch.equal(ours_BV.cpu().nan_to_num(7.0, neginf=-torch.inf), expected_BV.nan_to_num(7.0, neginf=-torch.inf))
     reference_BV = logits_BV.clone()
-    sample_reference.forbid(reference_BV, rows_G, words_GW)
+    reference.apply_token_mask(reference_BV, rows_G, words_GW)
     assert torch.equal(reference_BV.nan_to_num(7.0, neginf=-torch.inf), expected_BV.nan_to_num(7.0, neginf=-torch.inf))
 
 
 def test_a_row_that_there_is_not_is_passed_over(device: torch.device) -> None:
     buffer_BV = torch.ones(4, 40, device=device)
     index = torch.tensor([2, 5, -9], device=device)
-    forbid(buffer_BV[1:3], index, torch.zeros(3, 2, dtype=torch.int32, device=device))
+    apply_token_mask(buffer_BV[1:3], index, torch.zeros(3, 2, dtype=torch.int32, device=device))
     assert (buffer_BV == 1).all()
 
 
@@ -66,13 +66,13 @@ def test_forbid_names_what_it_refuses(refusal: Refusal, device: torch.device) ->
         "rows_G": torch.zeros(2, dtype=torch.int32, device=device),
         "words_GW": torch.zeros(2, 2, dtype=torch.int32, device=device),
     }
-    assert_refused(forbid, arguments, refusal)
+    assert_refused(apply_token_mask, arguments, refusal)
 
 
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     statements = """
-from vmmkv.kernels import token_mask
+from vmmkv.kernels.sampling import logits
 for rows, vocabulary, dtype in ((1, 50_257, torch.float32), (64, 151_936, torch.bfloat16)):
-    token_mask.forbid(empty(rows, vocabulary, dtype=dtype), empty(rows), empty(rows, -(-vocabulary // 32)))
+    logits.apply_token_mask(empty(rows, vocabulary, dtype=dtype), empty(rows), empty(rows, -(-vocabulary // 32)))
 """
     assert_compiles(statements, tmp_path)

@@ -121,8 +121,8 @@ def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch
     num_sequences, num_heads, num_queries, head_dim = q_BHND.shape
     k_BTKD, v_BTKD = k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2)
     if num_queries == 1:
-        from vmmkv.kernels.decode import attend_singles
-        from vmmkv.kernels.memory import KVMemory
+        from vmmkv.kernels.attention.decode import attend_singles
+        from vmmkv.kernels.attention.kv_memory import KVMemory
 
         memory = KVMemory(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
         q_BHD = q_BHND.select(2, 0)
@@ -131,7 +131,7 @@ def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch
         out_BHD = torch.empty((num_sequences, num_heads, head_dim), dtype=q_BHD.dtype, device=q_BHD.device)
         attend_singles(q_BHD, memory, plan.lengths_B, plan.slots_B, None, None, plan.options, out_BHD, None)
         return out_BHD.unsqueeze(1)
-    from vmmkv.kernels.prefill import prefill
+    from vmmkv.kernels.attention.prefill import prefill
 
     assert plan.query_starts is not None, "there are several queries"
     q_NHD = _even(q_BHND.transpose(1, 2).reshape(-1, num_heads, head_dim))
@@ -196,7 +196,7 @@ def _plan(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scor
     if obstacle is not None:
         return Plan(obstacle=obstacle)
     from vmmkv.kernels import checks
-    from vmmkv.kernels.memory import kv_memory
+    from vmmkv.kernels.attention.kv_memory import kv_memory
 
     kv_memory(k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), None, None, None, q_BHND.dtype, q_BHND.device)
     num_sequences, _, num_queries, head_dim = q_BHND.shape
@@ -219,7 +219,7 @@ def _obstacle(
     """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
     try:
         from vmmkv.kernels import checks
-        from vmmkv.kernels.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES
+        from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES
     except ImportError:
         return "Triton is not installed"
     device, dtype = q_BHND.device, q_BHND.dtype

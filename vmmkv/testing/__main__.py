@@ -55,7 +55,7 @@ def every_kernel() -> tuple[Kernel, ...]:
     Imports Triton, which reads `TRITON_INTERPRET` when it is first imported.
     """
     from vmmkv.adapters import attention
-    from vmmkv.kernels import decode, prefill
+    from vmmkv.kernels.attention import decode, prefill
 
     flash_3 = "flash_attn_interface"
     return (

@@ -10,12 +10,11 @@ H query heads, K kv heads, D head dim, W payload width in elements, R = D / 2 an
 import torch
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.append import launch_append
-from vmmkv.kernels.cascade import launch_cascade
-from vmmkv.kernels.cascade_prefix import Prefixes
-from vmmkv.kernels.decode import launch_decode
-from vmmkv.kernels.memory import kv_memory
-from vmmkv.kernels.prefill import launch_prefill
+from vmmkv.kernels.attention.append import launch_append
+from vmmkv.kernels.attention.cascade import Prefixes, launch_cascade
+from vmmkv.kernels.attention.decode import launch_decode
+from vmmkv.kernels.attention.kv_memory import kv_memory
+from vmmkv.kernels.attention.prefill import launch_prefill
 
 
 def paged_append(

@@ -10,6 +10,7 @@ block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Loga
 """
 
 import functools
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,10 +18,42 @@ import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES, attend_singles
-from vmmkv.kernels.memory import KVMemory, kv_memory
-from vmmkv.kernels.prefill_tiling import PrefillTiling, prefill_tiling
-from vmmkv.kernels.tiles import dequantise, dequantise_nibbles
+from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES, attend_singles
+from vmmkv.kernels.attention.kv_memory import KVMemory, dequantise, dequantise_nibbles, kv_memory
+
+# -------- prefill tiling
+# How prefill cuts a shape into programs and steps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiling:
+    """How a launch is cut; it depends on head size and dtypes, never on the batch."""
+
+    tokens: int = 128
+    """Queries in a program's tile."""
+    tile_rows: int = 64
+    """Keys in one step of the loop."""
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@functools.cache
+def prefill_tiling(head_dim: int, itemsize: int, kind: str) -> PrefillTiling:
+    """The tiling of a shape; slots and blocks have the same `tile_rows`, and so the same bits.
+
+    128 queries are what two groups of four warps multiply together; their keys are as many as leave the registers enough for
+    scores, weights and output, and shared memory enough for three stages: fewer for wide heads and for quantised ones, which
+    pass through registers. float32 is multiplied without tensor cores.
+    """
+    wide = head_dim > 128
+    if itemsize == 4:
+        return PrefillTiling(tokens=32, tile_rows=16, num_stages=2)
+    if kind:
+        return PrefillTiling(tokens=64 if wide else 128, tile_rows=32 if wide or kind == "int4" else 64, num_stages=2)
+    return PrefillTiling(num_stages=2) if wide else PrefillTiling()
+
+
+# -------- prefill
 
 _NO_WINDOW = 2**31 - 1
 
@@ -237,7 +270,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
     """prefill_hopper.py where the device is a Hopper. It is imported there alone: Gluon is no part of the interpreter."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    from vmmkv.kernels import prefill_hopper
+    from vmmkv.kernels.attention import prefill_hopper
 
     return prefill_hopper
 
