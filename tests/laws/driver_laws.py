@@ -118,6 +118,20 @@ class DriverLaws:
             driver.unmap(address, PAGE_BYTES)
             driver.release(handle)
 
+    def test_a_copy_takes_bytes_between_mappings_and_tensors(self, driver: Driver) -> None:
+        address, handle = driver.reserve(2 * PAGE_BYTES), driver.create(2 * PAGE_BYTES)
+        memory = put(driver, address, handle, 2)
+        memory.copy_(torch.arange(len(memory), device=driver.device).remainder(251))
+        kept = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device=driver.device)
+        driver.copy(kept.data_ptr(), address + 100, PAGE_BYTES)  # over a border of pages
+        assert torch.equal(kept, memory[100 : 100 + PAGE_BYTES])
+        kept.fill_(255)
+        driver.copy(address + PAGE_BYTES - 64, kept.data_ptr(), 128)
+        assert memory.eq(255).nonzero().flatten().tolist() == list(range(PAGE_BYTES - 64, PAGE_BYTES + 64))
+        driver.fence().wait()
+        driver.unmap(address, 2 * PAGE_BYTES)
+        driver.release(handle)
+
     def test_one_handle_at_two_addresses_is_one_memory(self, driver: Driver) -> None:
         address, handle = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)
         one, other = put(driver, address, handle), put(driver, address + 2 * PAGE_BYTES, handle, access=Access.READ)

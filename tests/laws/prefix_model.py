@@ -16,11 +16,7 @@ import torch
 from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
 from vmmkv import Group, KVCache, KVLayout, Sequence
-from vmmkv.driver.base import Access
-from vmmkv.memory import sharing
-from vmmkv.prefix import promotion
 from vmmkv.prefix.attach import Costs
-from vmmkv.testing.fake_driver import FakeDriver
 
 # Rows that divide the page, four and eight to one: most matches end inside a page, some just at its end. The window is
 # narrower than a page, so there are pages of which a sequence has the last rows only.
@@ -120,19 +116,4 @@ def large_extents(num_pages: int) -> Iterator[None]:
         for module in modules:
             for name in small.keys() & vars(module).keys():
                 patches.enter_context(mock.patch.object(module, name, small[name]))
-        yield
-
-
-@contextlib.contextmanager
-def without_memory(driver: FakeDriver) -> Iterator[None]:
-    """Over addresses without memory nothing is copied; but what would be has to be mapped."""
-
-    def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-        accesses = driver._accesses(address, size_bytes)
-        assert accesses <= {Access.READ, Access.READ_WRITE}, f"a copy touches [{address:#x}, +{size_bytes:#x}), not all mapped"
-        return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
-
-    with contextlib.ExitStack() as patches:
-        for module in (promotion, sharing):
-            patches.enter_context(mock.patch.object(module, "wrap", wrap))
         yield

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.laws.model import num_pads, verify_unwritten, verify_written, write
-from tests.laws.prefix_model import COSTS, LAYOUTS, Talk, Texts, large_extents, talk, without_memory
+from tests.laws.prefix_model import COSTS, LAYOUTS, Talk, Texts, large_extents, talk
 from vmmkv import DriverError, KVCache, Pool, Sequence
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import AttachMethod, PrefixCache
@@ -31,8 +31,6 @@ class World:
         self.closing.enter_context(large_extents(4))
         self.below = HostDriver() if real_memory else None
         self.driver = FakeDriver(over=self.below)
-        if not real_memory:
-            self.closing.enter_context(without_memory(self.driver))
         self.pool = Pool("cpu", 80 * PAGE_BYTES, driver=self.driver)
         self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS)
         self.prefix = PrefixCache(self.cache, COSTS["alias"])

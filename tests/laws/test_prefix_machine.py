@@ -30,7 +30,6 @@ from tests.laws.prefix_model import (
     owner_of,
     talk,
     verify_parked,
-    without_memory,
 )
 from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
 from vmmkv.driver import Driver
@@ -74,8 +73,6 @@ class PrefixMachine(RuleBasedStateMachine):
         self.driver = FakeDriver(over=self.below)
         self.closing = contextlib.ExitStack()
         self.closing.enter_context(large_extents(large))
-        if not self.real_memory:
-            self.closing.enter_context(without_memory(self.driver))
         self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
         self.prefix = PrefixCache(self.cache, COSTS[costs])

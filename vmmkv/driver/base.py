@@ -101,6 +101,13 @@ class Driver(Protocol):
         """Fill mapped, writable memory with zeroes, in order on the driver's own *control stream* (see `order`)."""
         ...
 
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy bytes between two addresses of the device that do not overlap, in order on the caller's current stream.
+
+        Either may be a torch tensor's. Not counted in `calls`.
+        """
+        ...
+
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """Write elements of a contiguous int32 device tensor, by index, in order on the control stream."""
         ...

@@ -300,6 +300,17 @@ class CudaDriver:
         checked(self._cu, "zero", answer, _span(address, size_bytes))
         self.calls["zero"] += 1
 
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """See Driver.copy. Cost: one copy, launched on torch's current stream of this device; does not block."""
+        self._enter("copy")
+        stream = torch.cuda.current_stream(self.device)
+        checked(self._cu, "copy", self._cu.cuCtxPushCurrent(self._context))
+        try:
+            answer = self._cu.cuMemcpyDtoDAsync(target, source, size_bytes, stream.cuda_stream)
+        finally:
+            self._cu.cuCtxPopCurrent()
+        checked(self._cu, "copy", answer, f"{_span(source, size_bytes)} to {target:#x}")
+
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Cost: a stream memory operation for each element, which needs no kernel; does not block.
 

@@ -553,6 +553,11 @@ class HostDriver:
         ctypes.memset(address, 0, size_bytes)
         self.calls["zero"] += 1
 
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """See Driver.copy. Done when this returns."""
+        self._enter("copy")
+        ctypes.memmove(target, source, size_bytes)
+
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Done when this returns, as whatever was launched before is."""
         self._enter("write")

@@ -18,7 +18,7 @@ import torch
 
 from vmmkv.driver.base import Access, Fence
 from vmmkv.errors import DriverError, OutOfPages, RowsUnmapped
-from vmmkv.memory.address_space import Arena, Mapping, Span, wrap
+from vmmkv.memory.address_space import Arena, Mapping, Span
 from vmmkv.memory.mapper import Target
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.slot_memory import SlotMemory
@@ -53,8 +53,11 @@ def fork_pages(memory: SlotMemory, slot: int, num_tokens: int) -> int:
 class Source(Protocol):
     """Where rows are copied from that are not aliased."""
 
-    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
-        """Fill `target` with the bytes of a slot from `first_byte` on, on the caller's current stream. Raises DriverError."""
+    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
+        """Copy bytes of a slot from `first_byte` on to the address `target`, on the caller's current stream.
+
+        Raises: DriverError.
+        """
         ...
 
 
@@ -65,9 +68,10 @@ class SlotRows:
     memory: SlotMemory
     slot: int
 
-    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
+    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
         """See Source."""
-        target.copy_(_bytes(self.memory.arenas[group], self.slot, first_byte, first_byte + target.numel()))
+        address = self.memory.arenas[group].spans[self.slot].address + first_byte
+        self.memory.pool.driver.copy(target, address, size_bytes)
 
 
 def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages], source: Source) -> None:
@@ -97,7 +101,7 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
             first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
             end_byte = num_tokens * arena.group.row_bytes
             if first_byte < end_byte:
-                source.copy(index, first_byte, _bytes(arena, slot, first_byte, end_byte))
+                source.copy(index, first_byte, end_byte - first_byte, arena.spans[slot].address + first_byte)
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
@@ -173,7 +177,8 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
         first_byte = max(first_token, int(starts[index, target])) * arena.group.row_bytes
         end_byte = end_token * arena.group.row_bytes
         if first_byte < end_byte:
-            SlotRows(memory, source).copy(index, first_byte, _bytes(arena, target, first_byte, end_byte))
+            address = arena.spans[target].address + first_byte
+            SlotRows(memory, source).copy(index, first_byte, end_byte - first_byte, address)
     memory.table.lengths[target] = end_token
 
 
@@ -183,10 +188,10 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
     extents = pool.acquire(old.extent.num_pages)
     new: list[Mapping] = []
     try:
-        place = wrap(old.address, old.extent.size_bytes, pool.device)
+        kept = torch.empty(old.extent.size_bytes, dtype=torch.uint8, device=pool.device)
         if memory.streams:
-            memory.fence().order()  # the clone comes behind what recorded streams still write there
-        kept = place.clone()
+            memory.fence().order()  # the copy comes behind what recorded streams still write there
+        pool.driver.copy(kept.data_ptr(), old.address, kept.numel())
         memory.fence().wait()
         arena.unmap(old)
         try:
@@ -205,13 +210,9 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
         mapping.extent.tenant, mapping.extent.zeroed = tenant_of(mapping.page), False
     memory.mapper.let_go(old)
     memory.mapped_pages += len(new)
-    place.copy_(kept)
+    pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
     if memory.streams:
         memory.fence().order(memory.streams)
-
-
-def _bytes(arena: Arena, slot: int, first_byte: int, end_byte: int) -> torch.Tensor:
-    return wrap(arena.spans[slot].address + first_byte, end_byte - first_byte, arena.device)
 
 
 # -------- scratch
@@ -234,13 +235,13 @@ class Windows:
         self._arena = Arena(memory.pool.driver, -1, group, slots=_NUM_WINDOWS, max_rows=rows)
         memory.windows = self._arena.spans
 
-    def copy(self, extent: Extent, first_byte: int, target: torch.Tensor) -> None:
-        """Copy bytes from `first_byte` of an extent on into `target`, as many as it has, on the caller's current stream.
+    def copy(self, extent: Extent, first_byte: int, size_bytes: int, target: int) -> None:
+        """Copy bytes from `first_byte` of an extent on to the address `target`, on the caller's current stream.
 
         Cost: a map, an access call, a copy and a fence; an unmap later. Waits for an earlier copy if all windows are in use.
         """
         with self._mapped(extent, self._memory.mapper.alias_access) as address:
-            target.copy_(wrap(address + first_byte, target.numel(), self._memory.pool.device))
+            self._memory.pool.driver.copy(target, address + first_byte, size_bytes)
 
     def measure_us(self) -> float | None:
         """What it takes to map a page and to unmap it again, in us; None if there is no page to try it with."""
@@ -261,10 +262,10 @@ class Windows:
             pool.unuse(extent)
             pool.drop(extent)
 
-    def fill(self, extent: Extent, source: torch.Tensor) -> None:
-        """Copy as many bytes as an extent has into it. Cost: as `copy`. The extent is nobody's yet."""
+    def fill(self, extent: Extent, source: int) -> None:
+        """Copy as many bytes as an extent has into it, from the address `source`. Cost: as `copy`. It has no tenant yet."""
         with self._mapped(extent, Access.READ_WRITE) as address, self._memory.copying():
-            wrap(address, extent.size_bytes, self._memory.pool.device).copy_(source)
+            self._memory.pool.driver.copy(address, source, extent.size_bytes)
 
     @contextlib.contextmanager
     def _mapped(self, extent: Extent, access: Access) -> Iterator[int]:

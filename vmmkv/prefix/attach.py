@@ -277,11 +277,11 @@ class _Rest:
     windows: Windows
     plan: Plan
 
-    def copy(self, group: int, first_byte: int, target: torch.Tensor) -> None:
+    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
         """See sharing.Source."""
         if self.plan.resident is not None:
-            SlotRows(self.memory, self.plan.resident).copy(group, first_byte, target)
+            SlotRows(self.memory, self.plan.resident).copy(group, first_byte, size_bytes, target)
         else:
             tail = self.plan.tails[group]
             assert tail is not None, "rows are missing and nobody has them"
-            self.windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, target)
+            self.windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, size_bytes, target)

@@ -8,7 +8,6 @@ it proves to be hot. Sequences that have the pages keep them: live mappings are 
 from typing import Final
 
 from vmmkv.errors import OutOfPages
-from vmmkv.memory.address_space import wrap
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.memory.sharing import Windows
 from vmmkv.memory.slot_memory import SlotMemory
@@ -48,7 +47,7 @@ def promote_some(tree: RadixTree[Placed], memory: SlotMemory, windows: Windows, 
         memory.pool.drop(extent)
         return 0
     try:
-        windows.fill(extent, wrap(arena.spans[slot].address + page * PAGE_BYTES, extent.size_bytes, memory.pool.device))
+        windows.fill(extent, arena.spans[slot].address + page * PAGE_BYTES)
     except BaseException:
         memory.pool.unuse(extent)  # a window may hold it still
         memory.pool.drop(extent)

@@ -185,7 +185,7 @@ class FakeDriver:
         self._pages_only(address, size_bytes)
         if self._live(handle).size_bytes != size_bytes:
             raise LawBroken(f"a handle of {self._handles[handle].size_bytes} bytes was mapped in part: {size_bytes} bytes")
-        if not any(start <= address and address + size_bytes <= end for start, end in self._reserved):
+        if not self._is_reserved(address, size_bytes):
             raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is not inside one reservation")
         pages = range(address, address + size_bytes, self.page_bytes)
 
@@ -224,6 +224,14 @@ class FakeDriver:
         self._idle(address, size_bytes, "zeroed")
         self._pass_on("zero", address, size_bytes)
         self._unordered.append((address, address + size_bytes))
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """See Driver.copy. What of it lies in a reservation must be mapped, and the target writable."""
+        for address, allowed in ((target, {Access.READ_WRITE}), (source, {Access.READ, Access.READ_WRITE})):
+            if self._is_reserved(address, size_bytes) and not self._accesses(address, size_bytes) <= allowed:
+                raise LawBroken(f"a copy touches [{address:#x}, {address + size_bytes:#x}), which is not all mapped")
+        if self.over is not None:
+            self.over.copy(target, source, size_bytes)
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write."""
@@ -287,6 +295,10 @@ class FakeDriver:
         first = address // self.page_bytes * self.page_bytes
         pages = range(first, round_up(address + size_bytes, self.page_bytes), self.page_bytes)
         return {self._mapped[self._pages[page]].access if page in self._pages else None for page in pages}
+
+    def _is_reserved(self, address: int, size_bytes: int) -> bool:
+        """Does [address, address + size_bytes) lie in one reservation?"""
+        return any(start <= address and address + size_bytes <= end for start, end in self._reserved)
 
     def _call(self, name: str, function: Callable[[], _T]) -> _T:
         number, self.num_calls = self.num_calls, self.num_calls + 1
