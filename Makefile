@@ -6,10 +6,10 @@ ARGS ?=
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-# The adapters run with the transformers of constraints.txt, and with this one, the newest that was tested.
+# The adapters are tested with the transformers of constraints.txt and, nightly, with this one.
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST := $(VENV)/transformers-$(NEWEST_TRANSFORMERS)
-# A load client that knows nothing of vmmkv, in an environment of its own.
+# A load generator, in an environment of its own.
 GUIDELLM_VERSION := 0.8.1
 GUIDELLM := $(VENV)/guidellm-$(GUIDELLM_VERSION)
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
@@ -22,17 +22,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check bench docs model chromium nightly load
-# A target whose recipe fails is not there: a stamp then never stands for half an installation.
+# Delete a target whose recipe fails, so that a stamp never stands for half an installation.
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make serve [PORT=8000] [ARGS=...]  serve SmolLM2-135M over HTTP; ARGS: see 'vmmkv serve --help'"
-	@echo "make test  [JOBS=2] [ARGS=...]     lint, types, then all tests, in so many processes; ARGS go to pytest"
+	@echo "make test  [JOBS=2] [ARGS=...]     lint, types and the default tests, in JOBS processes; ARGS go to pytest"
+	@echo "make nightly [ARGS=...]            what is too long for each change: random walks, fuzzing, soak, browsers, injected faults"
 	@echo "make check                         lint, format and types alone"
-	@echo "make nightly [ARGS=...]            200,000 random steps over shared prefixes, and requests, new ones each time; some ten minutes;"
-	@echo "                                   and schemathesis against a small server, ten more"
-	@echo "make load                          GuideLLM against the server, with SmolLM2; some three minutes, behind an installation of hundreds of MB"
-	@echo "make bench [ARGS=...]              driver calls, growing, attention kernels, on this machine; see bench/README.md"
+	@echo "make load                          GuideLLM against the server, with SmolLM2; it installs hundreds of MB"
+	@echo "make bench [ARGS=...]              every benchmark suite at its size for this machine; see bench/README.md"
 	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
 	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
@@ -40,19 +39,18 @@ help:
 serve: $(VENV)/.serve-installed
 	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
 
-test: check model chromium $(NEWEST)/.installed
-	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(if $(ARGS),$(ARGS),--ignore=tests/laws)
-	$(if $(ARGS),,$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/laws)
-	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters/test_hf_*.py)
+test: check model
+	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest --hypothesis-profile=nightly --timeout=0 tests/laws/test_prefix_machine.py tests/engine/test_soak.py \
-		tests/end_to_end/test_openapi.py $(ARGS)
+nightly: check model chromium $(NEWEST)/.installed
+	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile tests/adapters)
+	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
 
 load: $(VENV)/.serve-installed $(GUIDELLM)/.installed
 	@$(BIN)/python tests/end_to_end/load_client.py --guidellm $(GUIDELLM)/bin/guidellm
@@ -67,7 +65,7 @@ docs: $(VENV)/.dev-installed
 model: $(VENV)/.dev-installed
 	$(BIN)/vmmkv fetch smollm2-135m
 
-# For the test that looks at the benchmarks' report; skipped, and said so, where it is missing and may not be installed.
+# For the nightly tests that look at pages; they are skipped with that reason where it is missing and cannot be installed.
 chromium:
 	@tests/end_to_end/get-chromium.sh
 
