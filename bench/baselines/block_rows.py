@@ -9,8 +9,7 @@ import torch
 
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.paged import PagedCache
-from vmmkv.server.engine.batch import SharedPrefixes
-from vmmkv.server.engine.rows import Turning
+from vmmkv.server.engine.attention import SharedPrefixes, Turning
 from vmmkv.units import ceil_div
 
 

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from vmmkv.server.engine.memory import SlotsInPool, Wanted
-from vmmkv.server.engine.rows import RowsInSlots
+from vmmkv.server.engine.attention import RowsInSlots
+from vmmkv.server.engine.kv_backend import SlotsInPool, Wanted
 
 
 def prefill_as_over_blocks(

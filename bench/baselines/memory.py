@@ -14,8 +14,8 @@ from bench.baselines.paged import PagedCache
 from bench.baselines.paged_prefixes import PagedPrefixes
 from bench.baselines.static import StaticCache
 from vmmkv.errors import BudgetError
-from vmmkv.server.engine.memory import OpenMemory, SlotsInPool, Wanted
-from vmmkv.server.engine.rows import RowsInSlots
+from vmmkv.server.engine.attention import RowsInSlots
+from vmmkv.server.engine.kv_backend import OpenMemory, SlotsInPool, Wanted
 from vmmkv.units import format_bytes
 
 

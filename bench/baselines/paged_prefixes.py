@@ -8,7 +8,7 @@ from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.paged import PagedCache, PagedSequence
 from vmmkv.prefix import PrefixStats
 from vmmkv.prefix.radix_tree import Match, Node, Piece
-from vmmkv.server.engine.kv import TokenIds
+from vmmkv.server.engine.kv_backend import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bench.timing import now_us
-from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.engine import EngineCore
 from vmmkv.server.engine.scheduler import Plan
 
 

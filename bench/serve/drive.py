@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.serve.turns import Served, Turns
 from bench.timing import WrongNumbers
 from bench.workloads import Ask
-from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.engine import EngineCore
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
 
 

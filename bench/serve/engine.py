@@ -14,7 +14,7 @@ from bench.serve.sizes import Sizes
 from bench.settings import Settings
 from bench.timing import WrongNumbers, now_us
 from vmmkv.server import Engine, SamplingParams
-from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.engine import EngineCore
 from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.server.llm import Completion
 

@@ -17,7 +17,7 @@ from bench.serve.system import Models
 from bench.timing import WrongNumbers
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import assemble
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
 from vmmkv.server.structured_output.matcher import Constraints, Matcher, Vocabulary, Words
 

@@ -15,10 +15,9 @@ import zmq
 from vmmkv import VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.console import configure_logging, end
-from vmmkv.server.engine.administration import manage
-from vmmkv.server.engine.core import EngineDied
+from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
+from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
-from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
 from vmmkv.server.protocol import AskMap, CannotStart, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
 

@@ -1,12 +1,18 @@
 """What an administrator may ask of an engine that runs: forget its prefixes, have another budget."""
 
 import logging
+import time
+from collections.abc import Callable
+from typing import Final
 
-from vmmkv import VmmkvError
+from vmmkv import KVCache, VmmkvError
+from vmmkv.memory.memory_map import SlotMap, SlotState
+from vmmkv.server.engine.kv_backend import KV, SlotsInPool
 from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.engine.memory import SlotsInPool
-from vmmkv.server.protocol import Forget, Managed, Resize
+from vmmkv.server.protocol import Forget, FromEngine, Managed, MemoryMap, Resize
 from vmmkv.units import format_bytes
+
+# -------- administration
 
 log = logging.getLogger(__name__)
 
@@ -36,3 +42,89 @@ def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
         budget_bytes=memory.budget_bytes,
         pool_tokens=memory.num_tokens,
     )
+
+
+# -------- memory map
+# The map of memory that somebody asked for, made between steps, a slice at a time.
+#
+#     ask ── work, work, work ... ── send                 a slice: slots, until SLICE_US have passed
+#
+# A step is never kept waiting for more than a slice and one slot. However often somebody asks, and however much is mapped, maps
+# take at most `1 / REST` of the time of an engine that has work.
+
+SLICE_US: Final = 250.0
+"""How long slots are looked at between two steps."""
+_AT_ONCE: Final = 16
+"""Slots, at most, and no more than should fit into the slice: one that has a thousand extents takes a hundred us."""
+REST: Final = 100.0
+"""How many times as long as a map took there is no other, while there is work."""
+
+
+class MapMaker:
+    """Answers `AskMap`. `request_in` names the request that runs in a slot. A memory that is no `KVCache` has an empty map."""
+
+    def __init__(self, cache: KV, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
+        self._cache = cache if isinstance(cache, KVCache) else None
+        self._request_in = request_in
+        self._send = send
+        self._slot_pages = [] if self._cache is None else self._cache.slot_pages
+        self._is_wanted = False
+        self._left: list[int] | None = None
+        """Slots still to be looked at, in order; None if no map is being made."""
+        self._slots: list[SlotMap] = []
+        self._requests: dict[int, str] = {}
+        self._took_us = 0.0
+        self._slot_us = 0.0
+        """What a slot of this map took to look at, at most; 0 before the first."""
+        self._rest_until_s = 0.0
+
+    def ask(self) -> None:
+        """Somebody wants a map."""
+        self._is_wanted = True
+
+    def work(self, budget_us: float) -> None:
+        """Go on with the map that is wanted, if one is, for about so long; send it when it is done. Infinite: at once."""
+        if not self._is_wanted:
+            return
+        began_s = time.perf_counter()
+        if self._left is None:
+            if began_s < self._rest_until_s and budget_us < float("inf"):
+                return
+            self._left, self._took_us = [] if self._cache is None else self._cache.taken_slots(), 0.0
+            self._slot_us = 0.0
+        until_s, some_began_s = began_s + budget_us / 1e6, began_s
+        while self._left:
+            assert self._cache is not None, "there are no slots"
+            left_us = (until_s - some_began_s) * 1e6
+            count = max(1, int(min(_AT_ONCE, left_us / self._slot_us))) if self._slot_us else 1
+            some, self._left = self._left[:count], self._left[count:]
+            for found in self._cache.slot_maps(some):
+                if any(found.groups):
+                    self._slots.append(found)
+                if found.state is SlotState.LIVE and (name := self._request_in(found.slot)) is not None:
+                    self._requests[found.slot] = name
+            now_s = time.perf_counter()
+            self._slot_us = max(self._slot_us, (now_s - some_began_s) * 1e6 / len(some))
+            some_began_s = now_s
+            if now_s >= until_s:  # asked last, so that it gets on, however short the slice
+                break
+        self._took_us += (time.perf_counter() - began_s) * 1e6
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        cache, began_s = self._cache, time.perf_counter()
+        slots, requests = self._slots, self._requests
+        self._slots, self._requests, self._left, self._is_wanted = [], {}, None, False
+        self._send(
+            MemoryMap(
+                num_slots=0 if cache is None else cache.num_slots,
+                slot_pages=self._slot_pages,
+                slots=slots,
+                requests=requests,
+                took_us=self._took_us,
+            )
+        )
+        now_s = time.perf_counter()
+        self._took_us += (now_s - began_s) * 1e6
+        self._rest_until_s = now_s + self._took_us * REST / 1e6

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from vmmkv.server.engine.ledger import Slots
-from vmmkv.server.engine.readback import Logprobs, Readback
-from vmmkv.server.engine.requests import Request, Strand
+from vmmkv.server.engine.request import Request, Slots, Strand
+from vmmkv.server.engine.runner import Logprobs, Readback
 from vmmkv.server.protocol import FinishReason, Output
 
 

@@ -13,19 +13,19 @@ import torch
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import decoder
-from vmmkv.server.engine.core import EngineCore
-from vmmkv.server.engine.decoder_model import DecoderModel
-from vmmkv.server.engine.kv import KV
-from vmmkv.server.engine.ledger import Slots
-from vmmkv.server.engine.memory import EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
-from vmmkv.server.engine.mixed_steps import Chunk
-from vmmkv.server.engine.model import Model
-from vmmkv.server.engine.prompt_scores import ScoredRows
-from vmmkv.server.engine.rows import Rows
-from vmmkv.server.engine.runner import Runner
-from vmmkv.server.engine.sampling_state import Entry
-from vmmkv.server.engine.unmodified import UnmodifiedModel, refuse_own_attention
+from vmmkv.server.engine.attention import Rows
+from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.kv_backend import KV, EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
+from vmmkv.server.engine.models import Model
+from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
+from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models.transformers import UnmodifiedModel, refuse_own_attention
+from vmmkv.server.engine.models.weights import load as load_weights
+from vmmkv.server.engine.models.weights import random as random_weights
+from vmmkv.server.engine.prompt_logprobs import ScoredRows
+from vmmkv.server.engine.request import Slots
+from vmmkv.server.engine.runner import Chunk, Runner
+from vmmkv.server.engine.sampler import Entry
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
@@ -152,23 +152,23 @@ class ModelSource:
         if config.max_tokens is not None:
             choose_max_tokens(config.max_tokens, self.text_config)  # a refusal is not to wait for the weights
         self.end_tokens = end_tokens(directory, hf_config)
-        self._decoder: decoder.Decoder | None = None
+        self._decoder: Decoder | None = None
         self._transformers: Any = None
         is_random = config.load_format == "dummy"
         if config.model_impl != "transformers":
             try:
-                ours = decoder.DecoderConfig.of(hf_config)
+                ours = DecoderConfig.of(hf_config)
                 weights = (
-                    decoder.random(ours, device, dtype, config.seed)
+                    random_weights(ours, device, dtype, config.seed)
                     if is_random
-                    else decoder.load(directory, ours, device, dtype)
+                    else load_weights(directory, ours, device, dtype)
                 )
-            except decoder.Unsupported as error:
+            except Unsupported as error:
                 if config.model_impl == "vmmkv":
                     raise ValueError(f"model_impl='vmmkv' cannot run {config.model}: {error}; use 'auto'") from error
                 log.info("this model runs by transformers' own code: %s", error)
             else:
-                self._decoder = decoder.Decoder(ours, weights)
+                self._decoder = Decoder(ours, weights)
                 return
         transformers.utils.logging.disable_progress_bar()
         if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

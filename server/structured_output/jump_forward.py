@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.server.engine.kv import KV
+from vmmkv.server.engine.kv_backend import KV
 from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
-from vmmkv.server.engine.ledger import Slots, TokenIds
-from vmmkv.server.engine.readback import Readback
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.request import Request, Slots, TokenIds
+from vmmkv.server.engine.runner import Readback
 from vmmkv.server.engine.scheduler import Plan, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.protocol import Failed, FromEngine, Output, Outputs

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from vmmkv.server.engine.requests import Request
+    from vmmkv.server.engine.request import Request
 
 
 # -------- vocabulary

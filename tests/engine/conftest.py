@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.core import EngineCore
-from vmmkv.server.engine.decoder import Decoder, DecoderConfig
-from vmmkv.server.engine.decoder.parameters import empty
-from vmmkv.server.engine.decoder_model import DecoderModel
-from vmmkv.server.engine.memory import OpenMemory, Wanted
-from vmmkv.server.engine.rows import Rows, RowsInSlots
+from vmmkv.server.engine.attention import Rows, RowsInSlots
+from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.kv_backend import OpenMemory, Wanted
+from vmmkv.server.engine.models.config import DecoderConfig
+from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models.transformers import UnmodifiedModel
+from vmmkv.server.engine.models.weights import empty
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.engine.unmodified import UnmodifiedModel
 from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
 

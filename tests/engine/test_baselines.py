@@ -16,7 +16,7 @@ from bench.baselines.paged_prefixes import PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
-from vmmkv.server.engine.memory import Wanted
+from vmmkv.server.engine.kv_backend import Wanted
 from vmmkv.server.protocol import Beams
 
 PAGED, STATIC = PagedMemory.open, StaticMemory.open

@@ -33,9 +33,9 @@ from tests.engine.grammars import (
 from tests.grammar.corpus import SCHEMAS
 from tests.server.support import eventually
 from tests.server.tiny import token_ids
-from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.engine import EngineCore
 from vmmkv.server.engine.loading import Loaded
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
 from vmmkv.server.protocol import Abort, Generate
 from vmmkv.server.structured_output import jump_forward

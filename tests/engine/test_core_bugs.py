@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from vmmkv import DriverError
 from vmmkv.server import Engine
-from vmmkv.server.engine import loading, memory
-from vmmkv.server.engine.ledger import Ledger
+from vmmkv.server.engine import kv_backend, loading
+from vmmkv.server.engine.request import Ledger
 
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
@@ -100,7 +100,7 @@ def test_of_those_who_begin_together_one_that_cannot_keeps_nobody_from_what_it_a
 @pytest.mark.parametrize("share", [False, True])
 def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Harness], share: bool) -> None:
     """Those of who has ended are still read by the device when the next begins."""
-    one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=memory.SlotsInPool.open, max_tokens=64)
+    one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=kv_backend.SlotsInPool.open, max_tokens=64)
     one.pool = one.cache.pool
     assert one.cache.num_slots >= 6
     for index in range(9):
@@ -177,7 +177,7 @@ def test_a_few_common_tokens_keep_nobody_waiting(harness: Callable[..., Harness]
 def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model().save_pretrained(tmp_path)
     pools = []
-    make = memory.Pool
+    make = kv_backend.Pool
 
     def made(*args: Any) -> Any:
         pools.append(make(*args))
@@ -186,7 +186,7 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
     def refuse(*args: Any) -> None:
         raise ValueError("it cannot be served")
 
-    monkeypatch.setattr(memory, "Pool", made)
+    monkeypatch.setattr(kv_backend, "Pool", made)
     monkeypatch.setattr(loading, "warm_up", refuse)
     with pytest.raises(ValueError, match="cannot be served"):
         Engine(str(tmp_path), device="cpu")

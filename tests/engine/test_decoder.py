@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, PlainAttention, model_of, small
 from vmmkv import KVLayout
-from vmmkv.server.engine.decoder import Decoder, DecoderConfig, Unsupported, load, param_bytes, step_bytes
-from vmmkv.server.engine.decoder.parameters import empty
+from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
+from vmmkv.server.engine.models.decoder import Decoder
+from vmmkv.server.engine.models.weights import empty, load, param_bytes, step_bytes
 
 CPU = torch.device("cpu")
 
@@ -120,7 +121,7 @@ def test_only_the_rows_asked_for_are_returned() -> None:
 @torch.no_grad()
 def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options: dict[str, Any]) -> None:
     """Twenty tokens, of which two are kept in the last layer; seventeen; one: as the kernels do many and few."""
-    from vmmkv.server.engine.decoder.kernel_ops import KernelOps
+    from vmmkv.server.engine.models.kernel_ops import KernelOps
 
     config = small(kind, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **options)
     model = model_of(config)

@@ -9,7 +9,7 @@ import torch
 from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of
 from vmmkv import DriverError
-from vmmkv.server.engine.core import EngineDied
+from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.protocol import Abort, Snapshot
 
 

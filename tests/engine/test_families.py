@@ -22,11 +22,11 @@ from tests.engine.conftest import Harness, prompt_of
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine import admission
-from vmmkv.server.engine.decoder_model import DecoderModel
+from vmmkv.server.engine import scheduler
+from vmmkv.server.engine.attention import RowsInSlots
 from vmmkv.server.engine.loading import ModelSource, load
-from vmmkv.server.engine.rows import RowsInSlots
-from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.engine.models.decoder import DecoderModel
+from vmmkv.server.engine.models.transformers import UnmodifiedModel
 from vmmkv.server.protocol import Failed, Generate, Message, Outputs
 
 SMOLLM2 = {
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_transformers(harness: Callable[..., Harness], famil
 def test_and_with_what_is_shared(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, family: str, ours: bool
 ) -> None:
-    monkeypatch.setattr(admission, "_LEAST_AWAITED", 2)  # so that so little is waited for
+    monkeypatch.setattr(scheduler, "_LEAST_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
     for index in range(4):
@@ -155,6 +155,6 @@ def test_a_model_that_nobody_can_run_is_refused(tmp_path: Path) -> None:
 def test_the_engines_attention_takes_nobody_elses_name() -> None:
     """transformers keeps such functions by name, for the whole process."""
     from vmmkv.adapters import hf_attention
-    from vmmkv.server.engine import unmodified
+    from vmmkv.server.engine.models import transformers
 
-    assert unmodified.NAME != hf_attention.NAME
+    assert transformers.NAME != hf_attention.NAME

@@ -15,7 +15,7 @@ import vmmkv
 from tests.engine.conftest import VOCABULARY, Harness, tiny_model
 from vmmkv import KVCache
 from vmmkv.memory.mapper import Mapper
-from vmmkv.server.engine import core
+from vmmkv.server.engine import engine
 
 ROOT = Path(vmmkv.__file__).parents[1]
 TOKENS_A_PAGE = 64
@@ -61,7 +61,7 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool
 ) -> None:
     # What depends on the clock: how far ahead is mapped, how much of it fits into a step, when a report is due.
-    monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
+    monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))
     monkeypatch.setattr(KVCache, "lookahead_tokens", lambda cache, step_us: 2)
     monkeypatch.setattr(Mapper, "pages_within", lambda mapper, budget_us: 100)
     found = []
@@ -79,5 +79,5 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     (short_calls, short_driver), (long_calls, long_driver) = found
     assert short_driver == long_driver
     assert short_driver["map"] == SEQUENCES, "pages end while it is counted"
-    assert short_calls["core.py:EngineCore.step"] == TOKENS_A_PAGE
+    assert short_calls["engine.py:EngineCore.step"] == TOKENS_A_PAGE
     assert short_calls == long_calls

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
-from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.engine.models.transformers import UnmodifiedModel
 
 QUESTIONS = (
     "What is the capital of France, and which river runs through it?",

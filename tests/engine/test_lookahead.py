@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.readback import Readback
+from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Abort, Beams
 
 LOOKAHEADS = [0, 1, 2, 3]

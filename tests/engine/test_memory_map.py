@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv.memory.memory_map import SlotMap
-from vmmkv.server.engine import memory_map
-from vmmkv.server.engine.memory_map import SLICE_US, MapMaker
+from vmmkv.server.engine import administration
+from vmmkv.server.engine.administration import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
 
 PAGE_TOKENS = 2048
@@ -76,7 +76,7 @@ def test_two_with_one_prefix_map_the_same_memory(harness: Callable[..., Harness]
 def test_a_map_is_made_in_slices_and_is_whole_in_the_end(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_map, "_AT_ONCE", 1)
+    monkeypatch.setattr(administration, "_AT_ONCE", 1)
     one = harness(slots=8)
     for index in range(6):
         one.ask(str(index), prompt_of(9, index), 40)

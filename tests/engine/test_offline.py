@@ -19,8 +19,8 @@ from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv import MIB, KVLayout, Pool
 from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable, VmmkvError
 from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams, UnsupportedModel
-from vmmkv.server.engine import decoder
-from vmmkv.server.engine.memory import open_cache
+from vmmkv.server.engine import loading
+from vmmkv.server.engine.kv_backend import open_cache
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258
@@ -458,7 +458,7 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
 def test_a_sequence_longer_than_the_models_positions_is_refused_before_the_weights_are_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "load", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=r"max_tokens=99999 is more than this model's positions reach, \d+$"):
         Engine(directory, **(OPTIONS | {"max_tokens": 99_999}))
 

@@ -31,7 +31,7 @@ from vmmkv import MIB
 from vmmkv.errors import OutOfPages
 from vmmkv.server import Engine, SamplingParams
 from vmmkv.server.engine.loading import choose_max_tokens
-from vmmkv.server.engine.unmodified import UnmodifiedModel
+from vmmkv.server.engine.models.transformers import UnmodifiedModel
 from vmmkv.server.models import UnsupportedModel
 
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.conftest import Harness, prompt_of
-from vmmkv.server.engine import core
+from vmmkv.server.engine import engine
 from vmmkv.server.engine.uploads import Uploads
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_a_steady_step_takes_nothing_from_the_host(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, sampling: str, lookahead: int
 ) -> None:
     one = steady(harness, sampling, lookahead=lookahead)
-    monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
+    monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))
     uploads = one.runner.uploads.count, one.runner._sampler._uploads.count
     with watched(monkeypatch) as names:
         for _ in range(50):
@@ -129,7 +129,7 @@ def test_the_hosts_work_does_not_grow_with_the_context(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in calls, of Python and of C: between two page borders a step is the same at 100 rows and at 1,900."""
-    monkeypatch.setattr(core, "SNAPSHOT_S", float("inf"))
+    monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))
     calls: dict[int, list[int]] = {}
     for length in (100, 1900):
         one = harness(ours=True, slots=4, lookahead=2, step_tokens=8192)

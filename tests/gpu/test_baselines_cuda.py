@@ -10,7 +10,7 @@ from bench.baselines.common_prefill import SlotsWithCommonPrefill
 from bench.baselines.memory import PagedMemory, StaticMemory
 from tests.engine.conftest import Harness, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
-from vmmkv.server.engine.memory import OpenMemory
+from vmmkv.server.engine.kv_backend import OpenMemory
 
 __all__ = ["full_precision"]
 

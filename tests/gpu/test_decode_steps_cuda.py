@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model
-from vmmkv.server.engine.core import EngineCore
+from vmmkv.server.engine.engine import EngineCore
 
 __all__ = ["harness"]
 
@@ -130,7 +130,7 @@ def _copies(engine: EngineCore, num_steps: int) -> tuple[int, int]:
 def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv.server.engine.sharers._LEAST_SAVED", 1)
+    monkeypatch.setattr("vmmkv.server.engine.prefix_groups._LEAST_SAVED", 1)
     one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16, share=True, budget_pages=512)
     shared, other = prompt_of(900), prompt_of(600, 7)
     prompts = {str(own): [*shared[: 900 - 37 * (own % 2)], *prompt_of(5 + own, own)] for own in range(8)}

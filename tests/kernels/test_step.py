@@ -11,9 +11,9 @@ from tests.kernels.compiling import assert_compiles
 from tests.kernels.test_checks import Refusal, assert_refused, meta
 from vmmkv.kernels import step
 from vmmkv.kernels.step import begin_step, end_step
-from vmmkv.server.engine import step_state
+from vmmkv.server.engine import runner
+from vmmkv.server.engine.runner import StepState
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
-from vmmkv.server.engine.step_state import StepState
 
 SLOTS = 700
 POISON = -77
@@ -113,7 +113,7 @@ def test_who_has_no_room_or_is_nobody_idles(device: torch.device) -> None:
 
 
 def test_the_engine_and_the_kernel_say_idle_alike() -> None:
-    assert step.IDLE == step_state.IDLE != NOT_A_NUMBER
+    assert step.IDLE == runner.IDLE != NOT_A_NUMBER
 
 
 def test_many_steps_walk_to_the_limit_and_stay_there(device: torch.device) -> None:

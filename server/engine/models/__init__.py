@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from vmmkv.server.engine.batch import Batch
+from vmmkv.server.engine.attention import Batch
 
 
 class Model(Protocol):

@@ -20,23 +20,63 @@ import numpy as np
 import torch
 
 from vmmkv import DriverError
+from vmmkv.server.engine.admission import why_never_fits, why_no_floor, why_refused
 from vmmkv.server.engine.beams import Candidate
-from vmmkv.server.engine.capacity import why_never_fits
-from vmmkv.server.engine.kv import KV, Prefixes
+from vmmkv.server.engine.kv_backend import KV, Prefixes
 from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
-from vmmkv.server.engine.ledger import Slots, TokenIds
-from vmmkv.server.engine.mixed_steps import Chunk
-from vmmkv.server.engine.readback import Logprobs, PromptScores
-from vmmkv.server.engine.refusals import why_no_floor, why_refused
-from vmmkv.server.engine.requests import Request, Strand
-from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.prefix_groups import Arrangement
+from vmmkv.server.engine.request import Request, Slots, Strand, TokenIds
+from vmmkv.server.engine.runner import Chunk, Logprobs, PromptScores, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
-from vmmkv.server.engine.sharers import Arrangement
-from vmmkv.server.engine.snapshot import snapshot
-from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, packed
+from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
 from vmmkv.server.structured_output.jump_forward import NOBODY_FOLLOWS, Guided
 from vmmkv.server.structured_output.matcher import Constraints
+from vmmkv.units import PAGE_BYTES
+
+# -------- snapshot
+# What the HTTP process is told of the engine from time to time.
+
+
+def snapshot(
+    cache: KV,
+    prefix: Prefixes | None,
+    *,
+    running: int,
+    waiting: int,
+    preemptions: int,
+    prompt_tokens: int,
+    generated_tokens: int,
+) -> Snapshot:
+    """The engine's own counts, and what its memory is doing. No driver call."""
+    stats = cache.stats()
+    known = None if prefix is None else prefix.stats()
+    return Snapshot(
+        running=running,
+        waiting=waiting,
+        preemptions=preemptions,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=generated_tokens,
+        kv_tokens=stats.num_tokens,
+        kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
+        kv_free_bytes=stats.pool_free_bytes,
+        kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.retiring_bytes),
+        kv_retiring_bytes=stats.retiring_bytes,
+        kv_created_bytes=stats.pool_created_bytes,
+        kv_budget_bytes=stats.pool_budget_bytes,
+        stalls=stats.stalls,
+        stall_us=stats.stall_us,
+        driver_calls=stats.driver_calls,
+        prefix_hit_tokens=0 if known is None else known.hit_tokens,
+        prefix_missed_tokens=0 if known is None else known.missed_tokens,
+        prefix_pages=0 if known is None else known.held_bytes // PAGE_BYTES,
+        kv_used_bytes=stats.pool_used_bytes,
+        attached={} if known is None else known.attached,
+        attach_us={} if known is None else known.attach_us,
+    )
+
+
+# -------- core
 
 log = logging.getLogger(__name__)
 

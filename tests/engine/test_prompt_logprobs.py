@@ -10,8 +10,8 @@ import torch
 from tests.attending import attending_by
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from tests.engine.test_lookahead import wide_rows
-from vmmkv.server.engine import prompt_scores
-from vmmkv.server.engine.requests import Request
+from vmmkv.server.engine import prompt_logprobs
+from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Outputs, PromptLogprobs
 
 TOP = 5
@@ -67,7 +67,7 @@ def test_a_prompt_of_several_chunks_beside_others(harness: Callable[..., Harness
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_slices_of_rows_are_joined(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
-    monkeypatch.setattr(prompt_scores, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
     one = harness(ours=ours, step_tokens=64)
     most = []
     logits = type(one.runner.model).logits

@@ -19,10 +19,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.errors import VmmkvError
-from vmmkv.server.engine.attention import CachedAttention
-from vmmkv.server.engine.batch import Batch
-from vmmkv.server.engine.kv import KV
-from vmmkv.server.engine.rows import Rows
+from vmmkv.server.engine.attention import Batch, CachedAttention, Rows
+from vmmkv.server.engine.kv_backend import KV
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
 

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from vmmkv.server.engine.batch import SharedPrefixes
-from vmmkv.server.engine.ledger import Ledger, Slots, TokenIds
+from vmmkv.server.engine.attention import SharedPrefixes
+from vmmkv.server.engine.request import Ledger, Slots, TokenIds
 from vmmkv.server.engine.uploads import Uploads
 
 MAX_GROUPS: Final = 8

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import torch
 
 from vmmkv import MIB
-from vmmkv.server.engine.ledger import TokenIds
-from vmmkv.server.engine.model import Model
+from vmmkv.server.engine.kv_backend import TokenIds
+from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.sampler import logprobs
 
 LOGITS_BYTES: Final = 64 * MIB

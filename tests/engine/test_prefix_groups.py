@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of
-from vmmkv.server.engine import sharers
-from vmmkv.server.engine.ledger import Slots
+from vmmkv.server.engine import prefix_groups
+from vmmkv.server.engine.prefix_groups import MAX_GROUPS, Group, Prompt, Sharers, groups_of
+from vmmkv.server.engine.request import Slots
 from vmmkv.server.engine.runner import Runner
-from vmmkv.server.engine.sharers import MAX_GROUPS, Group, Prompt, Sharers, groups_of
 from vmmkv.server.engine.uploads import Uploads
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth sharing."""
-    monkeypatch.setattr(sharers, "_LEAST_COMMON", 1)
-    monkeypatch.setattr(sharers, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(prefix_groups, "_LEAST_COMMON", 1)
+    monkeypatch.setattr(prefix_groups, "_LEAST_SAVED", 1)
 
 
 def prompts_of(tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> list[Prompt]:
@@ -169,7 +169,7 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
             row += len(group.members)
         placed.append((slots, groups))
 
-    monkeypatch.setattr(sharers, "groups_of", searching)
+    monkeypatch.setattr(prefix_groups, "groups_of", searching)
     monkeypatch.setattr(Runner, "shares", True)
     monkeypatch.setattr(Runner, "share", share)
     one = harness(ours=True, share=True, lookahead=lookahead, slots=7)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.linear import MAX_ROWS, linear
 from vmmkv.kernels.norm import rms_norm
-from vmmkv.server.engine.decoder.ops import Stream
+from vmmkv.server.engine.models.decoder import Stream
 
 
 class KernelOps:
