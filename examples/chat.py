@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vmmkv import MIB, Pool
-from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.transformers import VmmCache
 from vmmkv.server.models import resolve
 
 MESSAGES = ["What is the capital of France?", "And of Italy?", "Which language do they speak there?"]

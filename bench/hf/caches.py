@@ -56,7 +56,7 @@ class _PoolMemory:
 
     def open(self, num_sequences: int, max_tokens: int) -> Any:
         """See Memory.open."""
-        from vmmkv.adapters.hf import VmmCache
+        from vmmkv.adapters.transformers import VmmCache
 
         cache = VmmCache(self._config, self._pool, max_tokens=max_tokens, slots=num_sequences)
         self._caches.append(cache)

@@ -131,18 +131,18 @@ def _steps_us(context: Context, judge: Judge, way: Way, model: Any, cache: Any) 
 @contextmanager
 def _attention_of(model: Any, name: str) -> Iterator[None]:
     """The model attends as the name says. Raises: WrongNumbers if vmmkv's kernels declined a layer, which others then did."""
-    from vmmkv.adapters import hf_attention
+    from vmmkv.adapters.transformers import attention
 
     if ATTENDING not in name:
         yield
         return
-    declined = hf_attention.declined.copy()
-    model.set_attn_implementation(hf_attention.NAME)
+    declined = attention.declined.copy()
+    model.set_attn_implementation(attention.NAME)
     try:
         yield
     finally:
         model.set_attn_implementation("sdpa")
-    if others := hf_attention.declined - declined:
+    if others := attention.declined - declined:
         raise WrongNumbers(f"{name}: {others.total()} layers attended by sdpa: {', '.join(others)}")
 
 

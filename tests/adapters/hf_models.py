@@ -27,7 +27,7 @@ from transformers import (
 
 from tests.attending import attending_by
 from vmmkv import Pool
-from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.transformers import VmmCache
 
 PAD, VOCABULARY = 0, 199
 

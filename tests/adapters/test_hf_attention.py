@@ -34,9 +34,9 @@ from tests.adapters.hf_models import (
     prompts,
 )
 from vmmkv import Pool
-from vmmkv.adapters import hf_attend, hf_eager
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_attention import _CHOSEN, _IGNORED, DeclinedWarning, attention, declined, mask
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import attention as attention_module
+from vmmkv.adapters.transformers.attention import _CHOSEN, _IGNORED, DeclinedWarning, attention, declined, mask
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention import decode, prefill
 
@@ -67,7 +67,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def nothing_is_declined_unseen() -> Iterator[None]:
     declined.clear()
-    hf_attend._plans.clear()
+    attention_module._plans.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeclinedWarning)
         yield
@@ -254,15 +254,15 @@ def test_a_chunk_with_what_is_not_known_sees_what_is_before_it(window: int | Non
 def test_a_capture_keeps_nothing_for_others_and_has_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes is written when its graph is replayed; what others made goes when they need it no more."""
     q, k, v = states(heads=2, kv_heads=1, queries=1, tokens=9, dim=16)
-    scoring = hf_attend.Scoring(0.2, None, None)
-    before = hf_attend.plan_of(q, k, v, scoring)
-    masks = hf_attend.causal_mask(q.device, 3, 9, None)
-    monkeypatch.setattr(hf_attend, "_is_capturing", lambda device: True)
-    captured = [hf_attend.plan_of(q, k, v, scoring) for _ in range(2)]
+    scoring = attention_module.Scoring(0.2, None, None)
+    before = attention_module.plan_of(q, k, v, scoring)
+    masks = attention_module.causal_mask(q.device, 3, 9, None)
+    monkeypatch.setattr(attention_module, "_is_capturing", lambda device: True)
+    captured = [attention_module.plan_of(q, k, v, scoring) for _ in range(2)]
     assert captured[0] is not captured[1] and all(plan is not before for plan in captured)
-    assert hf_attend.causal_mask(q.device, 3, 9, None) is not masks
+    assert attention_module.causal_mask(q.device, 3, 9, None) is not masks
     monkeypatch.undo()
-    assert hf_attend.plan_of(q, k, v, scoring) is before and hf_attend.causal_mask(q.device, 3, 9, None) is masks
+    assert attention_module.plan_of(q, k, v, scoring) is before and attention_module.causal_mask(q.device, 3, 9, None) is masks
 
 
 @pytest.mark.parametrize("cached", ["DynamicCache", "VmmCache"])
@@ -324,7 +324,7 @@ def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
         for call in calls:
             arguments = ast.parse(f"f({_up_to_the_closing(call)}").body[0].value.keywords  # type: ignore[attr-defined]
             found |= {argument.arg: path.parent.name for argument in arguments if argument.arg}
-    assert "s_aux" in found and "gpt_oss" in hf_eager.WITH_SINKS
+    assert "s_aux" in found and "gpt_oss" in attention_module.WITH_SINKS
     assert {name: model for name, model in found.items() if name not in known | of_flash} == {}
 
 
@@ -344,8 +344,8 @@ def test_no_mask_is_made_where_the_kernels_need_none() -> None:
         assert made(7, 20, attention_mask=attention_mask) is None
         assert made(1, 8, first=12, attention_mask=attention_mask, **windowed) is None
     of_a_window = made(5, 12, first=8, attention_mask=nothing_padded, **windowed)
-    assert of_a_window is not None and getattr(of_a_window, hf_attend.WINDOW) == 8
-    assert not hasattr(of_a_window[:, :, :, 1:], hf_attend.WINDOW), "whoever cuts a mask changes it"
+    assert of_a_window is not None and getattr(of_a_window, attention_module.WINDOW) == 8
+    assert not hasattr(of_a_window[:, :, :, 1:], attention_module.WINDOW), "whoever cuts a mask changes it"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_every_other_mask_is_sdpas_own(options: dict[str, Any]) -> None:
     given = made(7, 20, **options)
     offsets = {"q_offset": 13, "kv_offset": 0, "allow_is_causal_skip": False}
     expected = sdpa_mask(batch_size=2, q_length=7, kv_length=20, **(offsets | options | {"allow_is_causal_skip": False}))
-    assert given is not None and not hasattr(given, hf_attend.WINDOW)
+    assert given is not None and not hasattr(given, attention_module.WINDOW)
     assert torch.equal(given, expected)
 
 
@@ -395,15 +395,15 @@ def test_queries_that_kernels_cannot_load_are_copied_though_others_of_their_shap
     even, misplaced = numbers[:-1].view(2, 4, 1, 32), numbers[1:].view(2, 4, 1, 32)
     spaced = torch.zeros(2, 4, 1, 33)[..., :32]
     for q_BHND in (even, misplaced, spaced, even):
-        hf_attend.attend_causally(q_BHND, k_BKTD, k_BKTD, None, None, None, None)
+        attention_module.attend_causally(q_BHND, k_BKTD, k_BKTD, None, None, None, None)
         checks.aligned("q_BHD", launched[-1])
     assert [each.data_ptr() == even.data_ptr() for each in launched] == [True, False, False, True]
 
 
 def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, launches = [], []
-    plan = hf_attend._plan
-    monkeypatch.setattr(hf_attend, "_plan", lambda *args: plans.append(args) or plan(*args))
+    plan = attention_module._plan
+    monkeypatch.setattr(attention_module, "_plan", lambda *args: plans.append(args) or plan(*args))
     monkeypatch.setattr(decode, "attend_singles", lambda *args: launches.append(args[0].shape) or args[7].zero_())
     model = llama()
     model.set_attn_implementation("vmmkv")

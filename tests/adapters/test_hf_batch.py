@@ -11,10 +11,9 @@ from transformers import DynamicCache
 
 from tests.adapters.hf_models import gemma3, gpt_neox, llama, wide_llama
 from vmmkv import MIB, Pool
-from vmmkv.adapters import hf_twins
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_batch import Batch
-from vmmkv.adapters.hf_lineage import Lineage
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import batch as batch_module
+from vmmkv.adapters.transformers.batch import Batch, Lineage
 
 
 def random_ids(generator: torch.Generator, batch: int, num_tokens: int) -> torch.Tensor:
@@ -92,21 +91,21 @@ def test_the_order_of_a_sum_makes_no_other_prompt(dtype: torch.dtype) -> None:
     whole, halves = inputs @ weights, inputs[:, :256] @ weights[:256] + inputs[:, 256:] @ weights[256:]
     assert not torch.equal(whole, halves)
     states = torch.stack([whole, halves, whole.roll(1, 0)]).to(dtype).unflatten(-1, (2, 32)).transpose(1, 2)
-    assert hf_twins.prompts(states, states) == [0, 0, 1]
+    assert batch_module.prompts(states, states) == [0, 0, 1]
     other = states.clone()
     other[1, :, 700] = states[1, :, 701]  # one token of them all
-    assert hf_twins.prompts(other, other) == [0, 1, 2]
-    assert hf_twins.prompts(states, other) == [0, 1, 2]
-    assert hf_twins.agree(states, states, [0, 0, 1]) and not hf_twins.agree(states, states, [0, 0, 0])
+    assert batch_module.prompts(other, other) == [0, 1, 2]
+    assert batch_module.prompts(states, other) == [0, 1, 2]
+    assert batch_module.agree(states, states, [0, 0, 1]) and not batch_module.agree(states, states, [0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_number_that_differs_by_more_than_rounding_makes_another_prompt(dtype: torch.dtype) -> None:
     states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(2, 1, 1, 1)
-    assert hf_twins.prompts(states, states) == [0, 0]
+    assert batch_module.prompts(states, states) == [0, 0]
     other = states.clone()
     other[1, 3, 17, 5] += 0.2
-    assert hf_twins.prompts(other, states) == hf_twins.prompts(states, other) == [0, 1]
+    assert batch_module.prompts(other, states) == batch_module.prompts(states, other) == [0, 1]
 
 
 def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
@@ -114,7 +113,7 @@ def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
     for every, expected in ((32, [0, 0]), (4, [0, 1])):
         other = states.clone()
         other[1, :, :, ::every] *= 1 + 2**-7
-        assert hf_twins.prompts(states, other) == expected
+        assert batch_module.prompts(states, other) == expected
 
 
 class Temporaries(TorchDispatchMode):
@@ -140,17 +139,17 @@ def test_prompts_are_compared_in_little_memory(dtype: torch.dtype, monkeypatch: 
     states = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(8, 1, 1, 1)
     states[5:, :, 150] += 0.3
     for most_bytes in (2 * MIB, 5000):  # less than one token of all pairs takes
-        monkeypatch.setattr(hf_twins, "_MOST_BYTES", most_bytes)
+        monkeypatch.setattr(batch_module, "_MOST_BYTES", most_bytes)
         with Temporaries() as temporaries:
-            assert hf_twins.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
-            assert hf_twins.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
+            assert batch_module.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
+            assert batch_module.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
         assert most_bytes / 4 < temporaries.most_bytes < 1.05 * most_bytes
 
 
 def test_a_batch_of_many_prompts_takes_no_more() -> None:
     states = torch.randn(1, 8, 128, 128).bfloat16().expand(64, -1, -1, -1)
     with Temporaries() as temporaries:
-        assert hf_twins.prompts(states, states) == [0] * 64
+        assert batch_module.prompts(states, states) == [0] * 64
     assert temporaries.most_bytes < 64 * MIB
 
 

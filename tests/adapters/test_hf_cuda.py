@@ -20,8 +20,8 @@ from tests.adapters.hf_models import (
 )
 from tests.attending import attending_by
 from vmmkv import GIB, Pool
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_attention import attention, declined
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers.attention import attention, declined
 from vmmkv.units import PAGE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to test on")]

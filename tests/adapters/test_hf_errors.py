@@ -10,8 +10,8 @@ from transformers import BartConfig, BloomConfig, DynamicCache, Mamba2Config, Qw
 
 from tests.adapters.hf_models import gemma3, generated, llama, prompts
 from vmmkv import MIB, Closed, DriverError, KVCache, LayoutError, Pool, SequenceTooLong
-from vmmkv.adapters import hf_batch
-from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import batch as batch_module
 
 IDS = torch.randint(1, 199, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -169,7 +169,7 @@ def test_a_stream_that_another_one_follows_is_waited_for(pool: Pool, model: Any,
     recorded: list[Any] = []
     streams: list[Any] = ["first", "first", "second"]
     monkeypatch.setattr(KVCache, "record_stream", lambda _, stream: recorded.append(stream))
-    monkeypatch.setattr(hf_batch, "_current_stream", lambda _: streams[0])
+    monkeypatch.setattr(batch_module, "_current_stream", lambda _: streams[0])
     with VmmCache(model.config, pool) as cache, torch.no_grad():
         for expected in ([], [], ["first", "second"]):
             model(IDS, past_key_values=cache)

@@ -28,8 +28,8 @@ from tests.adapters.hf_models import (
 )
 from tests.attending import attending_by
 from vmmkv import Pool
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_batch import Batch
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers.batch import Batch
 
 MODELS: dict[str, Callable[[], Any]] = {
     "full": llama,

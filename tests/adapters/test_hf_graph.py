@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from tests.adapters.hf_models import deepseek, gemma3, gemma4, gpt_oss, llama, prompts
 from vmmkv import Pool, SequenceTooLong
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_attention import DeclinedWarning
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers.attention import DeclinedWarning
 from vmmkv.kernels import checks
 
 IDS = prompts(10, 10)["input_ids"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tests.adapters.hf_models import assert_same, deepseek, gemma3, gemma4, generated, llama, mistral, prompts, wide_llama
 from vmmkv import Pool
-from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.transformers import VmmCache
 
 MODELS = {
     "grouped": llama,

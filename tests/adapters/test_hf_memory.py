@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from tests.adapters.hf_models import gemma3, generated, llama, mistral, prompts, wide_llama
 from vmmkv import MIB, OutOfPages, Pool, RowsUnmapped
-from vmmkv.adapters.hf import VmmCache
-from vmmkv.adapters.hf_rows import BatchRows
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers.batch import BatchRows
 from vmmkv.units import PAGE_BYTES
 
 PAGE_TOKENS = 32

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.adapters.hf_models import assert_same, gemma3, generated, llama, mistral, prompts, wide_llama
 from vmmkv import GIB, KVCache, LayoutError, Pool
-from vmmkv.adapters import hf_batch, hf_planes
-from vmmkv.adapters.hf import VmmCache
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import batch as batch_module
 
 
 class Calls(TorchDispatchMode):
@@ -28,7 +28,7 @@ class Calls(TorchDispatchMode):
 @pytest.fixture
 def far_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are written as where torch would split a copy."""
-    monkeypatch.setattr(hf_planes, "splits_a_copy", lambda device, span_bytes: True)
+    monkeypatch.setattr(batch_module, "splits_a_copy", lambda device, span_bytes: True)
 
 
 def append(cache: VmmCache, num_layers: int, num_tokens: int, batch: int = 8) -> None:
@@ -64,7 +64,7 @@ def test_rows_that_are_far_apart_are_written_by_one_call_for_all_slots(pool: Poo
     [("cuda:0", 2**31 + 1, True), ("cuda:0", 2**31, False), ("cpu", 2**40, False)],
 )
 def test_torch_splits_a_copy_past_offsets_of_32_bits_on_a_gpu(device: str, span_bytes: int, splits: bool) -> None:
-    assert hf_planes.splits_a_copy(torch.device(device), span_bytes) is splits
+    assert batch_module.splits_a_copy(torch.device(device), span_bytes) is splits
 
 
 @pytest.mark.parametrize(("max_tokens", "span_bytes"), [(2**16, 4 * GIB + 2**16), (2**10, 2**26 + 2**16)])
@@ -72,7 +72,7 @@ def test_the_span_is_from_the_first_slots_row_to_the_last_ones(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, max_tokens: int, span_bytes: int
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(hf_planes, "splits_a_copy", lambda device, span_bytes: bool(asked.append(span_bytes)))
+    monkeypatch.setattr(batch_module, "splits_a_copy", lambda device, span_bytes: bool(asked.append(span_bytes)))
     with VmmCache(wide_llama().config, pool, max_tokens=max_tokens, slots=6) as cache, torch.inference_mode():
         for layer in range(4):
             cache.update(*torch.randn(2, 2, 4, 3, 512), layer)
@@ -120,7 +120,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
     recorded: list[Any] = []
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(hf_batch, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         for stream in ("first", "second", "second", "first", "third"):

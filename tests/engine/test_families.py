@@ -154,7 +154,7 @@ def test_a_model_that_nobody_can_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_engines_attention_takes_nobody_elses_name() -> None:
     """transformers keeps such functions by name, for the whole process."""
-    from vmmkv.adapters import hf_attention
+    from vmmkv.adapters.transformers import attention
     from vmmkv.server.engine.models import transformers
 
-    assert transformers.NAME != hf_attention.NAME
+    assert transformers.NAME != attention.NAME

@@ -25,7 +25,7 @@ from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
 
 NAME: Final = "vmmkv-engine"
-"""Of the attention implementation, as `attn_implementation=NAME`; `vmmkv` is that of vmmkv.adapters.hf, for any cache."""
+"""The attention implementation of transformers: `attn_implementation=NAME`. `vmmkv` is that of vmmkv.adapters.transformers."""
 
 _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 

@@ -13,26 +13,135 @@ For transformers from 5.17 on. Not supported, and said so: gradients through the
 else than keys and values by token (encoder-decoders, Mamba and other recurrent layers), layers on several devices,
 offloading, capture in a CUDA graph.
 
-Importing this module registers the attention implementation "vmmkv": vmmkv's kernels, over any cache (see hf_attention). With
+Importing this module registers the attention implementation "vmmkv": vmmkv's kernels, over any cache. With
 it a step of `torch.compile(model, dynamic=True)` is one graph; with any other one the graph breaks at every layer, as it does
 for models that read other layers' rows, keep latents and expand them (DeepSeek's), or have attention sinks (gpt-oss).
 """
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from vmmkv.adapters import hf_attention, hf_eager, hf_graph
-from vmmkv.adapters.hf_batch import Batch
-from vmmkv.adapters.hf_layers import RowLayer, layers_of
-from vmmkv.adapters.hf_rows import BatchRows
+from vmmkv.adapters.transformers import attention
+from vmmkv.adapters.transformers.batch import Batch, BatchRows
 from vmmkv.arguments import whole
-from vmmkv.errors import Closed
+from vmmkv.errors import Closed, LayoutError
 from vmmkv.memory.pool import Pool
 from vmmkv.units import counted
+
+# -------- hf layers
+# Which layers a configuration of transformers has, and what transformers asks of each one of a VmmCache.
+
+
+class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a VmmCache, which has the state: what concerns the batch is asked of the cache, for all layers at once."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "VmmCache", index: int, window: int | None) -> None:
+        # Not the base class's own, which sets `keys` and `values`: they are views here.
+        self._cache = cache
+        self._index = index
+        self.is_sliding = window is not None
+        self.sliding_window = window
+
+    @property
+    def is_initialized(self) -> bool:
+        """Has it keys and values?"""
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Keys that the next token sees, [batch, kv heads, tokens, head dim], or None."""
+        return self._cache.states(self._index)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Values, likewise."""
+        return self._cache.states(self._index)[1] if self.is_initialized else None
+
+    @property
+    def record_past(self) -> bool:
+        """Are rows kept that the window has passed, until `crop`?"""
+        return self._cache.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._cache.record_past = value
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """See VmmCache.update."""
+        return self._cache.update(key_states, value_states, self._index)
+
+    def get_seq_length(self) -> int:
+        """Tokens written, whatever the window."""
+        return self._cache.get_seq_length(self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next `query_length` tokens see, and the number of the first."""
+        return self._cache.get_mask_sizes(query_length, self._index)
+
+    def get_max_length(self) -> int:
+        """The window, or the most tokens that a sequence can have."""
+        return self._cache.max_tokens if self.sliding_window is None else self.sliding_window
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported."""
+        raise NotImplementedError("a VmmCache takes memory as tokens come, none beforehand: just run the model")
+
+    def _of_the_batch(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("all layers of a VmmCache share their rows: call this on the cache, not on one of its layers")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _of_the_batch
+
+    def _offloaded(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("a VmmCache keeps all layers on its pool's device; a pool of device 'cpu' is host memory")
+
+    offload = prefetch = _offloaded
+
+
+def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
+    """The layers of a cache for a model: a RowLayer for each layer that transformers itself would keep keys and values of.
+
+    Those that only read what others keep stay transformers' own. Raises: LayoutError, saying which layers are not supported.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise LayoutError(
+            f"{config.model_type} is an encoder and a decoder, and their cross-attention has a cache of another kind; VmmCache "
+            f"is for decoders: leave past_key_values to transformers here"
+        )
+    placeholder = getattr(cache_utils, "DummyLayer", ())  # of layers that keep nothing; not every release has it
+    layers: list[Any] = []
+    others: dict[str, list[int]] = {}
+    for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers):
+        if type(layer) is cache_utils.DynamicLayer:
+            layers.append(RowLayer(cache, index, None))
+        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
+            layers.append(RowLayer(cache, index, layer.sliding_window))
+        elif isinstance(layer, placeholder):
+            layers.append(layer)
+        else:
+            others.setdefault(type(layer).__name__, []).append(index)
+    if others:
+        kinds = "; ".join(f"{kind} in layers {', '.join(map(str, numbers))}" for kind, numbers in others.items())
+        raise LayoutError(
+            f"{config.model_type} keeps more than keys and values by token: {kinds}. VmmCache is for layers of full and of "
+            f"sliding-window attention; use DynamicCache(config=model.config) here"
+        )
+    if not any(isinstance(layer, RowLayer) for layer in layers):
+        raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
+    return layers
+
+
+# -------- hf
 
 
 class VmmCache(Cache):  # type: ignore[misc]
@@ -80,7 +189,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int, config: Any) -> None:
         super().__init__(layers=layers)
         self._config = config
-        self._number = hf_graph.enter(self)
+        self._number = attention.enter(self)
         self.pool = pool
         self.max_tokens = max_tokens
         self._batch = batch
@@ -93,7 +202,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     ) -> tuple[Any, torch.Tensor]:
         """Write a layer's keys and values of the new tokens behind the others; all that the tokens see, as strided views.
 
-        In a graph of torch.compile that is left to the model's attention if it is vmmkv's (see hf_graph); before any other one
+        In a graph of torch.compile that is left to the model's attention if it is vmmkv's; before any other one
         the graph breaks.
 
         Cost: two copies of the new rows. In the first layer of a pass, memory for all layers: see Sequence.grow; and the copies
@@ -106,7 +215,9 @@ class VmmCache(Cache):  # type: ignore[misc]
             )
         if torch.compiler.is_compiling():
             if self._is_attended_by_vmmkv:
-                return hf_graph.NewRows(key_states, value_states, self._number, layer_idx, self._batch.num_tokens), value_states
+                return attention.NewRows(
+                    key_states, value_states, self._number, layer_idx, self._batch.num_tokens
+                ), value_states
             seen: tuple[torch.Tensor, torch.Tensor] = self._append_outside(key_states, value_states, layer_idx)
             return seen
         return self.append(key_states, value_states, layer_idx)
@@ -139,8 +250,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         config = self._config.get_text_config(decoder=True)
         reads_others_rows = getattr(config, "num_kv_shared_layers", 0)
         keeps_latents = getattr(config, "kv_lora_rank", None)  # which it expands to keys and values after the update
-        has_sinks = config.model_type in hf_eager.WITH_SINKS
-        return config._attn_implementation == hf_attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
+        has_sinks = config.model_type in attention.WITH_SINKS
+        return config._attn_implementation == attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
 
     def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.

@@ -1,0 +1,885 @@
+"""One batch through its forward passes: what each writes and sees, and how the batch is cut, repeated and reordered.
+
+    begin of a pass     memory follows what the batch has become; windows give back what they have passed; memory for new rows
+    each layer          its new rows are written behind the others, and it is given views of all that it sees
+    end, its last layer the new tokens count
+
+Between passes nothing is copied: a batch changes its parents (see Lineage). A pass that is not finished counts for nothing.
+
+    B rows of the batch, K kv heads, T tokens, D head dim
+"""
+
+import functools
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv.cache import KVCache, Sequence
+from vmmkv.errors import DriverError, LayoutError, OutOfPages, RowsUnmapped
+from vmmkv.layout import Group, KVLayout, Plane
+from vmmkv.memory import sharing
+from vmmkv.memory.pool import Pool
+from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, counted, format_bytes
+
+# -------- hf lineage
+# Which sequence each row of a model's batch goes on from, and how many tokens any two sequences have in common.
+#
+#     sequence 0 | p | p | p | a | b |           the prompt is common to both, and its full pages are shared
+#     sequence 1 | p | p | p | a | c |           rows from `own_from` on lie in pages of each one's own
+#
+# A batch that is repeated, selected or reordered changes its parents at once. Memory follows before the next token comes: by
+# copies of what two sequences do not have in common, where each may write that; else by forks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """Sequence `targets[i]` takes the rows of `sources[i]` from `first_token` on. All are read before any is written."""
+
+    sources: list[int]
+    targets: list[int]
+    first_token: int
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """The parents of a batch's rows among the sequences there are; it is replaced, not changed."""
+
+    parents: tuple[int, ...]
+    """For each row of the batch the sequence that has its tokens."""
+    common: npt.NDArray[np.int64]
+    """[sequences, sequences] tokens that two have in common from the first on; of no meaning on the diagonal."""
+    own_from: int = 0
+    """From this token on the rows of no sequence lie in a page that others hold too."""
+
+    @classmethod
+    def of_prompts(cls, parents: Seq[int]) -> "Lineage":
+        """New sequences, numbered from 0 without a gap; rows of the batch with the same parent are the same prompt."""
+        num_sequences = max(parents) + 1
+        return cls(tuple(parents), np.zeros((num_sequences, num_sequences), np.int64))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have memory."""
+        return len(self.common)
+
+    @functools.cached_property
+    def settled(self) -> bool:
+        """Is each row of the batch the sequence of its number? Every layer of every pass asks."""
+        return self.parents == tuple(range(self.num_sequences))
+
+    @property
+    def compact(self) -> bool:
+        """Is each sequence a run of rows, and are the runs in order? So a batch begins: equal prompts side by side."""
+        return [*dict.fromkeys(self.parents)] == [*range(self.num_sequences)] and [*self.parents] == sorted(self.parents)
+
+    @property
+    def leaders(self) -> list[int]:
+        """For each sequence the first row of the batch that goes on from it; there is one if it is compact."""
+        return [self.parents.index(sequence) for sequence in range(self.num_sequences)]
+
+    def select(self, rows: Seq[int]) -> "Lineage":
+        """The batch of these rows, in this order; a row may be named several times, or not at all."""
+        return Lineage(tuple(self.parents[row] for row in rows), self.common, self.own_from)
+
+    def moves(self) -> Moves | None:
+        """The copies that settle it, or None if it takes forks: for other sequences, or rows that may not be written."""
+        if len(self.parents) != self.num_sequences:
+            return None
+        targets = [row for row, parent in enumerate(self.parents) if parent != row]
+        sources = [self.parents[row] for row in targets]
+        first_token = min(int(self.common[pair]) for pair in zip(targets, sources, strict=True))
+        return Moves(sources=sources, targets=targets, first_token=first_token) if first_token >= self.own_from else None
+
+    def settle(self, num_tokens: int, *, forked: bool) -> "Lineage":
+        """Each row has become the sequence of its number, with `num_tokens` tokens, by copies or as a fork."""
+        parents = np.array(self.parents)
+        common = self.common[np.ix_(parents, parents)]
+        common[parents[:, None] == parents] = num_tokens
+        return Lineage(tuple(range(len(parents))), common, num_tokens if forked else self.own_from)
+
+    def share(self, num_tokens: int) -> "Lineage":
+        """Somebody else has forked all sequences at `num_tokens` tokens."""
+        return Lineage(self.parents, self.common, num_tokens)
+
+    def cut(self, num_tokens: int) -> "Lineage":
+        """All sequences have been truncated, and what others hold of the last page exchanged."""
+        return Lineage(self.parents, np.minimum(self.common, num_tokens), min(self.own_from, num_tokens))
+
+
+# -------- hf planes
+# The keys and values of a batch, as torch writes and reads them: views of adjacent slots, made for all layers at once.
+#
+# A decode step that no graph has captured is bound by the host, to which each call of torch costs a microsecond or more. So the
+# views of all layers come from one call, and a layer costs two copies.
+#
+#     B sequences, L layers, K kv heads, T tokens, D head dim
+
+_INT32_END: Final = 2**31
+
+
+class LayerRows:
+    """Rows [first, first + count) of each layer: keys and values, [B, K, T, D]. See Planes.rows."""
+
+    def __init__(
+        self,
+        bounds: tuple[int, int],
+        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        slots_B: torch.Tensor | None,
+    ) -> None:
+        self.bounds: Final = bounds
+        """`first` and `count`."""
+        self.of_layer: Final = of_layer
+        self._slots_B: Final = slots_B
+        k_BKTD, v_BKTD = next(iter(of_layer.values()))
+        self._k_kind, self._v_kind = _kind(k_BKTD), _kind(v_BKTD)
+
+    def write(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        """Copy a layer's keys and values here. Cost: two launches. Raises: LayoutError."""
+        places = self.of_layer[layer]
+        if _kind(k_BKTD) != self._k_kind or _kind(v_BKTD) != self._v_kind:
+            raise _misfit(layer, zip(places, (k_BKTD, v_BKTD), strict=True))
+        k_place, v_place = places
+        if self._slots_B is None:
+            k_place.copy_(k_BKTD)
+            v_place.copy_(v_BKTD)
+        else:  # the offset along the dimension of the index has 64 bits
+            k_place.index_copy_(0, self._slots_B, k_BKTD)
+            v_place.index_copy_(0, self._slots_B, v_BKTD)
+
+
+class Planes:
+    """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on."""
+
+    def __init__(self, cache: KVCache, first_slot: int, num_slots: int) -> None:
+        with torch.inference_mode(False):  # else nothing here could be written under another mode
+            self._of_groups: Final = [
+                (
+                    group.layers,
+                    _plane(cache, group, "k", first_slot, num_slots),
+                    _plane(cache, group, "v", first_slot, num_slots),
+                )
+                for group in cache.layout.groups
+            ]
+            k_LBKTD = self._of_groups[0][1]
+            span_bytes = (num_slots - 1) * k_LBKTD.stride(1) * k_LBKTD.itemsize + cache.layout.groups[0].row_bytes
+            splits = splits_a_copy(cache.device, span_bytes)
+            self._slots_B: Final = torch.arange(num_slots, device=cache.device) if splits else None
+
+    def rows(self, first: int, count: int) -> LayerRows:
+        """Rows [first, first + count) of each layer. Cost: a few calls of torch for each group, on the host alone."""
+        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layers, k_LBKTD, v_LBKTD in self._of_groups:
+            both = zip(k_LBKTD.narrow(3, first, count).unbind(), v_LBKTD.narrow(3, first, count).unbind(), strict=True)
+            of_layer.update(zip(layers, both, strict=True))
+        return LayerRows((first, count), of_layer, self._slots_B)
+
+
+def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
+    """Does torch copy in several launches to a view that spans so many bytes?
+
+    Offsets in its CUDA kernels have 32 bits: a view of more bytes is halved until each part has fewer, down to a launch for
+    each slot.
+    """
+    return device.type == "cuda" and span_bytes > _INT32_END
+
+
+def _plane(cache: KVCache, group: Group, name: str, first_slot: int, num_slots: int) -> torch.Tensor:
+    """A plane of all layers of a group: [L, B, K, T, D]."""
+    first_STKD, last_STKD = cache.view(group.layers[0], name), cache.view(group.layers[-1], name)
+    between = last_STKD.storage_offset() - first_STKD.storage_offset()
+    layer_stride = between // max(1, len(group.layers) - 1)  # layers are equal, and follow one another in the row
+    _, num_tokens, heads, dim = first_STKD.shape
+    slot_stride, row_stride, head_stride, _ = first_STKD.stride()
+    return first_STKD.as_strided(
+        (len(group.layers), num_slots, heads, num_tokens, dim),
+        (layer_stride, slot_stride, head_stride, row_stride, 1),
+        first_STKD.storage_offset() + first_slot * slot_stride,
+    )
+
+
+def _kind(states: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return states.shape, states.dtype, states.device
+
+
+def _misfit(layer: int, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LayoutError:
+    place, states = next((place, states) for place, states in pairs if _kind(place) != _kind(states))
+    return LayoutError(
+        f"layer {layer} gives {list(states.shape)} {states.dtype} on {states.device}, and its rows are {list(place.shape)} "
+        f"{place.dtype} on {place.device}: all layers of one window have one shape and type, on the pool's device; another "
+        f"model wants a VmmCache of its own"
+    )
+
+
+# -------- hf rows
+# The rows of a batch, for the layers of one window, in adjacent slots of one cache: each layer is one strided tensor.
+#
+#     slot first     | p | p | p | p | new |            all sequences have the same number of rows, as a batch of transformers
+#     slot first + 1 | p | p | p | p | new |            has, which is padded on the left
+#
+# Row numbers are token numbers, but that the window's first rows may never have been written: row 0 is token `dropped`.
+#
+#     B sequences, K kv heads, T tokens, D head dim
+
+
+class SharedCache:
+    """A cache whose slots several batches have: it is closed by the last that leaves."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache: Final = cache
+        self.used = False
+        """Has a whole pass been written to it? Then the model gives such keys and values."""
+        self._num_users = 1
+
+    def join(self) -> "SharedCache":
+        """One user more."""
+        self._num_users += 1
+        return self
+
+    def leave(self) -> None:
+        """One less."""
+        self._num_users -= 1
+        if not self._num_users:
+            self.cache.close()
+
+
+class BatchRows:
+    """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
+
+    It has no cache until `open` sees keys and values, for only they tell the shape and the type.
+    """
+
+    def __init__(self, layers: tuple[int, ...], window: int | None, pool: Pool, *, slots: int, max_tokens: int) -> None:
+        self.layers: Final = layers
+        self.window: Final = window
+        self.sequences: list[Sequence] = []
+        self.pool: Final = pool
+        self._slots = slots
+        self._max_tokens = max_tokens
+        self._shared: SharedCache | None = None
+        self._dropped = 0
+        """The first token that has a row."""
+        self._planes: Planes | None = None
+        """None as long as nobody has asked for rows of these sequences."""
+        self._places: LayerRows | None = None
+        """Where the layers of a pass write."""
+        self._seen: LayerRows | None = None
+        """What they see."""
+
+    # in and out
+
+    def open(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int, *, dropped: int) -> None:
+        """Give `num_sequences` new sequences their slots, in a cache for keys and values such as these."""
+        layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
+        if self._shared is not None and not self._shared.used and self.cache.layout != layout:
+            self.close()  # it was made for a pass that failed, perhaps for its shapes
+        if self._shared is None:
+            # A batch that is arranged anew is forked to as many slots more, which need not be free in one run.
+            slots = max(self._slots, 3 * k_BKTD.shape[0])
+            with torch.inference_mode(False):  # else no tensor of it could be written under another mode
+                self._shared = SharedCache(self._make(layout, slots))
+        self._take(self.cache.open_batch(num_sequences), dropped)
+
+    def fork(self, parents: Seq[int]) -> "BatchRows":
+        """Other rows in the same cache: a fork of the sequence that each entry names."""
+        other = BatchRows(self.layers, self.window, self.pool, slots=self._slots, max_tokens=self._max_tokens)
+        if self._shared is not None:
+            sequences = self.cache.fork_batch([self.sequences[parent] for parent in parents]) if parents else []
+            other._shared = self._shared.join()
+            other._take(sequences, self._dropped)
+        return other
+
+    def fork_pages(self, parents: Seq[int]) -> int:
+        """Pages that `fork` will ask for."""
+        if self._shared is None:
+            return 0
+        memory, forked = self.cache._memory, [self.sequences[parent] for parent in parents]
+        with self.pool.lock:
+            return sum(sharing.fork_pages(memory, sequence.slot, sequence.length) for sequence in forked)
+
+    def end(self) -> None:
+        """Close the sequences; the cache stays, for others. Idempotent."""
+        for sequence in self.sequences:
+            sequence.close()
+        self._take([], 0)
+
+    def close(self) -> None:
+        """Close the sequences, and the cache too if nobody else has slots in it. Idempotent."""
+        if self._shared is not None and not self.cache.closed:
+            self.end()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.leave()
+
+    @property
+    def device(self) -> torch.device:
+        """The pool's."""
+        return self.pool.device
+
+    @property
+    def closed(self) -> bool:
+        """Is there no cache that is to be closed?"""
+        return self._shared is None or self.cache.closed
+
+    @property
+    def cache(self) -> KVCache:
+        """Where the slots are."""
+        assert self._shared is not None, "no keys and values have been seen"
+        return self._shared.cache
+
+    def check(self) -> None:
+        """Recount the laws of the cache. See KVCache.check."""
+        if self._shared is not None:
+            self.cache.check()
+
+    # each forward pass
+
+    def slide(self, num_tokens: int) -> None:
+        """Give back what the window has passed, with so many tokens written: whole pages, once no launch can read them."""
+        if self.window is None or not self.sequences:
+            return
+        start = num_tokens - self.window + 1 - self._dropped
+        kept, (group, *_) = self.sequences[0].start(), self.cache.layout.groups
+        if start > 0 and start * group.row_bytes // PAGE_BYTES > kept * group.row_bytes // PAGE_BYTES:
+            for sequence in self.sequences:
+                for index in range(len(self.cache.layout.groups)):
+                    sequence.advance_start(index, start)
+
+    def missing_pages(self, num_tokens: int) -> int:
+        """Pages that `grow` will ask for, for all sequences; none for more tokens than they may have, which it refuses."""
+        num_rows = num_tokens - self._dropped
+        if not self._is_short(num_rows) or num_rows > self._max_tokens:
+            return 0
+        with self.pool.lock:
+            return sum(self.cache._memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
+
+    def pages_like(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_rows: int) -> int:
+        """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
+        groups = _layout(self.layers, self.window, k_BKTD, v_BKTD).groups
+        return sum(ceil_div(num_rows * group.row_bytes, PAGE_BYTES) for group in groups)
+
+    def grow(self, num_tokens: int) -> None:
+        """Have memory for `num_tokens` tokens of each sequence. Raises: see Sequence.grow; what has grown by then stays."""
+        num_rows = num_tokens - self._dropped
+        if self._is_short(num_rows):
+            if self.window is not None:
+                self.cache.map_ahead(lookahead_tokens=0)  # the pages that the window has left are the next ones
+            for sequence in self.sequences:
+                sequence.grow(num_rows)
+
+    def _is_short(self, num_rows: int) -> bool:
+        if not self.sequences:
+            return False
+        first = self.sequences[0].slot
+        return bool(num_rows > self.cache.limits[first : first + len(self.sequences)].min())
+
+    def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
+        left_out, num_new = max(0, self._dropped - num_tokens), k_BKTD.shape[2]
+        if left_out:
+            k_BKTD, v_BKTD = (states.narrow(2, left_out, num_new - left_out) for states in (k_BKTD, v_BKTD))
+        bounds = num_tokens - self._dropped + left_out, num_new - left_out
+        if self._places is None or self._places.bounds != bounds:
+            self._places = self._planes_of_the_batch().rows(*bounds)
+        self._places.write(layer, k_BKTD, v_BKTD)
+
+    def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a token sees of a layer that has `num_past` before it, up to `num_tokens`: keys and values, [B, K, T, D]."""
+        first = self.first_token(num_past) - self._dropped
+        bounds = first, num_tokens - self._dropped - first
+        if self._seen is None or self._seen.bounds != bounds:
+            self._seen = self._planes_of_the_batch().rows(*bounds)
+        return self._seen.of_layer[layer]
+
+    def first_token(self, num_past: int) -> int:
+        """The first that a token sees that has `num_past` before it."""
+        return 0 if self.window is None else max(0, num_past - self.window + 1)
+
+    def advance(self, num_tokens: int) -> None:
+        """All layers have been written up to `num_tokens` tokens."""
+        slots = [sequence.slot for sequence in self.sequences]
+        self.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
+        assert self._shared is not None, "there are sequences"
+        self._shared.used = True
+
+    def change_streams(self, *streams: torch.Stream | None) -> None:
+        """Work on all of these touches the rows (see KVCache.record_stream); what was made on one is made anew on the next.
+
+        Where a copy is split, writing takes an index on the device: another stream might read it before it is there, or torch's
+        allocator give its memory away on the first while the other still reads.
+        """
+        self._planes = self._places = self._seen = None
+        if not self.closed:
+            for stream in streams:
+                if stream is not None:
+                    self.cache.record_stream(stream)
+
+    # the batch
+
+    def copy(self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int) -> None:
+        """Of each pair of sequences the target takes the source's rows from `first_token` on.
+
+        All are read before one is written. What is written must be in pages that nobody else holds. Cost: two kernels for each
+        group of the layout.
+        """
+        first = max(first_token - self._dropped, self.sequences[0].start())
+        count = num_tokens - self._dropped - first
+        if count <= 0:
+            return
+        device = self.cache.device
+        from_, to = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for rows in self._whole_rows():
+            part = rows.narrow(1, first, count)
+            part.index_copy_(0, to, part.index_select(0, from_))
+
+    def check_kept(self, num_tokens: int) -> None:
+        """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed what the next one sees."""
+        if self.sequences and num_tokens:
+            kept = self._dropped + max(sequence.start() for sequence in self.sequences)
+            if self.first_token(num_tokens) < kept:
+                raise RowsUnmapped(
+                    f"with {num_tokens} tokens a window of {self.window} begins at token {self.first_token(num_tokens)}, and "
+                    f"what was before {kept} is gone; call activate_past_recording() before the tokens that may be cropped"
+                )
+
+    def own_from(self, num_tokens: int) -> None:
+        """Give each sequence pages of its own for what `truncate` leaves of a shared page, so that it cannot fail.
+
+        On failure all tokens are as before. Cost and errors: see Sequence.own_from.
+        """
+        for sequence in self.sequences:
+            sequence.own_from(max(0, num_tokens - self._dropped))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
+        for sequence in self.sequences:
+            sequence.truncate(max(0, num_tokens - self._dropped))
+
+    # within
+
+    def _make(self, layout: KVLayout, slots: int) -> KVCache:
+        try:
+            return KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens)
+        except DriverError as error:
+            if error.call != "reserve":
+                raise
+            wanted_bytes = slots * self._max_tokens * sum(group.row_bytes for group in layout.groups)
+            divisor = max(4, ceil_div(wanted_bytes, 16 * TIB))
+            raise type(error)(
+                f"{slots} slots of max_tokens={self._max_tokens} take {format_bytes(wanted_bytes)} of addresses, and the "
+                f"driver has none: {error}. VmmCache(..., max_tokens={ceil_div(self._max_tokens, divisor)}) takes "
+                f"{format_bytes(wanted_bytes / divisor)}; fewer slots take less too, down to three for each row of a batch",
+                call=error.call,
+                code=error.code,
+            ) from error
+
+    def _take(self, sequences: list[Sequence], dropped: int) -> None:
+        self.sequences, self._dropped = sequences, dropped
+        self._planes = self._places = self._seen = None
+
+    def _planes_of_the_batch(self) -> Planes:
+        if self._planes is None:
+            self._planes = Planes(self.cache, self.sequences[0].slot, len(self.sequences))
+        return self._planes
+
+    def _whole_rows(self) -> list[torch.Tensor]:
+        """Of each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""
+        first, count = self.sequences[0].slot, len(self.sequences)
+        whole = []
+        for group in self.cache.layout.groups:
+            plane = self.cache.k(group.layers[0])  # over the arena's whole storage, from its first byte on
+            size = (*plane.shape[:2], group.row_bytes // plane.itemsize)
+            whole.append(plane.as_strided(size, (*plane.stride()[:2], 1), 0)[first : first + count])
+        return whole
+
+
+def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> KVLayout:
+    """All layers in one row if a page holds that, else in as few rows as it takes."""
+    planes = tuple(
+        Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
+        for name, states in (("k", k_BKTD), ("v", v_BKTD))
+    )
+    fitting = max(1, PAGE_BYTES // Group(layers=(0,), planes=planes).layer_bytes)
+    per_group = ceil_div(len(layers), ceil_div(len(layers), fitting))
+    parts = (layers[start : start + per_group] for start in range(0, len(layers), per_group))
+    return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=window) for part in parts))
+
+
+# -------- hf twins
+# Which rows of a batch are the same prompt, which is then kept once: beams and `num_return_sequences` begin with such rows.
+#
+# transformers repeats the prompt before the cache sees it, and hands over keys and values only. In the first layer these follow
+# from each token and its position alone. Two rows are taken for the same prompt if all numbers agree to the last bits, of K
+# as of V: they do but for the order in which a matrix product adds up, which may depend on the place in the batch. At another
+# position the same token has other keys only where a rotary embedding turns them, and rounding may hide slow turns; the fast
+# ones change a key by much: so all must agree. In half precision rounding hides that order, and nearly all numbers must
+# be equal to the bit.
+#
+# Not seen: differences past the first layer or in the attention mask alone; where positions leave no trace in the keys (ALiBi),
+# other positions too.
+#
+#     B rows of the batch, P pairs of them, K kv heads, T tokens, D head dim
+
+_MOST_BYTES = 64 * MIB
+"""Of temporary memory: what a batch of long prompts would take at once is more than its keys and values."""
+
+_HALF_EQUAL = 0.9
+"""Of a token's numbers in half precision, those that are equal to the bit in the same prompt."""
+
+
+def prompts(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> list[int]:
+    """For each row the number of its prompt, from 0 on: the next number where it differs from the row before it.
+
+    Cost: a copy to the host, which waits for the device; two if neighbours agree in their last tokens.
+    """
+    pairs = [(row - 1, row) for row in range(1, len(k_BKTD))]
+    parents = [0]
+    for same in _are_same(k_BKTD, v_BKTD, pairs):
+        parents.append(parents[-1] + (not same))
+    return parents
+
+
+def agree(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, parents: Seq[int]) -> bool:
+    """Do rows of the same parent have the same tokens here too?"""
+    pairs = [(parents.index(parent), row) for row, parent in enumerate(parents) if parents.index(parent) != row]
+    return all(_are_same(k_BKTD, v_BKTD, pairs))
+
+
+def _are_same(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
+    same = _compare(k_BKTD[:, :, -1:], v_BKTD[:, :, -1:], pairs)  # different prompts mostly end differently
+    alike = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
+    if not alike:
+        return same
+    wholly = dict(zip(alike, _compare(k_BKTD, v_BKTD, alike), strict=True))
+    return [wholly.get(pair, False) for pair in pairs]
+
+
+def _compare(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
+    left, right = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
+    same_P = torch.ones(len(pairs), dtype=torch.bool, device=k_BKTD.device)
+    for states in (k_BKTD, v_BKTD):
+        num_pairs, num_tokens = _at_a_time(states, len(pairs))
+        for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left, right)), strict=True):
+            for block in torch.split(states, num_tokens, dim=2):
+                some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
+    answer: list[bool] = same_P.tolist()
+    return answer
+
+
+def _at_a_time(states_BKTD: torch.Tensor, num_pairs: int) -> tuple[int, int]:
+    """How many pairs, and how many tokens of each, are compared in `_MOST_BYTES`."""
+    wide_bytes = torch.promote_types(states_BKTD.dtype, torch.float32).itemsize
+    number_bytes = 2 * states_BKTD.itemsize + 4 * wide_bytes + 1  # the two, up to four of `_agree_in`, and whether they agree
+    token_bytes = states_BKTD.shape[1] * states_BKTD.shape[3] * number_bytes
+    num_pairs = min(num_pairs, max(1, _MOST_BYTES // token_bytes))
+    return num_pairs, max(1, _MOST_BYTES // (num_pairs * token_bytes))
+
+
+def _agree_in(one_PKTD: torch.Tensor, other_PKTD: torch.Tensor) -> torch.Tensor:
+    """[P]: do the two agree in all numbers?"""
+    dtype = one_PKTD.dtype
+    is_half = dtype.itemsize <= 2
+    wide = torch.promote_types(dtype, torch.float32)
+    size_PKTD = one_PKTD.to(wide, copy=True).abs_()
+    size_PKTD += size_PKTD.mean(3, keepdim=True)  # a sum near 0 is as inexact as what was added
+    size_PKTD *= torch.finfo(dtype).eps * (2 if is_half else 64)
+    same_P = ((one_PKTD.to(wide) - other_PKTD.to(wide)).abs_() <= size_PKTD).all(3).all(2).all(1)
+    if is_half:
+        same_P &= ((one_PKTD == other_PKTD).float().mean((1, 3)) >= _HALF_EQUAL).all(1)
+    return same_P
+
+
+# -------- hf batch
+
+_UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
+_REMEDY = "crop(0) takes back what it wrote"
+_MORE_ROOM = "give the model fewer rows in a batch, or reset() another cache of this pool"
+
+
+class _Indices:
+    """What a lineage says, on the device: every layer of every pass asks for it."""
+
+    def __init__(self, lineage: Lineage, device: torch.device) -> None:
+        self.lineage: Final = lineage
+        self._device = device
+
+    @functools.cached_property
+    def leaders(self) -> torch.Tensor:
+        return self._send(self.lineage.leaders)
+
+    @functools.cached_property
+    def parents(self) -> torch.Tensor:
+        return self._send(self.lineage.parents)
+
+    def _send(self, rows: Seq[int]) -> torch.Tensor:
+        with torch.inference_mode(False):  # it may outlive the mode of this pass
+            return torch.tensor(rows, device=self._device)
+
+
+class Batch:
+    """The tokens of a batch in all layers; `groups` are the rows of the layers of each window.
+
+    `share_prompts`: are equal prompts side by side kept once?
+    """
+
+    def __init__(self, groups: list[BatchRows], *, share_prompts: bool) -> None:
+        self.groups = groups
+        self._share_prompts = share_prompts
+        self.num_tokens = 0
+        """Of each sequence, in all layers."""
+        self.num_new = 0
+        """Of the pass that is under way, if one is."""
+        self.written: set[int] = set()
+        """Layers that it has written."""
+        self.record_past = False
+        """Do windows keep what they have passed until `crop`?"""
+        self._lineage: Lineage | None = None
+        """None as long as there are no sequences."""
+        self._indices: _Indices | None = None
+        self._stream: torch.Stream | None = None
+        """The one that was current when the cache was last used, on CUDA."""
+
+    @property
+    def size(self) -> int | None:
+        """Rows of the model's batch, if there is one."""
+        return None if self._lineage is None else len(self._lineage.parents)
+
+    @property
+    def groups(self) -> list[BatchRows]:
+        """The rows of the layers of each window."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: list[BatchRows]) -> None:
+        self._groups = groups
+        self._rows_of = {layer: rows for rows in groups for layer in rows.layers}
+
+    def rows_of(self, layer: int) -> BatchRows:
+        """The rows with this layer. Raises: ValueError naming the layers there are."""
+        rows = self._rows_of.get(layer)
+        if rows is None:
+            raise ValueError(f"layer {layer} keeps no keys and values by the configuration; layers {[*self._rows_of]} do")
+        return rows
+
+    # a pass
+
+    def append(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
+        rows = self.rows_of(layer)
+        if layer in self.written:
+            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}{_REMEDY}")
+        self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
+        if not self.written:
+            self._begin(k_BKTD, v_BKTD)
+            rows = self.rows_of(layer)  # they are others if the batch was forked
+        lineage = self._lineage
+        assert lineage is not None, "a pass has begun"
+        if not rows.sequences:
+            self._open(rows, k_BKTD, v_BKTD, lineage.num_sequences)
+        if lineage.settled:
+            rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
+        else:
+            leaders = self._indices_of(lineage, k_BKTD.device).leaders
+            rows.write(layer, self.num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
+        self.written.add(layer)
+        seen = self._seen(rows, layer, self.num_new) if self.num_tokens else (k_BKTD, v_BKTD)
+        if len(self.written) == len(self._rows_of):
+            self._finish()
+        return seen
+
+    def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
+        """Are these of the rows and the tokens of the pass that is under way, or of one that can begin? Else LayoutError."""
+        num_rows, num_tokens = of_keys[0], of_keys[2]
+        wanted = (self.size, self.num_new) if self.written else (num_rows, num_tokens)
+        if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
+            raise LayoutError(
+                f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
+                f"{of_values[2]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
+                f"all keep the same tokens; use DynamicCache(config=model.config) here"
+            )
+
+    def _begin(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+        self._follow_stream()
+        size, self.num_new = k_BKTD.shape[0], k_BKTD.shape[2]
+        if self._lineage is None or not self.num_tokens:
+            self.reset()  # a first pass may have failed
+            may_share = self._share_prompts and size > 1 and self.num_new > 1
+            self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
+            return
+        if len(self._lineage.parents) != size:
+            raise ValueError(
+                f"the cache has a batch of {self.size}, and the model computes one of {size}: reset() begins anew, "
+                f"batch_repeat_interleave and batch_select_indices change it"
+            )
+        if not self._lineage.settled and not self._goes_on_together(k_BKTD, v_BKTD, self._lineage):
+            self._settle(self._lineage)
+        if not self.record_past:
+            for rows in self.groups:
+                rows.slide(self.num_tokens)
+        self._grow(self.groups, self.num_tokens + self.num_new)
+
+    def _goes_on_together(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, lineage: Lineage) -> bool:
+        """Are equal prompts still equal? A prompt may come in chunks; with single tokens the answers have begun."""
+        return self.num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents)
+
+    def _open(self, rows: BatchRows, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int) -> None:
+        later_pages = sum(
+            num_sequences * later.pages_like(k_BKTD, v_BKTD, self.num_new - self._dropped(later))
+            for later in self.groups
+            if later is not rows and not later.sequences
+        )
+        try:
+            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
+            self._grow([rows], self.num_new, later_pages=later_pages)
+        except BaseException:
+            self.reset()  # as before the first pass
+            raise
+
+    def _dropped(self, rows: BatchRows) -> int:
+        """Of a first prompt that is longer than the window the first tokens are seen in this pass alone."""
+        return 0 if self.record_past else rows.first_token(self.num_new)
+
+    def _grow(self, groups: Seq[BatchRows], num_tokens: int, *, later_pages: int = 0) -> None:
+        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
+
+        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
+        the growth, some rows may have grown when this raises; they keep that.
+        """
+        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
+        for rows in groups:
+            rows.grow(num_tokens)
+
+    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
+        """Can the whole batch have so many pages now? Else OutOfPages."""
+        if not num_pages:
+            return
+        try:
+            self.groups[0].pool.check_room(num_pages, _MORE_ROOM, later_pages=later_pages)
+        except OutOfPages as error:
+            raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
+
+    def _finish(self) -> None:
+        self.num_tokens += self.num_new
+        for rows in self.groups:
+            rows.advance(self.num_tokens)
+        self.written.clear()
+
+    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer that the next token sees, [B, K, T, D]: views, unless several rows have one sequence."""
+        self._follow_stream()
+        return self._seen(self.rows_of(layer), layer, 0)
+
+    def _seen(self, rows: BatchRows, layer: int, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._lineage is not None, "there are tokens"
+        k_BKTD, v_BKTD = rows.view(layer, self.num_tokens, self.num_tokens + num_new)
+        if self._lineage.settled:
+            return k_BKTD, v_BKTD
+        parents = self._indices_of(self._lineage, k_BKTD.device).parents
+        return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
+
+    def _indices_of(self, lineage: Lineage, device: torch.device) -> _Indices:
+        known = self._indices
+        if known is None or known.lineage is not lineage:
+            known = self._indices = _Indices(lineage, device)
+        return known
+
+    def _follow_stream(self) -> None:
+        """If another stream is current than at the last use: memory that goes back waits for both; indices are made anew."""
+        current = _current_stream(self.groups[0].device)
+        if self._stream is not None and current != self._stream:
+            self._indices = None
+            for rows in self.groups:
+                rows.change_streams(self._stream, current)
+        self._stream = current
+
+    # between passes
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of each sequence; see VmmCache.crop."""
+        self._follow_stream()
+        if not num_tokens:
+            self.reset()
+            return
+        assert self._lineage is not None, "there are tokens"
+        for rows in self.groups:
+            rows.check_kept(num_tokens)
+        for rows in self.groups:
+            rows.own_from(num_tokens)  # all that can fail, before anything is cut
+        self.written.clear()
+        for rows in self.groups:
+            rows.truncate(num_tokens)
+            rows.slide(num_tokens)
+        self.num_tokens, self._lineage = num_tokens, self._lineage.cut(num_tokens)
+
+    def reset(self) -> None:
+        """End all sequences."""
+        self._follow_stream()
+        for rows in self.groups:
+            rows.end()
+        self.num_tokens, self._lineage = 0, None
+        self.written.clear()
+
+    def select(self, rows: Seq[int]) -> None:
+        """The batch is to be of these of its rows, in this order. Memory follows in the next pass."""
+        self._check_finished()
+        if self._lineage is None:
+            return
+        if not rows or not all(0 <= row < len(self._lineage.parents) for row in rows):
+            raise ValueError(f"rows {list(rows)} of a batch of {self.size}: they are from 0 on, and at least one")
+        self._lineage = self._lineage.select(rows)
+
+    def fork(self) -> "Batch":
+        """Another batch that has all tokens of this one. Raises: as KVCache.fork_batch."""
+        self._check_finished()
+        self._follow_stream()
+        forked = self._fork(range(0 if self._lineage is None else self._lineage.num_sequences))
+        other = Batch(forked, share_prompts=self._share_prompts)
+        other.num_tokens, other.record_past, other._stream = self.num_tokens, self.record_past, self._stream
+        if self._lineage is not None:
+            self._lineage = other._lineage = self._lineage.share(self.num_tokens)
+        return other
+
+    def close(self) -> None:
+        """End all sequences, and close the caches that nobody else has slots in. Idempotent."""
+        self._follow_stream()
+        self.num_tokens, self._lineage = 0, None
+        self.written.clear()
+        for rows in self.groups:
+            rows.close()
+
+    def _settle(self, lineage: Lineage) -> None:
+        """Let memory follow the batch. All or none, but for copies, which can be made again."""
+        moves = lineage.moves()
+        if moves is not None:
+            for rows in self.groups:
+                rows.copy(moves.sources, moves.targets, moves.first_token, self.num_tokens)
+        else:
+            forked = self._fork(lineage.parents)
+            for rows in self.groups:
+                rows.close()
+            self.groups = forked
+        self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
+
+    def _fork(self, parents: Seq[int]) -> list[BatchRows]:
+        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
+        forked: list[BatchRows] = []
+        try:
+            for rows in self.groups:
+                forked.append(rows.fork(parents))
+        except BaseException:
+            for rows in forked:
+                rows.close()
+            raise
+        return forked
+
+    def _check_finished(self) -> None:
+        if self.written:
+            raise RuntimeError(_UNFINISHED + _REMEDY)
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
