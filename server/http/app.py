@@ -299,7 +299,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.viewers = Viewers(engine, self.metrics, self.health, model)
         self.keys = Keys(self.front.api_keys, self.front.admin_key)
-        self.grammars = GrammarService(shared=self.keys.are_several)
+        self.grammars = GrammarService()
         self.tokenising = Turns("long texts", at_once=TOKENISING_AT_ONCE, most=MAX_TOKENISING, shared=self.keys.are_several)
         self.writing = Turns("long answers", at_once=WRITING_AT_ONCE, shared=self.keys.are_several)
         self.intake = Intake(engine, self.front)
@@ -546,7 +546,7 @@ async def _respond(
     num_prompt = num_each * sum(map(len, prompts))
     ticket.reserve(num_prompt, num_prompt + num_each * sum(new_tokens))
     namespace = service.keys.namespace(ticket.caller, body.cache_salt)
-    compiled = await _compiled(request, body, ready, ticket.caller, namespace, arrived_s)
+    compiled = await _compiled(request, body, ready, namespace, arrived_s)
     if compiled is None:
         return errors.client_left().response()
     grammar, spared_s = compiled
@@ -589,7 +589,7 @@ async def _respond(
 
 
 async def _compiled(
-    request: Request, body: GenerationRequest, ready: Ready, caller: Caller, namespace: str | None, arrived_s: float
+    request: Request, body: GenerationRequest, ready: Ready, namespace: str | None, arrived_s: float
 ) -> tuple[bytes, float] | None:
     """What the answer follows, for the engine, and the seconds by which the request's time is longer; None if the client went
     away. Raises: ApiError, also when the time is over."""
@@ -600,7 +600,7 @@ async def _compiled(
     spared_s = await _unless_disconnected(request, _while_engine_lives(service, starting))
     if spared_s is None:
         return None
-    work = service.grammars.compiled(body, ready, namespace=namespace, owner=caller)
+    work = service.grammars.compiled(body, ready, namespace=namespace)
     work = _while_engine_lives(service, work)
     compiled = await _in_time(request, work, service.timeout_s(body.timeout), arrived_s + spared_s)
     return None if compiled is None else (compiled, spared_s)

@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
 from pathlib import Path
@@ -18,10 +18,9 @@ from vmmkv.server.http.schemas import MAX_PROMPT_LOGPROBS, PROMPT_TOKEN_WEIGHT, 
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready, unpacked
 from vmmkv.server.sampling_params import DoesNotFit, Limits
-from vmmkv.server.structured_output.compiler import CompilerUnavailable, GrammarCompiler
+from vmmkv.server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv.server.tokenizer import Detokenizer, Echo
-from vmmkv.server.turns import QueueFull
 
 # -------- candidate
 # One text as it comes: its tokens to text, and what is known of each token.
@@ -486,10 +485,9 @@ class Generation:
 
 
 class GrammarService:
-    """The compiler of one server, made when the first grammar is asked for; `shared` by several who ask."""
+    """The grammar compiler of one server, created for the first grammar."""
 
-    def __init__(self, *, shared: bool) -> None:
-        self._shared = shared
+    def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
 
     async def start(self, grammar: Grammar, ready: Ready, *, namespace: str | None) -> float:
@@ -503,17 +501,17 @@ class GrammarService:
             raise errors.unavailable(str(error)) from error
         return time.perf_counter() - began_s
 
-    async def compiled(self, request: GenerationRequest, ready: Ready, *, namespace: str | None, owner: Hashable) -> bytes:
-        """What the engine is sent; nothing for a free answer. Raises: ApiError, 400 naming the parameter, 429 or 503."""
+    async def compiled(self, request: GenerationRequest, ready: Ready, *, namespace: str | None) -> bytes:
+        """What the engine is sent; nothing for a free answer. Raises: ApiError, 400 naming the parameter, or 503."""
         param, grammar = request.grammar
         if grammar is None:
             return b""
         try:
-            return await self._compiler_of(ready).compile(grammar, namespace=namespace, owner=owner)
+            return await self._compiler_of(ready).compile(grammar, namespace=namespace)
         except GrammarRefused as error:
             raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_grammar") from error
-        except QueueFull as error:
-            raise errors.no_turn(error) from error
+        except CompilerBusy as error:
+            raise errors.unavailable(f"{error} Try again in a while.") from error
         except CompilerUnavailable as error:
             raise errors.unavailable(str(error)) from error
 
@@ -524,5 +522,5 @@ class GrammarService:
 
     def _compiler_of(self, ready: Ready) -> GrammarCompiler:
         if self._compiler is None:
-            self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens, shared=self._shared)
+            self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens)
         return self._compiler

@@ -1,419 +1,244 @@
-"""Compiling off the event loop: one child process, a deadline for each grammar, and a cache of what came out.
+"""Compiles grammars for one model: a cache and a queue in the HTTP process, and a worker process that runs xgrammar.
 
-Namespaces share nothing: nobody finds out by the time that it takes what others have asked. Of each who asks so many may wait.
+    compile ── cached? ── queue ── worker: one grammar at a time, COMPILE_S, MEMORY_BYTES ──> text that the engine can read
 
-The child starts when the first grammar is asked for, and takes seconds of a core and hundreds of megabytes to: a server that is
-asked for none pays nothing. So that the first who asks does not pay either, `start` can be called before, and timed.
+Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So the worker is a process. It is
+killed when the time is over, and the next grammar starts another. It starts with the first grammar, in some seconds of a core.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import logging
 import math
+import multiprocessing
 import os
 import re
 import resource
 import signal
-import struct
 import sys
+import threading
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeAlias, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-import msgspec
-import numpy as np
-
-from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, Kind
-from vmmkv.server.turns import Turns
+from vmmkv.server.structured_output.schema import Grammar, GrammarKind, GrammarRefused
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from vmmkv.server.structured_output.matcher import Matcher, Vocabulary
+    from vmmkv.server.structured_output.matcher import Vocabulary
 
-# -------- compile process
-# A child process that compiles grammars, one at a time: it can be killed when one takes too long, and threads cannot.
-#
-#     stdout, once: Started or CannotStart
-#     stdin:  length (4 bytes), Job as msgpack ──> stdout: length, Compiled or Refused
-#
-# It ends when its stdin does, or when a job takes much longer than anybody would wait, whoever should have ended it is gone.
-# Its
-# memory and its answers are bounded, so that a grammar cannot take the machine's, or the server's.
-
-LENGTH: Final = struct.Struct("<I")
-MEMORY_BYTES: Final = 2 << 30
-"""Beside what it has when it begins."""
-MAX_COMPILED_BYTES: Final = 8 << 20
-"""Of one grammar, as it goes to the engine."""
-LONGEST_S: Final = 60
-
-
-class Job(msgspec.Struct, frozen=True):
-    """What to compile."""
-
-    kind: Kind
-    source: str
-
-
-class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """As the engine can read it."""
-
-    data: bytes
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It is no grammar, and why."""
-
-    reason: str
-
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Said first, when jobs can come."""
-
-
-class CannotStart(msgspec.Struct, frozen=True, tag=True):
-    """Said in place of Started, before the end."""
-
-    kind: str
-    """Of error: for whoever asked."""
-    reason: str
-    """For the server's log: it may have paths in it."""
-
-
-def main() -> None:
-    """Compile until stdin ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--vocabulary-size", type=int, required=True)
-    parser.add_argument("--end-tokens", required=True, help="as JSON")
-    parser.add_argument("--longest-s", type=int, default=LONGEST_S, help="of one job; then this process ends")
-    arguments = parser.parse_args()
-    # Nobody else writes between two answers, be it from C++.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    try:
-        from vmmkv.server.structured_output.compiler import Compilation
-        from vmmkv.server.structured_output.matcher import Vocabulary
-
-        vocabulary = Vocabulary.load(arguments.model, arguments.vocabulary_size, json.loads(arguments.end_tokens))
-        compilation = Compilation(vocabulary)
-    except Exception as error:
-        _write(answers, CannotStart(type(error).__name__, str(error)))
-        return
-    in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
-    _write(answers, Started())
-    while (job := _read(sys.stdin.buffer)) is not None:
-        signal.alarm(arguments.longest_s)  # it ends a process that is in C++ too
-        try:
-            _write(answers, _checked(compilation.compile(job.kind, job.source)))
-        except (ValueError, RuntimeError) as error:
-            _write(answers, Refused(str(error)))
-        except MemoryError:
-            _write(answers, Refused("it takes too much memory to compile"))
-        signal.alarm(0)
-
-
-def _checked(data: bytes) -> Compiled | Refused:
-    if len(data) > MAX_COMPILED_BYTES:
-        return Refused(f"compiled it takes {len(data)} bytes and may take {MAX_COMPILED_BYTES}")
-    return Compiled(data)
-
-
-def _read(file: BinaryIO) -> Job | None:
-    head = file.read(LENGTH.size)
-    return msgspec.msgpack.decode(file.read(LENGTH.unpack(head)[0]), type=Job) if len(head) == LENGTH.size else None
-
-
-def _write(file: BinaryIO, answer: Compiled | Refused | Started | CannotStart) -> None:
-    data = msgspec.msgpack.encode(answer)
-    file.write(LENGTH.pack(len(data)) + data)
-    file.flush()
-
-
-if __name__ == "__main__":
-    main()
-
-
-# -------- compiler
-
-COMPILE_S: Final = 5.0
+T = TypeVar("T")
 START_S: Final = 60.0
+COMPILE_S: Final = 5.0
+MEMORY_BYTES: Final = 2 << 30
+"""That the worker may take for a grammar, beyond what it has when it is ready."""
+MAX_COMPILED_BYTES: Final = 8 << 20
 CACHE_BYTES: Final = 64 << 20
-MAX_WAITING: Final = 64
-"""Grammars that wait to be compiled."""
+MAX_PENDING: Final = 64
+"""Grammars that wait or are being compiled."""
 
 _Key: TypeAlias = tuple[Hashable, Grammar]
-"""Namespace, and what was asked for."""
-_Answer: TypeAlias = Compiled | Refused | Started | CannotStart
+"""Namespace and grammar. Namespaces share nothing: the time of an answer would tell what others have asked."""
 
 log = logging.getLogger(__name__)
 
 
 class CompilerUnavailable(Exception):
-    """The child did not start: whoever asked is not to blame."""
+    """The worker did not start. The request is not to blame."""
+
+
+class CompilerBusy(Exception):
+    """Too many grammars wait to be compiled."""
 
 
 class GrammarCompiler:
     """Compiled grammars of one model. Use and close it within one event loop."""
 
     def __init__(
-        self,
-        model_dir: Path,
-        vocabulary_size: int,
-        end_tokens: Sequence[int],
-        *,
-        compile_s: float = COMPILE_S,
-        shared: bool = False,
+        self, model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int], *, compile_s: float = COMPILE_S
     ) -> None:
-        """`shared`: there are several who ask, each with a share of those that wait."""
-        self._command = [
-            *(sys.executable, "-m", "vmmkv.server.structured_output.compiler", "--model", str(model_dir)),
-            *("--vocabulary-size", str(vocabulary_size), "--end-tokens", json.dumps(sorted(end_tokens))),
-        ]
+        self._vocabulary = model_dir, vocabulary_size, sorted(end_tokens)
         self._compile_s = compile_s
         self._cache: OrderedDict[_Key, bytes] = OrderedDict()
         self._cache_bytes = 0
-        self._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=shared)
-        self._coming: dict[_Key, asyncio.Task[bytes]] = {}
-        self._starting: asyncio.Task[Process] | None = None
-        """Under way, or done: the child that there is, or was."""
+        self._pending: dict[_Key, asyncio.Task[bytes]] = {}
+        self._turn = asyncio.Lock()
+        self._starting: asyncio.Task[_Worker] | None = None
+        """Under way or done; None without a worker."""
 
-    async def start(self) -> Process:
-        """The child, when jobs can come; at once if it runs. Raises: CompilerUnavailable."""
+    async def start(self) -> "_Worker":
+        """Wait until the worker is ready. Starts it if there is none. Raises: CompilerUnavailable."""
         starting = self._starting
-        if starting is not None and starting.done() and (starting.exception() or starting.result().returncode is not None):
-            starting = None
-        if starting is None:
-            starting = self._starting = asyncio.create_task(self._started())
+        if starting is None or (starting.done() and (starting.exception() or starting.result().has_ended)):
+            starting = self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(starting)
 
     def knows(self, grammar: Grammar, *, namespace: Hashable = None) -> bool:
-        """Would `compile` do without the child?"""
+        """Is the grammar in the cache, so that `compile` needs no worker?"""
         return (namespace, grammar) in self._cache
 
-    async def compile(self, grammar: Grammar, *, namespace: Hashable = None, owner: Hashable = None) -> bytes:
-        """For `Generate.grammar`. `owner` is who waits if many do. Raises: GrammarRefused if it is none or takes too long;
-        ShareFull, QueueFull; CompilerUnavailable."""
+    async def compile(self, grammar: Grammar, *, namespace: Hashable = None) -> bytes:
+        """The compiled grammar, for `Generate.grammar`.
+
+        A caller that is cancelled stops no compilation: others may wait for it, and the cache keeps it.
+        Raises: GrammarRefused if it is invalid, too large or too slow; CompilerBusy; CompilerUnavailable.
+        """
         key = namespace, grammar
-        if (known := self._cached(key)) is not None:
-            return known
-        if key not in self._coming:
-            task = self._coming[key] = asyncio.create_task(self._make(key, owner))
-            task.add_done_callback(lambda done: self._made(key, done))
-        # Who asked may go away; others may have asked for the same, and to stop halfway would cost the child.
-        return await asyncio.shield(self._coming[key])
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        if key not in self._pending:
+            if len(self._pending) >= MAX_PENDING:
+                raise CompilerBusy(f"{MAX_PENDING} grammars wait already.")
+            task = self._pending[key] = asyncio.create_task(self._compile(key))
+            task.add_done_callback(lambda _: self._pending.pop(key))
+        return await asyncio.shield(self._pending[key])
 
     async def close(self) -> None:
-        """End the child, and what waits for it. Idempotent."""
-        coming = list(self._coming.values())
-        for task in coming:
+        """Kill the worker and cancel what waits for it. Idempotent."""
+        tasks = [*self._pending.values(), *([] if self._starting is None else [self._starting])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-        starting, self._starting = self._starting, None
-        if starting is not None:
-            starting.cancel()  # it kills the child if that has not started
-            (process,) = await asyncio.gather(starting, return_exceptions=True)
-            if not isinstance(process, BaseException):
-                await _kill(process)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, _Worker):
+                ended.kill()
+        self._starting = None
 
-    async def _make(self, key: _Key, owner: Hashable) -> bytes:
-        await self._turns.begin(owner)
-        try:
-            data = await self._ask(key[1])
-        finally:
-            self._turns.end(owner)
-        self._keep(key, data)
+    async def _compile(self, key: _Key) -> bytes:
+        grammar = key[1]
+        async with self._turn:
+            worker = await self.start()
+            try:
+                data = await worker.run(self._compile_s, _compiled_by_worker, grammar.kind, grammar.source)
+            except ValueError as error:
+                raise GrammarRefused(str(error)) from error
+            except TimeoutError as error:
+                raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
+            except BrokenProcessPool as error:
+                raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
+        self._cache[key] = data
+        self._cache_bytes += len(data) + len(grammar.source)
+        while self._cache_bytes > CACHE_BYTES:
+            (_, oldest), dropped = self._cache.popitem(last=False)
+            self._cache_bytes -= len(dropped) + len(oldest.source)
         return data
 
-    def _made(self, key: _Key, task: "asyncio.Task[bytes]") -> None:
-        del self._coming[key]
-        if not task.cancelled():
-            task.exception()  # has been looked at, also where nobody waits any more
-
-    def _cached(self, key: _Key) -> bytes | None:
-        if (known := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-        return known
-
-    def _keep(self, key: _Key, data: bytes) -> None:
-        self._cache[key] = data
-        self._cache_bytes += len(data) + len(key[1].source)
-        while self._cache_bytes > CACHE_BYTES:
-            (_, old), dropped = self._cache.popitem(last=False)
-            self._cache_bytes -= len(dropped) + len(old.source)
-
-    async def _ask(self, grammar: Grammar) -> bytes:
-        process = await self.start()
-        data = msgspec.msgpack.encode(Job(grammar.kind, grammar.source))
+    async def _start(self) -> "_Worker":
+        worker = None
         try:
-            assert process.stdin is not None
-            process.stdin.write(LENGTH.pack(len(data)) + data)
-            async with asyncio.timeout(self._compile_s):
-                answer = await _answer(process)
-        except TimeoutError as error:
-            await _kill(process)
-            raise GrammarRefused(f"it takes more than {self._compile_s:g} s to compile; make it simpler") from error
-        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
-            await _kill(process)
-            raise GrammarRefused("it cannot be compiled: it takes too much memory, or nests too deep") from error
-        if isinstance(answer, Compiled):
-            return answer.data
-        raise GrammarRefused(answer.reason if isinstance(answer, Refused) else "the compiler answered out of turn")
-
-    async def _started(self) -> Process:
-        process: Process | None = None
-        try:
-            process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
-            async with asyncio.timeout(START_S):
-                answer = await _answer(process)
-            if isinstance(answer, Started):
-                return process
-            assert isinstance(answer, CannotStart), "it has no job yet"
-            what, why = answer.kind, answer.reason
+            worker = _Worker()
+            await worker.run(START_S, _load_in_worker, *self._vocabulary)
+            return worker
         except TimeoutError:
-            what = why = f"not within {START_S:g} s"
-        except asyncio.IncompleteReadError:
-            assert process is not None, "it was read from"
-            what = why = f"it ended with {await process.wait()}"
-        except (OSError, msgspec.DecodeError) as error:  # no process, or one whose library writes where it should answer
-            what, why = type(error).__name__, str(error)
-        except BaseException:
-            if process is not None:
-                await _kill(process)
+            kind = reason = f"not within {START_S:g} s"
+        except Exception as error:
+            kind, reason = type(error).__name__, str(error)
+        if worker is not None:
+            worker.kill()
+        log.error("the grammar compiler did not start: %s", reason)
+        raise CompilerUnavailable(f"The grammar compiler did not start ({kind}); the server's log has the details.")
+
+
+class _Worker:
+    """A process that runs one function at a time, and is killed when that takes too long."""
+
+    def __init__(self) -> None:
+        """Raises: OSError if there can be no process."""
+        self._executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
+        with _main_left_alone():
+            self._executor.submit(int)  # starts the process
+        self._processes = list(self._executor._processes.values())
+        self._is_killed = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Was it killed, by this object or by the system?"""
+        return self._is_killed or not all(process.is_alive() for process in self._processes)
+
+    async def run(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
+        """What `function` returns or raises. Raises: TimeoutError; BrokenProcessPool if the process ends."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.wrap_future(self._executor.submit(function, *arguments))
+        except (TimeoutError, BrokenProcessPool, asyncio.CancelledError):
+            self.kill()
             raise
-        if process is not None:
-            await _kill(process)
-        log.error("the grammar compiler did not start: %s", why)
-        raise CompilerUnavailable(f"The grammar compiler did not start ({what}); the server's log has the details.")
+
+    def kill(self) -> None:
+        """End it at once. Idempotent."""
+        self._is_killed = True
+        for process in self._processes:  # before Python 3.14 the executor has no method that does
+            process.kill()
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+@contextlib.contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """A process that is spawned imports the caller's `__main__` again: with `LLM`, a script without a guard would run twice."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
-async def _answer(process: Process) -> _Answer:
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    answer: _Answer = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=_Answer)
-    return answer
+_compilation: "Compilation | None" = None
+"""In the worker, once it is ready."""
 
 
-# -------- least
-# The shortest text of each rule of a grammar: one that has none never ends, and its forced text would be without end.
-#
-# xgrammar looks for forced text without a limit: `root ::= "a" root` keeps it for ever, a rule that doubles thirty times for as
-# good as that. Both are seen here before they are followed, wherever in the grammar they hide.
+def _prepare_worker() -> None:
+    """Leave Ctrl-C to the server, and end with it, also where it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-MAX_BYTES: Final = 1 << 18
-"""Of the shortest text of any rule, or of one of its alternatives: four bytes for each character that a source can have."""
+    def end_with_parent() -> None:
+        server = multiprocessing.parent_process()
+        assert server is not None, "this process was spawned"
+        server.join()
+        os._exit(1)
 
-_BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT, _REGEX = 0, 1, 2, 3, 4, 5, 6, 8, 12
-"""Kinds of expressions, as xgrammar 0.2.8 numbers them."""
-
-
-class _Rules:
-    """A grammar as xgrammar writes it in JSON. `of_pattern` gives the rules of a regular expression that stands for a rule."""
-
-    def __init__(self, grammar: str, of_pattern: Callable[[str], str]) -> None:
-        read = json.loads(grammar)
-        data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
-        self.expressions: list[tuple[int, list[int]]] = [
-            (data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts
-        ]
-        self.names: list[str] = [rule[0] for rule in read["rules"]]
-        self.bodies: list[int] = [rule[1] for rule in read["rules"]]
-        self.root: int = read["root_rule_id"]
-        self.least = [math.inf] * len(self.names)
-        """Bytes of the shortest text of each rule."""
-        self._of_pattern = of_pattern
-        self._patterns: dict[bytes, float] = {}
-        users: defaultdict[int, set[int]] = defaultdict(set)
-        for rule, body in enumerate(self.bodies):
-            for used in self._used(body):
-                users[used].add(rule)
-        waiting = dict.fromkeys(range(len(self.names)))
-        while waiting:
-            rule, _ = waiting.popitem()
-            least = self.least_of(self.bodies[rule])
-            if least < self.least[rule]:
-                self.least[rule] = least
-                waiting.update(dict.fromkeys(users[rule]))
-
-    def alternatives(self, rule: int) -> Sequence[int]:
-        """Expressions, of which a rule is one."""
-        kind, parts = self.expressions[self.bodies[rule]]
-        return parts if kind == _CHOICES else [self.bodies[rule]]
-
-    def least_of(self, expression: int) -> float:
-        """Bytes that an expression has at least, by what is known of the rules."""
-        kind, parts = self.expressions[expression]
-        if kind == _BYTES:
-            return len(parts)
-        if kind == _CLASS:
-            return 1
-        if kind in (_STAR, _EMPTY):
-            return 0
-        if kind == _RULE:
-            return self.least[parts[0]]
-        if kind == _SEQUENCE:
-            return sum(map(self.least_of, parts))
-        if kind == _CHOICES:
-            return min(map(self.least_of, parts))
-        if kind == _REPEAT:
-            return self.least[parts[0]] * parts[1] if parts[1] else 0
-        if kind == _REGEX:
-            return self._least_of_pattern(bytes(parts[1:]))
-        raise ValueError("it has an element that is not served: write it of rules, texts and classes of characters")
-
-    def _least_of_pattern(self, pattern: bytes) -> float:
-        if pattern not in self._patterns:
-            rules = _Rules(self._of_pattern(pattern.decode()), self._of_pattern)
-            self._patterns[pattern] = rules.least[rules.root]
-        return self._patterns[pattern]
-
-    def _used(self, expression: int) -> Iterator[int]:
-        kind, parts = self.expressions[expression]
-        if kind in (_RULE, _REPEAT):
-            yield parts[0]
-        elif kind in (_SEQUENCE, _CHOICES):
-            for part in parts:
-                yield from self._used(part)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def check_ends(grammar: str, of_pattern: Callable[[str], str]) -> None:
-    """Raises: ValueError, naming a rule that never ends, or only after too much. See `_Rules`."""
-    rules = _Rules(grammar, of_pattern)
-    for rule, name in enumerate(rules.names):
-        longest = max(map(rules.least_of, rules.alternatives(rule)))
-        if longest == math.inf:
-            raise ValueError(f"what follows in its rule {name} never ends")
-        if longest > MAX_BYTES:
-            raise ValueError(f"its rule {name} asks for {longest:.0f} bytes at least, and may for {MAX_BYTES}")
+def _load_in_worker(model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int]) -> None:
+    global _compilation
+    from vmmkv.server.structured_output.matcher import Vocabulary
+
+    _compilation = Compilation(Vocabulary.load(model_dir, vocabulary_size, end_tokens))
+    in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
 
 
-# -------- compiling
-# From a grammar's source to what a matcher runs on, by xgrammar: in a process that may be killed.
+def _compiled_by_worker(kind: GrammarKind, source: str) -> bytes:
+    assert _compilation is not None, "it is loaded before anything is compiled"
+    try:
+        data = _compilation.compile(kind, source)
+    except MemoryError:
+        raise ValueError("it takes too much memory to compile") from None
+    if len(data) > MAX_COMPILED_BYTES:
+        raise ValueError(f"compiled it takes {len(data)} bytes and may take {MAX_COMPILED_BYTES}")
+    return data
 
-TRIED_TOKENS: Final = 64
-TRIED_S: Final = 0.5
-"""For so many tokens, a hundred times what a grammar takes. A few letters of an ambiguous one can take seconds for each; and no
-call may take more than the engine would wait for.
-"""
+
+# What the worker runs.
+
+TRIAL_TOKENS: Final = 64
+TRIAL_S: Final = 0.5
+"""For so many tokens: a hundred times what most grammars take. A few letters of an ambiguous one can take seconds each."""
+MAX_FORCED_BYTES: Final = 1 << 18
+"""Of the shortest text of any alternative of a rule: four bytes for each character that a source can have."""
 _TOO_SLOW: Final = "it takes too long to follow; make it simpler"
-T = TypeVar("T")
 
 
 class Compilation:
-    """Compiles for one vocabulary."""
+    """xgrammar's compiler for one vocabulary, and checks that the engine can follow what it gives."""
 
     def __init__(self, vocabulary: "Vocabulary") -> None:
         import xgrammar
@@ -421,77 +246,153 @@ class Compilation:
         self._vocabulary = vocabulary
         self._compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
 
-    def compile(self, kind: Kind, source: str) -> bytes:
-        """As text, for `CompiledGrammar.deserialize_json`. Raises: ValueError saying what is wrong with it."""
+    def compile(self, kind: GrammarKind, source: str) -> bytes:
+        """As text, for `CompiledGrammar.deserialize_json`. Raises: ValueError, saying what is wrong with the grammar."""
         try:
             compiled = self._compiled(kind, source)
-            self._try(compiled)
+            check_ends(compiled.grammar.serialize_json())
+            for prefers_long in (False, True):
+                self._try(compiled, prefers_long=prefers_long)
             return compiled.serialize_json().encode()
         except RuntimeError as error:
-            raise ValueError(_reason(error)) from error
+            # Without the time and the source line that xgrammar puts in front.
+            reason = re.sub(r"^\[[\d:]+\] \S+\.\w+:\d+: ", "", str(error)).strip().rstrip(".")
+            raise ValueError(reason or "it cannot be compiled") from error
 
-    def _try(self, compiled: "xgrammar.CompiledGrammar") -> None:
-        """Follow it for some tokens, any of them and then the longest: what is slow where nobody was here the engine finds.
+    def _compiled(self, kind: GrammarKind, source: str) -> "xgrammar.CompiledGrammar":
+        match kind:
+            case "json":
+                # Without optional spaces: each would be a choice, and end the text that is forced.
+                return self._compiler.compile_json_schema(source, any_whitespace=False, separators=(",", ":"))
+            case "regex":
+                return self._compiler.compile_regex(source)
+            case "choice":
+                texts = ("".join(map(_escaped, choice)) for choice in json.loads(source))
+                return self._compiler.compile_grammar("root ::= " + " | ".join(f'"{text}"' for text in texts))
+            case "ebnf":
+                return self._compiler.compile_grammar(source)
 
-        Raises: ValueError if that takes too long.
+    def _try(self, compiled: "xgrammar.CompiledGrammar", *, prefers_long: bool) -> None:
+        """Follow random tokens, or the longest ones. A grammar that is slow elsewhere is ended by the engine.
+
+        Raises: ValueError if it is too slow.
         """
-        import xgrammar
+        import numpy as np
 
         from vmmkv.server.structured_output.matcher import Matcher
 
-        check_ends(compiled.grammar.serialize_json(), lambda pattern: xgrammar.Grammar.from_regex(pattern).serialize_json())
-        for wants_long in (False, True):
-            numbers, began_s = np.random.default_rng(0), time.thread_time()
-            matcher = Matcher(compiled, self._vocabulary)
-            for _ in range(TRIED_TOKENS):
-                if not self._step(matcher, numbers, wants_long):
-                    break
-                if time.thread_time() - began_s > TRIED_S:
-                    raise ValueError(_TOO_SLOW)
-
-    def _step(self, matcher: "Matcher", numbers: np.random.Generator, wants_long: bool) -> bool:
-        """A token, if any can come. Raises: ValueError if one call takes too long."""
-        vocabulary = self._vocabulary
-        _in_time(matcher.forced_text)
-        words = _in_time(matcher.mask) & ~vocabulary.ends
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: vocabulary.size])
-        if wants_long and len(allowed):
-            num_bytes = vocabulary.num_bytes[allowed]
-            allowed = allowed[num_bytes == num_bytes.max()]
-        return bool(len(allowed)) and _in_time(lambda: matcher.accept(int(numbers.choice(allowed))))
-
-    def _compiled(self, kind: Kind, source: str) -> "xgrammar.CompiledGrammar":
-        compiler = self._compiler
-        match kind:
-            case "json":
-                # Compact: every space that may be anywhere is a choice, and ends what is forced.
-                return compiler.compile_json_schema(source, any_whitespace=False, separators=(",", ":"))
-            case "regex":
-                return compiler.compile_regex(source)
-            case "choice":
-                return compiler.compile_grammar(f"root ::= {_alternatives(json.loads(source))}")
-            case "ebnf":
-                return compiler.compile_grammar(source)
+        vocabulary, numbers = self._vocabulary, np.random.default_rng(0)
+        matcher, began_s = Matcher(compiled, vocabulary), time.thread_time()
+        for _ in range(TRIAL_TOKENS):
+            _in_time(matcher.forced_text)
+            words = _in_time(matcher.mask) & ~vocabulary.ends
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: vocabulary.size])
+            if prefers_long and len(allowed):
+                num_bytes = vocabulary.num_bytes[allowed]
+                allowed = allowed[num_bytes == num_bytes.max()]
+            if not len(allowed) or not _in_time(matcher.accept, int(numbers.choice(allowed))):
+                return
+            if time.thread_time() - began_s > TRIAL_S:
+                raise ValueError(_TOO_SLOW)
 
 
-def _in_time(call: Callable[[], T]) -> T:
+def _in_time(call: Callable[..., T], *arguments: object) -> T:
+    """Raises: ValueError if a call takes longer than the engine would wait for it."""
     from vmmkv.server.structured_output.matcher import CALL_S
 
     began_s = time.thread_time()
-    found = call()
+    found = call(*arguments)
     if time.thread_time() - began_s > CALL_S:
         raise ValueError(_TOO_SLOW)
     return found
 
 
-def _alternatives(choices: Sequence[str]) -> str:
-    return " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+def _escaped(character: str) -> str:
+    return character if character.isalnum() and character.isascii() else f"\\U{ord(character):08x}"
 
 
-def _escaped(one: str) -> str:
-    return one if one.isalnum() and one.isascii() else f"\\U{ord(one):08x}"
+def check_ends(grammar: str) -> None:
+    """Refuse a grammar, in xgrammar's JSON form, with a rule that never ends, or only after too much text.
+
+    xgrammar looks for forced text without a limit: it follows `root ::= "a" root` for ever, and a rule that doubles thirty
+    times for hours. Raises: ValueError naming the rule.
+    """
+    rules = _Rules(grammar)
+    for rule, name in enumerate(rules.names):
+        longest = max(map(rules.min_bytes_of, rules.alternatives(rule)))
+        if longest == math.inf:
+            raise ValueError(f"what follows in its rule {name} never ends")
+        if longest > MAX_FORCED_BYTES:
+            raise ValueError(f"its rule {name} asks for {longest:.0f} bytes at least, and may for {MAX_FORCED_BYTES}")
 
 
-def _reason(error: RuntimeError) -> str:
-    """What xgrammar says, without the time and the line of its source."""
-    return re.sub(r"^\[[\d:]+\] \S+\.\w+:\d+: ", "", str(error)).strip().rstrip(".") or "it cannot be compiled"
+_BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT, _REGEX = 0, 1, 2, 3, 4, 5, 6, 8, 12
+"""Kinds of expressions, as xgrammar 0.2.8 numbers them."""
+
+
+class _Rules:
+    """The rules of a grammar, with the bytes of the shortest text of each. Infinite for a rule that never ends."""
+
+    def __init__(self, grammar: str) -> None:
+        read = json.loads(grammar)
+        data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
+        self._expressions: list[tuple[int, list[int]]] = [
+            (data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts
+        ]
+        self.names: list[str] = [name for name, *_ in read["rules"]]
+        self._bodies: list[int] = [body for _, body, *_ in read["rules"]]
+        self._root: int = read["root_rule_id"]
+        self._min_bytes = [math.inf] * len(self.names)
+        self._patterns: dict[bytes, float] = {}
+        users: defaultdict[int, set[int]] = defaultdict(set)
+        for rule, body in enumerate(self._bodies):
+            for used in self._used(body):
+                users[used].add(rule)
+        waiting = dict.fromkeys(range(len(self.names)))
+        while waiting:  # to the fixed point: a shorter rule may shorten those that use it
+            rule, _ = waiting.popitem()
+            min_bytes = self.min_bytes_of(self._bodies[rule])
+            if min_bytes < self._min_bytes[rule]:
+                self._min_bytes[rule] = min_bytes
+                waiting.update(dict.fromkeys(users[rule]))
+
+    def alternatives(self, rule: int) -> Sequence[int]:
+        """The expressions that a rule chooses from."""
+        kind, parts = self._expressions[self._bodies[rule]]
+        return parts if kind == _CHOICES else [self._bodies[rule]]
+
+    def min_bytes_of(self, expression: int) -> float:
+        kind, parts = self._expressions[expression]
+        if kind == _BYTES:
+            return len(parts)
+        if kind == _CLASS:
+            return 1
+        if kind in (_STAR, _EMPTY):
+            return 0
+        if kind == _RULE:
+            return self._min_bytes[parts[0]]
+        if kind == _SEQUENCE:
+            return sum(map(self.min_bytes_of, parts))
+        if kind == _CHOICES:
+            return min(map(self.min_bytes_of, parts))
+        if kind == _REPEAT:
+            return self._min_bytes[parts[0]] * parts[1] if parts[1] else 0
+        if kind == _REGEX:
+            return self._min_bytes_of_pattern(bytes(parts[1:]))
+        raise ValueError("it has an element that is not served: write it of rules, texts and classes of characters")
+
+    def _min_bytes_of_pattern(self, pattern: bytes) -> float:
+        import xgrammar
+
+        if pattern not in self._patterns:
+            rules = _Rules(xgrammar.Grammar.from_regex(pattern.decode()).serialize_json())
+            self._patterns[pattern] = rules._min_bytes[rules._root]
+        return self._patterns[pattern]
+
+    def _used(self, expression: int) -> Iterator[int]:
+        kind, parts = self._expressions[expression]
+        if kind in (_RULE, _REPEAT):
+            yield parts[0]
+        elif kind in (_SEQUENCE, _CHOICES):
+            for part in parts:
+                yield from self._used(part)

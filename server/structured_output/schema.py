@@ -265,7 +265,7 @@ def _below(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 # -------- asked
 
-Kind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
+GrammarKind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
 
 MAX_SOURCE_CHARS: Final = 1 << 16
 MAX_CHOICES: Final = 1024
@@ -279,7 +279,7 @@ class GrammarRefused(ValueError):
 class Grammar:
     """A grammar that is small enough and of a kind that is served; whether it is one, its compilation says."""
 
-    kind: Kind
+    kind: GrammarKind
     source: str
     """A JSON schema; a regular expression that the whole answer matches; a JSON list of texts; GBNF with a rule `root`."""
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.serve.schemas import SCHEMAS
 from tests.engine.conftest import Harness, harness, prompt_of
-from tests.engine.grammars import (
+from tests.server.tiny import token_ids
+from tests.structured_output.grammars import (
     BIAS,
     assert_free_and_bound_answers_are_right,
     assert_logprobs_are_the_models_own,
@@ -16,8 +18,6 @@ from tests.engine.grammars import (
     of,
     text,
 )
-from tests.grammar.corpus import SCHEMAS
-from tests.server.tiny import token_ids
 from vmmkv.server.structured_output import jump_forward
 
 __all__ = ["harness"]

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -14,14 +13,9 @@ from tests.server.fake_engine import READY
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.protocol import Generate
-from vmmkv.server.structured_output.compiler import MAX_WAITING, CompilerUnavailable, GrammarCompiler
-from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
-from vmmkv.server.turns import QueueFull, ShareFull, Turns
 
 HELLO = [{"role": "user", "content": "hello"}]
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
-HUGE = Grammar("regex", "(" * 400 + "[a-z]" + "{1,90}b)" * 400)
-"""Short, and more than ten seconds of work."""
 
 
 @pytest.fixture(scope="module")
@@ -205,136 +199,6 @@ def test_a_completion_of_no_tokens_follows_no_format(server: Running) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
-class Compiling:
-    """A compiler in an event loop of its own; one child for several tests, for it takes seconds to start."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.compiler = GrammarCompiler(model_dir, 258, [257])
-
-    def run(self, law: Coroutine[Any, Any, None]) -> None:
-        self.loop.run_until_complete(law)
-
-
-@pytest.fixture(scope="module")
-def compiling(model_dir: Path) -> Iterator[Compiling]:
-    one = Compiling(model_dir)
-    yield one
-    one.run(one.compiler.close())
-    one.loop.close()
-
-
-def test_a_grammar_is_compiled_once_however_often_it_is_asked_for(compiling: Compiling) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
-        await asyncio.sleep(0)
-        assert len(compiler._coming) == 1
-        assert len(set(await asyncio.gather(*same))) == 1 and await compiler.compile(of_object()) == same[0].result()
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_who_goes_away_while_it_is_compiled_spoils_nothing(compiling: Compiling) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        process = await compiler.start()
-        gone = asyncio.create_task(compiler.compile(of_choices(["gone"])))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        kept = await compiler.compile(of_schema(COLOUR))
-        assert compiler._cached((None, of_choices(["gone"]))) not in (None, kept)
-        assert kept == await compiler._ask(of_schema(COLOUR)) and await compiler.start() is process
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_the_cache_is_bounded_and_forgets_the_oldest(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        first = await compiler.compile(of_choices(["number 0"]))
-        monkeypatch.setattr("vmmkv.server.structured_output.compiler.CACHE_BYTES", 4 * len(first))
-        for number in range(1, 9):
-            await compiler.compile(of_choices([f"number {number}"]))
-        assert 0 < compiler._cache_bytes <= 4 * len(first)
-        assert compiler._cached((None, of_choices(["number 8"]))) and compiler._cached((None, of_choices(["number 0"]))) is None
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_too_many_that_wait_are_turned_away(compiling: Compiling) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        waiting = [compiler.compile(of_choices([str(number)])) for number in range(MAX_WAITING + 3)]
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert sum(isinstance(one, QueueFull) for one in ended) == 3
-        assert sum(isinstance(one, bytes) for one in ended) == MAX_WAITING
-        assert not compiler._coming
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_what_takes_too_long_ends_in_time_and_the_next_is_served(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        process = await compiler.start()
-        began_s = asyncio.get_running_loop().time()
-        with monkeypatch.context() as patch, pytest.raises(GrammarRefused, match=r"takes more than 2 s|too much memory"):
-            patch.setattr(compiler, "_compile_s", 2.0)
-            await compiler.compile(HUGE)
-        assert asyncio.get_running_loop().time() - began_s < 4
-        assert process.returncode is not None, "it would go on for nobody"
-        assert await compiler.compile(of_choices(["a"]))
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_namespaces_share_no_grammar_and_so_nobody_finds_out_what_others_asked(compiling: Compiling) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        asked: list[Grammar] = []
-        ask = compiler._ask
-
-        async def seen(grammar: Grammar) -> bytes:
-            asked.append(grammar)
-            return await ask(grammar)
-
-        compiler._ask = seen  # type: ignore[method-assign]
-        for namespace in ("one", "two", "one", "two"):
-            await compiler.compile(of_choices(["a secret"]), namespace=namespace)
-        assert len(asked) == 2
-        del compiler._ask
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_one_key_cannot_fill_the_queue_of_grammars_and_has_a_429(compiling: Compiling) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        compiler._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=True)
-        flood = [
-            asyncio.create_task(compiler.compile(of_choices([f"f{number}"]), owner="flood")) for number in range(MAX_WAITING)
-        ]
-        await asyncio.sleep(0)
-        before = asyncio.create_task(compiler.compile(of_choices(["other"]), owner="other"))
-        await before
-        assert sum(not task.done() for task in flood) > MAX_WAITING // 8, "the other waited for all of them"
-        ended = await asyncio.gather(*flood, return_exceptions=True)
-        assert sum(isinstance(one, ShareFull) for one in ended) == MAX_WAITING - MAX_WAITING // 4
-        assert sum(isinstance(one, bytes) for one in ended) == MAX_WAITING // 4
-        compiler._turns = Turns("grammars", at_once=1, most=MAX_WAITING, shared=False)
-
-    compiling.run(law(compiling.compiler))
-
-
-def test_a_compiler_that_cannot_start_names_what_failed_and_tells_no_path(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def law() -> None:
-        compiler = GrammarCompiler(tmp_path / "nothing", 258, [257])
-        with pytest.raises(CompilerUnavailable, match=r"did not start \(\w+Error\)") as caught:
-            await compiler.compile(of_object())
-        assert str(tmp_path) not in str(caught.value)
-        await compiler.close()
-
-    asyncio.run(law())
-    assert "nothing" in caplog.text
-
-
 class TestStart:
     """Of the compiler's process."""
 
@@ -351,32 +215,6 @@ class TestStart:
         assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]
         assert post(fresh).status_code == 200
 
-    @pytest.mark.parametrize(
-        "error", [FileNotFoundError(2, "no such file"), OSError(24, "too many open files"), BlockingIOError()]
-    )
-    def test_one_for_which_there_is_no_process_is_a_503(
-        self, fresh: Running, monkeypatch: pytest.MonkeyPatch, error: OSError
-    ) -> None:
-        async def no_process(*_: object, **options: object) -> NoReturn:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "create_subprocess_exec", no_process)
-            refused = post(fresh, structured_outputs={"regex": "a"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
-        assert f"did not start ({type(error).__name__})" in refused.json()["error"]["message"]
-
-    def test_one_that_answers_something_else_is_unavailable_and_ends(self) -> None:
-        async def law() -> None:
-            compiler = GrammarCompiler(Path("nothing"), 258, [257])
-            writes = "import sys, time; sys.stdout.buffer.write(b'\\1\\0\\0\\0\\xc1'); sys.stdout.flush(); time.sleep(60)"
-            compiler._command = [sys.executable, "-c", writes]
-            with pytest.raises(CompilerUnavailable, match=r"did not start \(DecodeError\)"):
-                await compiler.compile(of_object())
-            await compiler.close()
-
-        asyncio.run(asyncio.wait_for(law(), 30))
-
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_request_does_not_pay_for_it(self, fresh: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
         async def start(*_: object, **options: object) -> float:
@@ -390,20 +228,3 @@ class TestStart:
         monkeypatch.setattr(fresh.service.grammars, "compiled", compiled)
         answer = post(fresh, structured_outputs={"regex": "a"}, timeout=0.9, stream=stream)
         assert answer.status_code == 200 and "timeout" not in answer.text
-
-    def test_those_who_wait_for_it_wait_for_one(self, compiling: Compiling) -> None:
-        async def law(compiler: GrammarCompiler) -> None:
-            await compiler.close()
-            assert len(set(await asyncio.gather(*(compiler.start() for _ in range(8))))) == 1
-
-        compiling.run(law(compiling.compiler))
-
-    def test_what_is_known_needs_no_compiler(self, compiling: Compiling) -> None:
-        async def law(compiler: GrammarCompiler) -> None:
-            known = await compiler.compile(of_object(), namespace="one")
-            assert compiler.knows(of_object(), namespace="one") and not compiler.knows(of_object(), namespace="two")
-            await compiler.close()
-            assert await compiler.compile(of_object(), namespace="one") == known
-            assert compiler._starting is None
-
-        compiling.run(law(compiling.compiler))

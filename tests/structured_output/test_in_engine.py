@@ -18,8 +18,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.serve.schemas import SCHEMAS
 from tests.engine.conftest import Harness, tiny_model
-from tests.engine.grammars import (
+from tests.server.support import eventually
+from tests.server.tiny import token_ids
+from tests.structured_output.grammars import (
     BIAS,
     SIZE,
     assert_free_and_bound_answers_are_right,
@@ -30,9 +33,6 @@ from tests.engine.grammars import (
     text,
     vocabulary,
 )
-from tests.grammar.corpus import SCHEMAS
-from tests.server.support import eventually
-from tests.server.tiny import token_ids
 from vmmkv.server.engine.engine import EngineCore
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.engine.request import Request
@@ -338,7 +338,7 @@ def test_a_matcher_that_fails_before_it_begins_is_refused(
 def test_a_grammar_that_takes_the_loops_time_ends_its_request(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Compilation, "_try", lambda compilation, compiled: None)
+    monkeypatch.setattr(Compilation, "_try", lambda *_, **__: None)
     slow = Compilation(vocabulary()).compile("regex", "((a{0,60}){0,60}){0,10}")
     one = engine()
     one.ask("slow", token_ids("?"), 200, grammar=slow, logit_bias=dict.fromkeys(token_ids("a"), 50.0))

@@ -3,20 +3,14 @@
 import functools
 import hashlib
 import itertools
-import json
 import signal
 import threading
 import time
 
 import pytest
-import xgrammar
 
-from tests.grammar.corpus import SCHEMAS
 from tests.server.support import eventually
-from tests.server.tiny import byte_tokenizer
-from vmmkv.server.structured_output.compiler import MAX_BYTES, Compilation, check_ends
-from vmmkv.server.structured_output.matcher import MAX_LEFT, OverTime, Vocabulary, Watch, _Worker
-from vmmkv.server.structured_output.schema import of_schema
+from vmmkv.server.structured_output.matcher import MAX_LEFT, OverTime, Watch, _Worker
 
 
 def busy() -> bytes:
@@ -202,51 +196,3 @@ def test_wherever_a_signal_strikes_the_next_calls_are_made_and_no_thread_stays(m
     places = (_Worker, "begin"), (_Worker, "wait"), (threading.Thread, "start")
     for (owner, name), after, which in itertools.product(places, (False, True), (1, 2)):
         left_by(owner, name, after=after, which=which)
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(byte_tokenizer(), 258, [int(byte_tokenizer().eos_token_id)])
-
-
-def rules(kind: str, source: str) -> str:
-    make = {
-        "regex": xgrammar.Grammar.from_regex,
-        "ebnf": xgrammar.Grammar.from_ebnf,
-        "json": lambda schema: xgrammar.Grammar.from_json_schema(schema, any_whitespace=False),
-    }
-    return str(make[kind](source).serialize_json())
-
-
-DOUBLES = "\n".join(f"r{index} ::= r{index + 1} r{index + 1}" for index in range(30)) + '\nr30 ::= "a"'
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "said"),
-    [
-        ("ebnf", 'root ::= "a" root', "root never ends"),
-        ("ebnf", 'root ::= [a-z]+ "0" x | "b"\nx ::= "a" y\ny ::= "b" x', "never ends"),
-        ("ebnf", f'root ::= [a-z]+ r0 | "b"\n{DOUBLES}', "bytes at least"),
-        ("regex", "(((abc){100}){100}){100}", "bytes at least"),
-        ("json", json.dumps({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "never ends"),
-        ("json", json.dumps({"type": "string", "pattern": "^((a{100}){100}){100}$"}), "bytes at least"),
-        ("ebnf", "root ::= Token(5)", "not served"),
-    ],
-)
-def test_forced_text_without_an_end_is_seen_wherever_it_hides(kind: str, source: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_ends(rules(kind, source), lambda pattern: rules("regex", pattern))
-
-
-def test_what_ends_is_let_through() -> None:
-    sources = [("json", of_schema(schema).source) for schema in SCHEMAS.values()]
-    chain = "root ::= r0\n" + "\n".join(f"r{index} ::= r{index + 1} | " + '"b"' for index in range(500)) + '\nr500 ::= "a"'
-    sources += [("ebnf", 'root ::= "(" root ")" | ""'), ("regex", "(abc){4000}"), ("ebnf", chain)]
-    for kind, source in sources:
-        check_ends(rules(kind, source), lambda pattern: rules("regex", pattern))
-    assert MAX_BYTES > 3 * 4000
-
-
-def test_a_grammar_whose_forced_text_never_ends_is_refused_before_it_is_followed(vocabulary: Vocabulary) -> None:
-    with pytest.raises(ValueError, match="never ends"):
-        Compilation(vocabulary).compile("ebnf", 'root ::= [a-z]+ "0" x | "b"\nx ::= "a" x')

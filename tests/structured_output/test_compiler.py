@@ -1,0 +1,291 @@
+"""The compiler's worker process: its limits, its end, its replacement; the cache, the queue, and namespaces."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import xgrammar
+
+from bench.serve.schemas import SCHEMAS
+from tests.server.support import eventually
+from tests.server.tiny import byte_tokenizer
+from tests.structured_output import in_worker
+from vmmkv.server.structured_output import compiler as compiling
+from vmmkv.server.structured_output.compiler import (
+    MAX_FORCED_BYTES,
+    MAX_PENDING,
+    Compilation,
+    CompilerBusy,
+    CompilerUnavailable,
+    GrammarCompiler,
+    check_ends,
+)
+from vmmkv.server.structured_output.matcher import Vocabulary
+from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
+
+HUGE = Grammar("regex", "(" * 400 + "[a-z]" + "{1,90}b)" * 400)
+"""Short, and more than ten seconds of work."""
+VOCABULARY_SIZE, END_TOKENS = 258, [257]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama", "vocab_size": 258}')
+    return path
+
+
+class Loop:
+    """One compiler for several tests, in an event loop of its own: a worker takes seconds to start."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
+
+    def run(self, law: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(asyncio.wait_for(law, 120))
+
+
+@pytest.fixture(scope="module")
+def loop(model_dir: Path) -> Iterator[Loop]:
+    one = Loop(model_dir)
+    yield one
+    one.run(one.compiler.close())
+    one.loop.close()
+
+
+def test_a_grammar_is_compiled_once_by_one_worker_however_often_it_is_asked_for(loop: Loop) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        assert len(set(await asyncio.gather(*(compiler.start() for _ in range(4))))) == 1
+        same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
+        await asyncio.sleep(0)
+        assert len(compiler._pending) == 1 and not compiler.knows(of_object())
+        assert len(set(await asyncio.gather(*same))) == 1 and compiler.knows(of_object())
+        assert await compiler.compile(of_object()) == same[0].result() and not compiler._pending
+
+    loop.run(law(loop.compiler))
+
+
+def test_a_cancelled_caller_stops_no_compilation(loop: Loop) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        worker, gone = await compiler.start(), of_choices(["gone"])
+        task = asyncio.create_task(compiler.compile(gone))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await compiler.compile(of_choices(["next"]))
+        assert compiler.knows(gone) and await compiler.start() is worker
+
+    loop.run(law(loop.compiler))
+
+
+def test_namespaces_share_no_grammar(loop: Loop) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        secret = of_choices(["a secret"])
+        await compiler.compile(secret, namespace="one")
+        assert compiler.knows(secret, namespace="one")
+        assert not compiler.knows(secret, namespace="two") and not compiler.knows(secret)
+
+    loop.run(law(loop.compiler))
+
+
+def test_the_cache_is_bounded_and_forgets_the_least_recently_used(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        first, *others = (of_choices([f"number {number}"]) for number in range(9))
+        size = len(await compiler.compile(first))
+        monkeypatch.setattr(compiling, "CACHE_BYTES", 4 * size)
+        for other in others:
+            await compiler.compile(other)
+            await compiler.compile(first)
+        assert 0 < compiler._cache_bytes <= 4 * size
+        assert compiler.knows(first) and compiler.knows(others[-1]) and not compiler.knows(others[0])
+
+    loop.run(law(loop.compiler))
+
+
+def test_the_queue_is_bounded(loop: Loop) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        asked = [compiler.compile(of_choices([str(number)])) for number in range(MAX_PENDING + 3)]
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in ended] == [bytes] * MAX_PENDING + [CompilerBusy] * 3
+
+    loop.run(law(loop.compiler))
+
+
+def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        worker = await compiler.start()
+        monkeypatch.setattr(compiler, "_compile_s", 1.0)
+        slow = asyncio.create_task(compiler.compile(HUGE))
+        waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
+            await slow
+        assert asyncio.get_running_loop().time() - began_s < 3
+        assert all(await asyncio.gather(*waiting))  # their second begins when the next worker is ready
+        assert worker.has_ended and await compiler.start() is not worker
+
+    loop.run(law(loop.compiler))
+
+
+def test_a_worker_that_was_killed_while_it_waited_is_replaced(loop: Loop) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        worker = await compiler.start()
+        worker._processes[0].kill()
+        await asyncio.to_thread(worker._processes[0].join)
+        assert await compiler.compile(of_choices(["after"])) and await compiler.start() is not worker
+
+    loop.run(law(loop.compiler))
+
+
+def test_memory_beyond_the_limit_refuses_the_grammar(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def law(compiler: GrammarCompiler) -> None:
+        worker = await compiler.start()
+        with pytest.raises(MemoryError):
+            await worker.run(10, bytes, compiling.MEMORY_BYTES)
+        monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.crash)
+        with pytest.raises(GrammarRefused, match="too much memory"):
+            await compiler.compile(of_choices(["large"]))
+        assert worker.has_ended
+
+    loop.run(law(loop.compiler))
+
+
+def test_a_compiled_grammar_that_is_too_large_for_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary(byte_tokenizer(), VOCABULARY_SIZE, END_TOKENS)
+    monkeypatch.setattr(compiling, "_compilation", Compilation(vocabulary))
+    monkeypatch.setattr(compiling, "MAX_COMPILED_BYTES", 100)
+    with pytest.raises(ValueError, match="may take 100"):
+        compiling._compiled_by_worker("choice", '["a"]')
+
+
+def test_a_compiler_that_cannot_start_names_the_error_and_tells_no_path(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def law() -> None:
+        compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
+        with pytest.raises(CompilerUnavailable, match=r"did not start \(OSError\)") as caught:
+            await compiler.compile(of_object())
+        assert "/a/path" not in str(caught.value)
+        await compiler.close()
+
+    monkeypatch.setattr(compiling, "_load_in_worker", in_worker.fail_to_load)
+    asyncio.run(law())
+    assert "/a/path is missing" in caplog.text
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file"), OSError(24, "too many open files")])
+def test_a_worker_for_which_there_is_no_process_is_unavailable(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def no_process(*arguments: object) -> NoReturn:
+        raise error
+
+    async def law() -> None:
+        compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
+        with pytest.raises(CompilerUnavailable, match=type(error).__name__):
+            await compiler.compile(of_object())
+        await compiler.close()
+
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", no_process)
+    asyncio.run(law())
+
+
+def test_a_worker_that_starts_too_slowly_is_unavailable_and_ends(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = list[Any]()
+
+    class Remembered(compiling._Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            workers.append(self)
+
+    async def law() -> None:
+        compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
+        with pytest.raises(CompilerUnavailable, match=r"not within 0.05 s"):
+            await compiler.compile(of_object())
+        await compiler.close()
+
+    monkeypatch.setattr(compiling, "START_S", 0.05)
+    monkeypatch.setattr(compiling, "_Worker", Remembered)
+    asyncio.run(law())
+    assert eventually(lambda: not any(process.is_alive() for process in workers[0]._processes))
+
+
+SCRIPT = """
+import asyncio, os, signal
+from vmmkv.server.structured_output.compiler import _Worker
+
+print("runs", flush=True)
+
+async def main():
+    print(await _Worker().run(60, os.getpid), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_the_worker_imports_no_main_script_and_ends_with_a_killed_server(tmp_path: Path) -> None:
+    script = tmp_path / "without_a_guard.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    said, pid = ran.stdout.split()
+    assert said == "runs"
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text())
+
+
+def rules(kind: str, source: str) -> str:
+    made = {
+        "regex": xgrammar.Grammar.from_regex,
+        "ebnf": xgrammar.Grammar.from_ebnf,
+        "json": lambda schema: xgrammar.Grammar.from_json_schema(schema, any_whitespace=False),
+    }[kind](source)
+    return str(made.serialize_json())
+
+
+DOUBLES = "\n".join(f"r{index} ::= r{index + 1} r{index + 1}" for index in range(30)) + '\nr30 ::= "a"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "said"),
+    [
+        ("ebnf", 'root ::= "a" root', "root never ends"),
+        ("ebnf", 'root ::= [a-z]+ "0" x | "b"\nx ::= "a" y\ny ::= "b" x', "never ends"),
+        ("ebnf", f'root ::= [a-z]+ r0 | "b"\n{DOUBLES}', "bytes at least"),
+        ("regex", "(((abc){100}){100}){100}", "bytes at least"),
+        ("json", '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}', "never ends"),
+        ("json", '{"type": "string", "pattern": "^((a{100}){100}){100}$"}', "bytes at least"),
+        ("ebnf", "root ::= Token(5)", "not served"),
+    ],
+)
+def test_forced_text_without_an_end_is_refused_wherever_it_hides(kind: str, source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_ends(rules(kind, source))
+
+
+def test_grammars_that_end_are_let_through() -> None:
+    sources = [("json", of_schema(schema).source) for schema in SCHEMAS.values()]
+    chain = "root ::= r0\n" + "\n".join(f"r{index} ::= r{index + 1} | " + '"b"' for index in range(500)) + '\nr500 ::= "a"'
+    sources += [("ebnf", 'root ::= "(" root ")" | ""'), ("regex", "(abc){4000}"), ("ebnf", chain)]
+    for kind, source in sources:
+        check_ends(rules(kind, source))
+    assert MAX_FORCED_BYTES > 3 * 4000
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "said"),
+    [
+        ("ebnf", 'root ::= [a-z]+ "0" x | "b"\nx ::= "a" x', "never ends"),
+        ("regex", "((a{0,60}){0,60}){0,10}", "too long to follow"),
+    ],
+)
+def test_a_grammar_that_the_engine_could_not_follow_is_refused(kind: Any, source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Compilation(Vocabulary(byte_tokenizer(), VOCABULARY_SIZE, END_TOKENS)).compile(kind, source)
