@@ -19,7 +19,7 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import assemble
 from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
-from vmmkv.server.structured_output.matcher import Constraints, Matcher, Vocabulary, Words
+from vmmkv.server.structured_output.matcher import Matcher, Matchers, Vocabulary, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Follower(Matcher):
         return self.jumps and super().must_end()
 
 
-class _ByScript(Constraints):
+class _ByScript(Matchers):
     """Makes followers. Grammars are read once, before anything is timed, and all of them are kept."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -113,7 +113,7 @@ class _ByScript(Constraints):
         self.followers: dict[str, Follower] = {}
 
     def opened(self) -> list[tuple[Request, Matcher | Exception]]:
-        """See Constraints.opened."""
+        """See Matchers.opened."""
         found = super().opened()
         for request, matcher in found:
             if isinstance(matcher, Follower):
@@ -125,9 +125,9 @@ class _ByScript(Constraints):
     def _matcher(self, compiled: Any) -> Matcher:
         return Follower(compiled, self._words_of)
 
-    def _compiled(self, data: bytes, namespace: Hashable) -> Any:
+    def _read(self, data: bytes, namespace: Hashable) -> Any:
         if data not in self._known:
-            self._known[data] = super()._compiled(data, namespace)
+            self._known[data] = super()._read(data, namespace)
         return self._known[data]
 
 
@@ -147,16 +147,16 @@ class ScriptedEngine:
         )
         self._loaded = assemble(config, models.source, self._said.append)
         self._core: Final[Any] = self._loaded.engine
-        self._constraints = _ByScript(vocabulary)
-        self._core.follow_grammars(self._constraints)
+        self._matchers = _ByScript(vocabulary)
+        self._core.follow_grammars(self._matchers)
 
     def run(self, asks: Sequence[Ask], at_once: int) -> Run:
         """All of them, greedy; `at_once` of them run, and whoever ends makes room for the next.
 
         Raises: WrongNumbers if one fails, or says something else than its script.
         """
-        self._constraints.asks = {str(index): ask for index, ask in enumerate(asks)}
-        self._constraints.followers = {}
+        self._matchers.asks = {str(index): ask for index, ask in enumerate(asks)}
+        self._matchers.followers = {}
         told: list[Told] = []
         steps, began_s = self._core._num_steps, time.perf_counter()
         num_running = 0
@@ -180,7 +180,7 @@ class ScriptedEngine:
         self._core.settle()
         self._said.clear()
         for index, (ask, one) in enumerate(zip(asks, told, strict=True)):
-            if index_of := self._constraints.followers.get(str(index)):
+            if index_of := self._matchers.followers.get(str(index)):
                 one.num_forced = index_of.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")

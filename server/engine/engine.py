@@ -30,8 +30,8 @@ from vmmkv.server.engine.runner import Chunk, Logprobs, PromptScores, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
-from vmmkv.server.structured_output.jump_forward import NOBODY_FOLLOWS, Guided
-from vmmkv.server.structured_output.matcher import Constraints
+from vmmkv.server.structured_output.jump_forward import NOTHING_FOLLOWED, StructuredOutputManager
+from vmmkv.server.structured_output.matcher import Matchers
 from vmmkv.units import PAGE_BYTES
 
 # -------- snapshot
@@ -120,9 +120,9 @@ class EngineCore:
         step_tokens: int,
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
-        constraints: Constraints | None = None,
+        matchers: Matchers | None = None,
     ) -> None:
-        """`constraints` reads grammars; without it requests that have one are refused."""
+        """`matchers` reads grammars; without it requests that have one are refused."""
         self.cache = cache
         self._runner = runner
         self._prefix = prefix
@@ -142,19 +142,19 @@ class EngineCore:
         self._arrangement = Arrangement(self._ledger)
         self._num_steps = 0
         self._counts = Counts()
-        self._guided: Guided | None = None
-        if constraints is not None:
-            self.follow_grammars(constraints)
+        self._structured: StructuredOutputManager | None = None
+        if matchers is not None:
+            self.follow_grammars(matchers)
         self._has_pumped = False
         """Since the last plan: a step with masks does while its forward half runs."""
         self._step_us = 10_000.0
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
-    def follow_grammars(self, constraints: Constraints) -> None:
-        """From now on requests may have a grammar, which `constraints` reads. Before any has come."""
-        self._guided = Guided(
-            constraints,
+    def follow_grammars(self, matchers: Matchers) -> None:
+        """From now on requests may have a grammar, which `matchers` reads. Before any has come."""
+        self._structured = StructuredOutputManager(
+            matchers,
             self._scheduler,
             self.cache,
             self._counts,
@@ -166,13 +166,13 @@ class EngineCore:
 
     def close(self) -> None:
         """End its threads. Idempotent; memory is not the engine's."""
-        if self._guided is not None:
-            self._guided.constraints.close()
+        if self._structured is not None:
+            self._structured.matchers.close()
 
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step under way?"""
-        is_reading = self._guided is not None and bool(self._guided.constraints.num_coming)
+        is_reading = self._structured is not None and bool(self._structured.matchers.num_opening)
         return self._scheduler.has_work or bool(self._under_way) or is_reading
 
     @property
@@ -191,8 +191,8 @@ class EngineCore:
             request = self._scheduler.find(message.request_id)
             if request is not None:
                 self._scheduler.end(request)
-            elif self._guided is not None:
-                self._guided.constraints.forget(message.request_id)
+            elif self._structured is not None:
+                self._structured.matchers.cancel(message.request_id)
             return
         if reason := why_refused(message, self._runner, max_tokens=self.cache.max_tokens, max_sequences=self._max_sequences):
             self._refuse(message, reason)
@@ -210,12 +210,12 @@ class EngineCore:
             return
         if not message.grammar:
             self._scheduler.waiting.append(Request(message, stop_ids, withheld))
-        elif self._guided is None:
+        elif self._structured is None:
             self._refuse(message, "this engine knows no grammars")
         elif message.beam_width or message.ignore_eos:
             self._refuse(message, "an answer by a grammar is sampled, and ends where its grammar does: no beams, no ignore_eos")
         else:
-            self._guided.constraints.begin(Request(message, stop_ids))
+            self._structured.matchers.open(Request(message, stop_ids))
 
     def _why_never_fits(self, message: Generate, *, may_stop: bool) -> str | None:
         def why() -> str | None:
@@ -238,8 +238,8 @@ class EngineCore:
 
         Raises: EngineDied.
         """
-        if self._guided is not None and self._guided.constraints.num_coming:
-            self._guided.open(is_idle=not self._under_way)
+        if self._structured is not None and self._structured.matchers.num_opening:
+            self._structured.open(is_idle=not self._under_way)
         try:
             plan = self._scheduler.plan()
         except CannotRun as error:
@@ -250,8 +250,8 @@ class EngineCore:
         except Exception:
             self._check_device()
             raise
-        if self._guided is not None:
-            self._guided.tell_begun()
+        if self._structured is not None:
+            self._structured.tell_begun()
         if plan:
             self._has_pumped = False
             self._launch(plan)
@@ -277,8 +277,8 @@ class EngineCore:
                 scored = strand.request.scored(start, start + count)
                 asked.append(Chunk(strand.memory.slot, start, tokens, is_last, candidates, scored))
                 chunks.append(LaunchedChunk(strand, strand.request.num_admitted, start + count, is_last))
-            if self._guided is not None:
-                masks = self._guided.masks(plan, slots, chunks)
+            if self._structured is not None:
+                masks = self._structured.masks(plan, slots, chunks)
             if chunks:
                 readback = self._runner.mixed(slots, lengths[slots], asked, masks)
             else:
@@ -407,7 +407,7 @@ class EngineCore:
         self._counts.generated_tokens += int(is_kept.sum())
         ends = stops | (ledger.known[slots] >= ledger.ends[slots])
         ended: list[Request] = []
-        why, going_on = NOBODY_FOLLOWS if self._guided is None else self._guided.follow(slots, tokens, is_kept)
+        why, going_on = NOTHING_FOLLOWED if self._structured is None else self._structured.follow(slots, tokens, is_kept)
         if why:
             tokens = tokens.copy()
             tokens[list(why)] = _STRAY
@@ -424,8 +424,8 @@ class EngineCore:
                 ended.append(request)
         for request in ended:
             self._scheduler.end(request)
-        if self._guided is not None:
-            self._guided.go_on(going_on, outputs)
+        if self._structured is not None:
+            self._structured.go_on(going_on, outputs)
 
     def _pump(self) -> None:
         """While the device computes: map what the next steps need, unmap what the last ones left."""

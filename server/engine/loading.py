@@ -29,7 +29,7 @@ from vmmkv.server.engine.sampler import Entry
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
-from vmmkv.server.structured_output.matcher import Constraints
+from vmmkv.server.structured_output.matcher import Matchers
 from vmmkv.units import ceil_div
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def assemble(
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
             send=send,
-            constraints=Constraints(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
+            matchers=Matchers(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
         )
     except BaseException:
         with contextlib.suppress(VmmkvError):  # what was raised first is what matters

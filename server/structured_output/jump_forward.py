@@ -9,6 +9,7 @@ matchers work, and so does its forward half. Legend: G rows with a grammar, W wo
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,15 @@ from vmmkv.server.engine.runner import Readback
 from vmmkv.server.engine.scheduler import Plan, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks, Uploads
 from vmmkv.server.protocol import Failed, FromEngine, Output, Outputs
-from vmmkv.server.structured_output.matcher import Constraints, OverTime, jumps
+from vmmkv.server.structured_output.matcher import CallOverran, Matchers
 
 if TYPE_CHECKING:
     from vmmkv.server.structured_output.matcher import Matcher
 
 log = logging.getLogger(__name__)
 
+_NAP_S: Final = 0.0005
+"""While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
 _NO_TOKEN: Final = "the model's vocabulary has no token that the grammar allows here"
 
 
@@ -55,15 +58,15 @@ class Followed(NamedTuple):
     """Those that must end, or go on with tokens that are forced."""
 
 
-NOBODY_FOLLOWS: Final = Followed({}, [])
+NOTHING_FOLLOWED: Final = Followed({}, [])
 
 
-class Guided:
+class StructuredOutputManager:
     """The requests of one engine that have a grammar. `send`, `fail`, `map_ahead` and `drain` are the engine's own."""
 
     def __init__(
         self,
-        constraints: Constraints,
+        matchers: Matchers,
         scheduler: Scheduler,
         cache: KV,
         counts: Counts,
@@ -73,7 +76,7 @@ class Guided:
         pump: Callable[[], None],
         drain: Callable[[], object],
     ) -> None:
-        self.constraints = constraints
+        self.matchers = matchers
         self.scheduler: Final = scheduler
         self.cache: Final = cache
         self.fail: Final = fail
@@ -87,14 +90,14 @@ class Guided:
     def open(self, *, is_idle: bool) -> None:
         """Queue those whose grammars have been read, with what these force already. `is_idle`: no step is under way."""
         begun: list[Request] = []
-        for request, matcher in self.constraints.opened():
+        for request, matcher in self.matchers.opened():
             if isinstance(matcher, Exception):
                 self._refuse(request, "cannot be read", matcher)
             else:
                 request.matcher, request.may_jump = matcher, jumps(request)
                 begun.append(request)
         calls = [(request, partial(self._forced, request)) for request in begun]
-        for request, forced in zip(begun, self.constraints.follow(calls), strict=True):
+        for request, forced in zip(begun, self.matchers.call(calls), strict=True):
             if isinstance(forced, Exception):
                 self._refuse(request, "cannot be followed", forced)
                 continue
@@ -102,13 +105,13 @@ class Guided:
                 request.begin_with(forced)
                 self._begun.append(request)
             self.scheduler.waiting.append(request)
-        if self.constraints.num_coming and is_idle and not self.scheduler.has_work:
-            self.constraints.nap()
+        if self.matchers.num_opening and is_idle and not self.scheduler.has_work:
+            time.sleep(_NAP_S)
 
     def _forced(self, request: Request) -> list[int]:
-        """What an answer begins with. Raises: OverTime; each is asked behind those that took too long before it."""
-        if self.constraints.is_full:
-            raise OverTime("others that took too long are still being worked on; try again later")
+        """What an answer begins with. Raises: CallOverran; each is asked behind those that took too long before it."""
+        if self.matchers.is_overloaded:
+            raise CallOverran("others that took too long are still being worked on; try again later")
         assert request.matcher is not None, "its grammar has been read"
         return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
 
@@ -147,7 +150,7 @@ class Guided:
         """The matchers of those that follow a grammar accept what was sampled, and say what comes next, in one trip."""
         ledger = self.scheduler.ledger
         if not ledger.num_constrained:
-            return NOBODY_FOLLOWS
+            return NOTHING_FOLLOWED
         found = Followed({}, [])
         places = np.flatnonzero(ledger.constrained[slots] & is_kept)
         among = slots[places]
@@ -157,7 +160,7 @@ class Guided:
             request = ledger.requests[slot]
             assert request is not None and request.matcher is not None, "nobody with a grammar runs there"
             calls.append((request, partial(_accept, request.matcher, token, num_more, request.may_jump)))
-        for place, (request, _), comes in zip(places.tolist(), calls, self.constraints.follow(calls), strict=True):
+        for place, (request, _), comes in zip(places.tolist(), calls, self.matchers.call(calls), strict=True):
             if isinstance(comes, Exception):
                 found.strays[place] = not_followed(request, comes)
             elif comes is None:
@@ -194,8 +197,8 @@ class _Following(NamedTuple):
 class StepMasks:
     """What may come next in the rows of one step, when its forward half is under way; and that step, when all of it is."""
 
-    def __init__(self, guided: Guided, plan: Plan, slots: Slots, chunks: list[LaunchedChunk]) -> None:
-        self._guided, self._plan, self._slots, self._chunks = guided, plan, slots, chunks
+    def __init__(self, guided: StructuredOutputManager, plan: Plan, slots: Slots, chunks: list[LaunchedChunk]) -> None:
+        self._structured, self._plan, self._slots, self._chunks = guided, plan, slots, chunks
         self._ledger = guided.scheduler.ledger
         self._epochs: Slots | None = None
         """Of the slots, when the forward half was launched; none that is, of those who go on with forced tokens instead."""
@@ -205,8 +208,8 @@ class StepMasks:
     def __call__(self, rows: Slots, uploads: Uploads) -> TokenMasks | None:
         """Read what is under way, and so follow it. `rows` are the slots of the rows that are given a token."""
         self._book()
-        self._guided.pump()  # while the device has work: between two such steps it waits for the host
-        self._guided.drain()
+        self._structured.pump()  # while the device has work: between two such steps it waits for the host
+        self._structured.drain()
         asking = []
         for each in self._following(rows):
             if each.request.sequence is None:
@@ -224,11 +227,11 @@ class StepMasks:
     def _fill(self, asking: Sequence[_Following], words_GW: npt.NDArray[np.int32]) -> None:
         """What may come next in these rows, side by side: most of it is work within xgrammar."""
         calls = [(each.request, partial(each.matcher.fill, words_GW, index)) for index, each in enumerate(asking)]
-        for index, filled in enumerate(self._guided.constraints.follow(calls, spread=True)):
+        for index, filled in enumerate(self._structured.matchers.call(calls, spread=True)):
             if isinstance(filled, Exception):
                 words_GW[index] = -1  # nobody's row, in which something may still write
                 request = asking[index].request
-                self._guided.fail([request], not_followed(request, filled))
+                self._structured.fail([request], not_followed(request, filled))
 
     def launched(self, readback: Readback) -> Launched:
         """All of the step is under way."""
@@ -239,8 +242,8 @@ class StepMasks:
     def _book(self) -> None:
         """Once: from now on the books have the step's rows, and who ends ends behind them."""
         if self._epochs is None:
-            self._guided.scheduler.launched(self._plan)
-            self._epochs, self._ends = self._ledger.epochs[self._slots], self._guided.cache.lengths[self._slots]
+            self._structured.scheduler.launched(self._plan)
+            self._epochs, self._ends = self._ledger.epochs[self._slots], self._structured.cache.lengths[self._slots]
 
     def _following(self, rows: Slots) -> list[_Following]:
         """Rows of those that follow a grammar and still run."""
@@ -283,3 +286,14 @@ def _accept(matcher: "Matcher", token: int, num_more: int, may_jump: bool) -> Ne
     if not num_more or not may_jump:
         return _ANY
     return Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_more - 1))
+
+
+def jumps(request: Request) -> bool:
+    """May forced tokens be appended without being sampled?
+
+    Not if each is to be counted by a penalty, has a log-probability, or may be one that ends the answer.
+    """
+    ask = request.ask
+    wants_logprobs = ask.want_logprobs or ask.num_prompt_logprobs is not None
+    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
+    return not wants_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)

@@ -1,13 +1,9 @@
-"""Answers that follow a grammar, in the engine: grammars made ready beside the loop, masks for a step's rows.
+"""Matchers: where each answer stands in its grammar, which tokens may come next, and the threads that compute it.
 
-    Generate.grammar ── a thread reads it ──> Matcher ──> request      `opened`, when they may be queued
-    forward half launched ──> earlier steps read back: the matchers know every token ──> a mask for each row ──> sample
+    Matchers.open ── a thread reads the compiled grammar ──> Matcher    one for each answer
+    Matchers.call ── accept, fill, force ── CallThreads                 time limits for a call, an answer, and all answers
 
-The thread is one, and starts with the first grammar; who asks for none has none. Calls of matchers are made in others, those
-of a step in two trips: tokens are accepted; then masks are filled, several at once. A thread can be left alone with a call that
-takes too long (`grammar.watch`).
-
-Legend: G rows with a grammar, W words.
+The engine's loop calls matchers through `Matchers.call` only. Legend: G rows with a grammar, W words of a mask.
 """
 
 import contextlib
@@ -17,9 +13,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -33,19 +30,26 @@ if TYPE_CHECKING:
 
     from vmmkv.server.engine.request import Request
 
+T = TypeVar("T")
 
-# -------- vocabulary
-# What a grammar must know of a model's tokens: the bytes of each, and which end an answer.
+Words = npt.NDArray[np.int32]
+"""A mask: bit i of word w tells whether token 32 * w + i may come next."""
 
 _NOT_UTF8: Final = ((0xE0, 0x80, 0x9F), (0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F), (0xF4, 0x90, 0xBF))
-"""A first byte, and those that make no character with it: overlong forms, halves of surrogate pairs, beyond the last."""
+"""A lead byte, and the range of second bytes that is invalid after it: overlong forms, surrogates, past the last character."""
+
+_CONTEXT_TOKENS: Final = 8
+"""Of the answer, tokenised with the forced text behind them."""
 
 
 class Vocabulary:
-    """The tokens of one model. Both processes make the same one, so that what one has compiled the other can use."""
+    """The tokens of one model: the bytes of each, and which end an answer.
+
+    The compiler's worker and the engine make equal ones, so that the engine can read what the worker has compiled.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", size: int, end_tokens: Sequence[int]) -> None:
-        """`size` is that of the model's logits, which may have more or fewer tokens than the tokenizer.
+        """`size` is that of the model's logits. The tokenizer may have more tokens, or fewer.
 
         Takes half a second for 100,000 tokens. Raises: ValueError if no token ends an answer.
         """
@@ -56,10 +60,9 @@ class Vocabulary:
         ends = sorted(end_tokens)
         plain = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=ends)
         encoded = [""] * size
-        # Added tokens are marks of the chat template, and no text: a detokenizer leaves them out.
-        marks = tokenizer.added_tokens_decoder.keys()
+        added = tokenizer.added_tokens_decoder.keys()  # of the chat template: a detokenizer leaves them out
         for token, token_id in tokenizer.get_vocab().items():
-            if token_id < size and token_id not in marks:
+            if token_id < size and token_id not in added:
                 encoded[token_id] = token
         self.info: xgrammar.TokenizerInfo = xgrammar.TokenizerInfo(
             encoded, plain.vocab_type, vocab_size=size, stop_token_ids=ends, add_prefix_space=plain.add_prefix_space
@@ -67,28 +70,16 @@ class Vocabulary:
         self.rust: RustTokenizer = tokenizer.backend_tokenizer
         self.size = size
         self.num_words = -(-size // 32)
-        """int32 words of a mask."""
-        self.num_bytes = np.array([len(token) for token in self.info.decoded_vocab], np.int32)
-        """Of each token."""
-        self.last_bytes = np.array([token[-1] if token else 0 for token in self.info.decoded_vocab], np.uint8)
-        """Of each token."""
-        self._longer: dict[int, npt.NDArray[np.int32]] = {}
-        firsts = np.zeros(32 * self.num_words, np.uint8)
-        firsts[:size] = [token[0] if token else 0 for token in self.info.decoded_vocab]
-        self.after = {lead: _bits((firsts < low) | (firsts > high)) for lead, low, high in _NOT_UTF8}
-        """By the last byte of a text the masks that allow what is UTF-8 behind it, where xgrammar 0.2.8 allows more."""
-        self.ends = np.zeros(self.num_words, np.int32)
-        """The mask that allows the end tokens alone."""
-        for token_id in ends:
-            self.ends[token_id // 32] |= np.uint32(1 << (token_id % 32)).view(np.int32)
-
-    def longer(self, num_bytes: int) -> npt.NDArray[np.int32]:
-        """The mask that allows the tokens of more bytes than so many."""
-        if num_bytes not in self._longer:
-            is_longer = np.zeros(32 * self.num_words, np.bool_)
-            is_longer[: self.size] = self.num_bytes > num_bytes
-            self._longer[num_bytes] = _bits(is_longer)
-        return self._longer[num_bytes]
+        decoded = self.info.decoded_vocab
+        self.num_bytes = np.array([len(token) for token in decoded], np.int32)
+        self.last_bytes = np.array([token[-1] if token else 0 for token in decoded], np.uint8)
+        first_bytes = np.array([token[0] if token else 0 for token in decoded], np.uint8)
+        self._longer: dict[int, Words] = {}
+        self.after = {lead: self._mask((first_bytes < low) | (first_bytes > high)) for lead, low, high in _NOT_UTF8}
+        """By the last byte of a text: the tokens that continue it as UTF-8, where xgrammar 0.2.8 allows others too."""
+        is_end = np.zeros(size, np.bool_)
+        is_end[ends] = True
+        self.ends = self._mask(is_end)
 
     @classmethod
     def load(cls, model_dir: Path, size: int, end_tokens: Sequence[int]) -> Self:
@@ -98,25 +89,21 @@ class Vocabulary:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(tokenizer, size, end_tokens)
 
+    def longer(self, num_bytes: int) -> Words:
+        """The mask of the tokens with more bytes than this."""
+        if num_bytes not in self._longer:
+            self._longer[num_bytes] = self._mask(self.num_bytes > num_bytes)
+        return self._longer[num_bytes]
 
-def _bits(may: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """A mask, of one truth for each token."""
-    words: npt.NDArray[np.int32] = np.packbits(may, bitorder="little").view(np.int32)
-    return words
-
-
-# -------- matcher
-# Where one answer stands in its grammar: what may come next, and what must.
-
-_CONTEXT_TOKENS: Final = 8
-"""Of the answer, before what is forced: tokenised with it, so that it comes in the tokens that the model knows it by."""
-
-Words = npt.NDArray[np.int32]
-"""A bit for each token of the vocabulary, the lowest of the first word for token 0: may it come next?"""
+    def _mask(self, may: npt.NDArray[np.bool_]) -> Words:
+        padded = np.zeros(32 * self.num_words, np.bool_)
+        padded[: self.size] = may
+        words: Words = np.packbits(padded, bitorder="little").view(np.int32)
+        return words
 
 
 class Matcher:
-    """One answer's way through its grammar; it knows all tokens that were accepted, and nothing of where they came from."""
+    """One answer's state in its grammar: the tokens accepted, those that may come next, the text that must."""
 
     def __init__(self, compiled: "xgrammar.CompiledGrammar", vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -126,38 +113,32 @@ class Matcher:
         self._words = np.zeros((1, vocabulary.num_words), np.int32)
         self._tokens: list[int] = []
         self._num_masked = -1
-        """`_words` is what may come behind so many of the tokens; -1: behind none."""
+        """The number of tokens after which `_words` is the mask; -1 for none."""
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        return self._vocabulary.num_words
 
     def accept(self, token: int) -> bool:
-        """A token has come; False if the grammar does not allow it, and then nothing has changed."""
+        """Append a token. False, and nothing changes, if the grammar does not allow it."""
         if not self._matcher.accept_token(token):
             return False
         self._tokens.append(token)
         return True
 
-    @property
-    def num_words(self) -> int:
-        """Of a mask."""
-        return self._vocabulary.num_words
-
     def fill(self, words_GW: Words, row: int) -> None:
-        """What may come next, into a row of C-contiguous masks. Microseconds; within a string, tens or hundreds of them."""
+        """Write the mask of the next token to a row of C-contiguous masks.
+
+        Takes microseconds; within a string, tens or hundreds of them.
+        """
         if self._num_masked == len(self._tokens):
             words_GW[row] = self._words[0]
         else:
             self._fill(words_GW, row)
 
-    def _fill(self, words_GW: Words, row: int) -> None:
-        if not self._matcher.fill_next_token_bitmask(words_GW, row):
-            words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
-        if (
-            self._tokens
-            and (after := self._vocabulary.after.get(int(self._vocabulary.last_bytes[self._tokens[-1]]))) is not None
-        ):
-            words_GW[row] &= after
-
     def mask(self) -> Words:
-        """What may come next; a view that the next call writes over."""
+        """The mask of the next token; a view that the next call overwrites."""
         if self._num_masked != len(self._tokens):
             self._fill(self._words, 0)
             self._num_masked = len(self._tokens)
@@ -165,19 +146,20 @@ class Matcher:
         return words
 
     def must_end(self) -> bool:
-        """Is the answer whole, and can nothing be added to it?"""
+        """Is the answer complete, and can nothing be added to it?"""
         return bool(self._matcher.is_completed()) and not (self.mask() & ~self._vocabulary.ends).any()
 
-    def force(self, at_most: int) -> list[int]:
-        """Accept the tokens that must come next, at most so many; none if there are not two, for one is no shorter way.
+    def force(self, max_tokens: int) -> list[int]:
+        """Accept and return the tokens that must come next. None if there would be only one: sampling it takes no longer.
 
-        They are what the tokenizer makes of the text, behind the last tokens if it keeps those as they are; the model has
-        computed them already. A last one that could be the beginning of a longer one is left to the model.
+        The forced text is tokenised behind the last tokens of the answer, if those stay as they are: the model has computed
+        them. A last token that might be part of a longer one is left to the model.
         """
-        if at_most < 2 or (len(text := self.forced_text()) < 2 and text.isascii()):
+        if max_tokens < 2 or (len(text := self.forced_text()) < 2 and text.isascii()):
             return []
-        tokens = self._accepted(self._tokenised(text)[:at_most])
-        if tokens and len(tokens) < at_most and self._could_be_longer(tokens[-1]):
+        # All are accepted, unless the tokenizer changes the text that it is given.
+        tokens = list(itertools.takewhile(self.accept, self._tokenised(text)[:max_tokens]))
+        if tokens and len(tokens) < max_tokens and self._could_be_longer(tokens[-1]):
             self._take_back(1)
             tokens.pop()
         if len(tokens) == 1:
@@ -186,12 +168,19 @@ class Matcher:
         return tokens
 
     def forced_text(self) -> str:
-        """What must come next, whole characters of it."""
+        """The text that must come next, in whole characters."""
         try:
             return str(self._matcher.find_jump_forward_string())
         except UnicodeDecodeError as error:
-            # Forced bytes can begin or end within a character: what comes before the first such place is text.
+            # Forced bytes can begin or end within a character: up to the first such place they are text.
             return bytes(error.object[: error.start]).decode()
+
+    def _fill(self, words_GW: Words, row: int) -> None:
+        if not self._matcher.fill_next_token_bitmask(words_GW, row):
+            words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
+        last_byte = int(self._vocabulary.last_bytes[self._tokens[-1]]) if self._tokens else 0
+        if (after := self._vocabulary.after.get(last_byte)) is not None:
+            words_GW[row] &= after
 
     def _tokenised(self, text: str) -> list[int]:
         rust = self._vocabulary.rust
@@ -202,12 +191,8 @@ class Matcher:
         alone: list[int] = rust.encode(text, add_special_tokens=False).ids
         return alone
 
-    def _accepted(self, tokens: list[int]) -> list[int]:
-        """As many as the grammar accepts: all of them, unless the tokenizer changes the text that it is given."""
-        return list(itertools.takewhile(self.accept, tokens))
-
     def _could_be_longer(self, last: int) -> bool:
-        """Could a longer token stand where the last one stands? What comes behind the forced text would decide."""
+        """May a longer token stand in place of the last one? The text behind the forced text decides."""
         self._take_back(1)
         could_be = bool((self.mask() & self._vocabulary.longer(int(self._vocabulary.num_bytes[last]))).any())
         assert self.accept(last), "it was accepted before"
@@ -220,169 +205,155 @@ class Matcher:
             self._num_masked = -1  # other tokens may come in their place
 
 
-# -------- watch
-# Calls that nobody can interrupt, made in threads that can be left alone with them.
+# Threads that make calls which cannot be interrupted.
 #
-#     run ── a thread makes one call after the other, the caller waits ──┬── what each gave, or raised
-#                                                                        └── OverTime, for one that takes more than CALL_S: the
-#                                                                            thread is left with it, another makes the rest
-#     run, spread ── several threads take the next call each, until there is none ── the same
-#
-# xgrammar's calls are C++, which no signal ends, and release Python's lock. How long one takes depends on the text as well as
-# on
-# the grammar: whoever chooses both can make the call after a quick one take minutes. Measured with SmolLM2's 49,152 tokens,
-# calls
-# that come after none of more than 15 ms, and how long they would have held the loop:
+# xgrammar's calls are C++: no signal ends them, and they release Python's lock. How long one takes depends on the text as
+# well as on the grammar. Calls that come after none of more than 15 ms, with SmolLM2's 49,152 tokens:
 #
 #     (.{0,3}){0,300}                          the first mask                 5.9 s
-#     root ::= root root | [^\n]              a token of 64 characters       2.9 s
+#     root ::= root root | [^\n]               a token of 64 characters       2.9 s
 #     ((a{0,20}){0,20}){0,20}                  a mask, five tokens on         1.5 s
-#     a rule that doubles 22 times             the text that is forced        1.4 s
+#     a rule that doubles 22 times             the forced text                1.4 s
 #
-# All of these are OverTime after 50 ms; most are refused before, when they are compiled, for that tries some tokens. The way to
-# the thread and back takes 10 to 30 us on two busy cores, whatever number of calls is made there. Calls are spread where most
-# of
-# their time is C++: what they do in Python still comes one behind the other.
+# Most such grammars are refused by the compiler, which follows some tokens. Others are abandoned here after CALL_S. The way
+# to the thread and back takes 10 to 30 us on two busy cores, for any number of calls.
 
-T = TypeVar("T")
 CALL_S: Final = 0.05
-"""For a call, of which an answer's matcher makes two for one token. Of a thread's own time: one that is not scheduled holds
-nobody up for longer than the machine does anyway.
-"""
-MAX_LEFT: Final = 2
-"""Threads that may work on for nobody before nothing new is to be begun: each takes a core."""
-_MOST_THREADS: Final = 4
-"""That calls are spread over. With more of them Python's lock would be what they wait for."""
-_LEAST_CALLS: Final = 4
-"""That a further thread is worth waking for."""
+"""CPU time of one call, of which a token takes two. A thread that the system does not schedule is not blamed."""
+MAX_ABANDONED: Final = 2
+"""Threads that may still work on abandoned calls before no new answer begins: each takes a core."""
+_MAX_THREADS: Final = 4
+"""With more, the calls would wait for Python's lock."""
+_MIN_CALLS: Final = 4
+"""For which a further thread is worth waking."""
 
 
-class OverTime(Exception):
-    """A call takes too long; what it works on is not to be touched again, for it goes on."""
+class CallOverran(Exception):
+    """A call takes too long. It goes on, so its matcher must not be touched again."""
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """What one call gave, or raised."""
+    """What one call returned or raised."""
 
     value: T | None
     error: BaseException | None
     took_s: float
-    """Of its thread's time."""
+    """CPU time."""
 
     def get(self) -> T:
-        """Raises: what the call raised, or OverTime."""
+        """Raises: the call's error, or CallOverran."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]  # it is the call's
 
 
-class Watch:
-    """Makes calls, and waits for them. `num_threads` are those that it spreads calls over: up to _MOST_THREADS of half the
-    cores if None.
-    """
+class CallThreads:
+    """Makes calls in threads and waits for them, CALL_S each. A thread whose call overruns is abandoned with it."""
 
     def __init__(self, call_s: float = CALL_S, num_threads: int | None = None) -> None:
+        """`num_threads`: for calls that are spread; if None, of half the cores, up to _MAX_THREADS."""
         self._call_s = call_s
-        self._num_threads = num_threads or max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
-        self._workers: list[_Worker] = []
-        self._left: list[_Worker] = []
-        """Those that went on."""
+        self._num_threads = num_threads or max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._threads: list[_CallThread] = []
+        self._abandoned: list[_CallThread] = []
 
     @property
-    def num_left(self) -> int:
-        """Threads that still work on what nobody waits for."""
-        self._left = [worker for worker in self._left if not worker.is_done]
-        return len(self._left)
-
-    @property
-    def is_full(self) -> bool:
-        """Do so many work on for nobody that no more should be risked? What has begun may go on."""
-        return self.num_left >= MAX_LEFT
+    def num_abandoned(self) -> int:
+        """Threads that still work on abandoned calls."""
+        self._abandoned = [thread for thread in self._abandoned if not thread.is_idle]
+        return len(self._abandoned)
 
     def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[Outcome[T]]:
-        """What each of them gave, in order. Raises nothing of theirs. `spread`: they may be made side by side.
+        """The outcomes of all calls, in order; their errors are in there. `spread`: in several threads.
 
-        A signal's handler may raise while it waits: the threads are left with the calls that they make, no other is begun, and
-        the next run has threads of its own.
+        Where a signal handler raises while this waits, the threads are abandoned and make no further call.
         """
-        outcomes: dict[int, Outcome[T]] = {}
-        places = iter(range(len(calls)))
+        batch: _Batch[T] = _Batch(calls)
+        overran: dict[int, Outcome[T]] = {}
+        error = CallOverran(f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler")
         try:
-            while left := len(calls) - len(outcomes):
-                num_threads = max(1, min(self._num_threads, left // _LEAST_CALLS)) if spread else 1
-                while len(self._workers) < num_threads:
-                    self._workers.append(_Worker())
-                working = self._workers[:num_threads]
-                for worker in working:
-                    worker.begin(calls, places)
-                for worker in working:
-                    outcomes.update(self._made(worker))
+            while num_left := len(calls) - len(batch.outcomes.keys() | overran.keys()):
+                num_threads = max(1, min(self._num_threads, num_left // _MIN_CALLS)) if spread else 1
+                while len(self._threads) < num_threads:
+                    self._threads.append(_CallThread())
+                working = self._threads[:num_threads]
+                for thread in working:
+                    thread.begin(batch)
+                for thread in working:
+                    if not self._finishes(thread):
+                        overran[thread.index] = Outcome(None, error, self._call_s)
         except BaseException:
-            self._leave(self._workers)
+            self._abandon(self._threads)
             raise
-        return [outcomes[place] for place in range(len(calls))]
+        return [overran.get(index) or batch.outcomes[index] for index in range(len(calls))]
 
     def close(self) -> None:
-        """End the threads. Idempotent; one that is left ends after its call."""
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
+        """End the threads, an abandoned one after its call. Idempotent."""
+        for thread in self._threads:
+            thread.end()
+        self._threads.clear()
 
-    def _made(self, worker: "_Worker") -> dict[int, Outcome[Any]]:
-        """What came of the calls that a thread has taken; it takes none behind one that takes too long."""
+    def _finishes(self, thread: "_CallThread") -> bool:
+        """Wait for a thread's part of the batch. False if its call overruns: it is abandoned."""
         left_s = self._call_s
-        while not worker.wait(left_s):
-            left_s = worker.left_s(self._call_s)
+        while not thread.wait(left_s):
+            left_s = thread.left_s(self._call_s)
             if left_s <= 0:
-                self._leave([worker])
-                error = OverTime(
-                    f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler"
-                )
-                return {**worker.outcomes, worker.place: Outcome(None, error, self._call_s)}
-        return worker.outcomes
+                self._abandon([thread])
+                return False
+        return True
 
-    def _leave(self, workers: "list[_Worker]") -> None:
-        """Ask nothing more of these."""
-        self._left += [worker for worker in workers if worker not in self._left]
-        self._workers = [worker for worker in self._workers if worker not in workers]
-        for worker in workers:
-            worker.end()
+    def _abandon(self, threads: "list[_CallThread]") -> None:
+        self._abandoned += threads
+        self._threads = [thread for thread in self._threads if thread not in threads]
+        for thread in threads:
+            thread.end()
 
 
-class _Worker:
-    """A thread, and locks that are flags: they are quicker than conditions, and there is a trip or two a step."""
+class _Batch(Generic[T]):
+    """Calls that several threads take from."""
+
+    def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
+        self.calls = calls
+        self.indices = iter(range(len(calls)))
+        """Of the calls that no thread has taken. `next` of it is one step of the interpreter."""
+        self.outcomes: dict[int, Outcome[T]] = {}
+
+
+class _CallThread:
+    """A daemon thread, since a call may never return."""
 
     def __init__(self) -> None:
-        self._asked, self._answered, self._turning = threading.Lock(), threading.Lock(), threading.Lock()
-        self._asked.acquire()
-        self._answered.acquire()
-        self._calls: Sequence[Callable[[], Any]] = ()
-        self._places: Iterator[int] = iter(())
-        """Of the calls that nobody has taken yet. Others take from it too: that is one step of the interpreter."""
-        self.outcomes: dict[int, Outcome[Any]] = {}
-        """By their places."""
-        self.place = 0
-        """Of the call that is being made."""
-        self.is_done = True
+        self._batches: SimpleQueue[_Batch[Any] | None] = SimpleQueue()
+        self._finished: SimpleQueue[None] = SimpleQueue()
+        self._taking = threading.Lock()
+        """Held while a call is taken, and while the thread is told to take no more."""
         self._began_s: float | None = None
         self._ends = False
-        self._thread = threading.Thread(target=self._work, name="grammar-calls", daemon=True)  # it may never come back
+        self.index = 0
+        """In the batch, of the call that is being made."""
+        self.is_idle = True
+        self._thread = threading.Thread(target=self._work, name="grammar-calls", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # of a signal's handler: it may have started
+        except BaseException:  # of a signal handler: it may have started
             self.end()
             raise
 
-    def begin(self, calls: Sequence[Callable[[], Any]], places: Iterator[int]) -> None:
-        self._calls, self._places, self.outcomes, self._began_s, self.is_done = calls, places, {}, None, False
-        self._asked.release()
+    def begin(self, batch: _Batch[Any]) -> None:
+        self._began_s, self.is_idle = None, False
+        self._batches.put(batch)
 
     def wait(self, seconds: float) -> bool:
-        return self._answered.acquire(timeout=seconds)
+        """Has it finished its part of the batch?"""
+        with contextlib.suppress(Empty):
+            self._finished.get(timeout=seconds)
+            return True
+        return False
 
     def left_s(self, call_s: float) -> float:
-        """How much of its time the call that is being made still has. If none, it is the thread's last."""
-        with self._turning:
+        """The CPU time that the current call has left. If none, the thread takes no other."""
+        with self._taking:
             if self._began_s is None or self._thread.ident is None:
                 return call_s
             left_s = call_s + self._began_s - time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
@@ -390,188 +361,155 @@ class _Worker:
             return left_s
 
     def end(self) -> None:
-        """Nothing more is asked of it. Idempotent."""
+        """Take no further call, and end. Idempotent."""
         self._ends = True
-        with contextlib.suppress(RuntimeError):  # it has not yet taken what was asked last: it will see that it ends
-            self._asked.release()
+        self._batches.put(None)
 
     def _work(self) -> None:
-        while True:
-            self._asked.acquire()
-            if self._ends and not self._calls:
-                return
-            began_s = time.thread_time()
-            while True:
-                with self._turning:
-                    self._began_s = began_s
-                    if self._ends or (place := next(self._places, None)) is None:
-                        break
-                    self.place = place
-                value, failure = None, None
-                try:
-                    value = self._calls[place]()
-                except BaseException as error:
-                    failure = error
-                ended_s = time.thread_time()
-                self.outcomes[place] = Outcome(value, failure, ended_s - began_s)
-                began_s = ended_s
-            value = failure = None  # nor anything of the calls is kept while nothing is asked
-            self._calls, self._places = (), iter(())
-            self.is_done = True
-            self._answered.release()
-            if self._ends:
-                return
+        while self._make_calls(self._batches.get()):
+            self.is_idle = True
+            self._finished.put(None)
 
+    def _make_calls(self, batch: _Batch[Any] | None) -> bool:
+        """False for None. In a function of its own, so that an idle thread keeps nothing of a batch alive."""
+        if batch is None:
+            return False
+        while (index := self._take(batch)) is not None:
+            value, error, began_s = None, None, time.thread_time()
+            try:
+                value = batch.calls[index]()
+            except BaseException as raised:
+                error = raised
+            batch.outcomes[index] = Outcome(value, error, time.thread_time() - began_s)
+        return True
 
-# -------- constraints
+    def _take(self, batch: _Batch[Any]) -> int | None:
+        with self._taking:
+            index = None if self._ends else next(batch.indices, None)
+            if index is not None:
+                self.index, self._began_s = index, time.thread_time()
+            return index
+
 
 CACHE_BYTES: Final = 64 << 20
-"""Of grammars that are kept ready, by namespace and what came over the wire."""
-
-_NAP_S: Final = 0.0005
-"""While nothing else is to do; reading a grammar takes some ten milliseconds."""
-
-FOLLOW_S: Final = 0.2
-FOLLOW_TOKEN_S: Final = 0.002
-"""Of the loop's time, what one answer's grammar may take in all: so much, and so much more for each token. Most take tens of
-microseconds a token; a short expression can take seconds, and everybody waits for them.
+"""Of grammars that are kept ready, as they came over the wire."""
+ANSWER_S: Final = 0.2
+TOKEN_S: Final = 0.002
+"""CPU time that one answer's grammar may take: so much, and so much more for each token. Most take tens of microseconds a
+token; some short expressions take seconds, and every request waits for them.
 """
-
 LOOP_SHARE: Final = 0.25
-"""Of the loop's time, what all grammars together may take: beyond that, and FOLLOW_S at once, an answer has its tokens' share
-and CROWDED_S alone. Else an answer's many choices, each slow and none too slow, would stop the loop for seconds.
+"""Of the loop's time, for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S instead of ANSWER_S:
+many slow choices, none of them over its own limit, would stop the loop for seconds.
 """
 CROWDED_S: Final = 0.01
 
 
 class TooSlow(Exception):
-    """A grammar takes more of the loop's time than one answer may have."""
+    """A grammar takes more time than one answer may have."""
 
 
-class Constraints:
-    """Reads grammars for one model. `load` gives its vocabulary, and is called in the thread when the first grammar comes."""
+class Matchers:
+    """The matchers of one engine: opens them in a thread, and calls them within time limits.
+
+    `load` returns the vocabulary. It is called in the thread, for the first grammar.
+    """
 
     def __init__(self, load: "Callable[[], Vocabulary]") -> None:
         self._load = load
         self._vocabulary: Vocabulary | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._coming: dict[str, tuple[Request, Future[Any]]] = {}
-        self._ready: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
-        self._watch = Watch()
-        self._balance_s = FOLLOW_S
-        """What all grammars may take before the loop is crowded."""
-        self._charged_s = time.perf_counter()
+        self._reader: ThreadPoolExecutor | None = None
+        self._opening: dict[str, tuple[Request, Future[Any]]] = {}
+        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
+        self._threads = CallThreads()
+        self._balance_s = ANSWER_S
+        """What all grammars may take before answers have CROWDED_S."""
+        self._balanced_s = time.perf_counter()
 
     @property
-    def num_coming(self) -> int:
+    def num_opening(self) -> int:
         """Requests whose grammars are being read."""
-        return len(self._coming)
+        return len(self._opening)
 
-    def begin(self, request: "Request") -> None:
-        """Have a request's grammar read. The request itself does not keep it: it can have megabytes."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        future = self._thread.submit(self._compiled, request.ask.grammar, request.namespace)
+    @property
+    def is_overloaded(self) -> bool:
+        """Are so many abandoned calls under way that no new answer may begin?"""
+        return self._threads.num_abandoned >= MAX_ABANDONED
+
+    def open(self, request: "Request") -> None:
+        """Have a request's grammar read. The request drops it, since it can have megabytes."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        future = self._reader.submit(self._read, request.ask.grammar, request.namespace)
         request.ask = msgspec.structs.replace(request.ask, grammar=b"")
-        self._coming[request.ask.request_id] = request, future
+        self._opening[request.ask.request_id] = request, future
 
-    def forget(self, request_id: str) -> None:
-        """Its client is gone."""
-        if (gone := self._coming.pop(request_id, None)) is not None:
-            gone[1].cancel()  # if it has not begun: nobody would want what is read
+    def cancel(self, request_id: str) -> None:
+        """Open no matcher for a request."""
+        if (opening := self._opening.pop(request_id, None)) is not None:
+            opening[1].cancel()
 
     def opened(self) -> "list[tuple[Request, Matcher | Exception]]":
-        """Those whose grammar has been read since, each with where its answer begins, or why it cannot."""
-        done = [name for name, (_, future) in self._coming.items() if future.done()]
+        """The requests whose grammar has been read since the last call, each with its matcher or why there is none."""
         found: list[tuple[Request, Matcher | Exception]] = []
-        for name in done:
-            request, future = self._coming.pop(name)
-            error = future.exception()
-            if error is None:
-                try:
-                    found.append((request, self._matcher(future.result())))
-                    continue
-                except Exception as failure:
-                    error = failure
-            if not isinstance(error, Exception):
-                raise error
-            found.append((request, error))
+        for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
+            request, future = self._opening.pop(request_id)
+            try:
+                found.append((request, self._matcher(future.result())))
+            except Exception as error:
+                found.append((request, error))
         return found
 
-    def follow(self, calls: "Sequence[tuple[Request, Callable[[], T]]]", *, spread: bool = False) -> list[T | Exception]:
-        """What these calls of their requests' matchers give, or why one gives nothing; charged to the requests.
+    def call(self, calls: "Sequence[tuple[Request, Callable[[], T]]]", *, spread: bool = False) -> list[T | Exception]:
+        """The results of calls of the requests' matchers, or their errors. The time is charged to the requests.
 
-        A matcher that has failed is not to be called again: something may still work on it. `spread`: in several threads.
+        A matcher whose call has failed must not be called again: a thread may still work on it.
+        `spread`: in several threads, which pays where most of the time is C++.
         """
-        found: list[T | Exception] = []
         began_s = time.perf_counter()
-        self._balance_s = min(FOLLOW_S, self._balance_s + LOOP_SHARE * (began_s - self._charged_s))
-        self._charged_s = began_s
-        outcomes = self._watch.run([call for _, call in calls], spread=spread)
-        # Side by side they hold the loop for less than they take; a thread that is not scheduled holds it for more.
+        self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
+        self._balanced_s = began_s
+        outcomes = self._threads.run([call for _, call in calls], spread=spread)
+        # Spread calls hold the loop for less than they take; a thread that is not scheduled holds it for more.
         held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
         loop_share = min(1.0, held_s / took_s) if took_s else 0.0
+        results: list[T | Exception] = []
         for (request, _), outcome in zip(calls, outcomes, strict=True):
             request.grammar_s += outcome.took_s
             self._balance_s -= outcome.took_s * loop_share
-            at_once_s = FOLLOW_S if self._balance_s > 0 else CROWDED_S
-            used_s = request.grammar_s - at_once_s
-            is_over = used_s > 0 and used_s > FOLLOW_TOKEN_S * request.num_generated  # which is looked up for few
+            over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
+            is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
             try:
-                found.append(outcome.get() if not is_over else TooSlow("it takes too long to follow; make it simpler"))
+                results.append(outcome.get() if not is_slow else TooSlow("it takes too long to follow; make it simpler"))
             except Exception as error:
-                found.append(error)
-        return found
+                results.append(error)
+        return results
 
     def close(self) -> None:
-        """End the threads, and read nothing more. Idempotent; a thread that is at work ends behind that."""
-        for request_id in list(self._coming):
-            self.forget(request_id)
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
-        self._watch.close()
+        """End the threads, one that is at work after its call. Idempotent."""
+        for request_id in list(self._opening):
+            self.cancel(request_id)
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+            self._reader = None
+        self._threads.close()
 
-    @property
-    def is_full(self) -> bool:
-        """Is so much still being worked on for nobody that no answer by a grammar should begin?"""
-        return self._watch.is_full
-
-    def nap(self) -> None:
-        """Leave the interpreter to the thread for a moment: there is nothing else to do."""
-        time.sleep(_NAP_S)
-
-    def _matcher(self, compiled: Any) -> "Matcher":
-        from vmmkv.server.structured_output.matcher import Matcher
-
+    def _matcher(self, compiled: Any) -> Matcher:
         assert self._vocabulary is not None, "it was there to read the grammar"
         return Matcher(compiled, self._vocabulary)
 
-    def _compiled(self, data: bytes, namespace: Hashable) -> Any:
-        """In the thread, which alone has the cache. Namespaces share nothing: nobody finds out by the time that it takes what
-        others have asked.
-        """
+    def _read(self, data: bytes, namespace: Hashable) -> Any:
+        """In the reader's thread. Namespaces share nothing: the time of an answer would tell what others have asked."""
         import xgrammar
 
         if self._vocabulary is None:
             self._vocabulary = self._load()
-        name = namespace, hashlib.sha256(data).digest()
-        if name in self._ready:
-            self._ready.move_to_end(name)
-            return self._ready[name][0]
+        key = namespace, hashlib.sha256(data).digest()
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key][0]
         compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.info)
-        self._ready[name] = compiled, len(data)
-        while sum(size for _, size in self._ready.values()) > CACHE_BYTES:
-            self._ready.popitem(last=False)
+        self._compiled[key] = compiled, len(data)
+        while sum(size for _, size in self._compiled.values()) > CACHE_BYTES:
+            self._compiled.popitem(last=False)
         return compiled
-
-
-def jumps(request: "Request") -> bool:
-    """May what is forced be appended without being sampled?
-
-    Not if each token is to be counted, has a log-probability (the prompt's come first), or may be one that ends the answer.
-    """
-    ask = request.ask
-    wants_logprobs = ask.want_logprobs or ask.num_prompt_logprobs is not None
-    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
-    return not wants_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)

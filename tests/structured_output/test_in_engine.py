@@ -41,7 +41,7 @@ from vmmkv.server.protocol import Abort, Generate
 from vmmkv.server.structured_output import jump_forward
 from vmmkv.server.structured_output import matcher as matching
 from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.matcher import FOLLOW_S, MAX_LEFT, Constraints, Matcher, Outcome, Vocabulary, Watch
+from vmmkv.server.structured_output.matcher import ANSWER_S, MAX_ABANDONED, CallThreads, Matcher, Matchers, Outcome, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
 
@@ -58,10 +58,10 @@ def engine(harness: Callable[..., Harness]) -> Iterator[Callable[..., Harness]]:
     yield make
 
 
-def reading(one: Harness) -> Constraints:
+def reading(one: Harness) -> Matchers:
     """What reads its grammars."""
-    assert one.engine._guided is not None
-    return one.engine._guided.constraints
+    assert one.engine._structured is not None
+    return one.engine._structured.matchers
 
 
 def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monk
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
-    assert not calls and reading(one)._thread is None
+    assert not calls and reading(one)._reader is None
 
 
 def test_who_gives_way_goes_on_where_its_grammar_stands(engine: Callable[..., Harness]) -> None:
@@ -208,7 +208,7 @@ def test_a_client_that_goes_leaves_nothing(engine: Callable[..., Harness]) -> No
         if numbers.random() < 0.3:
             one.engine.receive(Abort(request_id=str(numbers.randrange(12))))
     one.engine.settle()
-    assert one.engine._ledger.num_constrained == 0 and one.engine._guided is not None and not one.engine._guided._begun
+    assert one.engine._ledger.num_constrained == 0 and one.engine._structured is not None and not one.engine._structured._begun
     assert one.cache.stats().num_sequences == 0 and one.failures() == {}
 
 
@@ -262,7 +262,7 @@ def test_a_tokenizer_with_several_ways_to_write_a_text_gives_valid_answers_with_
         if not jump:
             without_jumps(monkeypatch)
         one = harness(smol, eos_ids=frozenset([int(tokenizer.eos_token_id)]), ours=True, max_tokens=1024, slots=len(names))
-        one.engine.follow_grammars(Constraints(lambda: reader))
+        one.engine.follow_grammars(Matchers(lambda: reader))
         for name in names:
             question = [{"role": "user", "content": f"Give me an example of {name} as JSON."}]
             prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
@@ -301,15 +301,15 @@ def test_a_matcher_that_fails_ends_its_request_and_nobody_else(
             raise Broken("as it happens")
         return real(matcher, *arguments)
 
-    opened = Constraints.opened
+    opened = Matchers.opened
 
-    def opening(constraints: Constraints) -> Any:
-        found = opened(constraints)
+    def opening(matchers: Matchers) -> Any:
+        found = opened(matchers)
         bad.extend(found_matcher for request, found_matcher in found if request.ask.request_id == "bad")
         return found
 
     monkeypatch.setattr(Matcher, method, failing)
-    monkeypatch.setattr(Constraints, "opened", opening)
+    monkeypatch.setattr(Matchers, "opened", opening)
     one = engine(slots=4, share=True)
     # Those that end beside it are told, whatever comes of the rows behind theirs.
     for name in ("first", "bad", "last"):
@@ -378,13 +378,13 @@ def test_who_begins_with_forced_tokens_says_how_long_it_was_queued(engine: Calla
 
 def test_a_grammar_is_kept_once_and_not_read_for_who_is_gone(engine: Callable[..., Harness]) -> None:
     one = engine()
-    constraints = reading(one)
+    matchers = reading(one)
     go = threading.Event()
-    constraints._load = lambda: vocabulary() if go.wait(30) else pytest.fail("nobody said so")
+    matchers._load = lambda: vocabulary() if go.wait(30) else pytest.fail("nobody said so")
     for name in "abc":
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}))
-    futures = {name: future for name, (_, future) in constraints._coming.items()}
-    assert all(request.ask.grammar == b"" for request, _ in constraints._coming.values())
+    futures = {name: future for name, (_, future) in matchers._opening.items()}
+    assert all(request.ask.grammar == b"" for request, _ in matchers._opening.values())
     one.engine.receive(Abort(request_id="b"))
     go.set()
     one.run()
@@ -396,7 +396,7 @@ def test_namespaces_share_no_grammar(engine: Callable[..., Harness]) -> None:
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
         one.ask(name, token_ids("?"), 9, grammar=of({"const": 1}), cache_salt=salt)
     one.run()
-    assert sorted(str(namespace) for namespace, _ in reading(one)._ready) == ["None", "one", "two"]
+    assert sorted(str(namespace) for namespace, _ in reading(one)._compiled) == ["None", "one", "two"]
     assert {text(one, name) for name in "abcd"} == {"1"}
 
 
@@ -438,7 +438,7 @@ def test_who_could_read_grammars_launches_the_same_where_nobody_asks(
     for could in (False, True):
         one = harness(model(), ours=True, slots=4, share=True)
         if could:
-            one.engine.follow_grammars(Constraints(lambda: pytest.fail("nobody asks")))
+            one.engine.follow_grammars(Matchers(lambda: pytest.fail("nobody asks")))
         for index in range(3):
             one.ask(str(index), token_ids("free"), 30, seed=index, **sampling)
         with Launched() as launched:
@@ -481,7 +481,7 @@ def test_many_choices_that_are_slow_together_are_charged_together(
     monkeypatch.setattr(Matcher, "fill", slow)
     one.run()
     assert len(one.failures()) >= 15 and all("too long to follow" in reason for reason in one.failures().values())
-    assert sum(watched) < 16 * FOLLOW_S / 2 and one.tokens("free") and "free" not in one.failures()
+    assert sum(watched) < 16 * ANSWER_S / 2 and one.tokens("free") and "free" not in one.failures()
 
 
 @pytest.mark.parametrize(("took_s", "held_s", "charged_s"), [(0.03, 0.04, 0.04), (0.03, 0.12, 0.12), (0.03, 0.5, 0.12)])
@@ -489,7 +489,7 @@ def test_the_loop_is_charged_the_time_that_it_is_held_and_requests_their_threads
     monkeypatch: pytest.MonkeyPatch, took_s: float, held_s: float, charged_s: float
 ) -> None:
     """Of four calls, each of `took_s` of its thread."""
-    reader, now_s = Constraints(vocabulary), time.perf_counter()
+    reader, now_s = Matchers(vocabulary), time.perf_counter()
     requests = [Request(Generate(request_id=str(index), prompt=[1], max_new_tokens=9), frozenset()) for index in range(4)]
 
     def made(calls: list[Callable[[], int]], *, spread: bool) -> list[Outcome[int]]:
@@ -497,14 +497,14 @@ def test_the_loop_is_charged_the_time_that_it_is_held_and_requests_their_threads
         now_s += held_s
         return [Outcome(call(), None, took_s) for call in calls]
 
-    monkeypatch.setattr(reader, "_watch", SimpleNamespace(run=made))
+    monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
     monkeypatch.setattr(matching, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    assert reader.follow([(request, lambda: 7) for request in requests], spread=True) == [7] * 4
+    assert reader.call([(request, lambda: 7) for request in requests], spread=True) == [7] * 4
     assert [request.grammar_s for request in requests] == [took_s] * 4
-    assert reader._balance_s == pytest.approx(FOLLOW_S - charged_s)
+    assert reader._balance_s == pytest.approx(ANSWER_S - charged_s)
     now_s += 1
-    reader.follow([(request, lambda: 7) for request in requests[:1]])
-    assert reader._balance_s == pytest.approx(FOLLOW_S - min(took_s, held_s)), "it is filled again, and no further"
+    reader.call([(request, lambda: 7) for request in requests[:1]])
+    assert reader._balance_s == pytest.approx(ANSWER_S - min(took_s, held_s)), "it is filled again, and no further"
 
 
 def test_an_engine_that_is_closed_has_no_thread_for_grammars(engine: Callable[..., Harness]) -> None:
@@ -532,7 +532,7 @@ def test_masks_that_are_filled_side_by_side_are_the_same(
     names = list(SCHEMAS)[::3]
     answers = []
     for num_threads in (1, 4):
-        monkeypatch.setattr(matching, "Watch", functools.partial(Watch, num_threads=num_threads))
+        monkeypatch.setattr(matching, "CallThreads", functools.partial(CallThreads, num_threads=num_threads))
         one = engine(slots=len(names))
         for seed, name in enumerate(names):
             one.ask(name, token_ids("?"), 60, grammar=of(SCHEMAS[name]), temperature=1.0, seed=seed, logit_bias=BIAS)
@@ -545,8 +545,8 @@ def test_masks_that_are_filled_side_by_side_are_the_same(
 def test_a_mask_that_takes_too_long_ends_its_request_and_nobody_else(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matching, "Watch", functools.partial(Watch, num_threads=3))
-    real, opened, go, bad = Matcher.fill, Constraints.opened, threading.Event(), list[Matcher]()
+    monkeypatch.setattr(matching, "CallThreads", functools.partial(CallThreads, num_threads=3))
+    real, opened, go, bad = Matcher.fill, Matchers.opened, threading.Event(), list[Matcher]()
 
     def filling(matcher: Matcher, words: Any, row: int) -> None:
         if matcher in bad and len(matcher._tokens) >= 3:
@@ -555,13 +555,13 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_nobody_else(
                 pass
         real(matcher, words, row)
 
-    def opening(self: Constraints) -> Any:
+    def opening(self: Matchers) -> Any:
         found = opened(self)
         bad.extend(matcher for request, matcher in found if request.ask.request_id == "5" and isinstance(matcher, Matcher))
         return found
 
     monkeypatch.setattr(Matcher, "fill", filling)
-    monkeypatch.setattr(Constraints, "opened", opening)
+    monkeypatch.setattr(Matchers, "opened", opening)
     one = engine(slots=12)
     for index in range(12):
         one.ask(str(index), token_ids("?"), 60, grammar=of(SCHEMAS["steps"]), temperature=1.0, seed=3, logit_bias=BIAS)
@@ -585,20 +585,20 @@ def test_answers_that_begin_together_leave_no_more_threads_than_one_by_one(
     one = engine(slots=12)
     for index in range(12):
         one.ask(str(index), token_ids("?"), 60, grammar=of({"const": "0123"}))
-    assert eventually(lambda: all(future.done() for _, future in reading(one)._coming.values()))
+    assert eventually(lambda: all(future.done() for _, future in reading(one)._opening.values()))
     one.run()
-    num_left = reading(one)._watch.num_left
+    num_abandoned = reading(one)._threads.num_abandoned
     go.set()
-    assert num_left == MAX_LEFT
+    assert num_abandoned == MAX_ABANDONED
     reasons = list(one.failures().values())
-    assert len(reasons) == 12 and sum("try again later" in reason for reason in reasons) == 12 - MAX_LEFT
+    assert len(reasons) == 12 and sum("try again later" in reason for reason in reasons) == 12 - MAX_ABANDONED
 
 
 def test_no_new_answer_begins_while_too_much_is_worked_on_for_nobody(
     engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engine()
-    monkeypatch.setattr(Constraints, "is_full", True)
+    monkeypatch.setattr(Matchers, "is_overloaded", True)
     one.ask("late", token_ids("?"), 60, grammar=of({"const": "0123"}))
     one.ask("free", token_ids("free"), 6)
     one.run()
