@@ -1,4 +1,8 @@
-"""What an answer must be, as it was asked for: a grammar's kind and its source."""
+"""Grammars that are served: what a request may ask for, and which JSON schemas are enforced completely.
+
+A schema is served if xgrammar enforces every keyword of it. Any other is refused, naming the keyword and its place: an answer
+that half obeys a schema is worse than none. Strings are rewritten as patterns that give valid JSON.
+"""
 
 import json
 import re
@@ -6,13 +10,216 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-# -------- json strings
-# Strings of a schema as patterns that give valid JSON, whatever the grammar compiler makes of lengths and formats.
+GrammarKind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
+
+MAX_SOURCE_CHARS: Final = 1 << 16
+MAX_CHOICES: Final = 1024
+MAX_DEPTH: Final = 64
+"""Of values within values of a schema."""
+MAX_NODES: Final = 4096
+"""Values in a schema."""
+MAX_COUNT: Final = 4096
+"""Of a minimum or maximum of items or characters: each is a copy of a rule."""
+
+
+class GrammarRefused(ValueError):
+    """A grammar that is invalid, not served, too large, or too slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar within the limits of size. Whether it is valid, its compilation tells."""
+
+    kind: GrammarKind
+    source: str
+    """A JSON schema; a regular expression that the whole answer matches; a JSON list of texts; GBNF with a rule `root`."""
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_SOURCE_CHARS:
+            raise GrammarRefused(f"it has {len(self.source)} characters and may have {MAX_SOURCE_CHARS}")
+        if not self.source:
+            raise GrammarRefused("it is empty")
+        if re.search("[\ud800-\udfff]", self.source):
+            raise GrammarRefused("it holds half of a surrogate pair, which is no character; send valid Unicode")
+
+
+def of_schema(schema: dict[str, Any] | bool) -> Grammar:
+    """JSON that a schema allows. Raises: GrammarRefused, naming the place and what is not served there."""
+    try:
+        _check_size(schema)
+        _check_schema(schema)
+    except ValueError as error:
+        raise GrammarRefused(str(error)) from error
+    return Grammar("json", json.dumps(_rewritten(schema), ensure_ascii=False, separators=(",", ":")))
+
+
+def of_object() -> Grammar:
+    """Any JSON object."""
+    return of_schema({"type": "object"})
+
+
+def of_choices(choices: Sequence[str]) -> Grammar:
+    """One of several texts. Raises: GrammarRefused."""
+    if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
+        raise GrammarRefused(f"it must be 1 to {MAX_CHOICES} texts, none of them empty, and has {len(choices)}")
+    return Grammar("choice", json.dumps(list(choices), ensure_ascii=False))
+
+
+# Which keywords are served, and together with which others.
+
+_ANNOTATIONS: Final = frozenset(
+    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+)
+_OF_ANY: Final = frozenset(["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"])
+_BOUNDS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+_OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
+    "object": frozenset(["properties", "required", "additionalProperties"]),
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "integer": _BOUNDS,
+    "number": _BOUNDS,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_OF_ANY_TYPE: Final = frozenset[str]().union(*_OF_TYPE.values())
+SERVED: Final = _OF_ANY | _OF_ANY_TYPE
+_COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
+_DEFINITIONS: Final = frozenset(["$defs", "definitions"])
+_SCHEMAS_BY_NAME: Final = ("properties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS: Final = ("items", "additionalProperties")
+_IS_OF_TYPE: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+}
+
+
+def _check_size(schema: Any) -> None:
+    """Without recursion, since the depth is not known yet."""
+    waiting, num_nodes = [(schema, 1)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        num_nodes += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        if num_nodes > MAX_NODES:
+            raise ValueError(f"it is made of more than {MAX_NODES} values")
+        parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        waiting.extend((part, depth + 1) for part in parts)
+
+
+def _check_schema(schema: Any) -> None:
+    waiting = [("", schema)]
+    while waiting:
+        place, node = waiting.pop()
+        if isinstance(node, bool):
+            continue
+        where = place or "the schema"
+        if not isinstance(node, dict):
+            raise ValueError(f"{where} is no schema: wanted an object, true or false")
+        _check_node(where, node)
+        waiting.extend((f"{place}/{name}", schema) for name, schema in _subschemas(where, node))
+
+
+def _check_node(where: str, node: Mapping[str, Any]) -> None:
+    unserved = sorted(node.keys() - SERVED - _ANNOTATIONS)
+    if unserved:
+        raise ValueError(f"{where} has {', '.join(unserved)}, which this server does not enforce; leave it out")
+    if "$ref" in node:
+        ref = node["$ref"]
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+            raise ValueError(f"{where} has $ref {ref!r}; only references within the schema are served, as #/$defs/name")
+        _check_alone(where, node, "$ref", beside=_DEFINITIONS)
+        return
+    for name in ("const", "enum", "anyOf", "oneOf", "allOf"):
+        if name in node:
+            # Beside these xgrammar looks at no other keyword. A type that says the same again does no harm.
+            _check_alone(where, node, name, beside=_DEFINITIONS | {"type"})
+    if "oneOf" in node:
+        raise ValueError(f"{where} has oneOf, of which this server would enforce anyOf; write that, if they exclude each other")
+    if len(node.get("allOf", ())) > 1:
+        raise ValueError(f"{where} has allOf of several schemas, which this server does not enforce; write one that says all")
+    _check_type(where, node)
+    for name in _COUNTS:
+        if name in node and not (_IS_OF_TYPE["integer"](node[name]) and 0 <= node[name] <= MAX_COUNT):
+            raise ValueError(f"{where} has {name} {node[name]!r}; from 0 to {MAX_COUNT} is served")
+    _check_string(where, node)
+    _check_object(where, node)
+
+
+def _check_alone(where: str, node: Mapping[str, Any], name: str, *, beside: frozenset[str]) -> None:
+    others = sorted(node.keys() - _ANNOTATIONS - beside - {name})
+    if others:
+        raise ValueError(f"{where} has {others[0]} beside {name}, which this server does not enforce together")
+
+
+def _check_type(where: str, node: Mapping[str, Any]) -> None:
+    """A keyword of one type says nothing of other types: without the type, xgrammar would guess it."""
+    given = node.get("type")
+    types = given if isinstance(given, list) else [] if given is None else [given]
+    if unknown := [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]:
+        raise ValueError(f"{where} has type {unknown[0]!r}; there are {', '.join(_OF_TYPE)}")
+    keywords = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
+    if strays := sorted((node.keys() & _OF_ANY_TYPE) - keywords):
+        owner = next(name for name, owned in _OF_TYPE.items() if strays[0] in owned)
+        raise ValueError(f'{where} has {strays[0]} without "type": "{owner}"; say which type it is')
+    values = node.get("enum", [node["const"]] if "const" in node else [])
+    if types and (wrong := [value for value in values if not any(_IS_OF_TYPE[one](value) for one in types)]):
+        raise ValueError(f"{where} has the value {wrong[0]!r}, which is not of its type")
+    if isinstance(given, list) and len(given) > 1 and keywords & node.keys():
+        raise ValueError(
+            f"{where} has several types and {sorted(keywords & node.keys())[0]}; write anyOf, a schema for each type"
+        )
+
+
+def _check_string(where: str, node: Mapping[str, Any]) -> None:
+    if (form := node.get("format")) is not None and form not in FORMATS:
+        raise ValueError(f"{where} has format {form!r}; served are {', '.join(FORMATS)}")
+    if (pattern := node.get("pattern")) is not None:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{where} has a pattern that is no text")
+        _check_pattern(pattern)
+    both = sorted(node.keys() & {"format", "pattern", "minLength", "maxLength"})
+    if len(both) > 1 and ("format" in node or "pattern" in node):
+        raise ValueError(f"{where} has {' and '.join(both)}, of which this server would enforce one; write one pattern")
+
+
+def _check_object(where: str, node: Mapping[str, Any]) -> None:
+    properties, required = node.get("properties"), node.get("required", [])
+    if properties is not None and node.get("additionalProperties", False) is not False:
+        # JSON has several ways to write a key, and of two equal keys the second one counts.
+        raise ValueError(f"{where} has properties beside additionalProperties; leave those out, or send false")
+    if not isinstance(required, list):
+        raise ValueError(f"{where} has required that is no list")
+    if missing := [name for name in required if not isinstance(name, str) or name not in (properties or {})]:
+        raise ValueError(f"{where} has required {missing[0]!r}, which is not in its properties")
+
+
+def _subschemas(where: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas within a schema, by their places in it."""
+    for name in _SCHEMAS_BY_NAME:
+        if name in node:
+            if not isinstance(node[name], dict):
+                raise ValueError(f"{where} has {name} that is no object")
+            yield from ((f"{name}/{key}", value) for key, value in node[name].items())
+    for name in _LISTS_OF_SCHEMAS:
+        if name in node:
+            if not isinstance(node[name], list) or not node[name]:
+                raise ValueError(f"{where} has {name} that is no list of schemas")
+            yield from ((f"{name}/{index}", value) for index, value in enumerate(node[name]))
+    yield from ((name, node[name]) for name in _SCHEMAS if name in node)
+
+
+# Strings as patterns.
 #
-# xgrammar 0.2.8 lets raw control characters into strings of a limited length, and seconds of 60 and leading zeros into formats;
-# a quote, a backslash or a control character in a pattern would stand in the JSON unescaped; and of a group that may be
-# missing,
-# as in `(x[0-9]+)?`, it lets the end come without the beginning. The corpus of tests/grammar found these.
+# xgrammar 0.2.8 lets raw control characters into strings of a limited length, and seconds of 60 and leading zeros into formats.
+# A quote, a backslash or a control character of a pattern would stand in the JSON unescaped. Of a group that may be missing, as
+# in `(x[0-9]+)?`, it lets the end come without the beginning.
 
 _DAY: Final = "(0[1-9]|1[0-9]|2[0-8])"
 _LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -35,14 +242,12 @@ FORMATS: Final[Mapping[str, str]] = {
 """Of RFC 3339, 4122 and 2673, and common addresses."""
 
 _CHARACTER: Final = r'[^"\\\x00-\x1f]'
-"""Of a JSON string, without those that are escaped. A class that says what it has, instead of what it has not, takes a thousand
-times as long to make a mask of.
-"""
+"""Of a JSON string, without those that are escaped. The same class without `^` takes a thousand times as long to mask."""
 
 _PART: Final = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\(.)|(.)", re.DOTALL)
 
 
-def check_pattern(pattern: str) -> None:
+def _check_pattern(pattern: str) -> None:
     """Raises: ValueError if it asks for characters that JSON would have to escape."""
     in_class = is_negated = False
     parts = list(_PART.finditer(pattern))
@@ -58,8 +263,25 @@ def check_pattern(pattern: str) -> None:
             raise ValueError(f"pattern {pattern!r} asks for {part[0]!r}, which JSON escapes: this is not served")
 
 
-def as_pattern(node: Mapping[str, Any]) -> str | None:
-    """What stands for the pattern, the lengths or the format of a string; None if it has none of them."""
+def _rewritten(node: Any) -> Any:
+    """A checked schema without annotations, its strings as patterns."""
+    if not isinstance(node, dict):
+        return node
+    new = {key: value for key, value in node.items() if key not in _ANNOTATIONS}
+    if (pattern := _as_pattern(node)) is not None:
+        new = {key: value for key, value in new.items() if key not in ("format", "minLength", "maxLength")}
+        new["pattern"] = pattern
+    for name in new.keys() & _SCHEMAS_BY_NAME:
+        new[name] = {key: _rewritten(value) for key, value in new[name].items()}
+    for name in new.keys() & _LISTS_OF_SCHEMAS:
+        new[name] = [_rewritten(value) for value in new[name]]
+    for name in new.keys() & _SCHEMAS:
+        new[name] = _rewritten(new[name])
+    return new
+
+
+def _as_pattern(node: Mapping[str, Any]) -> str | None:
+    """The pattern for the format, lengths or pattern of a string; None if it has none of them."""
     if (form := node.get("format")) is not None:
         return _groups_counted(f"^({FORMATS[form]})$")
     if "minLength" in node or "maxLength" in node:
@@ -68,7 +290,7 @@ def as_pattern(node: Mapping[str, Any]) -> str | None:
 
 
 def _groups_counted(pattern: str) -> str:
-    """`(...)?` as `(...){0,1}`, which says the same."""
+    """`(...)?` as `(...){0,1}`, which means the same."""
     in_class, before, written = False, "", []
     for part in _PART.finditer(pattern):
         plain = part[4]
@@ -77,237 +299,3 @@ def _groups_counted(pattern: str) -> str:
         in_class = plain == "[" or (in_class and plain != "]")
         before = plain or ""
     return "".join(written)
-
-
-# -------- json schema
-# Which JSON schemas are served: those whose every keyword the grammar keeps. Others are refused by name, never half obeyed.
-
-MAX_DEPTH: Final = 64
-"""Of values within values."""
-MAX_NODES: Final = 4096
-"""Values in all, of which a schema is made."""
-MAX_COUNT: Final = 4096
-"""Of a minimum or maximum of items, characters or properties: each is a copy of a rule."""
-
-_ANNOTATIONS: Final = frozenset(
-    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-)
-_OF_ANY: Final = frozenset(["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"])
-_OF_TYPE: Final[Mapping[str, frozenset[str]]] = {
-    "object": frozenset(["properties", "required", "additionalProperties"]),
-    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
-    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
-    "integer": frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
-    "number": frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
-    "boolean": frozenset(),
-    "null": frozenset(),
-}
-_SERVED: Final = frozenset[str]().union(_OF_ANY, *_OF_TYPE.values())
-_COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
-_SCHEMAS_BY_NAME: Final = ("properties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS: Final = ("items", "additionalProperties")
-
-
-_FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-}
-
-
-def served(schema: Any) -> Any:
-    """A schema that says the same in what the grammar compiler keeps. Raises: ValueError, as `check_schema`."""
-    check_schema(schema)
-    return _rewritten(schema)
-
-
-def _rewritten(node: Any) -> Any:
-    """Its strings as patterns; it is known to be a schema, and not deep."""
-    if not isinstance(node, dict):
-        return node
-    new = {key: value for key, value in node.items() if key not in _ANNOTATIONS}
-    if (pattern := as_pattern(node)) is not None:
-        new = {key: value for key, value in new.items() if key not in ("format", "minLength", "maxLength")}
-        new["pattern"] = pattern
-    for name in _SCHEMAS_BY_NAME:
-        if name in new:
-            new[name] = {key: _rewritten(value) for key, value in new[name].items()}
-    for name in _LISTS_OF_SCHEMAS:
-        if name in new:
-            new[name] = [_rewritten(value) for value in new[name]]
-    for name in _SCHEMAS:
-        if name in new:
-            new[name] = _rewritten(new[name])
-    return new
-
-
-def check_schema(schema: Any) -> None:
-    """Raises: ValueError naming the place and what is wrong, or not served."""
-    _check_size(schema)
-    waiting = [("", schema)]
-    while waiting:
-        place, node = waiting.pop()
-        if isinstance(node, bool):
-            continue
-        if not isinstance(node, dict):
-            raise ValueError(f"{place or 'the schema'} is no schema: wanted an object, true or false")
-        _check_node(place, node)
-        waiting.extend(_below(place, node))
-
-
-def _check_size(schema: Any) -> None:
-    """Without recursion: how deep it goes is what is to be found out."""
-    waiting, num_nodes = [(schema, 1)], 0
-    while waiting:
-        node, depth = waiting.pop()
-        num_nodes += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-        if num_nodes > MAX_NODES:
-            raise ValueError(f"it is made of more than {MAX_NODES} values")
-        parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        waiting.extend((part, depth + 1) for part in parts)
-
-
-def _check_node(place: str, node: Mapping[str, Any]) -> None:
-    where = place or "the schema"
-    unserved = sorted(node.keys() - _SERVED - _ANNOTATIONS)
-    if unserved:
-        raise ValueError(f"{where} has {', '.join(unserved)}, which this server does not enforce; leave it out")
-    if "$ref" in node:
-        ref = node["$ref"]
-        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-            raise ValueError(f"{where} has $ref {ref!r}; only references within the schema are served, as #/$defs/name")
-        _alone(where, node, "$ref", allowed=frozenset({"$defs", "definitions"}))
-        return
-    for name in ("const", "enum", "anyOf", "oneOf", "allOf"):
-        if name in node:
-            # Beside these the grammar would not look at other keywords; a type that says the same again does no harm.
-            _alone(where, node, name, allowed=frozenset({"$defs", "definitions", "type"}))
-    if "oneOf" in node:
-        raise ValueError(f"{where} has oneOf, of which this server would enforce anyOf; write that, if they exclude each other")
-    if len(node.get("allOf", ())) > 1:
-        raise ValueError(f"{where} has allOf of several schemas, which this server does not enforce; write one that says all")
-    _check_type(where, node)
-    for name in _COUNTS:
-        if name in node and not (_FITS["integer"](node[name]) and 0 <= node[name] <= MAX_COUNT):
-            raise ValueError(f"{where} has {name} {node[name]!r}; from 0 to {MAX_COUNT} is served")
-    _check_string(where, node)
-    _check_object(where, node)
-
-
-def _check_string(where: str, node: Mapping[str, Any]) -> None:
-    if (form := node.get("format")) is not None and form not in FORMATS:
-        raise ValueError(f"{where} has format {form!r}; served are {', '.join(FORMATS)}")
-    if (pattern := node.get("pattern")) is not None:
-        if not isinstance(pattern, str):
-            raise ValueError(f"{where} has a pattern that is no text")
-        check_pattern(pattern)
-    both = sorted(node.keys() & {"format", "pattern", "minLength", "maxLength"})
-    if len(both) > 1 and ("format" in node or "pattern" in node):
-        raise ValueError(f"{where} has {' and '.join(both)}, of which this server would enforce one; write one pattern")
-
-
-def _check_object(where: str, node: Mapping[str, Any]) -> None:
-    properties, required = node.get("properties"), node.get("required", [])
-    if properties is not None and node.get("additionalProperties", False) is not False:
-        # A key can be written in two ways, and the second "a" of an object is the one that counts.
-        raise ValueError(f"{where} has properties beside additionalProperties; leave those out, or send false")
-    if not isinstance(required, list):
-        raise ValueError(f"{where} has required that is no list")
-    if missing := [name for name in required if not isinstance(name, str) or name not in (properties or {})]:
-        raise ValueError(f"{where} has required {missing[0]!r}, which is not in its properties")
-
-
-def _check_type(where: str, node: Mapping[str, Any]) -> None:
-    """A keyword of one type says nothing of the others: without the type, the grammar would guess it."""
-    given = node.get("type")
-    types = given if isinstance(given, list) else [] if given is None else [given]
-    if strange := [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]:
-        raise ValueError(f"{where} has type {strange[0]!r}; there are {', '.join(_OF_TYPE)}")
-    typed = frozenset[str]().union(*_OF_TYPE.values())
-    mine = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
-    stray = sorted((node.keys() & typed) - mine)
-    if stray:
-        owner = next(name for name, keywords in _OF_TYPE.items() if stray[0] in keywords)
-        raise ValueError(f'{where} has {stray[0]} without "type": "{owner}"; say which type it is')
-    values = node.get("enum", [node["const"]] if "const" in node else [])
-    if types and (strays := [value for value in values if not any(_FITS[one](value) for one in types)]):
-        raise ValueError(f"{where} has the value {strays[0]!r}, which is not of its type")
-    if isinstance(given, list) and len(given) > 1 and mine & node.keys():
-        raise ValueError(f"{where} has several types and {sorted(mine & node.keys())[0]}; write anyOf, a schema for each type")
-
-
-def _alone(where: str, node: Mapping[str, Any], name: str, *, allowed: frozenset[str]) -> None:
-    beside = sorted(node.keys() - _ANNOTATIONS - allowed - {name})
-    if beside:
-        raise ValueError(f"{where} has {beside[0]} beside {name}, which this server does not enforce together")
-
-
-def _below(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in _SCHEMAS_BY_NAME:
-        if name in node:
-            if not isinstance(node[name], dict):
-                raise ValueError(f"{place or 'the schema'} has {name} that is no object")
-            yield from ((f"{place}/{name}/{key}", value) for key, value in node[name].items())
-    for name in _LISTS_OF_SCHEMAS:
-        if name in node:
-            if not isinstance(node[name], list) or not node[name]:
-                raise ValueError(f"{place or 'the schema'} has {name} that is no list of schemas")
-            yield from ((f"{place}/{name}/{index}", value) for index, value in enumerate(node[name]))
-    yield from ((f"{place}/{name}", node[name]) for name in _SCHEMAS if name in node)
-
-
-# -------- asked
-
-GrammarKind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
-
-MAX_SOURCE_CHARS: Final = 1 << 16
-MAX_CHOICES: Final = 1024
-
-
-class GrammarRefused(ValueError):
-    """A grammar that is wrong, too large, or takes too long: for whoever asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A grammar that is small enough and of a kind that is served; whether it is one, its compilation says."""
-
-    kind: GrammarKind
-    source: str
-    """A JSON schema; a regular expression that the whole answer matches; a JSON list of texts; GBNF with a rule `root`."""
-
-    def __post_init__(self) -> None:
-        if len(self.source) > MAX_SOURCE_CHARS:
-            raise GrammarRefused(f"it has {len(self.source)} characters and may have {MAX_SOURCE_CHARS}")
-        if not self.source:
-            raise GrammarRefused("it is empty")
-        if re.search("[\ud800-\udfff]", self.source):
-            raise GrammarRefused("it holds half of a surrogate pair, which is no character; send valid Unicode")
-
-
-def of_schema(schema: dict[str, Any] | bool) -> Grammar:
-    """JSON that a schema allows. Raises: GrammarRefused, naming the place and what is not served there."""
-    try:
-        kept = served(schema)
-    except ValueError as error:
-        raise GrammarRefused(str(error)) from error
-    return Grammar("json", json.dumps(kept, ensure_ascii=False, separators=(",", ":")))
-
-
-def of_object() -> Grammar:
-    """Any JSON object."""
-    return of_schema({"type": "object"})
-
-
-def of_choices(choices: Sequence[str]) -> Grammar:
-    """One of several texts. Raises: GrammarRefused."""
-    if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
-        raise GrammarRefused(f"it must be 1 to {MAX_CHOICES} texts, none of them empty, and has {len(choices)}")
-    return Grammar("choice", json.dumps(list(choices), ensure_ascii=False))
