@@ -1,15 +1,18 @@
 """A plain model of a cache: what each sequence wrote, as a stamp a token; and the bytes that these stamps stand for.
 
-Every owner, that is a tenant of a cache, has numbers of its own, so that memory which passed from another shows. All
-are small integers, which every type of the tests holds exactly.
+On a simulated device a row's bytes are labelled with owner, stamp and group. In real memory they are small integers, which
+every type of the tests holds exactly. Every owner, that is a tenant of a cache, has numbers of its own, so that memory which
+passed from another shows.
 """
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from tests.laws.simulated_driver import ZERO, Run, SimulatedDriver
 from vmmkv import Group, KVCache, KVLayout, ParkedSlot, Plane, Sequence
 
 OWNER_SPAN = 60
@@ -65,7 +68,8 @@ class Live:
     cache: KVCache
     sequence: Sequence
     rows: Rows
-    batch: list[int] = field(default_factory=list)
+    stream: torch.Stream | None = None
+    """Where it was last worked on, on a simulated device."""
 
 
 @dataclass
@@ -146,3 +150,87 @@ def verify_unwritten(live: Live) -> None:
         first = live.rows.first_number()
         foreign = (view != 0) & ((view < first) | (view >= first + OWNER_SPAN))
         assert not foreign.any(), f"slot {live.sequence.slot} can read another owner's bytes in {name} of layer {layer}"
+
+
+class Row(NamedTuple):
+    """What a row holds on a simulated device: the label of its bytes."""
+
+    owner: int
+    stamp: int
+    group: int
+
+
+def append(driver: SimulatedDriver, live: Live, tokens: range) -> None:
+    """Launch a kernel that appends rows: a row at or past the device's limit is dropped, as kernels do.
+
+    Rows below the host's limit must not be: whoever launches counts on them.
+    """
+    slot, limit, host_limit = live.sequence.slot, live.cache.limit, live.sequence.limit
+    groups, bases, owner = live.cache.layout.groups, live.rows.bases, live.rows.owner
+    stamps = dict(zip(tokens, live.rows.stamps[tokens.start :], strict=False))
+
+    def act() -> None:
+        device_limit = int(limit[slot])
+        for token, stamp in stamps.items():
+            if token < device_limit:
+                for index, group in enumerate(groups):
+                    row = Run(0, group.row_bytes, Row(owner, stamp, index), 0)
+                    driver.write_bytes(bases[index] + token * group.row_bytes, group.row_bytes, [row])
+            elif token < host_limit:
+                raise driver.law_broken(f"row {token} of slot {slot} is lost: limit {host_limit}, on the device {device_limit}")
+
+    end = min(tokens.stop, host_limit)
+    driver.launch_kernel(act, [span for index in range(len(groups)) for span in _span(live, index, tokens.start, end)])
+
+
+def attend(driver: SimulatedDriver, live: Live) -> None:
+    """Launch a kernel that reads all rows of a sequence, which must be those that were written, and what lies behind them.
+
+    Behind them nothing of another owner may be read (law 7), nor what was never written. Nor may the null page be written.
+    """
+    cache, rows = live.cache, live.rows
+    end = live.sequence.limit + cache.guard_tokens if live.sequence.limit else 0
+    stamps, starts, groups = list(rows.stamps), list(rows.starts), cache.layout.groups
+    null_pages = addresses(cache, 0)
+
+    def act() -> None:
+        for index, group in enumerate(groups):
+            start, row_bytes = starts[index], group.row_bytes
+            if start < end:
+                for run in driver.read(rows.bases[index] + start * row_bytes, (end - start) * row_bytes):
+                    token, at = start + run.start // row_bytes, run.start % row_bytes
+                    if token < len(stamps):
+                        is_right = run.label == Row(rows.owner, stamps[token], index) and run.at == at
+                        is_right = is_right and at + run.size_bytes <= row_bytes
+                    else:
+                        is_right = run.label == ZERO or _may_lie_behind(run, at, Row(rows.owner, 0, index), groups)
+                    if not is_right:
+                        raise driver.law_broken(
+                            f"row {token} of {len(stamps)}, group {index}, slot {live.sequence.slot}, owner {rows.owner}: {run}"
+                        )
+            if any(run.label != ZERO for run in driver.read(null_pages[index], row_bytes)):
+                raise driver.law_broken("the null page was written")
+
+    spans = [span for index in range(len(groups)) for span in _span(live, index, starts[index], end)]
+    driver.launch_kernel(act, spans)
+
+
+def _span(live: Live, index: int, start: int, end: int) -> list[tuple[int, int]]:
+    """The addresses of rows [start, end) of a group; none if there are none."""
+    base, row_bytes = live.rows.bases[index], live.cache.layout.groups[index].row_bytes
+    return [(base + start * row_bytes, base + end * row_bytes)] if start < end else []
+
+
+def _may_lie_behind(run: Run, at: int, own: Row, groups: tuple[Group, ...]) -> bool:
+    """May old bytes lie behind a sequence's rows? They must be its owner's, and numbers of the same type."""
+    if not isinstance(run.label, Row) or run.label.owner != own.owner:
+        return False
+    group, other = groups[own.group], groups[run.label.group]
+    if group.mixes_dtypes or other.mixes_dtypes:
+        return group is other and run.at == at
+    return group.planes[0].dtype == other.planes[0].dtype
+
+
+def check_limits(cache: KVCache) -> None:
+    """The device's limits are those that the host knows, once all that was launched is done."""
+    assert cache.limit.tolist() == cache.limits.tolist(), "the device's limits are not the host's"

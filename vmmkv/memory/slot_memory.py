@@ -264,9 +264,10 @@ class SlotMemory:
             else:
                 self.order()
             if behind:
-                for fence in behind.values():
-                    fence.order(self.streams)
-                driver.write_behind(self.limit, {slot: raised[slot] for slot in behind}, self.streams)
+                for lowered in behind.values():
+                    lowered.order(self.streams)
+                fence = driver.write_behind(self.limit, {slot: raised[slot] for slot in behind}, self.streams)
+                self._lowered.update(dict.fromkeys(behind, fence))
         except BaseException:
             with contextlib.suppress(DriverError):
                 driver.write(self.limit, {slot: int(self.table.limits[slot]) for slot in at_once})
