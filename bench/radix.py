@@ -203,7 +203,6 @@ def _memory_rows(tree: RadixTree[int], grown_bytes: int, workload: str) -> Itera
     figures = {
         "memory, a node": grown_bytes / num_nodes,
         "memory, a node without its token ids": (grown_bytes - tree.num_tokens * TOKEN_BYTES) / num_nodes,
-        "memory, a node, as estimated": tree.size_bytes / num_nodes,
     }
     for metric, figure in figures.items():
         yield _row(workload, metric, "B", exact(figure, num_nodes))

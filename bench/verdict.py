@@ -23,7 +23,6 @@ _BY_METRIC: Final[tuple[tuple[str, bool | None], ...]] = (
     # What is offered, not what is achieved; how much was done in all; whose memory it is.
     ("rate", None),
     ("maps", None),
-    ("promoted", None),
     ("pumped", None),
     ("given back", None),
     ("held", None),

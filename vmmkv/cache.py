@@ -337,6 +337,10 @@ class Keeper(Protocol):
         """Give that up."""
         ...
 
+    def unevictable_bytes(self) -> int:
+        """See Reclaimable."""
+        ...
+
     def clear(self) -> None:
         """Give everything up, whatever is pinned; no sequence runs any more."""
         ...
@@ -465,7 +469,7 @@ class Occupancy:
         if first is None and self._collect():
             first = self.table.run_of(count, SlotState.FREE)
         if first is None and count == 1 and self.parked:
-            first = next((slot for slot in self.parked if not self._is_pinned(slot)), next(iter(self.parked)))
+            first = next((slot for slot in self.parked if not self.is_pinned(slot)), next(iter(self.parked)))
         if first is None:
             first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
         if first is None:
@@ -637,6 +641,10 @@ class Occupancy:
             num_pages += self.keeper.idle_pages(enough - num_pages)
         return num_pages
 
+    def unevictable_bytes(self) -> int:
+        """See Reclaimable."""
+        return 0 if self.keeper is None else self.keeper.unevictable_bytes()
+
     def parked_pages(self) -> int:
         """Pages of parked slots, which can be evicted."""
         return sum(parked.num_pages for parked in self.parked.values())
@@ -704,7 +712,8 @@ class Occupancy:
 
     # within
 
-    def _is_pinned(self, slot: int) -> bool:
+    def is_pinned(self, slot: int) -> bool:
+        """Does the prefix cache keep this parked slot before others?"""
         return self.keeper is not None and self.keeper.is_pinned(slot)
 
     def forget(self, slot: int, num_tokens: int) -> None:
@@ -1220,12 +1229,15 @@ class KVCache:
             return self._occupancy.map_ahead(_THREAD_BUDGET_US, lookahead_tokens, settle=True) > 0
 
     def _open_over(self, tenant: Hashable) -> ParkedSlot | None:
-        """The parked slot that the next sequence of a tenant takes: the newest blank one, or the oldest if no slot is free."""
+        """The parked slot that the next sequence of a tenant takes: the newest blank one; if no slot is free, the oldest that
+        is not pinned."""
         parked = [parked for parked in self._occupancy.parked.values() if parked.tenant == tenant]
         blank = [each for each in parked if not each.length]
         if blank:
             return blank[-1]
-        return parked[0] if parked and not self._table.where(SlotState.FREE) else None
+        if self._table.where(SlotState.FREE):
+            return None
+        return next((each for each in parked if not self._occupancy.is_pinned(each.slot)), None)
 
     def _fork_all(self, pairs: Iterable[tuple[Sequence, int]], end: int) -> list[Sequence]:
         """Forks of these sequences in these free slots; all or none."""

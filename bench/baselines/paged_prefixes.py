@@ -31,9 +31,7 @@ class PagedPrefixes:
         """Rows of whole blocks."""
         return len(_whole(self._tree.match(namespace, tokens[:-1]))) * BLOCK_ROWS
 
-    def attach(
-        self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None, num_steps: int = 0
-    ) -> AttachedBlocks:
+    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
         """See Prefixes.attach. Cost: an upload if anything is known."""
         match = self._tree.match(namespace, tokens[:-1])
         blocks = _whole(match)
@@ -49,7 +47,7 @@ class PagedPrefixes:
         except BaseException:
             sequence.close()
             raise
-        self._counts["blocks" if blocks else "recompute"] += 1
+        self._counts["blocks" if blocks else "compute"] += 1
         self._counts["hit"] += num_tokens
         self._counts["missed"] += len(tokens) - num_tokens
         return AttachedBlocks(sequence, num_tokens)
@@ -84,10 +82,6 @@ class PagedPrefixes:
         self.insert(sequence, tokens)
         sequence.close()
 
-    def promote(self, budget_us: float) -> int:
-        """A table has no use for larger blocks."""
-        return 0
-
     def free_slots(self, count: int) -> None:
         """No ended sequence keeps its slot."""
 
@@ -106,14 +100,13 @@ class PagedPrefixes:
             num_nodes=self._tree.num_nodes,
             num_tokens=self._tree.num_tokens,
             held_bytes=num_held * self._cache.block_bytes,
-            attached={name: counts[name] for name in ("blocks", "recompute")},
+            attached={name: counts[name] for name in ("blocks", "compute")},
             attach_us={},
             hit_tokens=counts["hit"],
             missed_tokens=counts["missed"],
             inserted_pages=num_held + blocks.num_evicted,
             duplicate_pages=0,
             evicted_pages=blocks.num_evicted,
-            promoted_bytes=0,
         )
 
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from bench.settings import Shape
 from bench.timing import WrongNumbers
 from vmmkv import KVCache, PrefixCache, Sequence
-from vmmkv.prefix.attach import Costs
 
 _MARKS: Final = 251
 """Marks are whole numbers from 1 to this, which every dtype of K and V holds exactly."""
@@ -53,8 +52,7 @@ class Guests:
     def __init__(self, cache: KVCache, shape: Shape, kept: Kept, rng: np.random.Generator, *, salt: int = 0) -> None:
         self.cache = cache
         self._shape, self._kept, self._rng = shape, kept, rng
-        # The costs are given, so that none are measured: nothing is attached here that would have to be chosen.
-        self._prefix = PrefixCache(cache, Costs()) if kept is Kept.TREE else None
+        self._prefix = PrefixCache(cache) if kept is Kept.TREE else None
         self._next_mark = salt
         self._parked: dict[Hashable, tuple[int, int]] = {}
         """By the stamp of a parked slot, its rows and their mark."""

@@ -55,7 +55,7 @@ HEADINGS: Final = (
         title="Prefix",
         question="What does sharing a prefix cost, in time and in memory, and what does it save?",
         suites=("prefix",),
-        systems=("none", "vmmkv adopt", "vmmkv alias", "vmmkv copy", "vmmkv recompute", "vmmkv chooser", "paged"),
+        systems=("none", "vmmkv adopt", "vmmkv alias", "vmmkv compute", "vmmkv chooser", "paged"),
     ),
     Heading(
         name="serve",

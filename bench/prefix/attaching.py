@@ -14,15 +14,15 @@ from bench.timing import WrongNumbers, now_us
 from vmmkv.prefix import AttachMethod
 
 _FIRST_HITS: Final = 3
-"""Prefixes that are attached once only: from single pages, before they are promoted."""
+"""Prefixes in single pages, as tokens that come one by one leave them."""
 _LONG_TOKENS: Final = 65536
 """From so many on, one prefix: to fill it takes longer than to attach it."""
 _LEAST_SAMPLES: Final = 3
 _MOST_SAMPLES: Final = 300
 _SPARE_TOKENS: Final = 16
-FIRST: Final = "alias, first hit"
-AGAIN: Final = "alias, promoted"
-_ENDED: Final = ((AGAIN, AttachMethod.ALIAS), ("copy", AttachMethod.COPY), ("recompute", AttachMethod.RECOMPUTE))
+FIRST: Final = "alias, in single pages"
+AGAIN: Final = "alias"
+_ENDED: Final = ((AGAIN, AttachMethod.ALIAS), ("compute", AttachMethod.COMPUTE))
 """Whose sequences are closed each time; those that adopt are parked again."""
 
 
@@ -42,8 +42,8 @@ def run(context: Context, begin: Callable[[str], None]) -> None:
         begin(workload(context, num_tokens))
         with context.guarded(workload(context, num_tokens)):
             max_tokens = num_tokens + _SPARE_TOKENS
-            # The source, its promoted copy, and one that attaches; and some that retire.
-            num_pages = 5 * context.pages_for(max_tokens) + 64
+            # The source, one that attaches, and some that retire.
+            num_pages = 4 * context.pages_for(max_tokens) + 64
             system = context.open_vmmkv(Sharing.CHOOSER, slots=8, max_tokens=max_tokens, num_pages=num_pages)
             try:
                 _Attaching(context, system, num_tokens).run()
@@ -67,12 +67,12 @@ class _Attaching:
         for number in range(num_prefixes):
             tokens = self._context.tokens(self._num_tokens + 1, 4, number)
             self._prefix = tokens[:-1]
-            source = self._fill()
+            source = self._fill(page_by_page=True)
             self._end(self._attach(FIRST, tokens, AttachMethod.ALIAS, source))
-            if number < num_prefixes - 1:
-                self._end(source)
-        self._end(self._attach(None, tokens, AttachMethod.ALIAS, source))  # the second hit, after which it is promoted
-        self._system.promote()
+            self._end(source)
+        tokens = self._context.tokens(self._num_tokens + 1, 4, num_prefixes)
+        self._prefix = tokens[:-1]
+        source = self._fill(page_by_page=False)
         for name, method in _ENDED:
             self._sample(name, tokens, method, source, self._end)
         self._park(self._attach(None, tokens, AttachMethod.ALIAS, source))
@@ -83,10 +83,10 @@ class _Attaching:
             self._context.add(name, system, "until the device is done", "us", self._whole_us[system])
             self._context.add(name, system, "maps", "calls", self._maps[system])
 
-    def _fill(self) -> int:
-        """In single pages: in large extents, as a prompt comes by, there would be nothing to promote."""
+    def _fill(self, *, page_by_page: bool) -> int:
+        """In single pages, or in large extents where a prompt fills them."""
         context, seed = self._context, self._context.settings.seed
-        return fill(self._system, context.shape, context.device, self._prefix, seed=seed, page_by_page=True)
+        return fill(self._system, context.shape, context.device, self._prefix, seed=seed, page_by_page=page_by_page)
 
     def _sample(self, name: str, tokens: TokenIds, method: AttachMethod, source: int, end: Callable[[int], None]) -> None:
         until_us = now_us() + 1e6 * self._context.sizes.attach_seconds
@@ -96,19 +96,19 @@ class _Attaching:
             end(self._attach(name, tokens, method, source))
 
     def _attach(self, name: str | None, tokens: TokenIds, method: AttachMethod, source: int) -> int:
-        """Attach, time it under a name, and find it right the first time. Recomputing needs memory: mapping it is counted."""
+        """Attach, time it under a name, and find it right the first time. Computing needs memory: mapping it is counted."""
         system, context = self._system, self._context
         context.synchronize()
         maps, spent_us, began_us = system.driver.calls["map"], system.driver.spent_us, now_us()
         attached = system.prefix_cache.attach(tokens, max_tokens=len(tokens) + _SPARE_TOKENS - 1, method=method)
         sequence = attached.sequence
-        if method is AttachMethod.RECOMPUTE:
+        if method is AttachMethod.COMPUTE:
             sequence.grow(self._num_tokens)
         driver_us = system.driver.spent_us - spent_us
         context.synchronize()
         whole_us = now_us() - began_us
         system.sequences[sequence.slot] = sequence
-        wanted = 0 if method is AttachMethod.RECOMPUTE else self._num_tokens
+        wanted = 0 if method is AttachMethod.COMPUTE else self._num_tokens
         if attached.method is not method or attached.num_tokens != wanted:
             raise WrongNumbers(f"{attached.num_tokens} tokens attached by {attached.method}; wanted {wanted} by {method}")
         if name is not None:

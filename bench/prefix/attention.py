@@ -10,6 +10,7 @@ Legend: B sequences, H query heads, D head dim.
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import torch
 
 from bench.prefix.addressing import NewRows
@@ -20,7 +21,7 @@ from bench.prefix.paged import Paged
 from bench.step_work import HBM_BYTES_PER_S
 from bench.timing import WrongNumbers, time_for
 
-SYSTEMS: Final[dict[str, Sharing | None]] = {"aliased": Sharing.ALIAS, "copied": Sharing.COPY, "paged": None}
+SYSTEMS: Final[dict[str, Sharing | None]] = {"aliased": Sharing.ALIAS, "copied": Sharing.COMPUTE, "paged": None}
 _SECONDS: Final = 0.5
 _SECONDS_QUICK: Final = 0.02
 _TOLERANCE: Final = 1e-3
@@ -59,6 +60,14 @@ def _open(context: Context, sharing: Sharing | None) -> Vmmkv | Paged:
     return context.open_vmmkv(sharing, slots=slots, max_tokens=num_tokens + 1, num_pages=num_pages)
 
 
+def _copy_rows(context: Context, system: Vmmkv | Paged, source: int, slot: int) -> None:
+    num_tokens = context.sizes.decode_prefix
+    system.reserve(np.array([slot]), np.array([num_tokens]))
+    system.advance(np.array([slot]), np.array([num_tokens]))
+    for layer in range(context.shape.layers):
+        system.write(layer, slot, *system.rows(layer, source, num_tokens))
+
+
 def _measure(context: Context, name: str, system: Vmmkv | Paged, wanted: list[torch.Tensor]) -> None:
     shape, sizes, device = context.shape, context.sizes, context.device
     tokens = context.tokens(sizes.decode_prefix + 1, 2)
@@ -66,7 +75,9 @@ def _measure(context: Context, name: str, system: Vmmkv | Paged, wanted: list[to
     slots = []
     for _ in range(sizes.requests):
         attached = system.attach(tokens, len(tokens))
-        if attached.num_tokens != sizes.decode_prefix:
+        if name == "copied":
+            _copy_rows(context, system, source, attached.slot)
+        elif attached.num_tokens != sizes.decode_prefix:
             raise WrongNumbers(f"{attached.num_tokens} of {sizes.decode_prefix} tokens are attached, by {attached.method}")
         slots.append(attached.slot)
     check_rows(system, shape, slots[-1], source, sizes.decode_prefix)

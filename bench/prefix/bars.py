@@ -8,7 +8,7 @@ from bench.prefix.naming import PROMISED, shape_of
 from bench.report import Report
 
 _CHOOSER, _PAGED = "vmmkv chooser", "paged 16"
-_METHODS = ("vmmkv adopt", "vmmkv alias", "vmmkv copy", "vmmkv recompute")
+_METHODS = ("vmmkv adopt", "vmmkv alias", "vmmkv compute")
 
 
 def bars(medians: Medians, p99s: Medians) -> Iterator[Bar]:
@@ -47,7 +47,7 @@ def bars(medians: Medians, p99s: Medians) -> Iterator[Bar]:
     adopted = [value for (name, _, metric), value in medians.items() if name.startswith("chat") and metric == "by adopt"]
     yield Bar(text="turns of a chat that adopt, %", bound=95, figures={"turns": adopted[0]} if adopted else {})
     alone: Key = ("attach 4096 tokens", AGAIN, "in the driver")
-    text = "attaching 4096 tokens by alias once promoted, us of driver time"
+    text = "attaching 4096 tokens by alias, us of driver time"
     yield Bar(text=text, bound=1000, figures={"p50": medians[alone]} if alone in medians else {}, at_least=False)
     slowest = {"alone, p99": p99s[alone]} if alone in p99s else {}
     serving: Key = (requests.get("4096 warm", ""), "vmmkv alias", "attach, in the driver")

@@ -1,7 +1,6 @@
 """vmmkv as a system: with a prefix cache, by the method that its chooser takes or by one that is forced; or sharing nothing."""
 
 import enum
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -13,14 +12,10 @@ from bench.prefix.addressing import Addressing, HostSlots, Slots
 from bench.prefix.systems import Attachment, Indices, TokenIds
 from bench.settings import Shape
 from bench.timed_driver import TimedDriver
-from bench.timing import now_us
 from vmmkv import KVCache, Pool, Sequence
 from vmmkv.driver import open_driver
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
-
-_PREFILL_FLOPS: Final = 6e14
-"""Operations a second of prefill on an H200, about: what the chooser is told that computing a token again costs."""
 
 
 class Sharing(enum.Enum):
@@ -30,8 +25,7 @@ class Sharing(enum.Enum):
     CHOOSER = "vmmkv chooser"
     ADOPT = "vmmkv adopt"
     ALIAS = "vmmkv alias"
-    COPY = "vmmkv copy"
-    RECOMPUTE = "vmmkv recompute"
+    COMPUTE = "vmmkv compute"
 
     @property
     def method(self) -> AttachMethod | None:
@@ -46,7 +40,7 @@ class Sharing(enum.Enum):
     @property
     def is_private(self) -> bool:
         """Has every sequence rows of its own?"""
-        return self in (Sharing.NONE, Sharing.COPY, Sharing.RECOMPUTE)
+        return self in (Sharing.NONE, Sharing.COMPUTE)
 
 
 class Vmmkv:
@@ -71,9 +65,6 @@ class Vmmkv:
         try:
             self.cache: Final = KVCache(shape.layout, self.pool, slots=slots, max_tokens=max_tokens)
             self.prefix: Final = None if sharing is Sharing.NONE else PrefixCache(self.cache)
-            if self.prefix is not None and shape.weight_bytes:
-                # Two operations for each weight, which has two bytes.
-                self.prefix.costs.recompute_us_per_token = shape.weight_bytes / _PREFILL_FLOPS * 1e6
             for extents in self.pool.acquire_mixed(warm).values():
                 for extent in extents:
                     self.pool.drop(extent)
@@ -83,8 +74,6 @@ class Vmmkv:
         self.sequences: Final[dict[int, Sequence]] = {}
         self.forces = True
         """Whether the method is forced at this time."""
-        self.keeps_next = False
-        """Whether the next slot that ends is parked in any case: copies are made from a slot."""
         planes = [(self.cache.k(layer), self.cache.v(layer)) for layer in range(shape.layers)]
         self.addressing: Final[Addressing] = (
             Slots(planes, self.cache.limit, slots) if device.type == "cuda" else HostSlots(planes, self.cache.limit)
@@ -99,11 +88,11 @@ class Vmmkv:
     def attach(self, tokens: TokenIds, max_tokens: int) -> Attachment:
         """See System.attach."""
         if self.prefix is None:
-            sequence, num_tokens, taken = self.cache.open(max_tokens=max_tokens), 0, AttachMethod.RECOMPUTE
+            sequence, num_tokens, taken = self.cache.open(max_tokens=max_tokens), 0, AttachMethod.COMPUTE
         else:
             method = self.sharing.method if self.forces else None
-            attached = self.prefix.attach(tokens, max_tokens=max_tokens, num_steps=max_tokens - len(tokens), method=method)
-            sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.was
+            attached = self.prefix.attach(tokens, max_tokens=max_tokens, method=method)
+            sequence, num_tokens, taken = attached.sequence, attached.num_tokens, attached.method
         self.sequences[sequence.slot] = sequence
         return Attachment(sequence.slot, num_tokens, taken.value)
 
@@ -126,23 +115,14 @@ class Vmmkv:
         sequence = self.sequences.pop(slot)
         if self.prefix is None:
             sequence.close()
-        elif self.sharing.parks or self.keeps_next:
-            self.keeps_next = False
+        elif self.sharing.parks:
             self.prefix.park(sequence, tokens)
         else:
             self.prefix.release(sequence, tokens)
 
     def map_ahead(self, budget_us: float, step_us: float) -> None:
-        """See System.map_ahead. What is short of memory comes first; in the time that is left, what many attach is promoted."""
-        until_us = now_us() + budget_us
+        """See System.map_ahead."""
         self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(step_us))
-        if (left_us := until_us - now_us()) > 0:
-            self.promote(left_us)
-
-    def promote(self, budget_us: float = math.inf) -> None:
-        """Copy what is hit often into large extents, for about that long."""
-        if self.prefix is not None:
-            self.prefix.promote(budget_us)
 
     def memory(self) -> tuple[int, int]:
         """See System.memory."""
@@ -155,10 +135,6 @@ class Vmmkv:
     def driver_calls(self) -> Mapping[str, int]:
         """See System.driver_calls."""
         return self.driver.calls
-
-    def promoted_bytes(self) -> int:
-        """See System.promoted_bytes. Cost: a walk over the tree."""
-        return 0 if self.prefix is None else self.prefix.stats().promoted_bytes
 
     def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot's first rows: [num_tokens, K, D] each."""

@@ -99,7 +99,6 @@ class Outcome:
     methods: Counter[str] = field(default_factory=Counter)
     hit_tokens: int = 0
     prompt_tokens: int = 0
-    promoted_bytes: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -134,7 +133,7 @@ class Loop:
         """All requests, there at once. With `first_alone` the others are admitted when the first one's prompt can be shared."""
         outcome = Outcome(first_us=[0.0] * len(requests), words=[[] for _ in requests])
         waiting = deque(enumerate(requests))
-        calls, promoted_bytes = dict(self._system.driver_calls()), self._system.promoted_bytes()
+        calls = dict(self._system.driver_calls())
         began_us = now_us()
         before: _Step | None = None
         while waiting or self._running or before:
@@ -151,7 +150,6 @@ class Loop:
             before = step
         outcome.total_us = now_us() - began_us
         outcome.calls = calls_since(calls, self._system)
-        outcome.promoted_bytes = self._system.promoted_bytes() - promoted_bytes
         return outcome
 
     # what the host does while a step runs

@@ -62,7 +62,7 @@ class Paged:
         self._pool.hold(blocks)
         if blocks:
             self._extend({slot: blocks})
-        return Attachment(slot, len(blocks) * BLOCK_ROWS, "blocks" if blocks else "recompute")
+        return Attachment(slot, len(blocks) * BLOCK_ROWS, "blocks" if blocks else "compute")
 
     def reserve(self, slots: Indices, num_tokens: Indices) -> None:
         """See System.reserve. Cost: nothing but at block borders; there an upload for all slots together."""
@@ -114,10 +114,6 @@ class Paged:
     def driver_calls(self) -> Mapping[str, int]:
         """See System.driver_calls."""
         return {}
-
-    def promoted_bytes(self) -> int:
-        """See System.promoted_bytes. A table has no use for it."""
-        return 0
 
     def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot's first rows, gathered: [num_tokens, K, D] each."""

@@ -16,7 +16,7 @@ from bench.prefix.contiguous import Sharing, Vmmkv
 from bench.prefix.loop import Loop, Outcome, Request
 from bench.prefix.paged import Paged
 from bench.timing import WrongNumbers
-from vmmkv.units import GIB, MIB
+from vmmkv.units import GIB
 
 COLD: Final = "cold"
 WARM: Final = "warm"
@@ -50,13 +50,9 @@ _ENTRIES: Final = (
     _Entry(sharing=Sharing.CHOOSER),
     _Entry(sharing=Sharing.ALIAS),
     _Entry(sharing=Sharing.ADOPT),
-    _Entry(sharing=Sharing.COPY, rounds=1),
-    _Entry(sharing=Sharing.RECOMPUTE, rounds=1, warm_runs=0, first_only=True),  # as long as cold
+    _Entry(sharing=Sharing.COMPUTE, rounds=1, warm_runs=0, first_only=True),  # as long as cold
 )
 """The first to run is what the others' outputs are held against: the first, where it runs, else the second."""
-
-
-_PROMOTING: Final = (Sharing.CHOOSER.value, Sharing.ALIAS.value, Sharing.ADOPT.value)
 
 
 _Known = dict[tuple[int, int], Outcome]
@@ -149,7 +145,6 @@ def _measure(
         is_cold = number == 0
         if isinstance(system, Vmmkv):
             system.forces = not (is_cold and system.sharing is Sharing.ADOPT)
-            system.keeps_next = is_cold and system.sharing is Sharing.COPY
         shares = entry.sharing is not Sharing.NONE
         context.synchronize()
         outcome = loop.run(requests, first_alone=is_cold and shares)
@@ -198,9 +193,6 @@ def _add_rows(context: Context, name: str, system: str, outcomes: Sequence[Outco
         context.add(name, system, "attach, in the driver", "us", [us for outcome in outcomes for us in outcome.attach_us])
         num_calls = sum(outcome.calls.total() for outcome in outcomes)
         context.add_figure(name, system, "driver calls", "/request", num_calls / num_requests, num_requests)
-    if system in _PROMOTING:
-        promoted_bytes = sum(outcome.promoted_bytes for outcome in outcomes) / len(outcomes)
-        context.add_figure(name, system, "promoted", "MiB/run", promoted_bytes / MIB, len(outcomes))
     prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
     hit = 100 * sum(outcome.hit_tokens for outcome in outcomes) / prompt_tokens
     context.add_figure(name, system, "prompt tokens attached", "%", hit, num_requests)

@@ -82,10 +82,6 @@ class System(Protocol):
         """How many there were, by name."""
         ...
 
-    def promoted_bytes(self) -> int:
-        """What was moved to larger extents so far, since many attach it."""
-        ...
-
     def rows(self, layer: int, slot: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot's first rows: [num_tokens, kv_heads, head_dim] each."""
         ...

@@ -45,7 +45,6 @@ from bench.workloads import Ask
 from vmmkv.memory.address_space import Mapping
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import Extent
-from vmmkv.prefix.attach import Costs
 from vmmkv.units import MIB, PAGE_BYTES, ceil_div
 
 NAME: Final = "memory_map.json"
@@ -197,11 +196,9 @@ def _both(context: Context, shape: Shape, trace: _Trace) -> dict[str, Any]:
 
 
 def _prepare(vmmkv: Vmmkv) -> None:
-    """As the engine, a slot is kept free for who comes. The mapper and the chooser go by a GPU's times, not by the host's."""
+    """As the engine, a slot is kept free for who comes. The mapper goes by a GPU's times, not by the host's."""
     vmmkv.prefix_cache.free_slots(1)
     vmmkv.cache._memory.mapper.map_us = PAGE_US
-    costs, of_gpu = vmmkv.prefix_cache.costs, Costs()
-    costs.alias_us, costs.copy_us_per_byte = of_gpu.alias_us, of_gpu.copy_us_per_byte
 
 
 def _run_until_one_ends(replay: _Replay, num_steps: int, prepare: Callable[[], None]) -> int:
@@ -250,7 +247,7 @@ def _map_of_slots(vmmkv: Vmmkv, replay: _Replay) -> dict[str, Any]:
         has_rows = state in (SlotState.LIVE, SlotState.PARKED)
         request = replay.requests.get(slot) if has_rows else None
         slots.append({"slot": slot, "state": state.name.lower(), "request": request, "rows": num_rows, "extents": extents})
-    in_tree = vmmkv.prefix_cache._nodes.holders()
+    in_tree = vmmkv.prefix_cache._index.holders()
     unmapped = [extent for extent in in_tree if extent not in holders]
     holders.update(in_tree)
     if any(extent.holders != count for extent, count in holders.items()):

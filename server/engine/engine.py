@@ -432,10 +432,8 @@ class EngineCore:
         self._has_pumped = True
         try:
             self.cache.map_ahead(self._step_us / 2, lookahead_tokens=self.cache.lookahead_tokens(self._step_us / 2))
-            if self._prefix is not None:
-                self._prefix.promote(self._step_us / 4)
-                if self._num_steps % _SLOT_STEPS == 0:
-                    self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
+            if self._prefix is not None and self._num_steps % _SLOT_STEPS == 0:
+                self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
 

@@ -151,9 +151,7 @@ class Prefixes(Protocol):
         """How many of the first tokens are known."""
         ...
 
-    def attach(
-        self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None, num_steps: int = 0
-    ) -> Attached:
+    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> Attached:
         """A new sequence with what is known of its tokens, but for the last."""
         ...
 
@@ -167,10 +165,6 @@ class Prefixes(Protocol):
 
     def release(self, sequence: Any, tokens: TokenIds) -> None:
         """A sequence is over, or gives way."""
-        ...
-
-    def promote(self, budget_us: float) -> int:
-        """Spend idle time on what many attach."""
         ...
 
     def free_slots(self, count: int) -> None:

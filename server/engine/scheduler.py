@@ -385,12 +385,7 @@ class Scheduler:
         if self._prefix is None:
             sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
         else:
-            attached = self._prefix.attach(
-                request.attachable,
-                namespace=request.namespace,
-                max_tokens=request.max_tokens,
-                num_steps=request.ask.max_new_tokens - request.num_generated,
-            )
+            attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.max_tokens)
             sequence, num_known = attached.sequence, attached.num_tokens
         try:
             sequence.grow(len(request.tokens))

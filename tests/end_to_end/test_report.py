@@ -192,20 +192,19 @@ def test_kernels_leave_out_what_does_not_apply(quick: QuickRun) -> None:
 def test_prefix_has_every_part_and_every_system(quick: QuickRun) -> None:
     rows = quick.rows("prefix")
     cold = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, cold"}
-    assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "copy", "recompute"))}
+    assert cold == {"none", "paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "compute"))}
     warm = {row["system"] for row in rows if row["workload"] == "wide 4 requests of 100 + 12 tokens, 4 out, warm"}
-    assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy"))}
-    for method in ("alias", "adopt", "copy"):
+    assert warm == {"paged 16", *(f"vmmkv {name}" for name in ("chooser", "alias", "adopt"))}
+    for method in ("alias", "adopt"):
         taken = [row["p50"] for row in rows if (row["system"], row["metric"]) == (f"vmmkv {method}", f"by {method}")]
         assert taken and all(share > 0 for share in taken)
     assert {row["system"] for row in rows if row["workload"].startswith("wide attach ")} == {
-        *("alias, first hit", "alias, promoted", "copy", "recompute", "adopt")
+        *("alias, in single pages", "alias", "compute", "adopt")
     }
     assert any(row["system"] == "radix tree" for row in rows)
     assert {row["system"] for row in rows if row["workload"] == "wide 4 requests of 20 + 12 tokens, 4 out, cold"} == {
-        *("paged 16", "vmmkv chooser", "vmmkv alias", "vmmkv copy")
+        *("paged 16", "vmmkv chooser", "vmmkv alias")
     }
-    assert {row["system"] for row in rows if row["metric"] == "promoted"} == {*("vmmkv chooser", "vmmkv alias", "vmmkv adopt")}
     assert "attention over aliases, times as fast as over copies" not in quick.said, "promised of another shape"
 
 

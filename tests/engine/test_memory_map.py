@@ -56,7 +56,6 @@ def test_the_map_has_every_mapped_page_and_names_who_runs(harness: Callable[...,
 
 def test_two_with_one_prefix_map_the_same_memory(harness: Callable[..., Harness]) -> None:
     one = harness(step_tokens=8192, share=True, budget_pages=32)
-    one.prefix.costs.alias_us = 0.1
     common = prompt_of(2 * PAGE_TOKENS, 1)
     mapper, maps = maker(one)
     one.ask("a", common + prompt_of(50, 2), 30)
@@ -126,7 +125,7 @@ def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Ca
     one.ask("b", prompt, 2)
     one.run()
     last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
-    assert sum(last.attached.values()) == 2 and last.attached["recompute"] == 1
+    assert sum(last.attached.values()) == 2 and last.attached["compute"] == 1
     assert last.prefix_hit_tokens + last.prefix_missed_tokens == 2 * len(prompt)
     assert last.kv_used_bytes == 0
 

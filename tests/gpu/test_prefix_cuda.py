@@ -73,7 +73,7 @@ def test_a_fork_sees_what_is_still_being_written(cache: KVCache) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("method", [AttachMethod.ALIAS, AttachMethod.COPY, AttachMethod.ADOPT])
+@pytest.mark.parametrize("method", [AttachMethod.ALIAS, AttachMethod.ADOPT])
 def test_every_method_gives_the_rows(cache: KVCache, method: AttachMethod) -> None:
     prefix = PrefixCache(cache)
     first = computed(cache, prefix)
@@ -95,27 +95,6 @@ def test_rows_that_no_slot_has_are_read_through_a_window(cache: KVCache) -> None
     assert_reads(attached.sequence, 777)
     cache.drain()
     cache.check()
-
-
-def test_hot_pages_are_promoted_and_mean_the_same(cache: KVCache) -> None:
-    prefix = PrefixCache(cache)
-    sequence = prefix.attach(PROMPT).sequence
-    for end in range(100, 1001, 100):  # bit by bit, and so in pages
-        sequence.grow(end)
-    write(sequence, 0, 1000)
-    sequence.advance(1000)
-    prefix.park(sequence, PROMPT)
-    maps = []
-    for own in range(4):
-        before = cache.pool.driver.calls["map"]
-        attached = prefix.attach([*PROMPT, own], method=AttachMethod.ALIAS)
-        maps.append(cache.pool.driver.calls["map"] - before)
-        assert_reads(attached.sequence, 1000)
-        prefix.promote()
-        cache.check()
-    assert maps[0] == maps[1] == 63
-    assert maps[2] == maps[3] == 3 + 15
-    assert prefix.stats().promoted_bytes == 3 * 32 * 2**20
 
 
 def test_a_truncated_fork_writes_to_pages_of_its_own(cache: KVCache) -> None:

@@ -16,7 +16,6 @@ import torch
 from tests.laws import model
 from tests.laws.model import SAMPLE, Kept, Live, Rows, expected, plane, planes_of
 from vmmkv import Group, KVCache, KVLayout, Sequence
-from vmmkv.prefix.attach import Costs
 
 # Rows that divide the page, four and eight to one: most matches end inside a page, some just at its end. The window is
 # narrower than a page, so there are pages of which a sequence has the last rows only.
@@ -28,13 +27,6 @@ EVEN = KVLayout(
 )
 LAYOUTS = {**model.LAYOUTS, "even": EVEN}
 NAMESPACES = ("red", "blue")
-
-COSTS = {
-    "alias": Costs(alias_us=1, map_us=1000, copy_us_per_byte=1),
-    "copy": Costs(alias_us=1e9, map_us=1, copy_us_per_byte=1e-6),
-    "recompute": Costs(alias_us=1e9, map_us=1e9, copy_us_per_byte=1, recompute_us_per_token=1e-3),
-}
-"""With which the chooser takes one method or another; nothing is measured, so that every run is the same."""
 
 
 class Texts:
@@ -109,8 +101,8 @@ def num_common(first: Seq[int], second: Seq[int]) -> int:
 
 @contextlib.contextmanager
 def large_extents(num_pages: int) -> Iterator[None]:
-    """Large extents of so few pages that short sequences have some; and one hit makes a prefix hot."""
-    small = {"LARGE_PAGES": num_pages, "SIZE_CLASSES": (1, num_pages), "HOT": 1}
+    """Large extents of so few pages that short sequences have some; and adopting a slot may lose a page."""
+    small = {"LARGE_PAGES": num_pages, "SIZE_CLASSES": (1, num_pages), "MOST_LOST_PAGES": 1}
     modules = [module for name, module in sys.modules.items() if name.startswith("vmmkv.")]
     with contextlib.ExitStack() as patches:
         for module in modules:

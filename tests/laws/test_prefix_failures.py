@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.laws.model import num_pads, verify_unwritten, verify_written, write
-from tests.laws.prefix_model import COSTS, LAYOUTS, Talk, Texts, large_extents, talk
+from tests.laws.prefix_model import LAYOUTS, Talk, Texts, large_extents, talk
 from vmmkv import DriverError, KVCache, Pool, Sequence
 from vmmkv.driver.host import HostDriver
 from vmmkv.prefix import AttachMethod, PrefixCache
@@ -33,7 +33,7 @@ class World:
         self.driver = FakeDriver(over=self.below)
         self.pool = Pool("cpu", 80 * PAGE_BYTES, driver=self.driver)
         self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS)
-        self.prefix = PrefixCache(self.cache, COSTS["alias"])
+        self.prefix = PrefixCache(self.cache)
         self.texts = Texts()
         self.talks: list[Talk] = []
 
@@ -90,7 +90,7 @@ class World:
             [(each.sequence.length, each.sequence.limit, each.rows.starts) for each in self.running()],
             self.cache.limit.tolist(),
             (stats.num_sequences, stats.num_tokens, stats.mapped_bytes - stats.parked_bytes, stats.adopted_slots),
-            (prefix.attached, prefix.hit_tokens, prefix.missed_tokens, prefix.promoted_bytes),
+            (prefix.attached, prefix.hit_tokens, prefix.missed_tokens),
             (stats.num_parked, prefix.num_tokens, prefix.held_bytes, self.prefix.match([*PROMPT, 0], namespace="red"))
             if cached
             else None,
@@ -155,19 +155,6 @@ def aliased(world: World) -> None:
     world.begin([*PROMPT, 7, 7], AttachMethod.ALIAS)
 
 
-def hot(world: World) -> None:
-    """Pages, not large extents, that are hit."""
-    world.begin(PROMPT, by_tokens=True)
-    attaches(AttachMethod.ALIAS)(world)
-
-
-def hot_and_parked(world: World) -> None:
-    """The same, and the slot from which they are copied runs no more."""
-    hot(world)
-    for each in world.running():
-        world.prefix.park(each.sequence, PROMPT)
-
-
 def fork(world: World, count: int = 1) -> None:
     parent = world.talks[-1]
     for each in world.cache.fork(parent.sequence, count):
@@ -190,9 +177,7 @@ OPERATIONS = {
     "alias_of_parked": Operation(attaches(AttachMethod.ALIAS, 8), parked),
     "alias_of_released": Operation(attaches(AttachMethod.ALIAS, 8), released, absorbs=True),
     "alias_evicting": Operation(attaches(AttachMethod.ALIAS), full_of_old_prefixes, cached=False),
-    "copy_of_running": Operation(attaches(AttachMethod.COPY), running),
-    "copy_of_parked": Operation(attaches(AttachMethod.COPY, 5), parked),
-    "copy_evicting": Operation(attaches(AttachMethod.COPY), full_of_old_prefixes, cached=False),
+    "alias_of_less_than_a_page": Operation(attaches(AttachMethod.ALIAS, 2), parked),
     "park": Operation(ends("park"), running),
     "park_aliased": Operation(ends("park"), aliased),
     "release": Operation(ends("release"), running),
@@ -212,8 +197,6 @@ OPERATIONS = {
         parked_and_forked,
         cached=False,
     ),
-    "promote": Operation(lambda world: world.prefix.promote(), hot, absorbs=True, layouts=("one_group",)),
-    "promote_parked": Operation(lambda world: world.prefix.promote(), hot_and_parked, absorbs=True, layouts=("one_group",)),
 }
 
 

@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.laws.model import SAMPLE, addresses, num_pads, verify_unwritten, verify_written, write
 from tests.laws.prefix_model import (
-    COSTS,
     LAYOUTS,
     NAMESPACES,
     Rest,
@@ -47,9 +46,7 @@ picks = st.integers(0, 11)
 namespaces = st.sampled_from(["red", "red", "blue"])
 counts = st.integers(0, MAX_TOKENS)
 words = st.lists(st.sampled_from([5, 5, 6, 7]), min_size=1, max_size=8)
-methods = st.sampled_from(
-    [None, None, AttachMethod.ADOPT, AttachMethod.ALIAS, AttachMethod.ALIAS, AttachMethod.COPY, AttachMethod.RECOMPUTE]
-)
+methods = st.sampled_from([None, None, None, *AttachMethod, AttachMethod.ALIAS])
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -65,17 +62,16 @@ class PrefixMachine(RuleBasedStateMachine):
         layout=st.sampled_from(sorted(LAYOUTS)),
         guard=st.sampled_from([0, 2]),
         pages=st.integers(8, 40),
-        costs=st.sampled_from(sorted(COSTS)),
         large=st.sampled_from([2, 4]),
     )
-    def make(self, layout, guard, pages, costs, large):
+    def make(self, layout, guard, pages, large):
         self.below = self.open_below()
         self.driver = FakeDriver(over=self.below)
         self.closing = contextlib.ExitStack()
         self.closing.enter_context(large_extents(large))
         self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
-        self.prefix = PrefixCache(self.cache, COSTS[costs])
+        self.prefix = PrefixCache(self.cache)
         self.rival = KVCache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
         self.texts = Texts()
         self.said: list[tuple[str, list[int]]] = [("red", [5, 5, 5])]
@@ -145,9 +141,6 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(
         pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), method=methods, confirmed=counts
     )
-    @rule(
-        pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), method=methods, confirmed=counts
-    )
     def attach(self, pick, common, own, other, method, confirmed):
         """A prompt that begins as something that was said, perhaps in another namespace."""
         namespace, said = self.said[-1 - pick % len(self.said)]
@@ -155,12 +148,12 @@ class PrefixMachine(RuleBasedStateMachine):
         if live is not None:
             self.insert_first(live, live.inserted + confirmed)
 
-    @rule(pick=picks, own=words, method=methods, num_steps=st.sampled_from([0, 1000]))
-    def attach_beside(self, pick, own, method, num_steps):
+    @rule(pick=picks, own=words, method=methods)
+    def attach_beside(self, pick, own, method):
         """A prompt that begins as a running sequence does."""
         live = self.live[pick % len(self.live)] if self.live else None
         known, namespace = ([], "red") if live is None else (live.tokens, live.sequence.tenant)
-        live = self.begin(known[: len(known) * (pick % 4 + 1) // 4] + own, namespace, method, num_steps)
+        live = self.begin(known[: len(known) * (pick % 4 + 1) // 4] + own, namespace, method)
         if live is not None:
             self.insert_first(live, max(live.inserted, len(live.tokens) - pick % 3))
 
@@ -177,14 +170,14 @@ class PrefixMachine(RuleBasedStateMachine):
             else:
                 self.insert_first(live, MAX_TOKENS)
 
-    def begin(self, prompt: list[int], namespace: str, method: AttachMethod | None, num_steps: int = 0) -> Talk | None:
+    def begin(self, prompt: list[int], namespace: str, method: AttachMethod | None) -> Talk | None:
         """Attach a prompt and compute what is missing, as far as there is room."""
         prompt = prompt[:MAX_TOKENS]
         known = self.prefix.match(prompt, namespace=namespace)
         assert known <= self.texts.num_confirmed(namespace, prompt[:-1]), "what was never confirmed is shared"
         assert known >= self.least_known(namespace, prompt), "what a running sequence has inserted cannot be had"
         try:
-            attached = self.attempt(lambda: self.prefix.attach(prompt, namespace=namespace, num_steps=num_steps, method=method))
+            attached = self.attempt(lambda: self.prefix.attach(prompt, namespace=namespace, method=method))
         except OutOfSlots:
             assert len(self.live) == SLOTS
             return None
@@ -194,8 +187,8 @@ class PrefixMachine(RuleBasedStateMachine):
         num_tokens = attached.num_tokens
         assert num_tokens <= known
         assert attached.method is AttachMethod.ALIAS or not attached.num_aliased
-        assert (num_tokens == 0) == (attached.method is AttachMethod.RECOMPUTE)
-        assert method in (None, attached.method) or attached.method is AttachMethod.RECOMPUTE
+        assert (num_tokens == 0) == (attached.method is AttachMethod.COMPUTE)
+        assert method in (None, attached.method) or attached.method is AttachMethod.COMPUTE
         live = self.opened(attached.sequence, prompt[:num_tokens], inserted=num_tokens)
         for start, group in zip(live.rows.starts, self.cache.layout.groups, strict=True):
             latest = self.cache.layout.start_for(group, num_tokens)
@@ -352,9 +345,6 @@ class PrefixMachine(RuleBasedStateMachine):
         busy = [launch for launch in self.launches if not launch.finished]
         self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
         assert not any(launch.finished for launch in busy), "pump waited for a fence"
-        mapped = self.cache.stats().mapped_bytes
-        self.attempt(self.prefix.promote)
-        assert self.cache.stats().mapped_bytes == mapped, "promotion changed what is mapped for somebody"
 
     @precondition(lambda self: len(self.live) > 1)
     @rule(pick=picks, other=picks, first=counts, more=counts)

@@ -166,8 +166,6 @@ class RadixMachine(RuleBasedStateMachine):
         ends = [self.path(node)[1] for node in match.path]
         assert all(end == tokens[: len(end)] for end in ends[:-1])
         assert ends == [] or ends[-1][: match.num_tokens] == tokens[: match.num_tokens]
-        assert match.part == match.num_tokens - (len(ends[-2]) if len(ends) > 1 else 0)
-        assert match.is_whole == (not match.num_tokens or (space, tokens[: match.num_tokens]) in self.marks)
 
     @precondition(lambda self: self.marks)
     @rule(pick=picks)

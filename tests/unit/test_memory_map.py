@@ -5,8 +5,7 @@ import torch
 
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix.attach import AttachMethod, Costs
+from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
@@ -64,7 +63,7 @@ def test_a_closed_sequence_retires_and_then_there_is_nothing(cache: KVCache) -> 
 
 
 def test_two_that_share_a_prefix_show_the_same_handle_and_the_rest_is_their_own(cache: KVCache) -> None:
-    prefix = PrefixCache(cache, Costs(alias_us=1, map_us=1e6))
+    prefix = PrefixCache(cache)
 
     def begin() -> int:
         attached = prefix.attach(PROMPT, method=AttachMethod.ALIAS)

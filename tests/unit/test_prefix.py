@@ -13,10 +13,8 @@ from vmmkv import KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.layout import Group, Plane
 from vmmkv.memory.pool import LARGE_PAGES
-from vmmkv.memory.sharing import Windows
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix.attach import AttachMethod, Costs
-from vmmkv.units import MIB, PAGE_BYTES
+from vmmkv.prefix import AttachMethod, PrefixCache
+from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
@@ -25,7 +23,6 @@ TOKENS_PER_PAGE = 16
 STRADDLING = KVLayout.uniform(layers=4, kv_heads=8, head_dim=2688, dtype=torch.float32)
 
 PROMPT = [7 * token % 251 for token in range(100)]
-ALIAS_FIRST = Costs(alias_us=1, map_us=1e6)
 
 
 @pytest.fixture
@@ -45,13 +42,13 @@ def cache(pool):
 
 @pytest.fixture
 def prefix(cache):
-    return PrefixCache(cache, ALIAS_FIRST)
+    return PrefixCache(cache)
 
 
 @pytest.fixture
 def straddling(pool):
     with KVCache(STRADDLING, pool, slots=4, max_tokens=16) as cache:
-        yield PrefixCache(cache, ALIAS_FIRST)
+        yield PrefixCache(cache)
         cache.check()
 
 
@@ -138,7 +135,7 @@ def test_a_namespace_never_hits_anothers(prefix):
         assert prefix.match(PROMPT, namespace=namespace) == 0
         park(prefix, PROMPT[:40], namespace=namespace)
     assert prefix.match(PROMPT, namespace="blue") == 0
-    assert prefix.attach(PROMPT, namespace="blue").method is AttachMethod.RECOMPUTE
+    assert prefix.attach(PROMPT, namespace="blue").method is AttachMethod.COMPUTE
     assert prefix.attach(PROMPT[:41], namespace="red").sequence.tenant == "red"
 
 
@@ -193,23 +190,24 @@ def test_adopting_a_part_forgets_what_will_be_written_over(prefix):
     assert prefix.match(PROMPT) == 20
 
 
-def test_a_newcomer_with_the_same_beginning_does_not_take_a_long_conversations_slot(cache):
-    prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
-    park(prefix, PROMPT)
-    attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
-    assert prefix.match([*PROMPT, 0]) == 100
-    again = prefix.attach([*PROMPT, 0])
-    assert (again.method, again.num_tokens) == (AttachMethod.ADOPT, 100)
-    assert_reads(again.sequence, 100)
+@pytest.mark.parametrize(("num_past", "method"), [(256, AttachMethod.ADOPT), (257, AttachMethod.ALIAS)])
+def test_adopting_loses_at_most_sixteen_pages_of_another_prompt(pool, num_past, method):
+    pool.resize(64 * PAGE_BYTES)
+    with KVCache(LAYOUT, pool, slots=4, max_tokens=400) as cache:
+        prefix = PrefixCache(cache)
+        prompt = list(range(20 + num_past))
+        park(prefix, prompt)
+        attached = prefix.attach([*prompt[:20], 0])
+        assert (attached.method, attached.num_tokens) == (method, 20)
+        assert prefix.match([*prompt, 0]) == (20 if method is AttachMethod.ADOPT else 20 + num_past)
+        cache.check()
 
 
-def test_a_few_rows_are_given_up_for_a_slot_that_costs_nothing_else(cache):
-    prefix = PrefixCache(cache, Costs(alias_us=30, map_us=100, copy_us_per_byte=1e-6))
-    park(prefix, PROMPT)
-    attached = prefix.attach([*PROMPT[:90], 0])
-    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 90)
-    assert prefix.match(PROMPT) == 90
+def test_of_less_than_a_page_an_alias_is_a_copy(prefix):
+    begin(prefix, PROMPT[:10])
+    attached = prefix.attach(PROMPT[:11])
+    assert (attached.method, attached.num_tokens, attached.num_aliased) == (AttachMethod.ALIAS, 10, 0)
+    assert_reads(attached.sequence, 10)
 
 
 def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
@@ -242,7 +240,7 @@ def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver)
 
 def test_a_large_extent_is_one_handle(pool, driver):
     with KVCache(LAYOUT, pool, slots=4, max_tokens=400) as cache:
-        prefix = PrefixCache(cache, ALIAS_FIRST)
+        prefix = PrefixCache(cache)
         prompt = [token % 251 for token in range(256)]
         owner = prefix.attach(prompt).sequence
         owner.grow(256)  # at once, as a prompt is laid
@@ -258,7 +256,7 @@ def test_where_prompts_part_inside_a_large_extent_the_first_copies_and_the_other
     """250 of 256 tokens: a large extent would end past what they have in common, and nobody could share it."""
     pool.resize(96 * PAGE_BYTES)
     with KVCache(LAYOUT, pool, slots=6, max_tokens=512) as cache:
-        prefix = PrefixCache(cache, ALIAS_FIRST)
+        prefix = PrefixCache(cache)
         shared = [7 * token % 251 for token in range(250)]
         first = prefix.attach([*shared, *range(300, 330)], max_tokens=300).sequence
         first.grow(280)
@@ -274,14 +272,6 @@ def test_where_prompts_part_inside_a_large_extent_the_first_copies_and_the_other
         pages_taken = [(after - before) // PAGE_BYTES for before, after in itertools.pairwise(used)]
         assert pages_taken == [16, 1, 1], "all of it once, then the page that is not full"
         cache.check()
-
-
-def test_a_copy_shares_nothing_with_its_source(prefix):
-    owner = begin(prefix, PROMPT[:40])
-    attached = prefix.attach(PROMPT[:41], method=AttachMethod.COPY)
-    assert (attached.method, attached.num_tokens) == (AttachMethod.COPY, 40)
-    assert not set(pages(attached.sequence)) & set(pages(owner))
-    assert_reads(attached.sequence, 40)
 
 
 @pytest.mark.parametrize("end", ["run", "park", "release"])
@@ -304,24 +294,10 @@ def test_without_the_rest_of_a_page_fewer_tokens_hit(prefix):
     assert prefix.match(PROMPT) == 32  # rows 32 to 39 were in a page that was not full, and went with the slot
 
 
-def test_a_method_that_cannot_be_had_is_recomputed(prefix):
+def test_where_a_forced_method_is_impossible_all_is_computed(prefix):
     begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.RECOMPUTE  # nobody has parked
-    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.RECOMPUTE
-
-
-@pytest.mark.parametrize(
-    ("costs", "method"),
-    [
-        (Costs(alias_us=1, map_us=1e6), AttachMethod.ALIAS),
-        (Costs(alias_us=1e6, map_us=1, copy_us_per_byte=1e-9), AttachMethod.COPY),
-        (Costs(alias_us=1e6, map_us=1e6, recompute_us_per_token=0.1), AttachMethod.RECOMPUTE),
-    ],
-)
-def test_the_chooser_takes_what_costs_least(cache, costs, method):
-    prefix = PrefixCache(cache, costs)
-    begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:50]).method is method
+    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.COMPUTE  # nobody has parked
+    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.COMPUTE
 
 
 @pytest.mark.parametrize("count", [20, 32, 40])
@@ -332,36 +308,6 @@ def test_other_tokens_for_rows_that_were_inserted_are_refused(prefix, count):
     prefix.insert(sequence, PROMPT[:40])  # the same again is nothing
     assert prefix.match([9] * 41) == 0
     assert prefix.match(PROMPT[:41]) == 40
-
-
-def test_what_a_busy_host_measures_of_an_alias_makes_no_copies(cache, monkeypatch):
-    monkeypatch.setattr(Windows, "measure_us", lambda windows: 1e6)
-    prefix = PrefixCache(cache)
-    begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:50]).method is AttachMethod.ALIAS
-    assert prefix.costs.alias_us == prefix.costs.map_us < 1e6
-
-
-@pytest.mark.parametrize("method", [None, AttachMethod.ALIAS])
-def test_what_is_less_than_a_page_is_copied_and_counts_so(prefix, method):
-    begin(prefix, PROMPT[:10])
-    attached = prefix.attach(PROMPT[:11], method=method)
-    assert (attached.num_tokens, attached.num_aliased) == (10, 0)
-    assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (0, 1)
-    assert prefix.stats().attach_us["copy"] > 0
-
-
-def test_what_has_pages_of_others_counts_as_an_alias(prefix):
-    begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).num_aliased > 0
-    assert (prefix.stats().attached["alias"], prefix.stats().attached["copy"]) == (1, 0)
-
-
-def test_a_copy_is_dearer_for_a_prefix_that_is_read_often(cache):
-    prefix = PrefixCache(cache, Costs(alias_us=500, map_us=100, copy_us_per_byte=1e-5))
-    begin(prefix, PROMPT[:48])
-    assert prefix.attach(PROMPT[:49], num_steps=0).method is AttachMethod.COPY
-    assert prefix.attach(PROMPT[:49], num_steps=1000).method is AttachMethod.ALIAS
 
 
 # on
@@ -418,7 +364,7 @@ def test_a_row_before_a_window_is_never_taken_for_one_that_was_written(pool):
     values = Plane(name="v", heads=1, dim=128 * 1024 // 4, dtype=torch.float32)
     layout = KVLayout(groups=(Group(layers=(0,), planes=(plane, values), window=3),))  # 8 rows a page
     with KVCache(layout, pool, slots=4, max_tokens=64) as cache:
-        prefix = PrefixCache(cache, ALIAS_FIRST)
+        prefix = PrefixCache(cache)
         first = begin(prefix, PROMPT[:6])
         second = prefix.attach(PROMPT[:16])
         assert (second.num_tokens, second.sequence.start()) == (6, 4)  # rows 4 and 5 of page 0 are copied
@@ -536,7 +482,7 @@ def test_pages_are_evicted_for_whoever_needs_them(prefix, pool):
 
 def test_what_a_sequence_runs_on_is_not_evicted(prefix):
     begin(prefix, PROMPT[:40])
-    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.COPY).sequence
+    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).sequence
     assert prefix.evict() == 0
     assert prefix.match(PROMPT) == 40
     assert_reads(sharer, 40)
@@ -563,9 +509,49 @@ def test_a_pool_does_not_shrink_below_what_is_pinned(prefix, pool):
     pool.resize(8388608)
 
 
+@pytest.mark.parametrize("namespace", ["red", "blue"])
+def test_a_pinned_parked_slot_is_taken_last(prefix, namespace):
+    for number in (1, 2, 3, 4):
+        park(prefix, [number] * 20, namespace="red")
+    prefix.pin([1] * 20, namespace="red")
+    prefix.attach([9] * 20, namespace=namespace)
+    known = [prefix.match([number] * 21, namespace="red") for number in (1, 2, 3, 4)]
+    assert (known[0], sorted(known)) == (20, [16, 20, 20, 20])
+
+
+def test_under_pressure_a_pinned_parked_slot_is_taken_last(prefix, pool):
+    """No leaf can be evicted, and two parked slots have pages of their own."""
+    pinned, other = ([*PROMPT[:36], last] for last in (300, 301))
+    for tokens in (pinned, other):
+        park(prefix, tokens, method=AttachMethod.COMPUTE)
+    kept, _ = prefix.cache.parked()
+    prefix.pin(pinned)
+    prefix.attach([*other, 0], method=AttachMethod.ALIAS)
+    pool.resize(pool.held_bytes)
+    prefix.cache.open().grow(16)
+    assert prefix.cache.parked() == [kept]
+
+
+def test_an_expired_pin_does_not_keep_a_slot_from_being_adopted(prefix):
+    park(prefix, PROMPT[:40])
+    prefix.pin(PROMPT[:40], ttl_s=1e-9)
+    assert prefix.attach([*PROMPT[:20], 0]).method is AttachMethod.ADOPT
+
+
+def test_a_refused_resize_evicts_nothing(prefix, pool):
+    for number in (1, 2, 3):
+        park(prefix, [number] * 40)
+    prefix.pin([1] * 40)
+    before = prefix.stats(), len(prefix.cache.parked()), pool.stats()
+    with pytest.raises(BudgetError, match=r"2\.0 MiB is less than the 4\.0 MiB .* ask for at least 4194304 bytes"):
+        pool.resize(PAGE_BYTES)
+    assert (prefix.stats(), len(prefix.cache.parked()), pool.stats()) == before
+    pool.resize(4194304)
+
+
 def test_closing_the_cache_frees_what_is_pinned(pool):
     with KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
-        prefix = PrefixCache(cache, ALIAS_FIRST)
+        prefix = PrefixCache(cache)
         prefix.release(begin(prefix, PROMPT[:64]))
         prefix.pin(PROMPT[:64])
     assert pool.stats().held_bytes == 0
@@ -576,24 +562,6 @@ def test_a_sequence_that_is_closed_leaves_what_it_inserted(prefix):
     assert prefix.match(PROMPT) == 32
 
 
-def test_hot_pages_are_promoted_to_a_large_extent(pool, driver):
-    with KVCache(LAYOUT, pool, slots=4, max_tokens=400) as cache:
-        prefix = PrefixCache(cache, ALIAS_FIRST)
-        pool.resize(64 * PAGE_BYTES)
-        prompt = [token % 251 for token in range(256)]
-        owner = begin(prefix, prompt)
-        for _ in range(2):
-            prefix.attach([*prompt, 0], method=AttachMethod.ALIAS).sequence.close()
-        assert prefix.promote() == prefix.stats().promoted_bytes == 32 * MIB
-        assert prefix.promote() == 0
-        calls = Calls(driver)
-        attached = prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
-        assert calls.made()["map"] == 1
-        assert_reads(attached.sequence, 256)
-        assert len(pages(owner)) == 16
-        cache.check()
-
-
 # what is counted, and what is refused
 
 
@@ -602,7 +570,7 @@ def test_stats_say_what_is_held_and_what_was_done(prefix):
     begin(prefix, PROMPT[:50])
     prefix.attach(PROMPT[:33], method=AttachMethod.ALIAS)
     stats = prefix.stats()
-    assert stats.attached == {"adopt": 1, "alias": 1, "copy": 0, "recompute": 1}
+    assert stats.attached == {"adopt": 1, "alias": 1, "compute": 1}
     assert all((stats.attach_us[method] > 0) == (count > 0) for method, count in stats.attached.items())
     assert (stats.hit_tokens, stats.missed_tokens) == (40 + 32, 40 + 10 + 1)
     assert (stats.num_tokens, stats.held_bytes, stats.inserted_pages) == (50, 3 * PAGE_BYTES, 3)
@@ -666,7 +634,7 @@ def test_without_a_page_for_the_rest_all_of_it_is_computed(prefix, pool, cache, 
         prefix.park(owner, PROMPT[:20])
     pool.resize(2 * PAGE_BYTES)
     attached = prefix.attach(PROMPT[:21], method=AttachMethod.ALIAS)
-    assert (attached.method, attached.num_tokens) == (AttachMethod.RECOMPUTE, 0)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.COMPUTE, 0)
     assert prefix.stats().attached["alias"] == 0
     if end == "run":
         with pytest.raises(OutOfPages):

@@ -7,16 +7,13 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, Sequence
-from vmmkv.driver.host import HostDriver
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix.attach import AttachMethod, Costs
+from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 # 128 KiB a row: 16 tokens a page.
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[20] * 4)
-ALIAS_FIRST = Costs(alias_us=1, map_us=1e6)
 PROMPT = list(range(129))  # 8 pages and a token
 
 
@@ -29,7 +26,7 @@ def pool(driver: FakeDriver) -> Iterator[Pool]:
 
 
 def prefix_over(pool: Pool, layout: KVLayout = LAYOUT) -> PrefixCache:
-    return PrefixCache(KVCache(layout, pool, slots=6, max_tokens=1024), ALIAS_FIRST)
+    return PrefixCache(KVCache(layout, pool, slots=6, max_tokens=1024))
 
 
 def compute(prefix: PrefixCache, tokens: list[int], method: AttachMethod | None = None, *, in_pages: bool = False) -> Sequence:
@@ -42,63 +39,10 @@ def compute(prefix: PrefixCache, tokens: list[int], method: AttachMethod | None 
     return sequence
 
 
-def heat(prefix: PrefixCache, tokens: list[int]) -> None:
-    """Two hits of the whole prompt: it is to be promoted."""
-    for _ in range(2):
-        prefix.release(prefix.attach([*tokens, 7], method=AttachMethod.ALIAS).sequence)
-
-
-def test_a_parked_slot_is_not_unmapped_while_a_promotion_copies_from_it(pool: Pool, driver: FakeDriver) -> None:
-    prefix = prefix_over(pool)
-    prompt = list(range(256))
-    prefix.park(compute(prefix, prompt, in_pages=True), prompt)
-    heat(prefix, prompt)
-    copied = driver.launch([])  # the copy: the fence of whoever reads now is behind it
-    assert prefix.promote() == 16 * PAGE_BYTES
-    (parked,) = prefix.cache.parked()
-    assert not parked.fence.done()
-    prefix.free_slots(6)
-    prefix.cache.map_ahead()
-    assert not prefix.cache._memory.is_bare(parked.slot)
-    copied.finish()
-    prefix.cache.map_ahead()
-    assert prefix.cache._memory.is_bare(parked.slot)
-    prefix.cache.check()
-
-
-def test_a_promotion_on_a_full_device_evicts_nothing_and_fails_nobody() -> None:
-    below = HostDriver()
-    driver = FakeDriver(over=below, memory_bytes=20 * PAGE_BYTES)
-    pool = Pool("cpu", 60 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool)
-    prompt = list(range(256))
-    prefix.park(compute(prefix, prompt, in_pages=True), prompt)
-    heat(prefix, prompt)
-    assert prefix.promote() == 0
-    assert prefix.match([*prompt, 7]) == 256
-    prefix.cache.check()
-    pool.close()
-    below.close()
-
-
-def test_a_promotion_leaves_the_pages_to_prompts_that_part_among_them(pool: Pool) -> None:
-    prefix = prefix_over(pool)
-    shared = list(range(64))
-    one, other = ([*shared, *range(first, first + 200)] for first in (300, 900))
-    prefix.park(compute(prefix, one, in_pages=True), one)
-    sequence = compute(prefix, other, AttachMethod.ALIAS, in_pages=True)
-    prefix.insert(sequence, other)
-    heat(prefix, one)
-    prefix.promote()
-    prefix.release(sequence)
-    assert prefix.match([*other, 7]) == 256  # all that is in full pages, and not just what is shared
-    prefix.cache.check()
-
-
 def test_what_a_parked_slot_has_for_itself_can_be_had_while_others_run_from_its_prefix(driver: FakeDriver) -> None:
     pool = Pool("cpu", 20 * PAGE_BYTES, driver=driver)
     prefix = prefix_over(pool)
-    twins = [compute(prefix, PROMPT, AttachMethod.RECOMPUTE) for _ in range(2)]
+    twins = [compute(prefix, PROMPT, AttachMethod.COMPUTE) for _ in range(2)]
     for twin in twins:
         prefix.park(twin, PROMPT)
     sequence = prefix.attach([*PROMPT, 7], method=AttachMethod.ALIAS).sequence
@@ -115,7 +59,7 @@ def test_what_is_held_only_to_be_read_gives_way_to_computing_it_again(driver: Fa
     assert pool.spare_pages == 0
     prompt = [*PROMPT[:100], 7, 7, 7]
     attached = prefix.attach(prompt, method=AttachMethod.ALIAS)  # there is no page for the 4 rows behind the aliased ones
-    assert (attached.method, attached.num_tokens) == (AttachMethod.RECOMPUTE, 0)
+    assert (attached.method, attached.num_tokens) == (AttachMethod.COMPUTE, 0)
     attached.sequence.grow(len(prompt))
     prefix.cache.check()
     pool.close()
@@ -127,11 +71,11 @@ def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(
 ) -> None:
     prefix = prefix_over(pool)
     prefix.release(compute(prefix, PROMPT), PROMPT)
-    (extent, *_) = prefix._nodes.holders()
+    (extent, *_) = prefix._index.holders()
     target = torch.empty(8, dtype=torch.uint8)
     driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
     with pytest.raises(Exception, match="told to fail"):
-        prefix._windows.copy(extent, 0, target)
+        prefix._attacher._windows.copy(extent, 0, target.numel(), target.data_ptr())
     driver.fail_at = set()
     prefix.cache.check()
     prefix.cache.drain()

@@ -63,24 +63,16 @@ def evict_all(tree: Tree) -> list[Node[str]]:
 
 def test_nothing_matches_in_an_empty_tree(tree: Tree) -> None:
     match = tree.match("red", [1, 2])
-    assert (match.path, match.num_tokens, match.deepest, match.part, match.is_whole) == ([], 0, None, 0, True)
+    assert (match.path, match.num_tokens, match.deepest) == ([], 0, None)
 
 
 def test_a_match_ends_at_a_node_or_inside_an_edge(tree: Tree) -> None:
     node = tree.insert("red", [1, 2, 3, 4]).node
     for tokens, num_tokens in (([1], 1), ([1, 2, 9], 2), ([1, 2, 3, 4], 4), ([1, 2, 3, 4, 5], 4)):
         match = tree.match("red", tokens)
-        assert (match.path, match.num_tokens, match.part) == ([node], num_tokens, num_tokens)
-        assert match.is_whole == (num_tokens == 4)
+        assert (match.path, match.num_tokens) == ([node], num_tokens)
     assert tree.match("red", [2]).path == []
     assert tree.match("red", []).num_tokens == 0
-
-
-def test_the_part_of_the_deepest_node_is_counted_from_its_start(tree: Tree) -> None:
-    upper = tree.insert("red", [1, 2, 3]).node
-    lower = tree.insert("red", [1, 2, 3, 4, 5, 6]).node
-    match = tree.match("red", [1, 2, 3, 4, 5, 0])
-    assert (match.path, match.num_tokens, match.deepest, match.part) == ([upper, lower], 5, lower, 2)
 
 
 def test_matching_changes_nothing(tree: Tree) -> None:
@@ -259,7 +251,7 @@ def test_a_leaf_that_goes_leaves_its_parent_a_leaf_and_a_namespace_goes_with_its
     assert values(tree.remove(lower)) == ["p3", "p4"]
     assert (tree.oldest_evictable(), upper.is_leaf) == (upper, True)
     assert values(tree.remove(upper)) == ["p1"]
-    assert (tree.num_nodes, tree.num_tokens, tree.num_pieces, tree.size_bytes) == (0, 0, 0, 0)
+    assert (tree.num_nodes, tree.num_tokens, tree.num_pieces) == (0, 0, 0)
     assert tree.oldest_evictable() is None
     tree.check()
 

@@ -99,6 +99,10 @@ class Reclaimable(Protocol):
         """Pages that are retiring or kept as cache and that no running work may touch; counted no further than `enough`."""
         ...
 
+    def unevictable_bytes(self) -> int:
+        """Bytes that no running sequence uses, and that no pressure can evict."""
+        ...
+
     def oldest_evictable(self) -> Evictable | None:
         """What was used least recently of all that is kept as cache, if anything is."""
         ...
@@ -367,22 +371,21 @@ class Pool:
         with self.lock:
             self.check_open()
             budget_bytes = _checked_budget(budget_bytes)
-            least_bytes = self.used_bytes
+            if budget_bytes < self.used_bytes:
+                raise BudgetError(
+                    f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(self.used_bytes)} that running "
+                    f"sequences hold; close or park some, or ask for at least {self.used_bytes} bytes"
+                )
+            least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self._caches)
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
-                    f"sequences hold; close or park some, or ask for at least {least_bytes} bytes"
+                    f"sequences have or share, or that is pinned; close or unpin some, or ask for at least {least_bytes} bytes"
                 )
             while self.created_bytes > budget_bytes:
                 excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
-                if not self._destroy_any_free() and not self._reclaim(excess_pages, wait=True):
-                    break
-            if self.created_bytes > budget_bytes:
-                raise BudgetError(
-                    f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(self.held_bytes)} that running "
-                    f"sequences have or share, or that is pinned; close or unpin some, or ask for at least {self.held_bytes} "
-                    f"bytes"
-                )
+                shrunk = self._destroy_any_free() or self._reclaim(excess_pages, wait=True)
+                assert shrunk, "more is held than is used, pinned or on the way to either"
             self.budget_bytes = budget_bytes
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ into it first gets pages of their own (`own_from`). Every call comes with the po
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from vmmkv.driver.base import Access, Fence
-from vmmkv.errors import DriverError, OutOfPages, RowsUnmapped
+from vmmkv.driver.base import Fence
+from vmmkv.errors import DriverError, RowsUnmapped
 from vmmkv.memory.address_space import Arena, Mapping, Span
 from vmmkv.memory.mapper import Target
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
@@ -222,7 +221,6 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
 # and retires at once: it is unmapped when the copy is done, like everything else.
 
 _NUM_WINDOWS: Final = 64
-_NUM_TRIALS: Final = 8
 
 
 class Windows:
@@ -240,42 +238,18 @@ class Windows:
 
         Cost: a map, an access call, a copy and a fence; an unmap later. Waits for an earlier copy if all windows are in use.
         """
-        with self._mapped(extent, self._memory.mapper.alias_access) as address:
+        with self._mapped(extent) as address:
             self._memory.pool.driver.copy(target, address + first_byte, size_bytes)
 
-    def measure_us(self) -> float | None:
-        """What it takes to map a page and to unmap it again, in us; None if there is no page to try it with."""
-        memory, pool = self._memory, self._memory.pool
-        try:
-            (extent,) = pool.acquire(1, wait=False)
-        except OutOfPages:
-            return None
-        try:
-            began_ns = time.perf_counter_ns()
-            for _ in range(_NUM_TRIALS):
-                with self._mapped(extent, Access.READ_WRITE):
-                    pass
-            memory.fence().wait()
-            memory.mapper.collect()
-            return (time.perf_counter_ns() - began_ns) / 1e3 / _NUM_TRIALS
-        finally:
-            pool.unuse(extent)
-            pool.drop(extent)
-
-    def fill(self, extent: Extent, source: int) -> None:
-        """Copy as many bytes as an extent has into it, from the address `source`. Cost: as `copy`. It has no tenant yet."""
-        with self._mapped(extent, Access.READ_WRITE) as address, self._memory.copying():
-            self._memory.pool.driver.copy(address, source, extent.size_bytes)
-
     @contextlib.contextmanager
-    def _mapped(self, extent: Extent, access: Access) -> Iterator[int]:
+    def _mapped(self, extent: Extent) -> Iterator[int]:
         """The address of an extent in a window, which retires behind what is launched meanwhile."""
         memory, pool = self._memory, self._memory.pool
         span = self._free_span()
         pool.hold(extent)
         pool.use(extent)
         try:
-            mapping = self._arena.map(span, 0, extent, access)
+            mapping = self._arena.map(span, 0, extent, self._memory.mapper.alias_access)
         except BaseException:
             if span.mappings:  # not even the undoing succeeded
                 memory.mapper.retire(self._arena, list(span.mappings.values()), memory.fence())

@@ -1,277 +1,226 @@
-"""How a new sequence comes to what is known of its prompt: the ways there are, the cheapest, and that way gone.
+"""How a new sequence gets the rows of a known prefix.
 
-    prompt ──> plan: what of it can be had, and from where ──> choose: adopt, alias, copy, recompute ──> Attached
+    adopt      a parked slot has all matched rows and becomes the sequence's slot: no driver call
+    alias      the extents that hold only matched rows are mapped under a free slot, and the rest is copied
+    compute    nothing is attached
 
-Whoever calls holds the pool's lock.
+The rule is fixed: adopt if that loses no more than `MOST_LOST_PAGES` past the match, else alias, else compute.
+
+    rows      0 .............................. m | m + 1 ...       m tokens are matched
+    extents   |  a  |  a  |  a  |     t     |                      a: all its rows are matched; it is aliased
+                                ^ copied ^  m * row_bytes          t: it holds the rest, which is copied
+
+Rows straddle pages, so a rest is left as a rule. It is copied from a slot that has the rows (a *resident* of the node), or from
+the extent that holds them. If neither is there, fewer tokens are attached.
 """
 
 import contextlib
 import enum
-import time
-from collections.abc import Hashable
+import functools
+import itertools
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Final
-
-import torch
+from typing import Final, NamedTuple, TypeAlias
 
 from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
-from vmmkv.memory.pool import LARGE_PAGES
+from vmmkv.layout import Group
+from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Pages, SlotRows, Windows
 from vmmkv.memory.slot_memory import SlotMemory
-from vmmkv.prefix.index import Placed, Plan, PrefixNodes, plan
-from vmmkv.prefix.radix_tree import Match, Tokens
-from vmmkv.units import MIB, PAGE_BYTES, ceil_div
+from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
+from vmmkv.units import PAGE_BYTES
 
-# -------- prefix costs
-# Which way to attach a matched prefix is the cheapest: adopt, alias, copy or compute it again.
-#
-#     adopt       a write of the limit, and what the parked slot has past the match, which goes: tokens * lose_us_per_token
-#     alias       handles * alias_us, and the copy of the rest
-#     copy        bytes * copy_us_per_byte, handles * map_us, and pages * map_us * (1 + the share of the budget that is held):
-#                 what a page is worth, since somebody else will have to do without it
-#     recompute   tokens * recompute_us_per_token
-#
-# An alias has a second use: rows that several sequences share are read from L2 by those that run side by side, so a step reads
-# the prefix once and not once for each. 128 x 4096 tokens on an H200 take 1 / 1.25 of the time with our decode kernel; 1 / 1.9
-# was seen with another. What a copy would lose of that is charged for as many steps as the caller expects.
+MOST_LOST_PAGES: Final = LARGE_PAGES
+"""Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, so that a new conversation
+with the same system prompt does not overwrite a long one."""
 
 
 class AttachMethod(enum.Enum):
-    """The ways to attach a prefix, the cheapest first; what each costs decides."""
+    """How a sequence got its first tokens."""
 
     ADOPT = "adopt"
-    """A parked slot that has the rows becomes the sequence's."""
+    """It took over a parked slot that had the rows."""
     ALIAS = "alias"
-    """Extents of the tree are mapped under a new slot."""
-    COPY = "copy"
-    """The bytes are copied into pages of its own."""
-    RECOMPUTE = "recompute"
-    """Nothing is attached."""
-
-
-_SAVED_BY_L2: Final = 0.5
-"""Share of a prefix's time that a sharer saves in a step: half for a kernel that memory bounds; a fifth, measured, for ours."""
-
-
-@dataclass(slots=True)
-class Costs:
-    """What things take on the device at hand, in microseconds; running means where the work itself measures them."""
-
-    alias_us: float = 60.0
-    """Map and access of one more extent, and its unmap when the sequence ends."""
-    map_us: float = 100.0
-    """A page of one's own."""
-    copy_us_per_byte: float = 1e-5
-    """Device memory to device memory."""
-    recompute_us_per_token: float = float("inf")
-    """Of prefill; only the owner of the model knows. Never, if nobody says."""
-    lose_us_per_token: float = 2.0
-    """What a row is worth that is lost to others: computing it takes some 20 us (8 billion weights, an H200), and one in ten is
-    wanted again. So a newcomer with the same system prompt does not take the slot of a long conversation."""
-
-    def calibrate(self, device: torch.device) -> None:
-        """Measure what a copy takes. Cost: some milliseconds and 32 MiB for that long; waits for the device."""
-        source = torch.zeros(16 * MIB, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        for _ in range(2):  # the first one loads kernels and touches pages
-            _wait(device)
-            began_ns = time.perf_counter_ns()
-            for _ in range(4):
-                target.copy_(source)
-            _wait(device)
-            self.copy_us_per_byte = (time.perf_counter_ns() - began_ns) / 1e3 / 4 / source.numel()
-
-    def of(self, method: AttachMethod, plan: Plan, row_bytes: int, *, scarcity: float, num_steps: int, num_lost: int) -> float:
-        """What attaching takes by one method, in us.
-
-        `scarcity`: the share of the budget that is held.
-        `num_steps`: in how many steps the prefix will be read.
-        `num_lost`: rows past the match that the slot has which would be adopted.
-        """
-        if method is AttachMethod.ADOPT:
-            return num_lost * self.lose_us_per_token
-        size_bytes = plan.num_tokens * row_bytes
-        num_pages = ceil_div(size_bytes, PAGE_BYTES)
-        num_handles = sum(divmod(num_pages, LARGE_PAGES))
-        aliased_pages = sum(extent.num_pages for pages in plan.pages for extent in pages.values())
-        if method is AttachMethod.ALIAS:
-            rest_bytes = max(0, size_bytes - aliased_pages * PAGE_BYTES)
-            return plan.num_handles * self.alias_us + self.map_us + rest_bytes * self.copy_us_per_byte
-        if method is AttachMethod.COPY:
-            missed = _SAVED_BY_L2 * num_steps * size_bytes * self.copy_us_per_byte / 2  # a copy reads and writes
-            taken = num_pages * self.map_us * (1 + scarcity)
-            return size_bytes * self.copy_us_per_byte + num_handles * self.map_us + taken + missed
-        return plan.num_tokens * self.recompute_us_per_token
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# -------- prefix ladder
+    """Extents of the tree are mapped under its slot; the rows in the last, partly matched extent are copied."""
+    COMPUTE = "compute"
+    """It has none: all of them are to be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A new sequence, and how it came to its first tokens."""
+    """A new sequence, and how it got its first tokens."""
 
     sequence: Sequence
     num_tokens: int
-    """Rows [0, num_tokens) hold the first tokens of the prompt; the rest is to be computed."""
+    """Rows [0, num_tokens) hold the first tokens of the prompt; the others are to be computed."""
     method: AttachMethod
-    """The way that was told or chosen: of a prefix shorter than a page nothing may have been there to alias."""
     num_aliased: int = 0
-    """Extents that it shares with others."""
+    """Extents that it shares. 0 by `ALIAS` if less than one extent was known: then all rows are copied."""
 
-    @property
-    def was(self) -> AttachMethod:
-        """What became of it: an alias of nothing is a copy."""
-        return AttachMethod.COPY if self.method is AttachMethod.ALIAS and not self.num_aliased else self.method
+
+class Sources(NamedTuple):
+    """Where matched rows are found besides resident slots."""
+
+    pages: tuple[Pages, ...]
+    """For each group: the extents to alias, by page of the slot."""
+    tails: tuple[Placed | None, ...]
+    """For each group: the extent that holds the rest; None if there is no rest, or only a resident has it."""
+    reach: int
+    """Tokens for which extents alone are enough, without a resident."""
+
+
+_ByPage: TypeAlias = list[dict[int, list[Piece[Placed]]]]
+"""For each group: the pieces on a path, by the first page of their extent."""
+
+
+class Plan:
+    """Where the first `num_tokens` of a match can be had. Valid until the tree changes.
+
+    Extents are looked up on first use: adopting a slot needs none.
+    """
+
+    def __init__(self, memory: SlotMemory, path: list[Node[Placed]], num_tokens: int, starts: list[int]) -> None:
+        self.num_tokens: Final = num_tokens
+        self.starts: Final = starts
+        """For each group: the first row that the next token sees."""
+        self._memory = memory
+        self._path = path
+        node = next(node for node in path if node.end >= num_tokens)
+        self.resident: Final = next(iter(self.slots_with_rows(node)), None)
+        """A slot, live or parked, that has all these rows; None if there is none."""
+
+    def slots_with_rows(self, node: Node[Placed]) -> Iterator[int]:
+        """Residents of a node that still have the rows which the next token sees."""
+        all_starts = self._memory.table.starts
+        for slot in node.residents if node.has_residents else ():
+            if all(all_starts[group, slot] <= start for group, start in enumerate(self.starts)):
+                yield slot
+
+    @functools.cached_property
+    def sources(self) -> Sources:
+        """The extents of the tree that hold these rows."""
+        by_page = _by_page(self._path, len(self.starts))
+        pages: list[Pages] = []
+        tails: list[Placed | None] = []
+        reach = self.num_tokens
+        for index, (arena, start) in enumerate(zip(self._memory.arenas, self.starts, strict=True)):
+            aliased, page = _run_of_extents(by_page[index], arena.group, start, self.num_tokens)
+            tail = None
+            if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
+                tail = _extent_over(page, start, by_page[index], self._path[-1], index)
+                if tail is None:
+                    reach = min(reach, page * PAGE_BYTES // arena.group.row_bytes)
+            pages.append(aliased)
+            tails.append(tail)
+        return Sources(tuple(pages), tuple(tails), reach)
 
 
 class Attacher:
-    """Attaches sequences of one cache to what its tree has. `costs` decides between the ways, measured if there are none.
+    """Attaches sequences of one cache to what its index has. The caller holds the pool's lock."""
 
-    Cost: measuring a copy and an alias, some milliseconds.
-    """
-
-    def __init__(self, cache: KVCache, nodes: PrefixNodes, windows: Windows, costs: Costs | None) -> None:
-        self.costs = costs or Costs()
+    def __init__(self, cache: KVCache, index: PrefixIndex) -> None:
         self._cache = cache
         self._occupancy = cache._occupancy
         self._memory = cache._occupancy.memory
-        self._nodes = nodes
-        self._windows = windows
-        self._is_measured = costs is None
+        self._index = index
+        self._windows = Windows(self._memory)
         self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
-        if self._is_measured:
-            self.costs.calibrate(cache.device)
-            self.costs.alias_us = windows.measure_us() or self.costs.alias_us
-        self._alias_us = self.costs.alias_us
 
-    def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, num_steps: int, end: int) -> Attached:
-        """By `method`, if it can be had at all, or the cheapest. See `PrefixCache.attach`, and for what it raises."""
-        found = self.plan(namespace, tokens)
-        taken, parked = self._choose(found, method, num_steps)
+    def attach(self, tokens: Tokens, namespace: Hashable, *, method: AttachMethod | None, end: int) -> Attached:
+        """By the rule, or by `method` if that is possible. See `PrefixCache.attach`, also for errors."""
         attached: Attached | None = None
-        # What has the rows cannot make room for the rest of them; it can for all of them, computed anew.
+        # A match can hold pages that attaching it needs; without it they can be evicted, and all rows are computed.
         with contextlib.suppress(OutOfPages):
-            if found and taken is AttachMethod.ADOPT and parked is not None:
-                attached = self._adopt(found[0], found[1], parked, end)
-            elif taken in (AttachMethod.ALIAS, AttachMethod.COPY):
-                attached = self._attach_new(namespace, tokens, taken, end)
+            found = None if method is AttachMethod.COMPUTE else self.plan(namespace, tokens)
+            if found is not None:
+                parked = None if method is AttachMethod.ALIAS else self._adoptable(*found, is_forced=method is not None)
+                if parked is not None:
+                    attached = self._adopt(parked, found[1].num_tokens, end)
+                elif method is not AttachMethod.ADOPT:
+                    attached = self._alias(namespace, tokens, end)
         if attached is None:
-            attached = Attached(self._cache.open(max_tokens=end, tenant=namespace), 0, AttachMethod.RECOMPUTE)
+            attached = Attached(self._cache.open(max_tokens=end, tenant=namespace), 0, AttachMethod.COMPUTE)
         return attached
 
     def plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
-        """What of a prompt, but for its last token, can be had; None if nothing. Changes nothing."""
-        match = self._nodes.tree.match(namespace, tokens[: len(tokens) - 1])
-        found = plan(self._memory, self._cache.layout, match)
-        return None if found is None else (match, found)
+        """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
+        match = self._index.tree.match(namespace, tokens[: len(tokens) - 1])
+        num_tokens = match.num_tokens
+        while num_tokens > 0:
+            starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
+            plan = Plan(self._memory, match.path, num_tokens, starts)
+            if plan.resident is not None or plan.sources.reach == num_tokens:
+                return match, plan
+            reach = plan.sources.reach
+            ends = (node.end for node in match.path if reach < node.end < num_tokens and node.has_residents)
+            num_tokens = max(ends, default=reach)
+        return None
 
-    def _choose(
-        self, found: tuple[Match[Placed], Plan] | None, method: AttachMethod | None, num_steps: int
-    ) -> tuple[AttachMethod, ParkedSlot | None]:
-        if found is None:
-            return AttachMethod.RECOMPUTE, None
-        match, best = found
-        parked = self._adoptable(match, best) if method in (None, AttachMethod.ADOPT) else None
-        possible = [AttachMethod.ALIAS, AttachMethod.RECOMPUTE]
-        if parked is not None:
-            possible.append(AttachMethod.ADOPT)
-        if best.resident is not None:
-            possible.append(AttachMethod.COPY)
-        if method is not None:
-            return (method if method in possible else AttachMethod.RECOMPUTE), parked
-        pool = self._cache.pool
-        scarcity = pool.held_bytes / pool.budget_bytes
-        if self._is_measured:
-            self.costs.map_us = self._memory.mapper.map_us
-            # A page of one's own takes all that an alias takes, and more: a busy host's figures at start-up are not believed.
-            self.costs.alias_us = min(self._alias_us, self.costs.map_us)
-        num_lost = 0 if parked is None else parked.length - best.num_tokens
-
-        def cost(each: AttachMethod) -> float:
-            return self.costs.of(each, best, self._row_bytes, scarcity=scarcity, num_steps=num_steps, num_lost=num_lost)
-
-        if parked is not None and cost(AttachMethod.ADOPT) <= self.costs.map_us:
-            return AttachMethod.ADOPT, parked  # no alias is cheaper, and what could be aliased need not be looked up
-
-        return min(possible, key=cost), parked
-
-    def _adoptable(self, match: Match[Placed], best: Plan) -> ParkedSlot | None:
-        """A parked slot with these rows, of which nothing that others need would be written over; the shortest."""
-        deepest = match.deepest
-        assert deepest is not None
-        slots = [slot for slot in deepest.residents if slot in self._nodes.kept] if deepest.has_residents else []
-        parked = [self._occupancy.parked[slot] for slot in slots if isinstance(slot, int)]
-        starts = [self._cache.layout.start_for(group, best.num_tokens) for group in self._cache.layout.groups]
+    def _adoptable(self, match: Match[Placed], plan: Plan, *, is_forced: bool) -> ParkedSlot | None:
+        """The shortest parked slot with these rows that may be overwritten past them; None if there is none."""
+        most_tokens = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
         fitting = [
-            each
-            for each in parked
-            if all(self._memory.table.starts[index, each.slot] <= start for index, start in enumerate(starts))
-            and self._nodes.is_free_past(each.slot, best.num_tokens)
+            self._occupancy.parked[slot]
+            for slot in plan.slots_with_rows(match.path[-1])
+            if slot in self._index.parked_at
+            and self._occupancy.parked[slot].length - plan.num_tokens <= most_tokens
+            and self._index.is_free_past(slot, plan.num_tokens)
         ]
-        return min(fitting, key=lambda each: (each.length, -each.stamp), default=None)
+        return min(fitting, key=lambda parked: (parked.length, -parked.stamp), default=None)
 
-    def _adopt(self, match: Match[Placed], best: Plan, parked: ParkedSlot, end: int) -> Attached:
-        """The nodes past the match go, for their rows will be written over; what they held is the slot's alone."""
-        slot, num_tokens = parked.slot, best.num_tokens
-        self._nodes.shorten(slot, num_tokens, discard=True)
+    def _adopt(self, parked: ParkedSlot, num_tokens: int, end: int) -> Attached:
+        """The nodes past the match are removed, for their rows will be overwritten. Their extents are the slot's alone."""
+        slot, index = parked.slot, self._index
+        index.shorten(slot, num_tokens, discard=True)
         parked.length = num_tokens
-        node = self._nodes.kept.pop(slot)
-        self._nodes.tree.lock(node)  # making room does not evict what is being adopted
+        node = index.parked_at.pop(slot)
+        index.tree.lock(node)  # making room must not evict what is being adopted
         try:
             sequence = self._occupancy.take_over(parked, num_tokens, end)
         except BaseException:
-            self._nodes.kept[slot] = node
+            index.parked_at[slot] = node
             raise
         finally:
-            self._nodes.tree.unlock(node)
+            index.tree.unlock(node)
         return Attached(sequence, num_tokens, AttachMethod.ADOPT)
 
-    def _attach_new(self, namespace: Hashable, tokens: Tokens, method: AttachMethod, end: int) -> Attached | None:
-        """By alias or copy, into a slot with nothing in it; None if the match has gone while one was cleared."""
-        occupancy, memory = self._occupancy, self._memory
+    def _alias(self, namespace: Hashable, tokens: Tokens, end: int) -> Attached | None:
+        """Into a free slot; None if the match was evicted while one was made free."""
+        occupancy, memory, index, pool = self._occupancy, self._memory, self._index, self._cache.pool
         slot = occupancy.clear_run(1)
         found = self.plan(namespace, tokens)
-        if found is None or (method is AttachMethod.COPY and found[1].resident is None):
+        if found is None:
             return None
-        match, best = found
-        deepest = match.deepest
-        assert deepest is not None
-        pages: tuple[Pages, ...] = best.pages if method is AttachMethod.ALIAS else tuple({} for _ in best.pages)
-        for index, group in enumerate(self._cache.layout.groups):
-            memory.table.starts[index, slot] = self._cache.layout.start_for(group, best.num_tokens)
-        tails = [tail.extent for tail in best.tails if tail is not None]
-        self._nodes.tree.lock(deepest)  # making room evicts nothing that is about to be read: no slot with these rows,
-        for extent in tails:  # nor extents of nodes below
-            self._cache.pool.hold(extent)
-        self._nodes.source = best.resident
+        match, plan = found
+        node, pages = match.path[-1], plan.sources.pages
+        memory.table.starts[:, slot] = plan.starts
+        tails = [tail.extent for tail in plan.sources.tails if tail is not None]
+        # Making room must not evict what is about to be read: neither a slot with these rows, nor extents of nodes below.
+        index.tree.lock(node)
+        pool.hold(*tails)
+        index.source = plan.resident
         try:
-            sequence = occupancy.open_with(
-                slot, end, namespace, best.num_tokens, pages, _Rest(self._memory, self._windows, best)
-            )
-            if best.resident in occupancy.parked:
+            rest = _Rest(memory, self._windows, plan)
+            sequence = occupancy.open_with(slot, end, namespace, plan.num_tokens, pages, rest)
+            if plan.resident in occupancy.parked:
                 try:
-                    occupancy.parked[best.resident].fence = memory.fence()
+                    occupancy.parked[plan.resident].fence = memory.fence()
                 except BaseException:
                     sequence.close()
                     raise
         finally:
-            self._nodes.source = None
-            self._nodes.tree.unlock(deepest)
+            index.source = None
+            index.tree.unlock(node)
             for extent in tails:
-                self._cache.pool.drop(extent)
-        return Attached(sequence, best.num_tokens, method, num_aliased=sum(map(len, pages)))
+                pool.drop(extent)
+        return Attached(sequence, plan.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, pages)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """Where the rows of a plan are copied from that are not aliased: a resident's slot, or an extent of the tree."""
+    """Copies the rows of a plan that are not aliased, from a resident's slot or an extent of the tree."""
 
     memory: SlotMemory
     windows: Windows
@@ -282,6 +231,52 @@ class _Rest:
         if self.plan.resident is not None:
             SlotRows(self.memory, self.plan.resident).copy(group, first_byte, size_bytes, target)
         else:
-            tail = self.plan.tails[group]
-            assert tail is not None, "rows are missing and nobody has them"
+            tail = self.plan.sources.tails[group]
+            assert tail is not None, "rows are missing and nothing has them"
             self.windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, size_bytes, target)
+
+
+def _by_page(path: list[Node[Placed]], num_groups: int) -> _ByPage:
+    known: _ByPage = [{} for _ in range(num_groups)]
+    for node in path:
+        for piece in node.pieces:
+            known[piece.group].setdefault(piece.value.page, []).append(piece)
+    return known
+
+
+def _run_of_extents(
+    by_page: dict[int, list[Piece[Placed]]], group: Group, start: int, num_tokens: int
+) -> tuple[dict[int, Extent], int]:
+    """Adjoining extents that hold only matched rows, from the first needed page on, the largest first; and where they end."""
+    page = start * group.row_bytes // PAGE_BYTES
+    run: dict[int, Extent] = {}
+    while usable := [
+        piece.value.extent
+        for piece in by_page.get(page, ())
+        if piece.end_token <= num_tokens and piece.value.first_token <= start
+    ]:
+        run[page] = max(usable, key=lambda extent: extent.num_pages)
+        page += run[page].num_pages
+    return run, page
+
+
+def _extent_over(
+    page: int, start: int, by_page: dict[int, list[Piece[Placed]]], deepest: Node[Placed], group: int
+) -> Placed | None:
+    """An extent with the matched rows of a page: on the path, or below its end, where all branches have the same rows."""
+    on_path = (piece for first in (page, page // LARGE_PAGES * LARGE_PAGES) for piece in by_page.get(first, ()))
+    for piece in itertools.chain(on_path, _pieces_below(deepest, group)):
+        placed = piece.value
+        if placed.page <= page < placed.end_page and placed.first_token <= start:
+            return placed
+    return None
+
+
+def _pieces_below(node: Node[Placed], group: int) -> Iterator[Piece[Placed]]:
+    """The pieces of one branch below a node, as far down as they can hold rows from before its end."""
+    end = node.end
+    while node.children:
+        node = next(iter(node.children.values()))
+        yield from (piece for piece in node.pieces if piece.group == group)
+        if node.pieces and node.start > end:
+            return

@@ -1,20 +1,19 @@
 """Prefixes shared between sequences: a radix tree over extents, under contiguous addresses.
 
-    attach ──> running ──insert──> running ──park──> kept in its slot ──attach──> running
+    attach ──> running ──insert──> running ──park──> parked in its slot ──attach──> running
                   │                                        │
                   └──────────── release ──> extents kept in the tree, evicted from its leaves
 
-What SGLang's RadixAttention and vLLM's prefix caching give a block table is given here to addresses: an extent that the tree
-holds is mapped into as many slots as match its tokens. The rows of a node are in extents (full pages, which nobody writes any
-more) and, while they last, in the slots of sequences that have or had them: its *residents*.
+SGLang's RadixAttention and vLLM's prefix caching share blocks through block tables. Here an extent that the tree holds is
+mapped into every slot that matches its tokens.
 
-Only what a caller has confirmed is shared: rows that were computed and read back, not merely launched.
+Only confirmed rows are shared: rows that were computed and read back by the host, not merely launched.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,9 @@ from vmmkv.arguments import whole
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
-from vmmkv.memory.sharing import Windows
-from vmmkv.prefix.attach import Attached, Attacher, AttachMethod, Costs
-from vmmkv.prefix.index import Placed, PrefixNodes, Running
-from vmmkv.prefix.promotion import HOT, promote_some, resident_of
-from vmmkv.prefix.radix_tree import Node, Tokens, pack
+from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
+from vmmkv.prefix.index import PrefixIndex, Running
+from vmmkv.prefix.radix_tree import Tokens, pack
 from vmmkv.units import counted, format_bytes
 
 
@@ -38,66 +35,51 @@ class PrefixStats:
 
     num_nodes: int
     num_tokens: int
-    """On all paths, those of a shared prefix once."""
+    """On all paths; those of a shared prefix count once."""
     held_bytes: int
-    """Of extents that the tree holds, whether or not sequences map them too."""
+    """In extents that the tree holds, whether or not sequences map them too."""
     attached: dict[str, int]
-    """How often by each method; an alias of nothing, for less than a page was known, is a copy."""
+    """Sequences attached, by method."""
     attach_us: dict[str, float]
-    """How long that took in all."""
+    """Host time that attaching took in all, by method."""
     hit_tokens: int
     missed_tokens: int
-    """Of the prompts attached: tokens that had to be computed."""
+    """Tokens of attached prompts that had to be computed."""
     inserted_pages: int
     duplicate_pages: int
-    """Computed by two sequences at once: one copy stays private, and goes with its sequence."""
+    """Pages that two sequences computed at once: one copy stays private, and goes with its sequence."""
     evicted_pages: int
-    promoted_bytes: int
-
-
-@dataclass(eq=False, slots=True)
-class _Counts:
-    attached: Counter[str] = field(default_factory=Counter)
-    attach_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    hit_tokens: int = 0
-    missed_tokens: int = 0
-    promoted_bytes: int = 0
 
 
 class PrefixCache:
     """The prefixes of one cache. It takes the pool's lock for every operation, as the cache does.
 
-    Sequences come from `attach` and end by `park` or `release` (or by their own `close`: then what was inserted stays). The
-    cache may have other sequences besides, which the tree does not know. One PrefixCache a cache.
-    Cost: measuring a copy, some milliseconds; a reserve. Raises: ValueError if the cache has one.
+    Sequences come from `attach` and end by `park`, `release` or their own `close`; what was inserted stays. The cache may
+    have other sequences besides, of which the tree knows nothing. A cache has one PrefixCache at most.
+    Cost: a reserve. Raises: ValueError if the cache has one.
     """
 
-    def __init__(self, cache: KVCache, costs: Costs | None = None) -> None:
+    def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        occupancy = cache._occupancy
+        self._occupancy = cache._occupancy
         with cache.pool.lock:
-            if occupancy.keeper is not None:
+            if self._occupancy.keeper is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
-            self._occupancy = occupancy
-            self._memory = occupancy.memory
-            self._nodes = PrefixNodes(cache.layout, occupancy)
-            self._windows = Windows(self._memory)
-            self._ladder = Attacher(cache, self._nodes, self._windows, costs)
-            self.costs = self._ladder.costs
-            """What decides between the methods; `recompute_us_per_token` is for the owner of the model to set."""
-            self._counts = _Counts()
-            self._hot: list[Node[Placed]] = []
-            """Hit often enough to be promoted, and not looked at since."""
-            occupancy.keeper = self._nodes
+            self._index = PrefixIndex(cache)
+            self._attacher = Attacher(cache, self._index)
+            self._attached: Counter[AttachMethod] = Counter()
+            self._attach_ns: Counter[AttachMethod] = Counter()
+            self._hit_tokens = self._missed_tokens = 0
+            self._occupancy.keeper = self._index
 
     # in
 
     def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
-        """How many of the first tokens could be attached now, at most all but one. Changes nothing."""
+        """How many of the first tokens could be attached now, all but one at most. Changes nothing."""
         tokens = _checked(tokens)
         with self.cache.pool.lock:
             self.cache._check_open()
-            found = self._ladder.plan(namespace, tokens)
+            found = self._attacher.plan(namespace, tokens)
             return found[1].num_tokens if found else 0
 
     def attach(
@@ -106,87 +88,75 @@ class PrefixCache:
         *,
         namespace: Hashable = None,
         max_tokens: int | None = None,
-        num_steps: int = 0,
         method: AttachMethod | str | None = None,
     ) -> Attached:
-        """A new sequence with as many of a prompt's tokens as are known, at most all but the last: that one is computed.
+        """A new sequence with as many of a prompt's tokens as are known. The last token is always left to be computed.
 
-        The rows attached are to be read only: others have them too. Rows from `num_tokens` on are the sequence's own; whoever
-        wants to write before that truncates first. `tokens`: ids as a list, a tuple, or an array or tensor of one dimension; an
-        int32 array is the fastest.
+        Attached rows may be shared and are to be read only; `truncate` before writing them. Rows from `num_tokens` on are the
+        sequence's own. `tokens`: ids as a list, a tuple, or an array or tensor of one dimension; an int32 array is the
+        fastest.
 
-        `namespace` is whatever makes equal tokens different: tenant or salt, model, adapter, KV type. It is the sequence's
-        tenant. `num_steps`: in about how many steps the prefix will be read (see `Costs`). `method` forces one, if possible;
-        else all is computed.
-        Cost: what `method` says of the one returned; see `Costs`. Blocks only as `KVCache.open` and `grow` do.
-        Who finds no page for the rows that are not shared computes all of them.
+        `namespace` separates equal tokens that mean different rows: by tenant or salt, model, adapter, KV type. It is the
+        sequence's tenant. `method` forces one, or computing if that one is not possible; see `vmmkv.prefix.attach` for the
+        rule without it. If pages for the copied rows are missing, all rows are left to be computed.
+
+        Cost: adopt, a write of the limit; alias, a map and an access call for each extent and a copy; compute, as
+        `KVCache.open`. Blocks only as `KVCache.open` and `grow` do.
         Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError; then nothing is attached.
         """
         tokens = _checked(tokens)
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
-        if num_steps < 0:
-            raise ValueError(f"num_steps={num_steps}: in how many steps a prefix is read is at least 0")
         with self.cache.pool.lock:
             began_ns = time.perf_counter_ns()
             end = self.cache._check_end(max_tokens)
             if len(tokens) > end:
                 raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
-            attached = self._ladder.attach(tokens, namespace, method=method, num_steps=num_steps, end=end)
-            self._enter(attached, namespace, tokens)
-            counts, name = self._counts, attached.was.value
-            counts.attached[name] += 1
-            counts.attach_us[name] += (time.perf_counter_ns() - began_ns) / 1e3
-            counts.hit_tokens += attached.num_tokens
-            counts.missed_tokens += len(tokens) - attached.num_tokens
+            attached = self._attacher.attach(tokens, namespace, method=method, end=end)
+            slot, num_tokens = attached.sequence.slot, attached.num_tokens
+            self._index.running[slot] = Running(namespace, None, 0)
+            if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
+                self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
+            self._attached[attached.method] += 1
+            self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
+            self._hit_tokens += num_tokens
+            self._missed_tokens += len(tokens) - num_tokens
             return attached
-
-    def _enter(self, attached: Attached, namespace: Hashable, tokens: Tokens) -> None:
-        """The tree knows the sequence; what was copied for it is shared at once, for it is a copy of what was confirmed."""
-        slot, num_tokens = attached.sequence.slot, attached.num_tokens
-        self._nodes.running[slot] = Running(namespace, None, 0)
-        if num_tokens:
-            self._nodes.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
-            node = self._nodes.running[slot].node
-            assert node is not None
-            node.num_hits += 1
-            if node.num_hits == HOT:
-                self._hot.append(node)
 
     # on and out
 
     def insert(self, sequence: Sequence, tokens: Tokens) -> None:
-        """The first rows of a sequence are confirmed and hold these tokens: from now on they are shared, and not to be written.
+        """Share the first rows of a sequence, which are confirmed and hold these tokens; they are not written any more.
 
-        Rows behind those attached may be of other tokens than `attach` was asked for: what is said here counts.
-        Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, or did not
+        Rows past the attached ones may be of other tokens than `attach` was given: what is inserted counts.
+        Cost: host work by the number of tokens; no driver call. Raises ValueError if the sequence has fewer tokens, did not
         come from `attach`, or had other tokens inserted.
         """
         with self.cache.pool.lock:
             self._insert(sequence, tokens)
 
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
-        """A sequence is over: insert its tokens, and keep its slot as it is, to be adopted by who goes on from there."""
+        """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
         with self.cache.pool.lock:
             running = self._insert(sequence, tokens)
             if running.node is None:
                 sequence.close()
                 return
             node, slot = running.node, sequence.slot
-            del self._nodes.running[slot]  # so that nobody takes its rows for gone
+            del self._index.running[slot]  # else parking would take its rows for gone
             try:
                 self._occupancy.park(sequence, running.num_tokens)
             except BaseException:
-                self._nodes.running[slot] = running
+                self._index.running[slot] = running
                 raise
-            self._nodes.tree.unlock(node)
-            self._nodes.kept[slot] = node
+            self._index.tree.unlock(node)
+            self._index.parked_at[slot] = node
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
-        """A sequence is over, or gives way: insert its tokens, and give its slot back. Full extents stay in the tree.
+        """End or preempt a sequence: insert its tokens, and free its slot. Full extents stay in the tree.
 
-        Rows in a page that is not full go with the slot: `park` keeps those too. If it raises, the sequence still runs.
+        Rows in a page that is not full are lost; `park` keeps those too. If this raises, the sequence still runs.
         """
         with self.cache.pool.lock:
             if len(tokens):
@@ -194,7 +164,13 @@ class PrefixCache:
             sequence.close()
 
     def _insert(self, sequence: Sequence, tokens: Tokens) -> Running:
-        running, tokens = self._known(sequence), _checked(tokens)
+        running = self._index.running.get(sequence.slot)
+        if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
+            raise ValueError(
+                f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
+                "is no prefix's, and ends by close()"
+            )
+        tokens = _checked(tokens)
         num_tokens = len(tokens)
         if not running.num_tokens <= num_tokens <= sequence.length:
             raise ValueError(
@@ -203,18 +179,9 @@ class PrefixCache:
                 f"after advance()"
             )
         if num_tokens > running.num_tokens:
-            self._nodes.extend(sequence.slot, tokens)
+            self._index.extend(sequence.slot, tokens)
         else:
-            self._nodes.known_path(sequence.slot, tokens)
-        return running
-
-    def _known(self, sequence: Sequence) -> Running:
-        running = self._nodes.running.get(sequence.slot)
-        if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
-            raise ValueError(
-                f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
-                "is no prefix's, and ends by close()"
-            )
+            self._index.known_path(sequence.slot, tokens)
         return running
 
     # pins, and the rest
@@ -222,98 +189,78 @@ class PrefixCache:
     def pin(self, tokens: Tokens, *, namespace: Hashable = None, ttl_s: float | None = None) -> int:
         """Keep what is known of some tokens for `ttl_s` seconds (for ever if None); how many tokens that are.
 
-        Full extents are kept whatever happens; rows in a page that is not full for as long as the slot that has them is not
-        needed for want of any other.
+        Full extents are never evicted. Rows in a page that is not full are kept until no other slot can be taken.
         """
         tokens = _checked(tokens)
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
             self.cache._check_open()
-            match = self._nodes.tree.match(namespace, tokens)
+            match = self._index.tree.match(namespace, tokens)
             if match.deepest is None:
                 return 0
-            node = self._nodes.tree.insert(namespace, tokens[: match.num_tokens]).node
-            self._nodes.tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
+            node = self._index.tree.insert(namespace, tokens[: match.num_tokens]).node
+            self._index.tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)
             return match.num_tokens
 
     def unpin(self, tokens: Tokens, *, namespace: Hashable = None) -> None:
-        """Let it, and whatever is pinned on the way to it, go like everything else."""
+        """Let these tokens, and whatever is pinned on the way to them, be evicted like everything else."""
         tokens = _checked(tokens)
         with self.cache.pool.lock:
-            for node in self._nodes.tree.match(namespace, tokens).path:
-                self._nodes.tree.pin(node, None)
+            for node in self._index.tree.match(namespace, tokens).path:
+                self._index.tree.pin(node, None)
 
     def evict(self, num_pages: int | None = None) -> int:
-        """Give up what was used least recently, at least `num_pages` pages if there are so many (all by default)."""
+        """Evict the least recently used leaves, at least `num_pages` pages if there are so many (all by default)."""
         wanted = None if num_pages is None else whole("num_pages", num_pages)
         with self.cache.pool.lock:
-            before = self._nodes.counts.evicted_pages
-            while wanted is None or self._nodes.counts.evicted_pages - before < wanted:
-                if self._nodes.tree.oldest_evictable() is None:
+            before = self._index.evicted_pages
+            while wanted is None or self._index.evicted_pages - before < wanted:
+                if self._index.tree.oldest_evictable() is None:
                     break
-                self._nodes.evict_oldest()
-            return self._nodes.counts.evicted_pages - before
+                self._index.evict_oldest()
+            return self._index.evicted_pages - before
 
     def stats(self) -> PrefixStats:
-        """What is held and what was done."""
+        """The prefix cache at this moment."""
         with self.cache.pool.lock:
-            counts, nodes = self._counts, self._nodes
+            index = self._index
             return PrefixStats(
-                num_nodes=self._nodes.tree.num_nodes,
-                num_tokens=self._nodes.tree.num_tokens,
-                held_bytes=nodes.counts.held_bytes,
-                attached={method.value: counts.attached[method.value] for method in AttachMethod},
-                attach_us={method.value: counts.attach_us[method.value] for method in AttachMethod},
-                hit_tokens=counts.hit_tokens,
-                missed_tokens=counts.missed_tokens,
-                inserted_pages=nodes.counts.inserted_pages,
-                duplicate_pages=nodes.counts.duplicate_pages,
-                evicted_pages=nodes.counts.evicted_pages,
-                promoted_bytes=counts.promoted_bytes,
+                num_nodes=index.tree.num_nodes,
+                num_tokens=index.tree.num_tokens,
+                held_bytes=index.held_bytes,
+                attached={method.value: self._attached[method] for method in AttachMethod},
+                attach_us={method.value: self._attach_ns[method] / 1e3 for method in AttachMethod},
+                hit_tokens=self._hit_tokens,
+                missed_tokens=self._missed_tokens,
+                inserted_pages=index.inserted_pages,
+                duplicate_pages=index.duplicate_pages,
+                evicted_pages=index.evicted_pages,
             )
 
-    def promote(self, budget_us: float = float("inf")) -> int:
-        """Copy hot prefixes into large extents for those who come later, for about that long; the bytes promoted.
-
-        Call it while launched work is queued, as `KVCache.map_ahead`; it takes no page from anybody..
-        """
-        began_ns, num_bytes = time.perf_counter_ns(), 0
-        with self.cache.pool.lock:
-            while self._hot and (time.perf_counter_ns() - began_ns) / 1e3 < budget_us:
-                node = self._hot[-1]
-                source = resident_of(node)
-                done = promote_some(self._nodes.tree, self._memory, self._windows, node) if node.parent is not None else 0
-                if done and source in self._occupancy.parked:
-                    self._occupancy.parked[source].fence = self._memory.fence()
-                num_bytes += done
-                if not done:
-                    self._hot.pop()
-            self._counts.promoted_bytes += num_bytes
-        return num_bytes
-
     def free_slots(self, count: int) -> None:
-        """Give up parked slots, the oldest first, until `count` are free or closing; the tree keeps their full extents.
+        """Evict parked slots, the oldest first, until `count` slots are free or closing; the tree keeps their full extents.
 
-        For whoever has more slots than sequences: who attaches by alias wants a bare slot, and unmapping one takes time. No
-        driver call: `KVCache.map_ahead` unmaps.
+        For caches with more slots than sequences: an alias needs a bare slot, and unmapping one takes time. Pinned slots
+        stay. No driver call: `KVCache.map_ahead` unmaps.
         """
         with self.cache.pool.lock:
             table = self._occupancy.table
             missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
-            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._nodes.is_pinned(slot)]
+            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._index.is_pinned(slot)]
             for parked in unpinned[: max(0, missing)]:
                 self._occupancy.evict(parked)
 
     def __repr__(self) -> str:
         if self.cache.closed:
             return f"<PrefixCache on {self.cache.device}, closed>"
-        tokens, held = counted(self._nodes.tree.num_tokens, "token"), format_bytes(self._nodes.counts.held_bytes)
-        return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(self._nodes.tree.num_nodes, 'node')}, {held} held>"
+        tree = self._index.tree
+        tokens, held = counted(tree.num_tokens, "token"), format_bytes(self._index.held_bytes)
+        return f"<PrefixCache on {self.cache.device}: {tokens} in {counted(tree.num_nodes, 'node')}, {held} held>"
 
 
 def _checked(tokens: Tokens | torch.Tensor) -> npt.NDArray[np.int32]:
-    """Token ids as an array. Raises ValueError for what is none."""
+    """Token ids as an array. Raises ValueError for anything else."""
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
     if isinstance(tokens, str | bytes | bytearray):

@@ -1,13 +1,19 @@
-"""A radix tree over token ids: which prefixes are known, what is held for them, and what goes first.
+"""A radix tree over token ids: which prefixes are known, what is held for them, and what is evicted first.
 
-The idea is RadixAttention's (SGLang), but a node holds *pieces*: whatever the owner keeps for a run of tokens, each usable by
-whoever matches up to its last token. The tree knows nothing of memory. Token ids are compared, never only hashed, and paths
-of two namespaces never meet.
+The idea is RadixAttention's (SGLang), but a node holds *pieces*: values that the owner keeps for a run of tokens, each usable
+with a match up to its last token. The tree knows nothing of memory. Token ids are compared, never only hashed, and paths of
+two namespaces never meet.
 
     namespace "red":    root --[sys prompt]--+--[question 1][answer 1]--[question 2] ...
                                              +--[question 3] ...
 
-Costs do not depend on the number of nodes, but for the logarithm of the heap of leaves. One thread at a time.
+    tokens        a b c d e f g h            pieces       end_token 4, 8 and 10 of the path a..j
+                  ^       ^       ^
+    node          |start  |       |end       [start, end) of the path; the edge holds these tokens
+    its parent  --|end    |
+    its pieces            4       8          start < end_token <= end: a match of 4 tokens may use the first
+
+Costs grow with the tokens of a call and the logarithm of the number of leaves. One thread at a time.
 """
 
 import itertools
@@ -25,18 +31,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-# -------- radix node
-# What a radix tree over token ids is made of: nodes, the pieces that they hold, and token ids packed as bytes.
-#
-#     tokens        a b c d e f g h            pieces       end_token 4, 8 and 10 of the path a..j
-#                   ^       ^       ^
-#     node          |start  |       |end       [start, end) of the path: the edge is what the parent's lacks
-#     its parent  --|end    |
-#     its pieces            4       8          start < end_token <= end, so that whoever matches 4 tokens may use the first
-#
-# An edge is four bytes a token in one `bytes`: compared by memcmp and in place, 33 bytes of overhead, and read-only. A split
-# copies both halves instead of sharing one buffer: a node that outlives the rest of its path then keeps no more than its own.
-
 T = TypeVar("T")
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any]
@@ -49,36 +43,44 @@ class Piece(NamedTuple, Generic[T]):
     """What a node holds of the memory under its tokens."""
 
     end_token: int
-    """Usable by whoever matches at least so many tokens of the path."""
+    """Usable with a match of at least so many tokens of the path."""
     value: T
     """An extent and where it stands, a block of a block table, ..."""
     group: int = 0
-    """Pieces of different groups may end at one token; of one group, one piece does."""
+    """Pieces of different groups may end at one token; one group has one piece there."""
 
 
 piece_place = itemgetter(0, 2)
-"""What tells pieces of one path apart, and their order: end_token, then group."""
+"""Identifies a piece on its path, and orders them: end_token, then group."""
 
 _end_token = itemgetter(0)
 
 
-class Node(Generic[T]):
-    """An edge and what hangs at its end. `RadixTree` alone changes it, but for `residents`, which are its owner's."""
+def pack(tokens: Tokens) -> bytes:
+    """Token ids as native int32. Raises ValueError for anything else."""
+    try:
+        ids = tokens if isinstance(tokens, np.ndarray) else np.asarray(array("i", tokens))
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"tokens: {error}; wanted integers in [0, 2**31)") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"tokens: an array {ids.shape} of {ids.dtype}; wanted one dimension of integers")
+    # For a short prompt argmin takes a quarter of the time of min.
+    if len(ids) and (ids[ids.argmin()] < 0 or (ids.dtype != np.int32 and ids[ids.argmax()] >= 2**31)):
+        raise ValueError(f"tokens: from {ids.min()} to {ids.max()}; wanted integers in [0, 2**31)")
+    return ids.astype(np.int32, copy=False).tobytes()
 
-    __slots__ = (
-        "_residents",
-        "below",
-        "edge",
-        "end",
-        "locks",
-        "num_hits",
-        "parent",
-        "pieces",
-        "pinned_until",
-        "queue",
-        "stamp",
-        "start",
-    )
+
+# nodes
+
+
+class Node(Generic[T]):
+    """An edge and the children at its end. `RadixTree` alone changes it, except for `residents`, which are its owner's.
+
+    An edge is one `bytes` with four bytes a token: memcmp compares it in place, and it has 33 bytes of overhead. A split copies
+    both halves instead of sharing one buffer, so that a node which outlives the rest of its path keeps its own tokens only.
+    """
+
+    __slots__ = ("_residents", "below", "edge", "end", "locks", "parent", "pieces", "pinned_until", "queue", "stamp", "start")
 
     def __init__(self, parent: "Node[T] | None", edge: bytes, start: int, stamp: int) -> None:
         self.edge = edge
@@ -86,24 +88,22 @@ class Node(Generic[T]):
         self.start = start
         """Tokens of the path before the edge."""
         self.end = start + len(edge) // TOKEN_BYTES
-        """Tokens of the path up to and with the edge."""
+        """Tokens of the path, those of the edge included."""
         self.parent = parent
         """None for the root of a namespace, and for a node that was removed."""
         self.below: dict[int, Node[T]] | Node[T] | None = None
-        """The children by the first token of their edge; or the only child, for a dictionary takes 232 bytes; or None."""
+        """The children by the first token of their edge, or the only child (a dictionary takes 232 bytes), or None."""
         self.pieces: tuple[Piece[T], ...] = ()
         """In order of `piece_place`; start < end_token <= end."""
         self.locks = 0
-        """Running sequences that use the path up to here. Above 0, it is not evicted; nor is an ancestor, for it is no leaf."""
-        self.num_hits = 0
-        """How often somebody ended here who had these tokens from here: for the owner to count."""
+        """Running sequences that use the path up to here. While there are any, neither it nor an ancestor is evicted."""
         self.stamp = stamp
-        """When it was last used itself, or a descendant that has been removed since; of a leaf, when it was last used."""
+        """The last use of the node itself, or of a descendant that has been removed since."""
         self.pinned_until: float | None = None
         """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
-        self.queue = 0
-        """Where `EvictionOrder` has it."""
-        self._residents: set[Hashable] | None = None
+        self.queue = _NOWHERE
+        """The heap of `_EvictionOrder` that has its entry."""
+        self._residents: set[int] | None = None
 
     def __repr__(self) -> str:
         state = f", {self.locks} locks" * (self.locks > 0) + f", pinned until {self.pinned_until}" * bool(self.pinned_until)
@@ -111,12 +111,12 @@ class Node(Generic[T]):
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The token ids of the edge, read-only: `end - start` of them."""
+        """The token ids of the edge, read-only."""
         return np.frombuffer(self.edge, dtype=np.int32)
 
     @property
-    def residents(self) -> set[Hashable]:
-        """The slots whose rows hold this whole path up to `end`; the set is made when it is first asked for (216 bytes)."""
+    def residents(self) -> set[int]:
+        """The slots whose rows hold the whole path up to `end`; the set is made on first use (216 bytes)."""
         if self._residents is None:
             self._residents = set()
         return self._residents
@@ -139,7 +139,7 @@ class Node(Generic[T]):
 
     @property
     def children(self) -> Mapping[int, "Node[T]"]:
-        """By the first token of their edge. O(1), and made for the occasion if there is none or one: ask `is_leaf` instead."""
+        """By the first token of their edge. A new dictionary if there is none or one: use `is_leaf` where that is enough."""
         below = self.below
         return {} if below is None else {below.first_token: below} if isinstance(below, Node) else below
 
@@ -159,7 +159,7 @@ class Node(Generic[T]):
         return path
 
     def adopt(self, child: "Node[T]") -> None:
-        """A node becomes a child, instead of the one with its first token if there is one."""
+        """Add a child, in place of the one with its first token if there is one."""
         child.parent = self
         token, below = child.first_token, self.below
         if isinstance(below, dict):
@@ -170,7 +170,7 @@ class Node(Generic[T]):
             self.below = {below.first_token: below, token: child}
 
     def disown(self, child: "Node[T]") -> None:
-        """A child is none any more."""
+        """Remove a child."""
         child.parent = None
         if isinstance(self.below, dict):
             del self.below[child.first_token]
@@ -180,7 +180,7 @@ class Node(Generic[T]):
             self.below = None
 
     def cut(self, num_tokens: int) -> tuple[bytes, tuple[Piece[T], ...]]:
-        """What the edge and the pieces have past `num_tokens` of the path goes from them and is returned."""
+        """Shorten the edge to end at `num_tokens` of the path; the rest of the edge, and the pieces past it."""
         at = (num_tokens - self.start) * TOKEN_BYTES
         num_pieces = bisect_right(self.pieces, num_tokens, key=_end_token)
         edge, pieces = self.edge[at:], self.pieces[num_pieces:]
@@ -192,7 +192,7 @@ class Node(Generic[T]):
         assert self.parent is not None
         upper: Node[T] = Node(self.parent, self.edge, self.start, self.stamp)
         upper.pieces = self.pieces
-        self.parent.adopt(upper)  # while this node's first token still says in whose place
+        self.parent.adopt(upper)  # while this node's first token still names the place
         self.edge, self.pieces = upper.cut(num_tokens)
         self.start = num_tokens
         upper.adopt(self)
@@ -201,7 +201,7 @@ class Node(Generic[T]):
         return upper
 
     def take(self, pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
-        """Add pieces, in order and within the edge; return those for whose place it has one already."""
+        """Add pieces, in order and within the edge; those whose place is taken already are returned."""
         if not self.pieces or self.pieces[-1].end_token < pieces[0].end_token:
             self.pieces = (*self.pieces, *pieces)
             return []
@@ -213,8 +213,8 @@ class Node(Generic[T]):
         return [piece for piece in pieces if piece_place(piece) in taken]
 
 
-class Root(Node[T]):
-    """Of a namespace: no tokens, no pieces, and never alone."""
+class _Root(Node[T]):
+    """The root of a namespace: no tokens, no pieces, and never without children."""
 
     __slots__ = ("namespace",)
 
@@ -224,7 +224,7 @@ class Root(Node[T]):
 
 
 class Match(NamedTuple, Generic[T]):
-    """The longest known prefix of some tokens. Good until the tree changes."""
+    """The longest known prefix of some tokens. Valid until the tree changes."""
 
     path: list[Node[T]]
     """From below the root; all but the last are matched to their end."""
@@ -232,18 +232,8 @@ class Match(NamedTuple, Generic[T]):
 
     @property
     def deepest(self) -> Node[T] | None:
-        """The last node of which a token is matched; None if none is."""
+        """The last node of which a token is matched; None if there is none."""
         return self.path[-1] if self.path else None
-
-    @property
-    def part(self) -> int:
-        """Tokens of the deepest node's edge that are matched: from 1 to all of them; 0 if there is no such node."""
-        return self.num_tokens - self.path[-1].start if self.path else 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Does the match end where a node does?"""
-        return not self.path or self.num_tokens == self.path[-1].end
 
 
 class Inserted(NamedTuple, Generic[T]):
@@ -255,196 +245,7 @@ class Inserted(NamedTuple, Generic[T]):
     """The pieces that were not taken, since the path had one in their place: still the caller's."""
 
 
-def pack(tokens: Tokens) -> bytes:
-    """Token ids as the machine's int32, one behind the other. Raises ValueError for what is no token id."""
-    try:
-        ids = tokens if isinstance(tokens, np.ndarray) else np.asarray(array("i", tokens))
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"tokens: {error}; wanted integers in [0, 2**31)") from error
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"tokens: an array {ids.shape} of {ids.dtype}; wanted one dimension of integers")
-    # To look at an element is a quarter of the time that `min` takes for a short prompt.
-    if len(ids) and (ids[ids.argmin()] < 0 or (ids.dtype != np.int32 and ids[ids.argmax()] >= 2**31)):
-        raise ValueError(f"tokens: from {ids.min()} to {ids.max()}; wanted integers in [0, 2**31)")
-    return ids.astype(np.int32, copy=False).tobytes()
-
-
-def num_common(packed: bytes, at: int, edge: bytes) -> int:
-    """How many tokens of an edge are those of `packed` from its token number `at` on, of which there is one at least."""
-    num_tokens = min(len(packed) - at * TOKEN_BYTES, len(edge)) // TOKEN_BYTES
-    differs = np.frombuffer(packed, np.int32, num_tokens, at * TOKEN_BYTES) != np.frombuffer(edge, np.int32, num_tokens)
-    first = int(differs.argmax())
-    return first if differs[first] else num_tokens
-
-
-# -------- radix order
-# In which order the leaves of a radix tree are evicted: least recently used first, none that is locked or pinned.
-#
-# Two heaps, and every leaf without locks has an entry in one of them:
-#
-#     recency     (stamp, tick, node)     one entry a node at most; its stamp is not above the node's
-#     pins        (until, tick, node)     leaves that were found pinned, until the pin ends
-#
-# Entries are corrected when they come to the top, not when something happens to their node: using a node, the most frequent
-# of all, then costs nothing here. What comes to the top and is used since goes back by its new stamp; what is no leaf, locked
-# or removed goes, and comes again when it is a leaf without locks again; what is pinned waits in `pins`. A leaf that is
-# pinned for ever is in neither heap.
-
-_NOWHERE: Final = 0
-_RECENCY: Final = 1
-_PINS: Final = 2
-_SLACK: Final = 64
-"""Entries of no use, beyond twice those of use, before they are swept."""
-
-
-class EvictionOrder(Generic[T]):
-    """The leaves that may go, and when. `now` gives monotonic seconds."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._recency: list[tuple[int, int, Node[T]]] = []
-        self._pins: list[tuple[float, int, Node[T]]] = []
-        self._most_recency = self._most_pins = _SLACK
-        # Nodes cannot be compared: the tick decides between equal stamps, the older entry first.
-        self._ticks = itertools.count()
-
-    def add(self, node: Node[T]) -> None:
-        """It is a leaf without locks, or its pin has changed. Does nothing if it has its entry. O(log n)."""
-        if node.queue != _RECENCY and node.below is None and not node.locks:
-            node.queue = _RECENCY
-            heappush(self._recency, (node.stamp, next(self._ticks), node))
-            if len(self._recency) > self._most_recency:
-                self._sweep_recency()
-
-    def drop(self, node: Node[T], num_nodes: int) -> None:
-        """It was removed from the tree, which has `num_nodes` left. O(1) amortised."""
-        if self._recency and self._recency[0][2] is node:
-            heappop(self._recency)
-        node.queue = _NOWHERE
-        if len(self._recency) > 2 * num_nodes + _SLACK:
-            self._sweep_recency()
-
-    def oldest(self) -> Node[T] | None:
-        """The least recently used leaf without a lock or a live pin; None if there is none.
-
-        O(log n) for each use, lock, pin and removal since the last call.
-        """
-        self._end_pins()
-        while self._recency:
-            stamp, tick, node = self._recency[0]
-            if self._is_out(node):
-                heappop(self._recency)
-                node.queue = _NOWHERE
-            elif self._is_pinned(node):
-                heappop(self._recency)
-                self._wait_for_pin(node)
-            elif node.stamp != stamp:
-                heapreplace(self._recency, (node.stamp, tick, node))
-            else:
-                return node
-        return None
-
-    def each(self) -> Iterator[Node[T]]:
-        """What `oldest` would give if each that it gave were removed: parents too, when all of their children are gone.
-
-        Nothing may change meanwhile. O(k log k) for the first k, however many there are: a heap's smallest entries stand
-        near its top, and its children are looked at when an entry has come.
-        """
-        self._end_pins()
-        recency = self._recency
-        ahead: list[tuple[int, int, int | None, Node[T]]] = [(*entry[:2], 0, entry[2]) for entry in recency[:1]]
-        left: dict[Node[T], int] = {}  # children that a parent would still have
-        while ahead:
-            stamp, tick, index, node = heappop(ahead)
-            if index is not None:
-                for child in range(2 * index + 1, min(2 * index + 3, len(recency))):
-                    child_stamp, child_tick, child_node = recency[child]
-                    heappush(ahead, (child_stamp, child_tick, child, child_node))
-                if self._is_out(node) or self._is_pinned(node):
-                    continue
-                if node.stamp != stamp:
-                    heappush(ahead, (node.stamp, tick, None, node))
-                    continue
-            yield node
-            parent = node.parent
-            assert parent is not None
-            left[parent] = left.get(parent, parent.num_children) - 1
-            if not left[parent] and parent.parent is not None and not parent.locks and not self._is_pinned(parent):
-                # By its own stamp or this last child's: where its own is the lower one, it is next by either.
-                heappush(ahead, (parent.stamp, next(self._ticks), None, parent))
-
-    def _is_out(self, node: Node[T]) -> bool:
-        """Is it removed, no leaf, or locked?"""
-        return node.parent is None or node.below is not None or node.locks > 0
-
-    def _is_pinned(self, node: Node[T]) -> bool:
-        return node.pinned_until is not None and node.pinned_until > self._now()
-
-    def _wait_for_pin(self, node: Node[T]) -> None:
-        node.queue = _NOWHERE
-        assert node.pinned_until is not None
-        if node.pinned_until < math.inf:
-            node.queue = _PINS
-            heappush(self._pins, (node.pinned_until, next(self._ticks), node))
-            if len(self._pins) > self._most_pins:
-                self._sweep_pins()
-
-    def _end_pins(self) -> None:
-        """Leaves whose pin has ended, or whose entry has, are looked at again."""
-        if not self._pins:
-            return
-        now = self._now()
-        while self._pins and self._pins[0][0] <= now:
-            node = heappop(self._pins)[2]
-            if node.queue == _PINS:
-                node.queue = _NOWHERE
-                self.add(node)
-
-    def _sweep_recency(self) -> None:
-        """A conversation leaves an entry for each turn, and its last turn alone is a leaf."""
-        live: list[tuple[int, int, Node[T]]] = []
-        for entry in self._recency:
-            if self._is_out(entry[2]):
-                entry[2].queue = _NOWHERE
-            else:
-                live.append(entry)
-        heapify(live)
-        self._recency = live
-        self._most_recency = 2 * len(live) + _SLACK
-
-    def _sweep_pins(self) -> None:
-        """A pin that is changed often leaves an entry each time: keep the first to end for each node that waits."""
-        first: dict[Node[T], tuple[float, int, Node[T]]] = {}
-        for entry in sorted(self._pins):
-            if entry[2].queue == _PINS:
-                first.setdefault(entry[2], entry)
-        self._pins = list(first.values())  # sorted, and so a heap
-        self._most_pins = 2 * len(self._pins) + _SLACK
-
-    def check(self, leaves: set[Node[T]]) -> None:
-        """Every leaf has the entries that it should; AssertionError says which does not."""
-        assert all(self._recency[(i - 1) // 2] <= self._recency[i] for i in range(1, len(self._recency))), "recency: no heap"
-        entries = Counter(node for _, _, node in self._recency if node.parent is not None)
-        waiting = {node for _, _, node in self._pins}
-        for stamp, _, node in self._recency:
-            assert stamp <= node.stamp, f"{node}: its entry is of {stamp}, later than its last use at {node.stamp}"
-            assert node.parent is None or node.queue == _RECENCY, f"{node}: has an entry, and says that it has none"
-        for node, count in entries.items():
-            assert count == 1, f"{node}: {count} entries"
-        for node in leaves:
-            for_ever = node.pinned_until == math.inf and node.queue == _NOWHERE
-            queued = node in entries or (node.queue == _PINS and node in waiting)
-            assert node.locks or for_ever or queued, f"{node}: would never be evicted"
-
-
-# -------- radix
-
-__all__ = ["Inserted", "Match", "Node", "Piece", "RadixTree", "Tokens"]
-
-
-_NODE_BYTES: Final = 380
-_PIECE_BYTES: Final = 104
-"""About what CPython takes for a node without its tokens, and for a piece without its value (`bench/radix.py` measures)."""
+# the tree
 
 
 class RadixTree(Generic[T]):
@@ -457,20 +258,16 @@ class RadixTree(Generic[T]):
         """On all edges: a token of a shared prefix counts once."""
         self.num_pieces = 0
         self._clock = clock
-        self._roots: dict[Hashable, Root[T]] = {}
-        self._order: EvictionOrder[T] = EvictionOrder(now)
-
-    @property
-    def size_bytes(self) -> int:
-        """About the host memory that the tree takes, without what the values of its pieces take."""
-        return self.num_nodes * _NODE_BYTES + self.num_tokens * TOKEN_BYTES + self.num_pieces * _PIECE_BYTES
+        self._now = now
+        self._roots: dict[Hashable, _Root[T]] = {}
+        self._order: _EvictionOrder[T] = _EvictionOrder(self.is_pinned, now)
 
     # finding
 
     def match(self, namespace: Hashable, tokens: Tokens) -> Match[T]:
-        """The longest known prefix of `tokens`, in nodes. Changes nothing, not even when they were last used.
+        """The longest known prefix of `tokens`, in nodes. Changes nothing, and is no use of the path.
 
-        Raises ValueError for what is no token id.
+        Raises ValueError for anything but token ids.
         """
         packed = pack(tokens)
         root = self._roots.get(namespace)
@@ -487,12 +284,12 @@ class RadixTree(Generic[T]):
     # changing
 
     def insert(self, namespace: Hashable, tokens: Tokens, pieces: Sequence[Piece[T]] = ()) -> Inserted[T]:
-        """Make `tokens` known, splitting and adding a node at most, and hold `pieces` for them; this is a use of the path.
+        """Make `tokens` known and hold `pieces` for them; this is a use of the path. At most one node is split and one added.
 
-        `pieces` are in order of end_token, then group, each place once. One whose place on the path is taken is not taken
-        again, but handed back: two sequences computed the same tokens, and one copy is enough.
+        `pieces` are in order of end_token, then group, each place once. A piece whose place on the path is taken is handed
+        back: two sequences computed the same tokens, and one copy is enough.
 
-        Raises ValueError for no tokens, for what is no token id, and for pieces out of order or past the tokens; the tree
+        Raises ValueError for no tokens, for anything but token ids, and for pieces out of order or past the tokens; the tree
         is then as before.
         """
         packed = pack(tokens)
@@ -500,7 +297,7 @@ class RadixTree(Generic[T]):
         if not num_tokens:
             raise ValueError("tokens: none; wanted at least one token id")
         _check_pieces(pieces, 0, num_tokens)
-        root = self._roots.get(namespace) or self._roots.setdefault(namespace, Root(namespace))
+        root = self._roots.get(namespace) or self._roots.setdefault(namespace, _Root(namespace))
         path, num_known = _walk(root, packed)
         if path and num_known < path[-1].end:
             path[-1] = self.split(path[-1], num_known)
@@ -513,8 +310,8 @@ class RadixTree(Generic[T]):
     def split(self, node: Node[T], num_tokens: int) -> Node[T]:
         """Cut an edge in two at `num_tokens` of the path; return the new upper half `[start, num_tokens)`.
 
-        `node` stays itself as the lower half, with its children, locks and pin: they speak of the path up to its end.
-        Pieces go to the half in which they end; residents of the whole are residents of both.
+        `node` becomes the lower half and keeps its children, locks and pin, which concern the path up to its end. Pieces go
+        to the half in which they end. Both halves get the residents.
         Raises ValueError where there is nothing to cut.
         """
         if not node.start < num_tokens < node.end:
@@ -524,7 +321,7 @@ class RadixTree(Generic[T]):
         return node.split(num_tokens)
 
     def replace(self, node: Node[T], pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
-        """Hold these pieces at a node instead of those that it has, which are the caller's again.
+        """Hold these pieces at a node; those that it had are returned and are the caller's again.
 
         Raises ValueError for pieces out of order or not within the node; the tree is then as before.
         """
@@ -534,9 +331,9 @@ class RadixTree(Generic[T]):
         return list(old)
 
     def remove(self, leaf: Node[T]) -> list[Piece[T]]:
-        """A leaf goes, pinned or not; its pieces are the caller's again. Its parent may be a leaf then, as late in use.
+        """Remove an unlocked leaf, pinned or not; its pieces are the caller's again.
 
-        A namespace goes with its last node. Not for a leaf that is locked.
+        Its parent may become a leaf, with the later stamp of the two. A namespace goes with its last node.
         """
         parent = leaf.parent
         assert parent is not None, f"{leaf} is in no tree"
@@ -547,7 +344,7 @@ class RadixTree(Generic[T]):
         self.num_tokens -= leaf.end - leaf.start
         self.num_pieces -= len(leaf.pieces)
         self._order.drop(leaf, self.num_nodes)
-        if not isinstance(parent, Root):
+        if not isinstance(parent, _Root):
             parent.stamp = max(parent.stamp, leaf.stamp)
             self._order.add(parent)
         elif parent.is_leaf:
@@ -556,9 +353,9 @@ class RadixTree(Generic[T]):
         return list(pieces)
 
     def trim(self, leaf: Node[T], num_tokens: int) -> list[Piece[T]]:
-        """Shorten a leaf to end at `num_tokens` of the path; the pieces past it are the caller's again.
+        """Shorten an unlocked leaf to end at `num_tokens` of the path; the pieces past it are the caller's again.
 
-        Raises ValueError where that leaves none of its tokens, or more than it has. Not for a leaf that is locked.
+        Raises ValueError where that leaves none of its tokens, or more than it has.
         """
         if not leaf.start < num_tokens <= leaf.end:
             raise ValueError(f"trim to {num_tokens}: {leaf} can end after {leaf.start} and up to {leaf.end}")
@@ -570,14 +367,14 @@ class RadixTree(Generic[T]):
         self.num_pieces -= len(pieces)
         return list(pieces)
 
-    # what goes first
+    # what is evicted first
 
     def touch(self, node: Node[T]) -> None:
-        """The path up to a node is used now. O(1): a parent's stamp follows when its children go, before it can go itself."""
+        """Use the path up to a node. O(1): a parent gets its children's stamps when they are removed, before it can be."""
         node.stamp = self._clock()
 
     def lock(self, node: Node[T]) -> None:
-        """A sequence that runs uses the path up to a node: neither it nor an ancestor is evicted until `unlock`."""
+        """Keep a node and its ancestors from being evicted until `unlock`: a running sequence uses the path."""
         assert node.parent is not None, f"{node} is in no tree"
         node.locks += 1
 
@@ -588,17 +385,21 @@ class RadixTree(Generic[T]):
         self._order.add(node)
 
     def pin(self, node: Node[T], until: float | None) -> None:
-        """Neither a node nor an ancestor is evicted until then (inf: ever; None: it is not pinned any more)."""
+        """Keep a node and its ancestors from being evicted until then (inf: for ever; None: not pinned)."""
         assert node.parent is not None, f"{node} is in no tree"
         node.pinned_until = until
         self._order.add(node)
 
+    def is_pinned(self, node: Node[T]) -> bool:
+        """Has it a pin that has not expired?"""
+        return node.pinned_until is not None and node.pinned_until > self._now()
+
     def oldest_evictable(self) -> Node[T] | None:
-        """The least recently used leaf with no lock and no live pin; None if there is none. O(log n) amortised."""
+        """The least recently used leaf without a lock or a live pin; None if there is none. O(log n) amortised."""
         return self._order.oldest()
 
     def evictable(self) -> Iterator[Node[T]]:
-        """All that could go at once: what `oldest_evictable` would give in turn if each were removed, parents then too.
+        """What `oldest_evictable` would give in turn if each were removed, parents included.
 
         The tree must not change meanwhile. O(k log k) for the first k.
         """
@@ -641,7 +442,7 @@ class RadixTree(Generic[T]):
         return leaf
 
     def _hand_out(self, path: list[Node[T]], pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
-        """Each piece to the node in which it ends; those that are there already are returned."""
+        """Give each piece to the node in which it ends; the duplicates are returned."""
         duplicates: list[Piece[T]] = []
         first = 0
         for node in path if pieces else ():
@@ -663,12 +464,20 @@ def _walk(root: Node[T], packed: bytes) -> tuple[list[Node[T]], int]:
         if child is None:
             break
         if not packed.startswith(child.edge, at * TOKEN_BYTES):
-            if common := num_common(packed, at, child.edge):
+            if common := _num_common(packed, at, child.edge):
                 path.append(child)
             return path, at + common
         path.append(child)
         at, node = child.end, child
     return path, at
+
+
+def _num_common(packed: bytes, at: int, edge: bytes) -> int:
+    """How many tokens of an edge equal those of `packed` from token `at` on, of which there is at least one."""
+    num_tokens = min(len(packed) - at * TOKEN_BYTES, len(edge)) // TOKEN_BYTES
+    differs = np.frombuffer(packed, np.int32, num_tokens, at * TOKEN_BYTES) != np.frombuffer(edge, np.int32, num_tokens)
+    first = int(differs.argmax())
+    return first if differs[first] else num_tokens
 
 
 def _check_pieces(pieces: Sequence[Piece[T]], start: int, end: int) -> None:
@@ -687,3 +496,154 @@ def _check_children(node: Node[T]) -> None:
         assert child.parent is node, f"{child}: its parent is {child.parent}, and it hangs under {node}"
         assert child.start == node.end, f"{child}: begins at {child.start}, and {node} ends before {node.end}"
         assert int(child.tokens[0]) == token, f"{child}: begins with {child.tokens[0]}, and hangs under {token}"
+
+
+# the order of eviction
+
+_NOWHERE: Final = 0
+_RECENCY: Final = 1
+_PINS: Final = 2
+_SLACK: Final = 64
+"""Useless entries, beyond twice the useful ones, before a heap is swept."""
+
+
+class _EvictionOrder(Generic[T]):
+    """The leaves of a tree, least recently used first, without those locked or pinned.
+
+    Two heaps; every leaf without locks has an entry in one of them, except for those pinned for ever:
+
+        recency     (stamp, tick, node)     at most one entry a node; its stamp is not above the node's
+        pins        (until, tick, node)     leaves that were found pinned, until the pin ends
+
+    An entry is corrected when it comes to the top, so that using a node, the most frequent operation, costs nothing here. An
+    entry with an old stamp is pushed again with the new one. An entry of a node that is locked, removed or no leaf is
+    dropped, and added again when the node becomes a leaf without locks. A pinned one moves to `pins`.
+    """
+
+    def __init__(self, is_pinned: Callable[[Node[T]], bool], now: Callable[[], float]) -> None:
+        self._is_pinned = is_pinned
+        self._now = now
+        self._recency: list[tuple[int, int, Node[T]]] = []
+        self._pins: list[tuple[float, int, Node[T]]] = []
+        self._most_recency = self._most_pins = _SLACK
+        # Nodes cannot be compared: the tick decides between equal stamps, the older entry first.
+        self._ticks = itertools.count()
+
+    def add(self, node: Node[T]) -> None:
+        """Add an entry for a leaf without locks, or one whose pin has changed, unless it has one. O(log n)."""
+        if node.queue != _RECENCY and node.below is None and not node.locks:
+            node.queue = _RECENCY
+            heappush(self._recency, (node.stamp, next(self._ticks), node))
+            if len(self._recency) > self._most_recency:
+                self._sweep_recency()
+
+    def drop(self, node: Node[T], num_nodes: int) -> None:
+        """Forget a node that was removed from the tree, which has `num_nodes` left. O(1) amortised."""
+        if self._recency and self._recency[0][2] is node:
+            heappop(self._recency)
+        node.queue = _NOWHERE
+        if len(self._recency) > 2 * num_nodes + _SLACK:
+            self._sweep_recency()
+
+    def oldest(self) -> Node[T] | None:
+        """See RadixTree.oldest_evictable. O(log n) for each use, lock, pin and removal since the last call."""
+        self._end_pins()
+        while self._recency:
+            stamp, tick, node = self._recency[0]
+            if _is_out(node):
+                heappop(self._recency)
+                node.queue = _NOWHERE
+            elif self._is_pinned(node):
+                heappop(self._recency)
+                self._wait_for_pin(node)
+            elif node.stamp != stamp:
+                heapreplace(self._recency, (node.stamp, tick, node))
+            else:
+                return node
+        return None
+
+    def each(self) -> Iterator[Node[T]]:
+        """See RadixTree.evictable. A heap's smallest entries are near its top, so that few entries are looked at."""
+        self._end_pins()
+        recency = self._recency
+        ahead: list[tuple[int, int, int | None, Node[T]]] = [(*entry[:2], 0, entry[2]) for entry in recency[:1]]
+        left: dict[Node[T], int] = {}  # children that a parent would still have
+        while ahead:
+            stamp, tick, index, node = heappop(ahead)
+            if index is not None:
+                for child in range(2 * index + 1, min(2 * index + 3, len(recency))):
+                    child_stamp, child_tick, child_node = recency[child]
+                    heappush(ahead, (child_stamp, child_tick, child, child_node))
+                if _is_out(node) or self._is_pinned(node):
+                    continue
+                if node.stamp != stamp:
+                    heappush(ahead, (node.stamp, tick, None, node))
+                    continue
+            yield node
+            parent = node.parent
+            assert parent is not None
+            left[parent] = left.get(parent, parent.num_children) - 1
+            if not left[parent] and parent.parent is not None and not parent.locks and not self._is_pinned(parent):
+                # Its stamp would be the later of its own and this child's; if its own is lower, it is next by either.
+                heappush(ahead, (parent.stamp, next(self._ticks), None, parent))
+
+    def _wait_for_pin(self, node: Node[T]) -> None:
+        node.queue = _NOWHERE
+        assert node.pinned_until is not None
+        if node.pinned_until < math.inf:
+            node.queue = _PINS
+            heappush(self._pins, (node.pinned_until, next(self._ticks), node))
+            if len(self._pins) > self._most_pins:
+                self._sweep_pins()
+
+    def _end_pins(self) -> None:
+        """Move leaves whose pin may have ended back to `recency`."""
+        if not self._pins:
+            return
+        now = self._now()
+        while self._pins and self._pins[0][0] <= now:
+            node = heappop(self._pins)[2]
+            if node.queue == _PINS:
+                node.queue = _NOWHERE
+                self.add(node)
+
+    def _sweep_recency(self) -> None:
+        """A conversation leaves an entry for each turn, and only its last turn is a leaf."""
+        live: list[tuple[int, int, Node[T]]] = []
+        for entry in self._recency:
+            if _is_out(entry[2]):
+                entry[2].queue = _NOWHERE
+            else:
+                live.append(entry)
+        heapify(live)
+        self._recency = live
+        self._most_recency = 2 * len(live) + _SLACK
+
+    def _sweep_pins(self) -> None:
+        """A pin that is changed often leaves an entry each time: keep the first to end for each node that waits."""
+        first: dict[Node[T], tuple[float, int, Node[T]]] = {}
+        for entry in sorted(self._pins):
+            if entry[2].queue == _PINS:
+                first.setdefault(entry[2], entry)
+        self._pins = list(first.values())  # sorted, and so a heap
+        self._most_pins = 2 * len(self._pins) + _SLACK
+
+    def check(self, leaves: set[Node[T]]) -> None:
+        """Every leaf has the entries that it should; AssertionError says which does not."""
+        assert all(self._recency[(i - 1) // 2] <= self._recency[i] for i in range(1, len(self._recency))), "recency: no heap"
+        entries = Counter(node for _, _, node in self._recency if node.parent is not None)
+        waiting = {node for _, _, node in self._pins}
+        for stamp, _, node in self._recency:
+            assert stamp <= node.stamp, f"{node}: its entry is of {stamp}, later than its last use at {node.stamp}"
+            assert node.parent is None or node.queue == _RECENCY, f"{node}: has an entry, and says that it has none"
+        for node, count in entries.items():
+            assert count == 1, f"{node}: {count} entries"
+        for node in leaves:
+            for_ever = node.pinned_until == math.inf and node.queue == _NOWHERE
+            queued = node in entries or (node.queue == _PINS and node in waiting)
+            assert node.locks or for_ever or queued, f"{node}: would never be evicted"
+
+
+def _is_out(node: Node[T]) -> bool:
+    """Is it removed, no leaf, or locked?"""
+    return node.parent is None or node.below is not None or node.locks > 0
