@@ -34,6 +34,7 @@ class TimedDriver:
         self.calls = driver.calls
         self.export_fd = driver.export_fd
         self.import_fd = driver.import_fd
+        self.copy = driver.copy
         self.spent_us = 0.0
         self._owner = threading.get_ident()
         for name in CALLS:

@@ -259,7 +259,7 @@ def test_wrong_outputs_are_not_reported(tmp_path: Path, monkeypatch: pytest.Monk
     rows = [json.loads(line) for line in (tmp_path / "prefix.jsonl").read_text().splitlines()]
     failed = [row["workload"] for row in rows if row["metric"] == "failed"]
     assert {row["system"] for row in rows if row["metric"] != "failed"} == {"none", "paged 16", "vmmkv compute"}
-    assert {name.rpartition(": ")[2] for name in failed} == {f"vmmkv {name}" for name in ("chooser", "alias", "adopt", "copy")}
+    assert {name.rpartition(": ")[2] for name in failed} == {f"vmmkv {name}" for name in ("chooser", "alias", "adopt")}
 
 
 def test_at_full_size_batches_have_slots_and_memory_fits_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
