@@ -1,23 +1,17 @@
-"""Prefixes under random use: prompts that collide, every way in and out, forks, a tiny budget, launches and failures.
+"""Prefixes under random use: prompts that collide, every way in and out, forks, a tiny budget, work in flight and failures.
 
 Against a dictionary (see `prefix_model`): whatever a sequence was given, copied or mapped, it reads the bytes that were
-written for its tokens in its namespace, and nobody is given what was not confirmed. On the fake driver, which refuses
-whatever breaks a law of the device; and over the host driver, where the memory is real.
-
-`make test` takes 15,000 steps, the same each time; `make nightly` 200,000, new ones each time.
+written for its tokens in its namespace, and nothing that was not confirmed is shared.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.laws.model import SAMPLE, addresses, num_pads, verify_unwritten, verify_written, write
+from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
+from tests.laws.model import num_pads
 from tests.laws.prefix_model import (
     LAYOUTS,
     NAMESPACES,
@@ -30,112 +24,55 @@ from tests.laws.prefix_model import (
     talk,
     verify_parked,
 )
-from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, OutOfSlots, Pool, RowsUnmapped, Sequence
-from vmmkv.driver import Driver
-from vmmkv.driver.host import HostDriver
+from vmmkv import Evicted, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.errors import BudgetError
 from vmmkv.prefix import AttachMethod, PrefixCache
-from vmmkv.testing.fake_driver import FakeDriver, Launch
 from vmmkv.units import PAGE_BYTES
 
-T = TypeVar("T")
-SLOTS = 4
-MAX_TOKENS = 14
-
-picks = st.integers(0, 11)
 namespaces = st.sampled_from(["red", "red", "blue"])
 counts = st.integers(0, MAX_TOKENS)
 words = st.lists(st.sampled_from([5, 5, 6, 7]), min_size=1, max_size=8)
 methods = st.sampled_from([None, None, None, *AttachMethod, AttachMethod.ALIAS])
 
 
-class PrefixMachine(RuleBasedStateMachine):
-    """On the fake driver alone: addresses, mappings and counts."""
-
-    real_memory = False
-
-    def open_below(self) -> Driver | None:
-        """The driver below the fake one, with the memory, if there is to be any."""
-        return None
+class PrefixMachine(LawMachine):
+    """A cache with prefixes, and another one that wants the same pages."""
 
     @initialize(
         layout=st.sampled_from(sorted(LAYOUTS)),
         guard=st.sampled_from([0, 2]),
         pages=st.integers(8, 40),
         large=st.sampled_from([2, 4]),
+        seed=seeds,
     )
-    def make(self, layout, guard, pages, large):
-        self.below = self.open_below()
-        self.driver = FakeDriver(over=self.below)
+    def make(self, layout, guard, pages, large, seed):
         self.closing = contextlib.ExitStack()
         self.closing.enter_context(large_extents(large))
-        self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
-        self.cache = KVCache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
+        self.open_device(seed, pages)
+        self.cache = self.new_cache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
         self.prefix = PrefixCache(self.cache)
-        self.rival = KVCache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
+        self.rival = self.new_cache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
+        self.rivals: list[Sequence] = []
+        self.caches = [self.cache, self.rival]
         self.texts = Texts()
         self.said: list[tuple[str, list[int]]] = [("red", [5, 5, 5])]
         """What was inserted, in which namespace; the newest last."""
-        self.live: list[Talk] = []
-        self.kept: list[Rest] = []
-        self.launches: list[Launch] = []
         self.pinned = False
 
-    # failures
-
-    @precondition(lambda self: not self.driver.fail_at)
-    @rule(number=st.integers(0, 12))
-    def let_a_call_fail(self, number):
-        """The driver call of that number from now on, whatever operation makes it."""
-        self.driver.fail_at = {self.driver.num_calls + number}
-
-    def attempt(self, act: Callable[[], T], *, partial: bool = False) -> T:
-        """Do it, and again if a call was to fail: meanwhile all is as it was, but for what was evicted."""
-        if not self.driver.fail_at:
-            return act()
-        before = self.state()
-        try:
-            return act()
-        except DriverError as error:
-            assert error.code == "FAKE_INJECTED"
-        finally:
-            if self.driver.num_calls > max(self.driver.fail_at):
-                self.driver.fail_at = set()
-        self.cache.check()
-        if not partial:
-            assert (after := self.state()) == before, f"before {before}, after {after}"
-            self.laws_hold()
-            self.everybody_reads_what_was_written_for_their_tokens()
-        return act()
-
-    def state(self) -> list[object]:
-        """All that a failure leaves alone: everything but what is kept as cache, which may have been evicted on the way."""
-        running = [
-            (live.sequence.length, live.sequence.limit, [live.sequence.start(i) for i in range(len(live.rows.starts))])
-            for live in self.live
-        ]
-        stats, rival = self.cache.stats(), self.rival.stats()
-        mapped = [stats.mapped_bytes - stats.parked_bytes, rival.mapped_bytes]
-        counts = [stats.num_sequences, stats.num_tokens, stats.stalls, stats.adopted_slots, rival.num_sequences]
+    def state(self):
         attached = self.prefix.stats()
-        return [running, mapped, counts, attached.attached, attached.hit_tokens, self.pool.budget_bytes]
+        return [*super().state(), attached.attached, attached.hit_tokens]
 
     def pick_live(self, pick: int, *, known: bool = False) -> Talk | None:
         live = [live for live in self.live if live.inserted is not None or not known]
         return live[pick % len(live)] if live else None
-
-    def forget_evicted(self) -> None:
-        parked = self.cache.parked()
-        self.kept = [kept for kept in self.kept if any(kept.parked is each for each in parked)]
 
     def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None) -> Talk:
         assert sequence.length == len(tokens)
         live = talk(self.cache, self.texts, sequence, tokens, inserted=inserted)
         self.live.append(live)
         self.forget_evicted()
-        if self.real_memory:
-            verify_written(live)
-            verify_unwritten(live)
+        self.verify([live])
         return live
 
     @rule(
@@ -274,8 +211,7 @@ class PrefixMachine(RuleBasedStateMachine):
         new = range(sequence.length, wanted)
         live.tokens += tokens[: len(new)]
         live.rows.stamps = self.texts.stamps(sequence.tenant, live.tokens)
-        if self.real_memory:
-            write(live, new, through_arena=bool(len(new) % 2))
+        self.compute(live, new)
         sequence.advance(len(new))
 
     @precondition(lambda self: self.live)
@@ -342,9 +278,9 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4))
     def map_ahead(self, pick, budget_us, lead):
         cache = self.cache if pick % 3 else self.rival
-        busy = [launch for launch in self.launches if not launch.finished]
+        waits = getattr(self.driver, "num_waits", 0)
         self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
-        assert not any(launch.finished for launch in busy), "pump waited for a fence"
+        assert getattr(self.driver, "num_waits", 0) == waits, "map_ahead waited for a fence"
 
     @precondition(lambda self: len(self.live) > 1)
     @rule(pick=picks, other=picks, first=counts, more=counts)
@@ -396,25 +332,6 @@ class PrefixMachine(RuleBasedStateMachine):
         self.forget_evicted()
         assert len(self.kept) <= max(SLOTS - count - len(self.live), 0) or self.pinned
 
-    # the device
-
-    @precondition(lambda self: self.live)
-    @rule(chosen=st.sets(picks, min_size=1))
-    def launch(self, chosen):
-        ranges = []
-        for live in {pick % len(self.live): self.live[pick % len(self.live)] for pick in chosen}.values():
-            for index, group in enumerate(self.cache.layout.groups):
-                base, start = live.rows.bases[index], live.rows.starts[index]
-                if start < live.sequence.length:
-                    ranges.append((base + start * group.row_bytes, base + live.sequence.length * group.row_bytes))
-        if ranges:
-            self.launches.append(self.driver.launch(ranges))
-
-    @precondition(lambda self: self.launches)
-    @rule(pick=picks)
-    def finish(self, pick):
-        self.launches.pop(pick % len(self.launches)).finish()
-
     @rule(pages=st.integers(4, 40))
     def resize(self, pages):
         before = self.pool.stats()
@@ -428,13 +345,13 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(num_tokens=counts)
     def rival_takes(self, num_tokens):
         """Another cache of the pool wants pages, or has no more use for its own."""
-        running = list(self.rival._occupancy.sequences.values())
-        if running and not num_tokens:
-            self.attempt(running[0].close)
+        if self.rivals and not num_tokens:
+            self.attempt(self.rivals.pop().close)
             return
         try:
-            sequence = running[0] if running else self.attempt(self.rival.open)
-            self.attempt(lambda: sequence.grow(num_tokens))
+            if not self.rivals:
+                self.rivals.append(self.attempt(self.rival.open))
+            self.attempt(lambda: self.rivals[0].grow(num_tokens))
         except OutOfPages:
             pass
 
@@ -448,7 +365,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def park_known(self, live: Talk, more: int) -> None:
         tokens = self.confirm(live, more)
         self.attempt(lambda: self.prefix.park(live.sequence, tokens))
-        self.gone(live)
+        self.ended(live)
         if tokens:
             self.rests(live, tokens)
 
@@ -460,10 +377,11 @@ class PrefixMachine(RuleBasedStateMachine):
     def release_known(self, live: Talk, more: int | None) -> None:
         tokens = [] if more is None else self.confirm(live, more)
         self.attempt(lambda: self.prefix.release(live.sequence, tokens))
-        self.gone(live)
+        self.ended(live)
 
     def confirm(self, live: Talk, more: int) -> list[int]:
         """What is inserted with some more tokens."""
+        self.read_back(live)
         tokens = live.tokens[: live.inserted + more]
         self.said.append((live.sequence.tenant, tokens))
         self.texts.confirm(live.sequence.tenant, tokens)
@@ -474,7 +392,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def close(self, pick):
         live = self.live[pick % len(self.live)]
         self.attempt(live.sequence.close)
-        self.gone(live)
+        self.ended(live)
 
     @precondition(lambda self: self.live)
     @rule(pick=picks, cut=st.none() | counts)
@@ -487,14 +405,8 @@ class PrefixMachine(RuleBasedStateMachine):
         except RowsUnmapped:
             assert any(live.rows.starts)
             return
-        self.gone(live)
+        self.ended(live)
         self.rests(live, live.tokens[:num_tokens])
-
-    def gone(self, live: Talk) -> None:
-        self.live.remove(live)
-        live.sequence.close()
-        with pytest.raises(Closed):
-            live.sequence.grow(1)
 
     def rests(self, live: Talk, tokens: list[int]) -> None:
         parked = next(each for each in self.cache.parked() if each.slot == live.sequence.slot)
@@ -526,7 +438,7 @@ class PrefixMachine(RuleBasedStateMachine):
         limits = [0] * (1 + SLOTS)
         for live in self.live:
             limits[live.sequence.slot] = live.sequence.limit
-        assert self.cache.limit.tolist() == limits
+        assert self.cache.limits.tolist() == limits
         mapped = sum(s.mapped_bytes + s.retiring_bytes for s in (stats, self.rival.stats()))  # an alias counts too
         mapped_pages = (len(self.driver._pages) - num_pads([self.cache, self.rival])) * PAGE_BYTES
         assert mapped == mapped_pages
@@ -534,23 +446,12 @@ class PrefixMachine(RuleBasedStateMachine):
         assert pool.held_bytes <= mapped + self.prefix.stats().held_bytes
 
     @invariant()
-    def everybody_reads_what_was_written_for_their_tokens(self):
-        for live in getattr(self, "live", []):
-            limit, guard = live.sequence.limit, self.cache.guard_tokens
-            assert live.sequence.length == len(live.rows.stamps) == len(live.tokens)
-            assert live.rows.owner == owner_of(live.sequence.tenant)
-            assert addresses(self.cache, live.sequence.slot) == live.rows.bases
-            for index, group in enumerate(self.cache.layout.groups):
-                base, start = live.rows.bases[index], live.rows.starts[index]
-                assert live.sequence.start(index) == start
-                if limit > start:
-                    kept_bytes = (limit + guard - start) * group.row_bytes
-                    assert self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
-            if self.real_memory:
-                verify_written(live, every=SAMPLE)
-        if hasattr(self, "pool"):
-            self.forget_evicted()
-        for kept in getattr(self, "kept", []):
+    def what_is_kept_for_a_prompt_can_still_be_read(self):
+        if not hasattr(self, "rivals"):
+            return
+        assert all(live.tokens[live.sequence.length :] == [] for live in self.live)
+        assert all(live.rows.owner == owner_of(live.sequence.tenant) for live in self.live)
+        for kept in self.kept:
             for group, base, start in zip(self.cache.layout.groups, kept.rows.bases, kept.rows.starts, strict=True):
                 kept_bytes = (kept.parked.length - start) * group.row_bytes
                 assert kept_bytes <= 0 or self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
@@ -558,62 +459,30 @@ class PrefixMachine(RuleBasedStateMachine):
                 verify_parked(kept)
 
     def teardown(self):
-        if not hasattr(self, "pool"):
-            return
-        with self.closing:
-            self.end()
-
-    def end(self) -> None:
-        """Everything closes, and nothing is left."""
-        for live in self.live if self.real_memory else []:
-            verify_written(live)
-        for cache in (self.cache, self.rival):
-            try:
-                cache.close()
-            except DriverError as error:
-                assert error.code == "FAKE_INJECTED"
-                cache.close()
-        assert self.driver.live_mappings == 0
-        assert self.pool.stats().held_bytes == 0
-        self.driver.fail_at = set()
-        self.pool.close()
-        assert (self.driver.live_handles, self.driver.used_bytes) == (0, 0)
-        if isinstance(self.below, HostDriver):
-            self.below.close()
+        if hasattr(self, "closing"):
+            with self.closing:
+                super().teardown()
 
 
 class RealMemoryMachine(PrefixMachine):
-    """Over the host driver: the bytes too."""
+    """Over the host driver: the bytes of every plane, through the views."""
 
     real_memory = True
 
-    def open_below(self) -> Driver | None:
-        return HostDriver()
+
+class TestOnASimulatedDevice(PrefixMachine.TestCase):
+    settings = walks(200, 2000)
 
 
-_NIGHTLY = settings.get_current_profile_name() == "nightly"
-_STEPS = 50
+class TestOnHostMemory(RealMemoryMachine.TestCase):
+    settings = walks(20, 2000)
 
 
-def _settings(num_steps: int, nightly_steps: int) -> settings:
-    return settings(
-        deadline=None,
-        derandomize=not _NIGHTLY,
-        max_examples=(nightly_steps if _NIGHTLY else num_steps) // _STEPS,
-        stateful_step_count=_STEPS,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-    )
+@pytest.mark.nightly
+class TestOnASimulatedDeviceAtLength(TestOnASimulatedDevice):
+    """New walks each night."""
 
 
-TestOnFakeDriver = PrefixMachine.TestCase
-TestOnFakeDriver.settings = _settings(10_000, 100_000)
-TestOnHostMemory = RealMemoryMachine.TestCase
-TestOnHostMemory.settings = _settings(5_000, 100_000)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.mark.nightly
+class TestOnHostMemoryAtLength(TestOnHostMemory):
+    """New walks each night."""
