@@ -115,9 +115,7 @@ def _measure(
             else:
                 request = next(requests)
                 loop.begin(request, row, int(rng.integers(request.prompt_tokens, request.end_tokens)))
-        pool.driver.settle()
-        if mode is Mode.THREAD:
-            cache.start_mapper()
+        pool.driver.synchronize()
         gc.collect()
         num_steps = sizes.warm_steps + sizes.steps
         if together:
@@ -126,7 +124,6 @@ def _measure(
             if step == sizes.warm_steps:
                 loop.samples.clear()
             loop.step()
-        cache.stop_mapper()
         loop.check()
     return loop
 

@@ -29,8 +29,6 @@ class Mode(enum.Enum):
     """Mapped in the foreground, when a row is missing."""
     SLACK = "slack"
     """`map_ahead` on the same thread while the step's work is queued."""
-    THREAD = "thread"
-    """The mapper's thread."""
     ADOPTED = "adopted"
     """As slack, and who ends leaves its slot mapped, to be taken by who comes."""
 
@@ -150,7 +148,7 @@ class DecodeLoop:
             request = next(self._requests)
             newcomer = self.cache.open(max_tokens=request.end_tokens)
             if self.mode is not Mode.OFF:
-                newcomer.expect(request.prompt_tokens + 1)
+                newcomer.grow(request.prompt_tokens + 1)
             self._waiting[row] = newcomer, request, self._step
         self._ended = []
 

@@ -101,7 +101,7 @@ class Life:
         self._timed("order", driver.order)
         fence = self._timed("fence", driver.fence)
         self._timed("fence.done", fence.done)
-        self._timed("settle", driver.settle)  # the zeroes are written, so that the page can be unmapped
+        self._timed("synchronize", driver.synchronize)  # the zeroes are written, so that the page can be unmapped
         if self.exports:
             os.close(self._timed("export_fd", lambda: driver.export_fd(handle)))
         self._timed("unmap", lambda: driver.unmap(address, size_bytes))
@@ -125,7 +125,7 @@ def _check(driver: Driver) -> None:
     wrap(address, PAGE_BYTES, driver.device).fill_(_BYTE)
     aliased = bool((wrap(alias, PAGE_BYTES, driver.device) == _BYTE).all())
     driver.zero(address, PAGE_BYTES)
-    driver.settle()
+    driver.synchronize()
     zeroed = not wrap(alias, PAGE_BYTES, driver.device).any()
     for place in (address, alias):
         driver.unmap(place, PAGE_BYTES)

@@ -10,7 +10,7 @@ from bench.settings import Settings
 
 SUITES: Final = {
     "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
-    "append": "a decode loop that grows: in the foreground, pumped in slack, in a thread, on adopted slots",
+    "append": "a decode loop that grows: in the foreground, pumped in slack, on adopted slots",
     "elastic": "what it costs to give memory back, and to take it again, while sequences decode on",
     "waste": "memory that is held and holds no token, and how many sequences fit, by each way to lay out a cache",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",

@@ -18,7 +18,7 @@ CALLS = (
     "write",
     "write_behind",
     "order",
-    "settle",
+    "synchronize",
     "fence",
     "memory",
 )

@@ -1,5 +1,6 @@
-"""What users hand in where a whole number is wanted."""
+"""Checks of what users hand in."""
 
+import contextlib
 import operator
 from typing import Any
 
@@ -10,13 +11,19 @@ import numpy.typing as npt
 def whole(name: str, value: Any) -> int:
     """`value` as an int, if it is one: of Python, numpy or torch.
 
-    Raises: TypeError naming the argument, for 2.5 and also for 2.0: a fraction would be cut off somewhere inside.
+    Raises: TypeError naming the argument, for True, for 2.5 and also for 2.0: a fraction would be cut off somewhere inside.
     """
-    try:
-        return operator.index(value)
-    except TypeError:
-        such = "64 * vmmkv.MIB" if name.endswith("bytes") else "int(...) of it" if isinstance(value, float) else "1000"
-        raise TypeError(f"{name}={value!r} is not a whole number; give an int, such as {such}") from None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    such = "64 * vmmkv.MIB" if name.endswith("bytes") else "int(...) of it" if isinstance(value, float) else "1000"
+    raise TypeError(f"{name}={value!r} is not a whole number; give an int, such as {such}")
+
+
+def instance(name: str, value: Any, wanted: type, words: str) -> None:
+    """Raises TypeError, naming the argument and what is wanted in `words`, unless `value` is of that type."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}")
 
 
 def wholes(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:

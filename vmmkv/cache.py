@@ -1,4 +1,4 @@
-"""The public cache: sequences over slots of one contiguous range of addresses each, with memory mapped on demand.
+"""KVCache: one contiguous range of addresses for each sequence, with memory mapped on demand.
 
     pool = Pool("cuda:0", budget_bytes=8 * GIB)
     cache = KVCache(layout, pool, slots=256, max_tokens=32768)
@@ -7,11 +7,18 @@
     sequence.k(layer)[:1000] = keys           # a plain tensor: any kernel, any write
     sequence.advance(1000)
 
-Sharing a pool, several caches take its lock for every operation, so driver calls come from one thread at a time.
+States of a slot, which is the unit that sequences occupy:
+
+    free ──open──> live ──park──> parked ──adopt, open──> live
+     ^              │               │
+     │            close           evict
+     └──unmapped── closing <────────┘
+
+Every operation takes the pool's lock, so caches may share a pool and threads may share a cache. In every step the calls that
+can fail come first: a failure leaves the slots as they were.
 """
 
 import contextlib
-import functools
 import itertools
 import time
 import warnings
@@ -19,26 +26,25 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.arguments import whole, wholes
+from vmmkv.arguments import instance, whole, wholes
 from vmmkv.driver.base import Fence
 from vmmkv.errors import BudgetError, Closed, DriverError, Evicted, OutOfPages, OutOfSlots, RowsUnmapped, SequenceTooLong
 from vmmkv.layout import SCALES, KVLayout
-from vmmkv.mapper_thread import MapperThread
 from vmmkv.memory import sharing
-from vmmkv.memory.address_space import SlotTable
 from vmmkv.memory.memory_map import SlotMap, SlotState, slot_maps
 from vmmkv.memory.pool import Evictable, Extent, Pool
 from vmmkv.memory.slot_memory import SlotMemory
+from vmmkv.memory.transaction import refuse_copy
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes
 
-# -------- sequence
-# What a user holds of a slot: a running sequence, or a parked one.
+if TYPE_CHECKING:
+    from vmmkv.prefix.index import PrefixIndex
 
 
 @dataclass(eq=False, slots=True)
@@ -47,30 +53,33 @@ class ParkedSlot:
 
     slot: int
     length: int
-    """Rows [0, length) that may be adopted; 0 is a blank slot, whose memory anybody of the tenant may have."""
+    """Rows [0, length) may be adopted. 0 is a blank slot: the tenant's next sequence takes its memory."""
     tenant: Hashable
     stamp: int
     """The pool's clock when it was parked."""
     fence: Fence
-    """Behind all work that may still touch it: whoever reads it since then renews this."""
+    """Behind all work that may still touch it. Whatever reads it since then renews the fence."""
     num_pages: int
     """Mapped under it, over all groups."""
 
     def __repr__(self) -> str:
         return f"<ParkedSlot in slot {self.slot}: {counted(self.length, 'token')} in {counted(self.num_pages, 'page')}>"
 
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
+
 
 class Sequence:
-    """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open` or `adopt`.
+    """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open`, `adopt` or `fork`.
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
     while the sequence lives (law 6). Every method raises Closed after `close` or `park`.
     """
 
-    __slots__ = ("_occupancy", "_rows", "closed", "max_tokens", "slot", "tenant")
+    __slots__ = ("_rows", "cache", "closed", "max_tokens", "slot", "tenant")
 
-    def __init__(self, occupancy: "Occupancy", slot: int, max_tokens: int, tenant: Hashable) -> None:
-        self._occupancy = occupancy
+    def __init__(self, cache: "KVCache", slot: int, max_tokens: int, tenant: Hashable) -> None:
+        self.cache = cache
         self._rows: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
         self.slot = slot
         self.max_tokens = max_tokens
@@ -80,17 +89,18 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens written."""
-        return int(self._table.lengths[self.slot])
+        self._check_live()
+        return int(self.cache.table.lengths[self.slot])
 
     @property
     def limit(self) -> int:
         """Tokens that the mapped memory has room for, at most `max_tokens`; the device sees it as `cache.limit[slot]`."""
-        return int(self._table.limits[self.slot])
+        self._check_live()
+        return int(self.cache.table.limits[self.slot])
 
     def start(self, group: int = 0) -> int:
         """The first row still kept in a group: 0 unless `advance_start` was called."""
-        group = self._check_group(group)
-        return int(self._table.starts[group, self.slot])
+        return int(self.cache.table.starts[self._check_group(group), self.slot])
 
     def grow(self, num_tokens: int) -> None:
         """Map memory so that this sequence can hold `num_tokens` tokens in all.
@@ -98,34 +108,34 @@ class Sequence:
         On failure the sequence, its mappings and the budget are exactly as before, but that parked slots may have been
         evicted to make room.
 
-        Cost: one map and one access call for each page that is missing (and a create or a zero where there is no free
-        page of this tenant); none, nor the pool's lock, if enough is mapped. Blocks only if the pool must wait for a
-        retirement, or the lock is taken. Not under graph capture.
-        Raises: SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable; DriverError.
+        Cost: one map and one access call for each missing page, and a create or a zero where no page of this tenant is
+        free. No driver call and no lock if enough is mapped. Blocks only if the pool must wait for a reclaim, or the lock is
+        taken.
+        Raises: SequenceTooLong; OutOfPages, naming the pages wanted, free and evictable; DriverError; GraphCapture.
         """
-        num_tokens = self._check_reach(num_tokens)
-        if num_tokens <= self.limit:
+        self._check_live()
+        num_tokens = whole("num_tokens", num_tokens)
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens={num_tokens}: it cannot be negative")
+        if num_tokens > self.max_tokens:
+            raise SequenceTooLong(
+                f"the sequence in slot {self.slot} cannot have {counted(num_tokens, 'token')}: it was opened with "
+                f"max_tokens={self.max_tokens}"
+            )
+        cache = self.cache
+        if num_tokens <= cache.table.limits[self.slot]:
             return
-        occupancy, began_ns = self._occupancy, time.perf_counter_ns()
-        with occupancy.pool.lock:
-            occupancy.check_thread()
-            if num_tokens > self._table.committed[self.slot]:  # else the mapper was at it
-                try:
-                    occupancy.memory.grow(self.slot, num_tokens)
-                except OutOfPages as error:
-                    raise OutOfPages(f"sequence in slot {self.slot} cannot grow to {num_tokens} tokens: {error}") from None
-            if self.length:
-                occupancy.stalls += 1
-                occupancy.stall_us += (time.perf_counter_ns() - began_ns) / 1e3
-
-    def expect(self, num_tokens: int) -> None:
-        """Say that `num_tokens` tokens in all are to come soon, so that the mapper has the memory ready. No driver call.
-
-        Raises: SequenceTooLong.
-        """
-        table = self._table
-        table.expected[self.slot] = self._check_reach(num_tokens)
-        self._occupancy.wake()
+        began_ns = time.perf_counter_ns()
+        with cache.pool.lock:
+            self._check_live()
+            cache.check_capture()
+            try:
+                cache.memory.grow(self.slot, num_tokens)
+            except OutOfPages as error:
+                raise OutOfPages(f"sequence in slot {self.slot} cannot grow to {num_tokens} tokens: {error}") from None
+            if cache.table.lengths[self.slot]:
+                cache.blocked_steps += 1
+                cache.blocked_us += (time.perf_counter_ns() - began_ns) / 1e3
 
     def advance(self, num_tokens: int = 1) -> None:
         """`num_tokens` more rows have been written. No driver call.
@@ -133,53 +143,56 @@ class Sequence:
         Raises: RowsUnmapped if that passes `limit`: grow first.
         """
         self._check_live()
-        self._occupancy.advance(self.slot, num_tokens)
+        self.cache.advance(self.slot, num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens only; pages wholly past them (and the guard) retire.
+        """Keep the first `num_tokens` tokens only, and reclaim the pages wholly past them and the guard.
 
-        Cost: one fence if any page retires; no map or unmap. Does not block.
-        Raises: ValueError for more than `length`; RowsUnmapped if a window has moved past what would be needed.
+        Cost: one fence if any page is reclaimed; no map or unmap, and no wait. If another sequence or the prefix tree
+        holds the page that the cut leaves partly filled: as `own_from`.
+        Raises: ValueError for more than `length`; RowsUnmapped if a window has moved past what would be needed; GraphCapture.
         """
-        with self._occupancy.pool.lock:
-            table = self._table
+        cache = self.cache
+        with cache.pool.lock:
             num_tokens = self._check_kept(num_tokens)
-            self._occupancy.check_windows(self.slot, num_tokens)
-            sharing.own_from(self._occupancy.memory, self.slot, num_tokens)
-            self._occupancy.memory.retire_from(self.slot, num_tokens)
-            self._occupancy.forget(self.slot, num_tokens)
-            table.lengths[self.slot] = num_tokens
-            table.expected[self.slot] = 0
-            self._occupancy.memory.assert_owned(self.slot)
+            cache.check_windows(self.slot, num_tokens)
+            cache.check_capture()
+            sharing.own_from(cache.memory, self.slot, num_tokens)
+            cache.memory.reclaim_from(self.slot, num_tokens)
+            cache.forget_rows(self.slot, num_tokens)
+            cache.table.lengths[self.slot] = num_tokens
+            cache.memory.assert_owned(self.slot)
 
     def own_from(self, num_tokens: int) -> None:
-        """Have pages of its own for the rows from `num_tokens` on, as far as `truncate(num_tokens)` keeps their pages.
+        """Exchange shared pages that hold rows from `num_tokens` on, as far as `truncate(num_tokens)` keeps them.
 
-        What `truncate` does first, and alone can find no page. So several sequences are cut all or none: who cuts them has
-        each own its rows before the first is cut. A fork made in between shares again.
-        Cost: none if nobody else holds those pages; else, for each, an unmap, a map and two copies, and it waits for all work
+        `truncate` does this first, and only this step of it can find no page. To cut several sequences all or none, call it
+        for each of them before the first is cut. A fork made in between shares again.
+        Cost: none if the pages are not shared; else, for each, an unmap, a map and two copies, and it waits for all work
         launched so far. On failure all tokens are as before.
         Raises: as truncate; OutOfPages, DriverError.
         """
-        with self._occupancy.pool.lock:
+        cache = self.cache
+        with cache.pool.lock:
             num_tokens = self._check_kept(num_tokens)
-            self._occupancy.check_windows(self.slot, num_tokens)
-            sharing.own_from(self._occupancy.memory, self.slot, num_tokens)
+            cache.check_windows(self.slot, num_tokens)
+            cache.check_capture()
+            sharing.own_from(cache.memory, self.slot, num_tokens)
 
     def advance_start(self, group: int, start_token: int | None = None) -> None:
         """Give back a windowed group's rows before `start_token`, by default all that the next token cannot see.
 
-        Cost: one fence if any page retires. Does not block.
-        Raises: ValueError if the group has no window, or rows would go that the next token still sees.
+        Cost: one fence if any page is reclaimed. Does not block.
+        Raises: ValueError if the group has no window, or the next token still sees some of the rows; GraphCapture.
         """
-        with self._occupancy.pool.lock:
-            table = self._table
+        cache = self.cache
+        with cache.pool.lock:
             group = self._check_group(group)
-            layout_group = self._layout.groups[group]
+            layout_group = cache.layout.groups[group]
             if layout_group.window is None:
                 raise ValueError(f"group {group} has no window: all its rows are needed")
-            current = int(table.starts[group, self.slot])
-            unseen = self._layout.start_for(layout_group, int(table.lengths[self.slot]))
+            current = int(cache.table.starts[group, self.slot])
+            unseen = cache.layout.start_for(layout_group, int(cache.table.lengths[self.slot]))
             latest = max(unseen, current)
             start_token = latest if start_token is None else whole("start_token", start_token)
             if not current <= start_token <= latest:
@@ -187,7 +200,8 @@ class Sequence:
                     f"start_token={start_token} in group {group} of slot {self.slot}: it is {current} now, and with a window "
                     f"of {layout_group.window} the next token sees rows from {unseen} on"
                 )
-            self._occupancy.memory.retire_before(self.slot, group, start_token)
+            cache.check_capture()
+            cache.memory.reclaim_before(self.slot, group, start_token)
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer: `view(layer, "k")`. Not to be used once the sequence has ended."""
@@ -208,16 +222,15 @@ class Sequence:
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the rows [start, limit): [limit - start, heads, dim], to read and to write in place.
 
-        A plane without a dim, as scales have none, gives [limit - start, heads].
-
-        Its storage ends with the last mapped row, so that torch itself refuses whatever goes past it. Take a new view
-        after `grow`, `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: then others
-        may have the memory, and when it is unmapped touching it ends the process, or loses the CUDA context.
+        Its storage ends with the last mapped row, so torch itself refuses to go past it. Take a new view after `grow`,
+        `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: the memory is then
+        reused, and touching unmapped addresses ends the process, or loses the CUDA context.
         Cost: 3 us; no driver call, no copy.
-        Raises: LayoutError for a layer or plane that there is not.
+        Raises: LayoutError for a layer or plane that the layout does not have.
         """
-        table = self._table
-        arena = self._occupancy.memory.arena_of(layer)
+        self._check_live()
+        table = self.cache.table
+        arena = self.cache.memory.arena_of(layer)
         bounds = int(table.starts[arena.index, self.slot]), int(table.limits[self.slot])
         known = self._rows.get(arena.index)
         if known is None or known[0] != bounds:
@@ -227,26 +240,28 @@ class Sequence:
     def park(self, num_tokens: int | None = None) -> ParkedSlot:
         """End the sequence and keep its memory mapped, with its first `num_tokens` (all by default) to be adopted.
 
-        Parked slots are taken back, the oldest first, when the pool runs short. 0 tokens makes a blank slot, which the
+        Parked slots are evicted, the oldest first, when the pool runs short. 0 tokens makes a blank slot, which the
         next `open` of this tenant takes without a driver call.
         Cost: one fence.
         """
-        occupancy = self._occupancy
-        with occupancy.pool.lock:
-            num_tokens = int(self._table.lengths[self.slot]) if num_tokens is None else num_tokens
+        cache = self.cache
+        with cache.pool.lock:
+            num_tokens = self.length if num_tokens is None else num_tokens
             num_tokens = self._check_kept(num_tokens)
             if num_tokens:
-                self._occupancy.check_windows(self.slot, num_tokens)
-            return occupancy.park(self, num_tokens)
+                cache.check_windows(self.slot, num_tokens)
+            cache.check_capture()
+            return cache.park_sequence(self, num_tokens)
 
     def close(self) -> None:
-        """End the sequence; its pages retire and are free once all work launched so far is done. Idempotent.
+        """End the sequence. Its pages are free once all work launched so far is done. Idempotent.
 
-        Cost: one fence. Does not block.
+        Cost: one fence. Does not block. Raises: GraphCapture.
         """
-        with self._occupancy.pool.lock:
+        with self.cache.pool.lock:
             if not self.closed:
-                self._occupancy.close(self)
+                self.cache.check_capture()
+                self.cache.end_sequence(self)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -259,514 +274,53 @@ class Sequence:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @property
-    def _table(self) -> SlotTable:
-        self._check_live()
-        return self._occupancy.table
-
-    @property
-    def _layout(self) -> KVLayout:
-        return self._occupancy.layout
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     def _check_live(self) -> None:
-        self._occupancy.pool.lock.check_process()
+        self.cache.pool.lock.check_process()
         if self.closed:
             raise Closed(f"the sequence in slot {self.slot} was closed or parked; open or adopt another")
 
     def _check_group(self, group: int) -> int:
-        group = whole("group", group)
-        if not 0 <= group < len(self._layout.groups):
-            raise ValueError(f"group={group}: this cache has groups 0 to {len(self._layout.groups) - 1}")
-        return group
-
-    def _check_reach(self, num_tokens: int) -> int:
         self._check_live()
-        num_tokens = whole("num_tokens", num_tokens)
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens={num_tokens}: it cannot be negative")
-        if num_tokens > self.max_tokens:
-            raise SequenceTooLong(
-                f"the sequence in slot {self.slot} cannot have {counted(num_tokens, 'token')}: it was opened with "
-                f"max_tokens={self.max_tokens}"
-            )
-        return num_tokens
+        group = whole("group", group)
+        if not 0 <= group < len(self.cache.layout.groups):
+            raise ValueError(f"group={group}: this cache has groups 0 to {len(self.cache.layout.groups) - 1}")
+        return group
 
     def _check_kept(self, num_tokens: int) -> int:
         num_tokens = whole("num_tokens", num_tokens)
-        length = int(self._table.lengths[self.slot])
-        if not 0 <= num_tokens <= length:
-            raise ValueError(f"num_tokens={num_tokens}: the sequence in slot {self.slot} has {length} tokens to keep")
+        if not 0 <= num_tokens <= self.length:
+            raise ValueError(f"num_tokens={num_tokens}: the sequence in slot {self.slot} has {self.length} tokens to keep")
         return num_tokens
-
-
-# -------- occupancy
-# Who is in which slot, and every way from one occupant to the next.
-#
-#     free ──open──> live ──park──> parked ──adopt, open──> live
-#      ^              │               │
-#      │            close           evict
-#      └──unmapped── closing <────────┘
-#
-# What may fail comes first in every step, so that a failure leaves the occupants as they were.
-
-
-class Keeper(Protocol):
-    """Who keeps more than parked slots, for sequences to come: see `vmmkv.prefix`. Calls come with the pool's lock held."""
-
-    def keeps(self, slot: int) -> bool:
-        """Is this parked slot evicted with what the keeper gives up, and not by itself?"""
-        ...
-
-    def is_pinned(self, slot: int) -> bool:
-        """Is this parked slot to be kept before others?"""
-        ...
-
-    def forget(self, slot: int, num_tokens: int) -> None:
-        """The rows of a slot past `num_tokens` are gone, or about to be written."""
-        ...
-
-    def leave(self, slot: int) -> None:
-        """Whoever had the slot does not any more, with all its rows."""
-        ...
-
-    def oldest(self) -> Evictable | None:
-        """What was used least recently of what it keeps."""
-        ...
-
-    def evict_oldest(self) -> None:
-        """Give that up."""
-        ...
-
-    def unevictable_bytes(self) -> int:
-        """See Reclaimable."""
-        ...
-
-    def clear(self) -> None:
-        """Give everything up, whatever is pinned; no sequence runs any more."""
-        ...
-
-    def idle_pages(self, enough: int) -> int:
-        """Pages that this would free at once, counted no further than `enough`."""
-        ...
-
-    def holders(self) -> Counter[Extent]:
-        """How often it holds each extent."""
-        ...
-
-    def check(self) -> None:
-        """Recount what it keeps."""
-        ...
-
-
-class Occupancy:
-    """The sequences and the parked slots of one cache. What the pool asks of a cache, it asks here (see Reclaimable).
-
-    Every call comes with the pool's lock held, but for `advance` and `wake`, and those that say so because they wait.
-    """
-
-    def __init__(self, layout: KVLayout, pool: Pool, memory: SlotMemory) -> None:
-        self.layout = layout
-        self.pool = pool
-        self.memory = memory
-        self.table = memory.table
-        self.sequences: dict[int, Sequence] = {}
-        self.parked: dict[int, ParkedSlot] = {}
-        """Oldest first."""
-        self.keeper: Keeper | None = None
-        self.thread: MapperThread | None = None
-        """Who pumps in the background, if anybody does; perhaps it has failed, and nobody was told yet."""
-        self.closed = False
-        """Is it of no use any more? Something can still be mapped, as long as it is attached."""
-        self.attached = False
-        """Is it known to the pool, and so perhaps a holder of extents?"""
-        self.stalls = 0
-        self.stall_us = 0.0
-        self.pumped_pages = 0
-        self.adopted_slots = 0
-
-    def attach(self) -> None:
-        """From now on the pool asks here when pages run short, and closes this when it closes."""
-        self.pool.attach(self)
-        self.attached = True
-
-    # in
-
-    def open_at(self, slot: int, end: int, tenant: Hashable) -> Sequence:
-        """A new sequence in a free slot. No driver call."""
-        sequence = Sequence(self, slot, end, tenant)
-        self.sequences[slot] = sequence
-        self.memory.tenants[slot] = tenant
-        self.table.states[slot] = SlotState.LIVE
-        self.table.ends[slot] = end
-        return sequence
-
-    def take_over(self, parked: ParkedSlot, num_tokens: int, end: int) -> Sequence:
-        """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
-        slot = parked.slot
-        self.leave(slot)
-        del self.parked[slot]  # so that making room for it does not evict it
-        try:
-            parked.fence.order(self.memory.streams)
-            sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
-            sharing.own_from(self.memory, slot, num_tokens)
-            committed = self.memory.committed(slot, from_first=not num_tokens)
-            self.memory.raise_limits({slot: min(committed, end)})
-        except BaseException:
-            self.memory.unuse(slot)
-            parked.length = min(parked.length, self.memory.committed(slot))  # what was cut by now does not come back
-            parked.num_pages = self.memory.num_pages(slot)
-            self.parked = dict(sorted({**self.parked, slot: parked}.items(), key=lambda entry: entry[1].stamp))
-            with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
-                parked.fence = self.memory.fence()
-            raise
-        if not num_tokens:
-            self.memory.retire_cut(slot, parked.fence)
-        self.memory.use(slot)
-        self.adopted_slots += 1
-        sequence = self.open_at(slot, end, parked.tenant)
-        self.table.lengths[slot] = num_tokens
-        self.memory.assert_owned(slot)
-        return sequence
-
-    def open_with(
-        self, slot: int, end: int, tenant: Hashable, num_tokens: int, pages: Seq[sharing.Pages], source: sharing.Source
-    ) -> Sequence:
-        """A new sequence in a free slot that has `num_tokens` tokens already: see `sharing.take`.
-
-        The slot's starts are set before, and are 0 again if this fails.
-        """
-        sequence = self.open_at(slot, end, tenant)
-        try:
-            sharing.take(self.memory, slot, num_tokens, pages, source)
-        except BaseException:
-            if self.table.limits[slot]:
-                self.close(sequence)  # what is mapped by now retires
-            else:
-                self._unopen(sequence)
-            raise
-        self.table.lengths[slot] = num_tokens
-        self.memory.assert_owned(slot)
-        return sequence
-
-    def _unopen(self, sequence: Sequence) -> None:
-        """Nothing is mapped for a sequence, and nobody was told of it: no driver call, so that this cannot fail too."""
-        self.table.clear(sequence.slot, SlotState.CLOSING)
-        self.table.starts[:, sequence.slot] = 0
-        del self.sequences[sequence.slot]
-        sequence.closed = True
-        self._free_if_bare(sequence.slot)
-
-    def fork(self, parent: Sequence, slot: int, end: int) -> Sequence:
-        """A new sequence in a free slot with all that another one has."""
-        num_tokens = parent.length
-        pages = sharing.shareable(self.memory, parent.slot, num_tokens)
-        self.table.starts[:, slot] = self.table.starts[:, parent.slot]
-        return self.open_with(slot, end, parent.tenant, num_tokens, pages, sharing.SlotRows(self.memory, parent.slot))
-
-    def clear_run(self, count: int) -> int:
-        """The first of `count` adjacent free slots; made free, if need be, from parked and closing ones."""
-        first = self.table.run_of(count, SlotState.FREE)
-        if first is None and self._collect():
-            first = self.table.run_of(count, SlotState.FREE)
-        if first is None and count == 1 and self.parked:
-            first = next((slot for slot in self.parked if not self.is_pinned(slot)), next(iter(self.parked)))
-        if first is None:
-            first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
-        if first is None:
-            raise OutOfSlots(
-                f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
-                f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
-            )
-        run = range(first, first + count)
-        for slot in run:
-            if slot in self.parked:
-                self.evict(self.parked[slot])
-        while not all(self.table.state(slot) is SlotState.FREE for slot in run):
-            self.wait_for_retired()
-            self._collect()
-        return first
-
-    # on
-
-    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
-        """See KVCache.advance. Takes no lock: a slot's length is written by its sequence's owner alone."""
-        indices = np.atleast_1d(wholes("slots", slots))
-        try:
-            before = self.table.lengths[indices]
-        except IndexError:
-            unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
-            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
-        after = before + wholes("num_tokens", num_tokens)
-        named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
-        named[indices] = True
-        if np.count_nonzero(named) != len(indices):
-            raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
-        wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
-        if wrong.any():
-            slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
-            if slot < 0 or wanted < length:
-                raise ValueError(
-                    f"slot {slot} cannot advance from {length} to {wanted} tokens: slots and num_tokens are at least 0"
-                )
-            if self.table.states[slot] != SlotState.LIVE:
-                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
-            raise RowsUnmapped(
-                f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
-                f"it cannot advance to {wanted}; grow first"
-            )
-        self.table.lengths[indices] = after
-        self.wake()
-
-    def wake(self) -> None:
-        """Somebody may be short of memory, or something may have retired."""
-        thread = self.thread
-        if thread is not None:
-            thread.wake()
-
-    def check_thread(self) -> None:
-        """Raise what the mapper's thread failed with, once: then there is none any more, and another may be started."""
-        if self.thread is not None and self.thread.failed:
-            self.stop_thread()
-
-    def stop_thread(self) -> None:
-        """End the mapper's thread, if there is one; raises what it failed with. Without the lock, unless it has failed."""
-        thread, self.thread = self.thread, None
-        if thread is not None:
-            thread.stop()
-
-    def map_ahead(self, budget_us: float, lookahead_tokens: int, *, settle: bool) -> int:
-        """See KVCache.map_ahead and SlotMemory.map_ahead."""
-        began_ns = time.perf_counter_ns()
-        mapped = self.memory.map_ahead(budget_us, lookahead_tokens, settle=settle)
-        self.pumped_pages += mapped
-        left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
-        if mapped and left_us < self.memory.mapper.unmap_us:
-            return mapped
-        return mapped + self._collect(left_us)
-
-    # out
-
-    def end(self, sequence: Sequence, state: SlotState) -> Fence:
-        """A sequence is over; the fence behind its work. Cost: the limit's write, which gives it, or a fence."""
-        fence = self.memory.lower_limit(sequence.slot, 0)
-        self.table.clear(sequence.slot, state)
-        del self.sequences[sequence.slot]
-        sequence.closed = True
-        return fence
-
-    def park(self, sequence: Sequence, num_tokens: int) -> ParkedSlot:
-        """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
-        fence, slot = self.end(sequence, SlotState.PARKED), sequence.slot
-        self.leave(slot)
-        self.memory.unuse(slot)
-        self.parked[slot] = parked = ParkedSlot(
-            slot, num_tokens, sequence.tenant, self.pool.tick(), fence, self.memory.num_pages(slot)
-        )
-        return parked
-
-    def close(self, sequence: Sequence) -> None:
-        """End a sequence and retire its memory."""
-        fence = self.end(sequence, SlotState.CLOSING)
-        self.leave(sequence.slot)
-        self.memory.retire_all(sequence.slot, fence)
-        self._free_if_bare(sequence.slot)
-        self.wake()
-
-    def evict(self, parked: ParkedSlot) -> None:
-        """Retire a parked slot's mappings. No driver call."""
-        del self.parked[parked.slot]
-        self.leave(parked.slot)
-        self.table.clear(parked.slot, SlotState.CLOSING)
-        self.memory.retire_all(parked.slot, parked.fence)
-        self._free_if_bare(parked.slot)
-
-    def cut_parked(self, slot: int, num_tokens: int) -> None:
-        """A parked slot keeps its first `num_tokens` only. No driver call."""
-        parked = self.parked[slot]
-        self.memory.retire_run(slot, self.memory.end_pages(num_tokens), parked.fence)
-        parked.length, parked.num_pages = num_tokens, self.memory.num_pages(slot)
-
-    def drain(self) -> None:
-        """Unmap what retires. Waits for its fences without the lock, which others need meanwhile."""
-        while True:
-            with self.pool.lock:
-                self._collect()
-                fence = self.memory.mapper.oldest_fence()
-            if fence is None:
-                return
-            fence.wait()
-
-    def close_all(self) -> None:
-        """See Reclaimable. Waits without the lock; if it fails it can be called again, and goes on."""
-        self.pool.lock.check_process()
-        try:
-            self.stop_thread()
-        finally:
-            self._close_all()
-
-    def _close_all(self) -> None:
-        with self.pool.lock:
-            if not self.attached:
-                return
-            for sequence in list(self.sequences.values()):
-                self.close(sequence)
-            for parked in list(self.parked.values()):
-                self.evict(parked)
-            if self.keeper is not None:
-                self.keeper.clear()
-            fence = self.memory.fence()
-            self.closed = True  # nothing is launched, opened or grown here while the lock is not held
-        fence.wait()
-        self.drain()
-        with self.pool.lock:
-            if self.attached:
-                self.memory.unmap_pads()
-                self.pool.detach(self)
-                self.attached = False
-
-    # what the pool asks
-
-    def retiring_pages(self) -> int:
-        """See Reclaimable."""
-        return self.memory.mapper.retiring_pages
-
-    def idle_pages(self, enough: int) -> int:
-        """See Reclaimable."""
-        num_pages = self.memory.mapper.retired_pages()
-        for parked in itertools.takewhile(lambda parked: parked.fence.done(), self._evictable_slots()):  # the oldest goes first
-            if num_pages >= enough:
-                return num_pages
-            num_pages += self.memory.idle_pages(parked.slot)
-        if self.keeper is not None:
-            num_pages += self.keeper.idle_pages(enough - num_pages)
-        return num_pages
-
-    def unevictable_bytes(self) -> int:
-        """See Reclaimable."""
-        return 0 if self.keeper is None else self.keeper.unevictable_bytes()
-
-    def parked_pages(self) -> int:
-        """Pages of parked slots, which can be evicted."""
-        return sum(parked.num_pages for parked in self.parked.values())
-
-    def oldest_evictable(self) -> Evictable | None:
-        """See Reclaimable."""
-        parked = next(self._evictable_slots(), None)
-        slot = None if parked is None else Evictable(parked.stamp, parked.fence.done())
-        leaf = None if self.keeper is None else self.keeper.oldest()
-        return min(filter(None, (slot, leaf)), key=lambda each: each.stamp, default=None)
-
-    def evict_oldest(self) -> None:
-        """See Reclaimable."""
-        parked = next(self._evictable_slots(), None)
-        leaf = None if self.keeper is None else self.keeper.oldest()
-        if self.keeper is not None and leaf is not None and (parked is None or leaf.stamp < parked.stamp):
-            self.keeper.evict_oldest()
-        else:
-            assert parked is not None, "nothing is evictable"
-            self.evict(parked)
-
-    def _evictable_slots(self) -> Iterator[ParkedSlot]:
-        """Parked slots, the oldest first, but for those that go with what is kept of their tokens."""
-        return (parked for slot, parked in self.parked.items() if self.keeper is None or not self.keeper.keeps(slot))
-
-    def collect(self, num_pages: int) -> int:
-        """See Reclaimable."""
-        return self._collect(max_pages=num_pages)
-
-    def wait_for_retired(self) -> bool:
-        """See Reclaimable."""
-        fence = self.memory.mapper.oldest_fence()
-        if fence is not None:
-            fence.wait()
-        return fence is not None
-
-    def holders(self) -> Counter[Extent]:
-        """See Reclaimable."""
-        return self.memory.holders() + (Counter() if self.keeper is None else self.keeper.holders())
-
-    def users(self) -> Counter[Extent]:
-        """See Reclaimable."""
-        return self.memory.users()
-
-    # laws
-
-    def check(self) -> None:
-        """The occupants are those that the slots' states tell of."""
-        assert sorted(self.sequences) == self.table.where(SlotState.LIVE), "a live slot has no sequence"
-        assert sorted(self.parked) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
-        for slot, parked in self.parked.items():
-            assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
-        if self.keeper is not None:
-            self.keeper.check()
-
-    def check_windows(self, slot: int, num_tokens: int) -> None:
-        """Are all rows kept that a sequence of so many tokens needs for its next one? Raises RowsUnmapped if not."""
-        for index, group in enumerate(self.layout.groups):
-            start, needed = int(self.table.starts[index, slot]), self.layout.start_for(group, num_tokens)
-            if start > needed:
-                raise RowsUnmapped(
-                    f"with {num_tokens} tokens the window of group {index} begins at row {needed}, and rows before {start} "
-                    f"are gone; call advance_start later, or recompute"
-                )
-
-    # within
-
-    def is_pinned(self, slot: int) -> bool:
-        """Does the prefix cache keep this parked slot before others?"""
-        return self.keeper is not None and self.keeper.is_pinned(slot)
-
-    def forget(self, slot: int, num_tokens: int) -> None:
-        """The rows of a slot past `num_tokens` are nobody's any more."""
-        if self.keeper is not None:
-            self.keeper.forget(slot, num_tokens)
-
-    def leave(self, slot: int) -> None:
-        """Whoever had the slot does not any more."""
-        if self.keeper is not None:
-            self.keeper.leave(slot)
-
-    def _collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
-        try:
-            return self.memory.mapper.collect(budget_us, max_pages)
-        finally:
-            for slot in self.table.where(SlotState.CLOSING):
-                self._free_if_bare(slot)
-
-    def _free_if_bare(self, slot: int) -> None:
-        if self.memory.is_bare(slot):
-            self.table.clear(slot, SlotState.FREE)
-
-
-# -------- stats
-# What a cache tells of itself.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """A cache at one moment.
 
-    mapped = tokens + guard + waste + parked;  held = mapped + retiring (of this cache's share of the pool)
+    mapped = tokens + guard + waste + parked;  held = mapped + pending reclaim (of this cache's share of the pool)
     """
 
     reserved_bytes: int
     """Addresses, which cost nothing."""
     mapped_bytes: int
     """Memory under live and parked slots."""
-    retiring_bytes: int
+    pending_reclaim_bytes: int
     """Memory that waits for a fence before it is unmapped."""
     parked_bytes: int
-    """Memory under parked slots: it can be adopted, and is taken back under pressure."""
+    """Memory under parked slots, which can be adopted and is evicted under pressure."""
     token_bytes: int
     """What the rows of the tokens written need, of running sequences."""
     guard_bytes: int
     """Mapped past the tokens for kernels that read whole tiles."""
     waste_bytes: int
-    """Mapped for running sequences beyond tokens and guard: unfilled pages and what was mapped ahead."""
+    """Mapped for running sequences beyond tokens and guard: unfilled pages and pages mapped ahead."""
     pool_created_bytes: int
     pool_held_bytes: int
     pool_used_bytes: int
-    """Of what is held: by running sequences, of all caches, once however many share it; the rest can be had."""
+    """Held by running sequences of all caches, a shared page counted once. The rest of what is held can be evicted."""
     pool_free_bytes: int
     pool_budget_bytes: int
     num_tokens: int
@@ -774,63 +328,18 @@ class CacheStats:
     num_sequences: int
     num_parked: int
     num_slots: int
-    stalls: int
-    """Growths of a sequence that had tokens already and lacked memory: its caller waited, for the driver or the lock."""
-    stall_us: float
+    blocked_steps: int
+    """Growths of a sequence that had tokens already and lacked memory: the caller waited for the driver or the lock."""
+    blocked_us: float
     """How long they waited in all, from the call on."""
     mapped_pages: int
-    """Pages mapped in the cache's life, by anybody."""
-    pumped_pages: int
-    """Of these, ahead of need: by `map_ahead` or the mapper's thread."""
+    """Pages mapped in the cache's life."""
+    mapped_ahead_pages: int
+    """Of these, mapped by `map_ahead`."""
     adopted_slots: int
     """Slots handed on with their mappings, which cost no driver call."""
     driver_calls: dict[str, int]
     """Successful calls by name, of the whole pool."""
-
-
-def snapshot(memory: SlotMemory, occupancy: Occupancy) -> CacheStats:
-    """Count what is mapped for whom. The pool's lock is held."""
-    table, pool = memory.table, memory.pool.stats()
-    live, parked_pages = list(occupancy.sequences), occupancy.parked_pages()
-    token_bytes = guard_bytes = 0
-    for index, arena in enumerate(memory.arenas):
-        row_bytes = arena.group.row_bytes
-        for slot in live:
-            length_bytes = int(table.lengths[slot]) * row_bytes
-            token_bytes += length_bytes - int(table.starts[index, slot]) * row_bytes
-            room_bytes = max(0, arena.spans[slot].end_page * PAGE_BYTES - length_bytes)
-            guard_bytes += min(memory.guard_tokens * row_bytes, room_bytes)
-    live_bytes = sum(memory.num_pages(slot) for slot in live) * PAGE_BYTES
-    return CacheStats(
-        reserved_bytes=sum(arena.reserved_bytes for arena in memory.arenas),
-        mapped_bytes=live_bytes + parked_pages * PAGE_BYTES,
-        retiring_bytes=memory.mapper.retiring_pages * PAGE_BYTES,
-        parked_bytes=parked_pages * PAGE_BYTES,
-        token_bytes=token_bytes,
-        guard_bytes=guard_bytes,
-        waste_bytes=live_bytes - token_bytes - guard_bytes,
-        pool_created_bytes=pool.created_bytes,
-        pool_held_bytes=pool.held_bytes,
-        pool_used_bytes=pool.used_bytes,
-        pool_free_bytes=pool.free_bytes,
-        pool_budget_bytes=pool.budget_bytes,
-        num_tokens=int(table.lengths.sum()),
-        num_sequences=len(live),
-        num_parked=len(occupancy.parked),
-        num_slots=table.num_slots,
-        stalls=occupancy.stalls,
-        stall_us=occupancy.stall_us,
-        mapped_pages=memory.mapped_pages,
-        pumped_pages=occupancy.pumped_pages,
-        adopted_slots=occupancy.adopted_slots,
-        driver_calls=pool.driver_calls,
-    )
-
-
-# -------- cache
-
-_THREAD_BUDGET_US = 200.0
-"""For how long the mapper's thread keeps the pool's lock: a few pages."""
 
 
 class KVCache:
@@ -839,7 +348,7 @@ class KVCache:
     `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
     176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
 
-    Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError.
+    Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError; GraphCapture.
     Cost: a reserve, a map and an access call for each group, and waiting for the caller's current stream.
     """
 
@@ -867,35 +376,46 @@ class KVCache:
         self.device: Final = pool.device
         self.max_tokens: Final = max_tokens
         self.guard_tokens: Final = guard_tokens
+        self.closed = False
+        """Has it been closed, by `close` or with its pool? Only `close` can be called then."""
+        self.sequences: dict[int, Sequence] = {}
+        """Internal: the running sequences by slot."""
+        self.parked_slots: dict[int, ParkedSlot] = {}
+        """Internal: the parked slots, the oldest first."""
+        self.prefix: PrefixIndex | None = None
+        """Internal: the prefix tree that shares this cache's slots and extents, if there is one."""
+        self.blocked_steps = 0
+        self.blocked_us = 0.0
+        self._mapped_ahead_pages = 0
+        self._adopted_slots = 0
+        self._attached = False
         with pool.lock:
             pool.check_open()
-            self._memory = SlotMemory(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
-            self._table = self._memory.table
-            self._lengths, self._limits = _read_only(self._table.lengths), _read_only(self._table.limits)
-            self._occupancy = Occupancy(layout, pool, self._memory)
-            self._occupancy.attach()
-
-    @property
-    def closed(self) -> bool:
-        """Has it been closed, by `close` or with its pool? Nothing but `close` can be called any more."""
-        return self._occupancy.closed
+            pool.check_capture()
+            self.memory: Final = SlotMemory(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=guard_tokens)
+            """Internal: what is mapped under the slots."""
+            self.table: Final = self.memory.table
+            """Internal: state and token counts of each slot."""
+            self._lengths, self._limits = _read_only(self.table.lengths), _read_only(self.table.limits)
+            pool.attach(self)
+            self._attached = True
 
     # sequences
 
     @property
     def num_slots(self) -> int:
         """Slots that sequences can have, taken or not: they are numbered from 1."""
-        return self._table.num_slots
+        return self.table.num_slots
 
     @property
     def slot_pages(self) -> list[int]:
         """Pages of addresses that each slot has, by group of layers."""
-        return [arena.slot_bytes // PAGE_BYTES for arena in self._memory.arenas]
+        return [arena.slot_bytes // PAGE_BYTES for arena in self.memory.arenas]
 
     @property
     def limit(self) -> torch.Tensor:
         """[1 + slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
-        return self._memory.limit
+        return self.memory.limit
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -916,14 +436,10 @@ class KVCache:
         Cost: no driver call if a slot is free, but the limit's write if it is blank. If none is, the tenant's oldest
         parked slot is taken over like a blank one, or another's is evicted and its fence waited for.
         Raises: OutOfSlots; DriverError, after which parked slots may have been evicted; SequenceTooLong if `max_tokens`
-        is more than the cache's.
+        is more than the cache's; GraphCapture.
         """
         with self.pool.lock:
-            end = self._check_end(max_tokens)
-            parked = self._open_over(tenant)
-            if parked is not None:
-                return self._occupancy.take_over(parked, 0, end)
-            return self._occupancy.open_at(self._occupancy.clear_run(1), end, tenant)
+            return self.open_any(self.check_end(max_tokens), tenant)
 
     def open_batch(self, count: int, *, max_tokens: int | None = None, tenant: Hashable = None) -> list[Sequence]:
         """`count` new sequences in adjacent slots, so that `cache.k(layer)[first:first + count]` is their batch.
@@ -934,23 +450,24 @@ class KVCache:
         if count < 1:
             raise ValueError(f"count={count}: a batch has at least 1 sequence")
         with self.pool.lock:
-            end = self._check_end(max_tokens)
-            first = self._occupancy.clear_run(count)
-            return [self._occupancy.open_at(slot, end, tenant) for slot in range(first, first + count)]
+            end = self.check_end(max_tokens)
+            first = self.clear_run(count)
+            return [self._open_at(slot, end, tenant) for slot in range(first, first + count)]
 
     def adopt(
         self, parked: ParkedSlot, num_tokens: int | None = None, *, max_tokens: int | None = None, tenant: Hashable = None
     ) -> Sequence:
         """A new sequence in a parked slot, whose first `num_tokens` rows (all by default) are its own already.
 
-        Cost: no driver call but the limit's write; where these rows end within a page that others hold too, as they can if
-        there were more before, that page is exchanged for one of its own (see Sequence.truncate).
-        Raises: Evicted if it was taken back or adopted meanwhile; ValueError for another tenant's, or more rows than
-        were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong; where a page is exchanged
-        OutOfPages and DriverError, and the slot stays parked.
+        Cost: no driver call but the limit's write. If these rows end within a page that other sequences or the prefix tree
+        hold, that page is exchanged for one of its own (see Sequence.truncate).
+        Raises: Evicted if the slot was evicted or adopted meanwhile; ValueError for another tenant's, or more rows than
+        were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong; GraphCapture. Where a
+        page is exchanged OutOfPages and DriverError, and the slot stays parked.
         """
+        instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")
         with self.pool.lock:
-            end = self._check_end(max_tokens)
+            end = self.check_end(max_tokens)
             self._check_parked(parked)
             num_tokens = parked.length if num_tokens is None else whole("num_tokens", num_tokens)
             if parked.tenant != tenant:
@@ -960,94 +477,124 @@ class KVCache:
             if num_tokens > end:
                 raise SequenceTooLong(f"{num_tokens} parked tokens are adopted by a sequence of max_tokens={end}")
             if num_tokens:
-                self._occupancy.check_windows(parked.slot, num_tokens)
-            return self._occupancy.take_over(parked, num_tokens, end)
+                self.check_windows(parked.slot, num_tokens)
+            self.check_capture()
+            return self.take_over(parked, num_tokens, end)
 
     def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:
         """`count` new sequences that have all tokens of a running one, as vLLM's forked block tables do.
 
-        Extents that are full are shared, and their rows to be read only: nothing makes a copy when one is written. The last,
-        partial page is copied, so that each goes its own way from there; to go back further, truncate first.
+        Full extents are shared, and their rows are read-only: nothing makes a copy when one is written. The last, partial
+        page is copied, so that each fork goes its own way from there. To go back further, truncate first.
         Cost: for each new sequence and group a map and an access call for each full extent, the same and a copy for the
-        partial page. All or none. Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError.
+        partial page. All or none. Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError, GraphCapture.
         """
         count = whole("count", count)
         if count < 1:
             raise ValueError(f"count={count}: a fork makes at least 1 sequence")
         with self.pool.lock:
-            end = self._check_end(max_tokens)
+            end = self.check_end(max_tokens)
             self._check_fork(sequence, end)
-            available = self._table.num_slots - len(self._occupancy.sequences)
+            available = self.table.num_slots - len(self.sequences)
             if count > available:
                 raise OutOfSlots(
-                    f"{count} slots are wanted and {available} of {self._table.num_slots} run no sequence; close some"
+                    f"{count} slots are wanted and {available} of {self.table.num_slots} run no sequence; close some"
                 )
-            return self._fork_all(((sequence, self._occupancy.clear_run(1)) for _ in range(count)), end)
+            return self._fork_all(((sequence, self.clear_run(1)) for _ in range(count)), end)
 
     def fork_batch(self, sequences: Iterable[Sequence], *, max_tokens: int | None = None) -> list[Sequence]:
         """A fork of each of these running sequences, in this order and in adjacent slots; one may be named several times.
 
-        So a batch grows, shrinks or changes its order: the forks are a batch as those of `open_batch` are, and the sequences
-        that it has left are closed by the caller.
+        So a batch grows, shrinks or changes its order: the forks are a batch as those of `open_batch` are, and the caller
+        closes the sequences that it no longer needs.
         Cost and errors: as `fork`; ValueError for none.
         """
         with self.pool.lock:
-            end = self._check_end(max_tokens)
+            end = self.check_end(max_tokens)
             parents = list(sequences)
             if not parents:
                 raise ValueError("a batch has at least 1 sequence, and none was named to fork")
             for parent in parents:
                 self._check_fork(parent, end)
-            first = self._occupancy.clear_run(len(parents))
+            first = self.clear_run(len(parents))
             return self._fork_all([(parent, slot) for slot, parent in enumerate(parents, first)], end)
 
     def copy_rows(self, pairs: Iterable[tuple[Sequence, Sequence]], first: int, end: int) -> None:
         """Of each pair (source, target) the target takes rows [first, end) of the source, and then has `end` tokens.
 
-        What a beam search does when one beam goes on from another: the rows that both have already stay where they are. No
+        A beam search does this when one beam goes on from another: rows that both have already stay where they are. No
         sequence is a target twice, or target and source. In a windowed group the target keeps the rows that both still have.
         Cost: a copy for each pair and group, launched on the caller's current stream (about 10 us each on a GPU until they
         are larger than some MiB, where copying in one kernel would take 1 us for 2 MiB); no driver call. All or none.
         Raises: RowsUnmapped if a target has no memory for `end` tokens, or a window has moved past what its next token needs;
-        ValueError if a sequence has too few tokens, or others hold a page that would be written (truncate and grow it first).
+        ValueError if a sequence has too few tokens, or shares a page that would be written (truncate and grow it first).
         """
         first, end = whole("first", first), whole("end", end)
         with self.pool.lock:
-            self._check_open()
+            self.check_open()
             pairs = list(pairs)
+            for sequence in itertools.chain.from_iterable(pairs):
+                self._check_running(sequence)
             targets = {target.slot for _, target in pairs}
             if len(targets) < len(pairs) or any(source.slot in targets for source, _ in pairs):
                 raise ValueError("a sequence is a target twice, or target and source: the order of the copies would matter")
             for source, target in pairs:
                 for sequence in (source, target):
-                    self._check_running(sequence)
-                    self._occupancy.check_windows(sequence.slot, end)
-                sharing.check_copy(self._memory, source.slot, target.slot, first, end)
-            with self._memory.copying():
+                    self.check_windows(sequence.slot, end)
+                sharing.check_copy(self.memory, source.slot, target.slot, first, end)
+            if self.memory.streams:
+                self.check_capture()
+            with self.memory.copying():
                 for source, target in pairs:
-                    self._occupancy.forget(target.slot, first)
-                    sharing.copy_rows(self._memory, source.slot, target.slot, first, end)
+                    self.forget_rows(target.slot, first)
+                    sharing.copy_rows(self.memory, source.slot, target.slot, first, end)
 
     def parked(self) -> list[ParkedSlot]:
         """The parked slots, the oldest first."""
         with self.pool.lock:
-            return list(self._occupancy.parked.values())
+            return list(self.parked_slots.values())
 
     def evict(self, parked: ParkedSlot) -> None:
-        """Retire a parked slot's mappings. Raises Evicted if that has happened, or it was adopted. No driver call."""
+        """Reclaim a parked slot's memory. Raises Evicted if that has happened, or it was adopted. No driver call."""
+        instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")
         with self.pool.lock:
             self._check_parked(parked)
-            self._occupancy.evict(parked)
+            self.evict_parked(parked)
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
         """`num_tokens` (one number, or one for each) more rows have been written in each of these different slots.
 
-        Cost: a few numpy calls whatever the number of slots; no lock, no driver call.
+        Cost: a few numpy calls whatever the number of slots; no driver call. It takes no lock, for only the owner of a
+        sequence writes its length.
         Raises: RowsUnmapped, naming the first slot that would pass its limit; ValueError for a negative number or a slot
-        that there is not; TypeError for what is no whole number; then none has advanced.
+        that does not exist; TypeError for anything but whole numbers. Then none has advanced.
         """
-        self._check_open()
-        self._occupancy.advance(slots, num_tokens)
+        self.check_open()
+        indices = np.atleast_1d(wholes("slots", slots))
+        try:
+            before = self.table.lengths[indices]
+        except IndexError:
+            unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
+            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
+        after = before + wholes("num_tokens", num_tokens)
+        named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
+        named[indices] = True
+        if np.count_nonzero(named) != len(indices):
+            raise ValueError("a slot is named twice: its rows would be counted once; add its tokens up")
+        wrong = (after > self.table.limits[indices]) | (after < before) | (indices < 0)
+        if wrong.any():
+            slot, length, wanted = (int(values[wrong][0]) for values in (indices, before, after))
+            if slot < 0 or wanted < length:
+                raise ValueError(
+                    f"slot {slot} cannot advance from {length} to {wanted} tokens: slots and num_tokens are at least 0"
+                )
+            if self.table.states[slot] != SlotState.LIVE:
+                raise RowsUnmapped(f"no sequence runs in slot {slot}: it is {self.table.state(slot).name.lower()}")
+            raise RowsUnmapped(
+                f"slot {slot} has {counted(length, 'token')} and memory for {self.table.limits[slot]}: "
+                f"it cannot advance to {wanted}; grow first"
+            )
+        self.table.lengths[indices] = after
 
     # views
 
@@ -1070,39 +617,35 @@ class KVCache:
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the whole arena: [1 + slots, slot_tokens, heads, dim], strided; for batched kernels.
 
-        A plane without a dim, as scales have none, gives [1 + slots, slot_tokens, heads].
-
-        Slot 0 is the pad: its first page is always mapped, read-only and zero, so that kernels and launchers that look at
-        the tensor's own address find memory there, and rows that only fill up a batch have a slot to point to. Most of
-        the rest is not mapped: a kernel must load rows below each sequence's length only (plus the guard). Strides pass
-        2**31 elements. It stays valid for the cache's life. Cost: about 4 us; no driver call, no copy, no touch.
+        Slot 0 is the null slot: its first page is always mapped, read-only and zero. Kernels and launchers that look at the
+        tensor's own address find memory there, and padding rows of a batch point to it. Most of the rest is not mapped:
+        a kernel must load rows below each sequence's length only (plus the guard). Strides pass 2**31 elements. The view
+        is valid until the cache is closed. Cost: about 4 us; no driver call, no copy, no touch.
         """
-        self._check_open()
-        return self._memory.arena_of(layer).view(layer, plane)
+        self.check_open()
+        return self.memory.arena_of(layer).view(layer, plane)
 
     # ahead of need, and behind
 
     def lookahead_tokens(self, step_us: float) -> int:
-        """How many tokens ahead memory should be mapped so that no step waits, if the mapper has `step_us` in each.
+        """How many tokens ahead memory should be mapped so that no step waits, if `map_ahead` has `step_us` in each.
 
-        One token a step. If every sequence crosses a page at once, the mapper needs `pages due * measured cost`; it must
-        have begun that many steps before.
+        One token a step. If every sequence crosses a page at once, mapping takes `pages due * measured cost`, and must have
+        begun that many steps before.
         """
-        pages_due = len(self._occupancy.sequences) * len(self.layout.groups)
-        return 1 + ceil_div(int(pages_due * self._memory.mapper.map_us), max(1, int(step_us)))
+        pages_due = len(self.sequences) * len(self.layout.groups)
+        return 1 + ceil_div(int(pages_due * self.memory.mapper.map_us), max(1, int(step_us)))
 
     def map_ahead(self, budget_us: float = float("inf"), *, lookahead_tokens: int = 1) -> int:
-        """Do the mapper's work for about `budget_us`: call it while launched work is still queued on the device.
+        """Map and unmap pages for about `budget_us`: call it while launched work is still queued on the device.
 
-        First it maps for sequences that have less memory than their next token needs, then than `lookahead_tokens` more do,
-        then than they `expect`: each time the most urgent first, and never past their end. A sequence that finds too few
-        pages for one of these gets none for it, and the others theirs. Then it unmaps what has retired and whose fence
-        has passed.
+        First it maps for sequences that have less memory than their next token needs, then than `lookahead_tokens` more
+        need: each time the most urgent first, and never past their end. A sequence that finds too few pages is skipped.
+        Then it unmaps reclaimed memory whose fence has passed.
 
         Cost: map and access, or unmap, for each page; the number of pages is returned. At least one page if there is
-        any to do, however small the budget. Never waits for a fence, nor takes a parked slot that running work may touch.
-        Not under graph capture.
-        Raises: DriverError; what was done before it stays done. ValueError for a negative budget or lead.
+        any to do, however small the budget. Never waits for a fence, nor evicts a parked slot that running work may touch.
+        Raises: DriverError, and the work before it stays done; GraphCapture; ValueError for a negative budget or lookahead.
         """
         lookahead_tokens = whole("lookahead_tokens", lookahead_tokens)
         if not budget_us >= 0:  # nor is it NaN
@@ -1110,92 +653,144 @@ class KVCache:
         if lookahead_tokens < 0:
             raise ValueError(f"lookahead_tokens={lookahead_tokens}: how far memory is mapped ahead is at least 0")
         with self.pool.lock:
-            self._check_open()
-            return self._occupancy.map_ahead(budget_us, lookahead_tokens, settle=False)
+            self.check_open()
+            self.check_capture()
+            began_ns = time.perf_counter_ns()
+            num_pages = self.memory.map_ahead(budget_us, lookahead_tokens)
+            self._mapped_ahead_pages += num_pages
+            left_us = budget_us - (time.perf_counter_ns() - began_ns) / 1e3
+            if num_pages and left_us < self.memory.mapper.unmap_us:
+                return num_pages
+            return num_pages + self.collect(left_us)
 
     def drain(self) -> None:
-        """Unmap everything that retires, waiting for its fences: for when there is nothing else to do.
+        """Unmap all reclaimed memory, waiting for its fences: for when there is nothing else to do.
 
-        Cost: one unmap for each page; blocks until the work that touches them is done, but not the other users of the
-        pool. Raises: DriverError.
+        Cost: one unmap for each page. Blocks until the work that touches them is done, but without the lock.
+        Raises: DriverError, GraphCapture.
         """
-        self._check_open()
-        self._occupancy.drain()
-
-    def start_mapper(self, lookahead_tokens: int | None = None) -> None:
-        """Pump in a thread, for users with no loop of their own. A graph capture then needs capture_error_mode="thread_local".
-
-        `lookahead_tokens` is by default as many as a page holds. A DriverError of the thread is raised by `stop_mapper`, or
-        by the next `grow` that lacks memory or `start_mapper`, once; then another can be started.
-        """
-        with self.pool.lock:
-            self._check_open()
-            self._occupancy.check_thread()
-            if self._occupancy.thread is not None:
-                raise ValueError("the mapper's thread runs already; stop_mapper() ends it")
-            if lookahead_tokens is None:
-                lookahead_tokens = max(1, *(group.tokens_under(1) for group in self.layout.groups))
-            lookahead_tokens = whole("lookahead_tokens", lookahead_tokens)
-            if lookahead_tokens < 1:
-                raise ValueError(f"lookahead_tokens={lookahead_tokens}: the mapper maps at least 1 token ahead")
-            name = f"vmmkv-mapper-{self._memory.number}"
-            self._occupancy.thread = MapperThread(functools.partial(self._pump_some, lookahead_tokens), name=name)
-
-    def stop_mapper(self) -> None:
-        """End the thread. Idempotent. Raises what the thread failed with, if it did."""
-        self.pool.lock.check_process()
-        self._occupancy.stop_thread()
+        self.check_open()
+        self._drain()
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Work on this stream touches the cache too.
 
-        Retirements wait for it, and what is zeroed or limited is ordered before it, as for the stream that is current
-        when the cache is called. Work on streams that are neither must be ordered by whoever launches it.
-        Raises: ValueError for another device's.
+        Reclaimed memory waits for it, and zeroes and limits are ordered before it, as for the stream that is current
+        when the cache is called. The caller must order work on any other stream.
+        Raises: ValueError for another device's; GraphCapture.
         """
+        self.check_open()
+        if not hasattr(stream, "device"):
+            raise TypeError(f"stream={stream!r} is a {type(stream).__name__}; give a torch.Stream, such as torch.cuda.Stream()")
         with self.pool.lock:
-            self._check_open()
+            self.check_open()
             if stream.device != self.device:
                 raise ValueError(f"a stream of {stream.device} cannot be recorded by a cache on {self.device}")
-            if stream not in self._memory.streams:
-                self._memory.streams.append(stream)
-                self._memory.order()
+            self.check_capture()
+            if stream not in self.memory.streams:
+                self.memory.streams.append(stream)
+                self.memory.order()
 
     # the whole
 
     def stats(self) -> CacheStats:
         """The cache at this moment. Cost: some tens of microseconds; no driver call."""
         with self.pool.lock:
-            return snapshot(self._memory, self._occupancy)
+            table, memory, pool = self.table, self.memory, self.pool.read_stats()
+            parked_pages = sum(parked.num_pages for parked in self.parked_slots.values())
+            live_pages = sum(memory.num_pages(slot) for slot in self.sequences)
+            token_bytes = guard_bytes = 0
+            for index, arena in enumerate(memory.arenas):
+                row_bytes = arena.group.row_bytes
+                for slot in self.sequences:
+                    length_bytes = int(table.lengths[slot]) * row_bytes
+                    token_bytes += length_bytes - int(table.starts[index, slot]) * row_bytes
+                    room_bytes = max(0, arena.spans[slot].end_page * PAGE_BYTES - length_bytes)
+                    guard_bytes += min(memory.guard_tokens * row_bytes, room_bytes)
+            return CacheStats(
+                reserved_bytes=sum(arena.reserved_bytes for arena in memory.arenas),
+                mapped_bytes=(live_pages + parked_pages) * PAGE_BYTES,
+                pending_reclaim_bytes=memory.mapper.pending_pages * PAGE_BYTES,
+                parked_bytes=parked_pages * PAGE_BYTES,
+                token_bytes=token_bytes,
+                guard_bytes=guard_bytes,
+                waste_bytes=live_pages * PAGE_BYTES - token_bytes - guard_bytes,
+                pool_created_bytes=pool.created_bytes,
+                pool_held_bytes=pool.held_bytes,
+                pool_used_bytes=pool.used_bytes,
+                pool_free_bytes=pool.free_bytes,
+                pool_budget_bytes=pool.budget_bytes,
+                num_tokens=int(table.lengths.sum()),
+                num_sequences=len(self.sequences),
+                num_parked=len(self.parked_slots),
+                num_slots=table.num_slots,
+                blocked_steps=self.blocked_steps,
+                blocked_us=self.blocked_us,
+                mapped_pages=memory.mapped_pages,
+                mapped_ahead_pages=self._mapped_ahead_pages,
+                adopted_slots=self._adopted_slots,
+                driver_calls=pool.driver_calls,
+            )
 
     def taken_slots(self) -> list[int]:
         """The slots that are not free, in order: those under which something can be mapped."""
         with self.pool.lock:
-            self._check_open()
-            return (1 + np.flatnonzero(self._table.states[1:] != SlotState.FREE)).tolist()
+            self.check_open()
+            return (1 + np.flatnonzero(self.table.states[1:] != SlotState.FREE)).tolist()
 
     def slot_maps(self, slots: Iterable[int]) -> list[SlotMap]:
         """What is mapped under each of these slots, and for what: see `vmmkv.memory.memory_map`.
 
         Cost: some 3 us for each slot, and 0.1 us for each extent mapped there; no driver call.
-        Raises: ValueError for what is no slot of sequences.
+        Raises: ValueError for a number that is no slot of sequences.
         """
         slots = list(slots)
-        unknown = [slot for slot in slots if not 1 <= slot <= self._table.num_slots]
+        unknown = [slot for slot in slots if not 1 <= slot <= self.table.num_slots]
         if unknown:
-            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self._table.num_slots}")
+            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}")
         with self.pool.lock:
-            self._check_open()
-            return slot_maps(self._memory, self._occupancy, slots)
+            self.check_open()
+            return slot_maps(self.memory, self.parked_slots, slots)
 
     def close(self) -> None:
         """End all sequences, wait for the work that touches them, unmap everything. Idempotent.
 
-        The addresses stay reserved until the process ends, so that a stale view faults (law 6).
-        Cost: an unmap for each page; blocks on the fences, but not the other users of the pool.
-        Raises: DriverError, and then it can be called again; what the mapper's thread failed with, and then it is closed.
+        Drop all views before: a later cache of the same size may be given the addresses.
+        Cost: an unmap for each page. Blocks on the fences, but without the lock.
+        Raises: DriverError, and then it can be called again; GraphCapture.
         """
-        self._occupancy.close_all()
+        self.pool.lock.check_process()
+        with self.pool.lock:
+            if not self._attached:
+                return
+            self.check_capture()
+            for sequence in list(self.sequences.values()):
+                self.end_sequence(sequence)
+            for parked in list(self.parked_slots.values()):
+                self.evict_parked(parked)
+            if self.prefix is not None:
+                self.prefix.clear()
+            fence = self.memory.fence()
+            self.closed = True  # nothing is launched, opened or grown here while the lock is not held
+        fence.wait()
+        self._drain()
+        with self.pool.lock:
+            if self._attached:
+                self.memory.close()
+                self.pool.detach(self)
+                self._attached = False
+
+    def check(self) -> None:
+        """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""
+        with self.pool.lock:
+            self.memory.check()
+            assert sorted(self.sequences) == self.table.where(SlotState.LIVE), "a live slot has no sequence"
+            assert sorted(self.parked_slots) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
+            for slot, parked in self.parked_slots.items():
+                assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
+            if self.prefix is not None:
+                self.prefix.check()
+            self.pool.recount()
 
     def __enter__(self) -> "KVCache":
         return self
@@ -1204,79 +799,306 @@ class KVCache:
         self.close()
 
     def __del__(self) -> None:
-        occupancy = getattr(self, "_occupancy", None)  # there is none if it could not be made
-        if occupancy is not None and occupancy.attached:
+        if getattr(self, "_attached", False):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        if not self._occupancy.attached:
+        if not self._attached:
             return f"<KVCache on {self.device}, closed>"
-        sequences = counted(len(self._occupancy.sequences), "sequence")
-        return f"<KVCache on {self.device}: {sequences} in {counted(self._table.num_slots, 'slot')}>"
+        sequences = counted(len(self.sequences), "sequence")
+        return f"<KVCache on {self.device}: {sequences} in {counted(self.table.num_slots, 'slot')}>"
 
-    def check(self) -> None:
-        """Recount the laws from scratch, for this cache and its pool; AssertionError says which is broken."""
-        with self.pool.lock:
-            self._memory.check()
-            self._occupancy.check()
-            self.pool.check()
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
-    # within
+    # Internal interface, for Sequence and vmmkv.prefix: the caller holds the pool's lock.
 
-    def _pump_some(self, lookahead_tokens: int) -> bool:
-        """The thread's unit of work, made visible before anybody is told. Is there more to do?"""
-        with self.pool.lock:
-            return self._occupancy.map_ahead(_THREAD_BUDGET_US, lookahead_tokens, settle=True) > 0
-
-    def _open_over(self, tenant: Hashable) -> ParkedSlot | None:
-        """The parked slot that the next sequence of a tenant takes: the newest blank one; if no slot is free, the oldest that
-        is not pinned."""
-        parked = [parked for parked in self._occupancy.parked.values() if parked.tenant == tenant]
+    def open_any(self, end: int, tenant: Hashable) -> Sequence:
+        """A new sequence in a blank parked slot of the tenant, a free slot, or one that is made free: see `open`."""
+        parked = [parked for parked in self.parked_slots.values() if parked.tenant == tenant]
         blank = [each for each in parked if not each.length]
-        if blank:
-            return blank[-1]
-        if self._table.where(SlotState.FREE):
-            return None
-        return next((each for each in parked if not self._occupancy.is_pinned(each.slot)), None)
+        chosen = blank[-1] if blank else None
+        if chosen is None and not self.table.where(SlotState.FREE):
+            chosen = next((each for each in parked if not self.is_pinned(each.slot)), None)
+        if chosen is not None:
+            self.check_capture()
+            return self.take_over(chosen, 0, end)
+        return self._open_at(self.clear_run(1), end, tenant)
 
-    def _fork_all(self, pairs: Iterable[tuple[Sequence, int]], end: int) -> list[Sequence]:
-        """Forks of these sequences in these free slots; all or none."""
-        forks: list[Sequence] = []
+    def take_over(self, parked: ParkedSlot, num_tokens: int, end: int) -> Sequence:
+        """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
+        slot = parked.slot
+        self._leave_slot(slot)
+        del self.parked_slots[slot]  # so that making room for it does not evict it
         try:
-            for parent, slot in pairs:
-                forks.append(self._occupancy.fork(parent, slot, end))
+            parked.fence.order(self.memory.streams)
+            sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
+            sharing.own_from(self.memory, slot, num_tokens)
+            committed = self.memory.committed(slot, from_first=not num_tokens)
+            self.memory.raise_limits({slot: min(committed, end)})
         except BaseException:
-            for fork in forks:
-                fork.close()
+            self.memory.unuse(slot)
+            parked.length = min(parked.length, self.memory.committed(slot))  # what was cut by now does not come back
+            parked.num_pages = self.memory.num_pages(slot)
+            self.parked_slots[slot] = parked
+            self.parked_slots = dict(sorted(self.parked_slots.items(), key=lambda entry: entry[1].stamp))
+            with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
+                parked.fence = self.memory.fence()
             raise
-        return forks
+        if not num_tokens:
+            self.memory.reclaim_cut(slot, parked.fence)
+        self.memory.use(slot)
+        self._adopted_slots += 1
+        sequence = self._open_at(slot, end, parked.tenant)
+        self.table.lengths[slot] = num_tokens
+        self.memory.assert_owned(slot)
+        return sequence
 
-    def _check_fork(self, sequence: Sequence, end: int) -> None:
-        self._check_running(sequence)
-        if sequence.length > end:
-            raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
+    def open_with(
+        self, slot: int, end: int, tenant: Hashable, num_tokens: int, pages: Seq[sharing.Pages], source: sharing.Source
+    ) -> Sequence:
+        """A new sequence in a free slot that has `num_tokens` tokens already: see `sharing.take`.
 
-    def _check_running(self, sequence: Sequence) -> None:
-        if self._occupancy.sequences.get(sequence.slot) is not sequence:
-            raise Closed(f"{sequence!r} is no running sequence of this cache")
+        The slot's starts are set before, and are 0 again if this fails.
+        """
+        sequence = self._open_at(slot, end, tenant)
+        try:
+            sharing.take(self.memory, slot, num_tokens, pages, source)
+        except BaseException:
+            if self.table.limits[slot]:
+                self.end_sequence(sequence)  # what is mapped by now is reclaimed
+            else:  # nothing is mapped: no driver call, so that this cannot fail too
+                self._clear_slot(sequence, SlotState.CLOSING)
+                self.table.starts[:, slot] = 0
+                self._free_if_bare(slot)
+            raise
+        self.table.lengths[slot] = num_tokens
+        self.memory.assert_owned(slot)
+        return sequence
 
-    def _check_parked(self, parked: ParkedSlot) -> None:
-        if self._occupancy.parked.get(parked.slot) is not parked:
-            raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
+    def park_sequence(self, sequence: Sequence, num_tokens: int) -> ParkedSlot:
+        """End a sequence and keep its memory, with its first `num_tokens` to be adopted."""
+        slot = sequence.slot
+        fence = self.memory.lower_limit(slot, 0)
+        self._clear_slot(sequence, SlotState.PARKED)
+        self._leave_slot(slot)
+        self.memory.unuse(slot)
+        num_pages = self.memory.num_pages(slot)
+        self.parked_slots[slot] = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), fence, num_pages)
+        return self.parked_slots[slot]
 
-    def _check_open(self) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
+        """End a sequence and reclaim its memory. Cost: the limit's write, which gives the fence, or a fence."""
+        slot = sequence.slot
+        fence = self.memory.lower_limit(slot, 0)
+        self._clear_slot(sequence, SlotState.CLOSING)
+        self._leave_slot(slot)
+        self.memory.reclaim_all(slot, fence)
+        self._free_if_bare(slot)
+
+    def evict_parked(self, parked: ParkedSlot) -> None:
+        """Reclaim a parked slot's memory. No driver call."""
+        slot = parked.slot
+        del self.parked_slots[slot]
+        self._leave_slot(slot)
+        self.table.clear(slot, SlotState.CLOSING)
+        self.memory.reclaim_all(slot, parked.fence)
+        self._free_if_bare(slot)
+
+    def cut_parked(self, slot: int, num_tokens: int) -> None:
+        """A parked slot keeps its first `num_tokens` only. No driver call."""
+        parked = self.parked_slots[slot]
+        self.memory.reclaim_run(slot, self.memory.end_pages(num_tokens), parked.fence)
+        parked.length, parked.num_pages = num_tokens, self.memory.num_pages(slot)
+
+    def clear_run(self, count: int) -> int:
+        """The first of `count` adjacent free slots; if need be, parked and closing ones are made free."""
+        first = self.table.run_of(count, SlotState.FREE)
+        if first is not None:
+            return first
+        self.check_capture()
+        if self.collect():
+            first = self.table.run_of(count, SlotState.FREE)
+        if first is None and count == 1 and self.parked_slots:
+            first = next((slot for slot in self.parked_slots if not self.is_pinned(slot)), next(iter(self.parked_slots)))
+        if first is None:
+            first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
+        if first is None:
+            raise OutOfSlots(
+                f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
+                f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
+            )
+        run = range(first, first + count)
+        for slot in run:
+            if slot in self.parked_slots:
+                self.evict_parked(self.parked_slots[slot])
+        while not all(self.table.state(slot) is SlotState.FREE for slot in run):
+            self.wait_for_reclaim()
+            self.collect()
+        return first
+
+    def is_pinned(self, slot: int) -> bool:
+        """Does the prefix cache keep this parked slot before others?"""
+        return self.prefix is not None and self.prefix.is_pinned(slot)
+
+    def forget_rows(self, slot: int, num_tokens: int) -> None:
+        """The rows of a slot past `num_tokens` are gone, or about to be written."""
+        if self.prefix is not None:
+            self.prefix.forget(slot, num_tokens)
+
+    def check_windows(self, slot: int, num_tokens: int) -> None:
+        """Does the slot keep all rows that a sequence of so many tokens needs for its next one? Raises RowsUnmapped if not."""
+        for index, group in enumerate(self.layout.groups):
+            start, needed = int(self.table.starts[index, slot]), self.layout.start_for(group, num_tokens)
+            if start > needed:
+                raise RowsUnmapped(
+                    f"with {num_tokens} tokens the window of group {index} begins at row {needed}, and rows before {start} "
+                    f"are gone; call advance_start later, or recompute"
+                )
+
+    def check_open(self) -> None:
+        """Raises Closed, or ForkedProcess in a child."""
         self.pool.lock.check_process()
         if self.closed:
             raise Closed("this cache is closed")
 
-    def _check_end(self, max_tokens: int | None) -> int:
-        self._check_open()
+    def check_end(self, max_tokens: int | None) -> int:
+        """Where a new sequence ends, by default where the slots do. Raises: SequenceTooLong, ValueError, Closed."""
+        self.check_open()
         end = self.max_tokens if max_tokens is None else whole("max_tokens", max_tokens)
         if end < 1:
             raise ValueError(f"max_tokens={end}: a sequence has at least 1")
         if end > self.max_tokens:
             raise SequenceTooLong(f"max_tokens={end} is more than this cache's slots have addresses for, {self.max_tokens}")
         return end
+
+    def check_capture(self) -> None:
+        """Raises GraphCapture if work on the current stream or a recorded one is being captured. See Pool.check_capture."""
+        self.pool.check_capture(self.memory.streams)
+
+    # Internal interface, for the pool: it holds its lock.
+
+    def pending_pages(self) -> int:
+        """Pages that will be free when their fences have passed."""
+        return self.memory.mapper.pending_pages
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
+        num_pages = self.memory.mapper.passed_pages()
+        for parked in itertools.takewhile(lambda parked: parked.fence.done(), self._evictable_slots()):  # the oldest goes first
+            if num_pages >= enough:
+                return num_pages
+            num_pages += self.memory.idle_pages(parked.slot)
+        if self.prefix is not None:
+            num_pages += self.prefix.idle_pages(enough - num_pages)
+        return num_pages
+
+    def unevictable_bytes(self) -> int:
+        """Bytes that no running sequence uses, and that the prefix tree does not evict either."""
+        return 0 if self.prefix is None else self.prefix.unevictable_bytes()
+
+    def oldest_evictable(self) -> Evictable | None:
+        """The least recently used parked slot, or leaf of the prefix tree."""
+        parked = next(self._evictable_slots(), None)
+        slot = None if parked is None else Evictable(parked.stamp, parked.fence.done())
+        leaf = None if self.prefix is None else self.prefix.oldest()
+        return min(filter(None, (slot, leaf)), key=lambda each: each.stamp, default=None)
+
+    def evict_oldest(self) -> None:
+        """Evict that: mapped pages are reclaimed, the others are free at once."""
+        parked = next(self._evictable_slots(), None)
+        leaf = None if self.prefix is None else self.prefix.oldest()
+        if self.prefix is not None and leaf is not None and (parked is None or leaf.stamp < parked.stamp):
+            self.prefix.evict_oldest()
+        else:
+            assert parked is not None, "nothing is evictable"
+            self.evict_parked(parked)
+
+    def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
+        """Unmap reclaimed memory whose fence has passed, as far as time and `max_pages` allow; the pages. Never blocks."""
+        try:
+            return self.memory.mapper.collect(budget_us, max_pages)
+        finally:
+            for slot in self.table.where(SlotState.CLOSING):
+                self._free_if_bare(slot)
+
+    def wait_for_reclaim(self) -> bool:
+        """Block until the oldest fence of reclaimed memory has passed; False if there is none."""
+        fence = self.memory.mapper.oldest_fence()
+        if fence is not None:
+            fence.wait()
+        return fence is not None
+
+    def holders(self) -> Counter[Extent]:
+        """Recounted from scratch: how often this cache and its prefix tree hold each extent."""
+        return self.memory.holders() + (Counter() if self.prefix is None else self.prefix.holders())
+
+    # within
+
+    def _open_at(self, slot: int, end: int, tenant: Hashable) -> Sequence:
+        sequence = Sequence(self, slot, end, tenant)
+        self.sequences[slot] = sequence
+        self.memory.tenants[slot] = tenant
+        self.table.states[slot] = SlotState.LIVE
+        self.table.ends[slot] = end
+        return sequence
+
+    def _clear_slot(self, sequence: Sequence, state: SlotState) -> None:
+        self.table.clear(sequence.slot, state)
+        del self.sequences[sequence.slot]
+        sequence.closed = True
+
+    def _leave_slot(self, slot: int) -> None:
+        if self.prefix is not None:
+            self.prefix.leave(slot)
+
+    def _free_if_bare(self, slot: int) -> None:
+        if self.memory.is_bare(slot):
+            self.table.clear(slot, SlotState.FREE)
+
+    def _fork_all(self, pairs: Iterable[tuple[Sequence, int]], end: int) -> list[Sequence]:
+        """Forks of these sequences in these free slots; all or none."""
+        forks: list[Sequence] = []
+        try:
+            for parent, slot in pairs:
+                pages = sharing.shareable(self.memory, parent.slot, parent.length)
+                self.table.starts[:, slot] = self.table.starts[:, parent.slot]
+                source = sharing.SlotRows(self.memory, parent.slot)
+                forks.append(self.open_with(slot, end, parent.tenant, parent.length, pages, source))
+        except BaseException:
+            for fork in forks:
+                self.end_sequence(fork)
+            raise
+        return forks
+
+    def _drain(self) -> None:
+        while True:
+            with self.pool.lock:
+                self.check_capture()
+                self.collect()
+                fence = self.memory.mapper.oldest_fence()
+            if fence is None:
+                return
+            fence.wait()
+
+    def _evictable_slots(self) -> Iterator[ParkedSlot]:
+        """Parked slots, the oldest first, but for those that are evicted leaf by leaf with the prefix tree."""
+        return (parked for slot, parked in self.parked_slots.items() if self.prefix is None or not self.prefix.keeps(slot))
+
+    def _check_fork(self, sequence: Sequence, end: int) -> None:
+        self._check_running(sequence)
+        self.check_capture()
+        if sequence.length > end:
+            raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
+
+    def _check_running(self, sequence: Sequence) -> None:
+        instance("sequence", sequence, Sequence, "a Sequence of this cache, as KVCache.open returns it")
+        if self.sequences.get(sequence.slot) is not sequence:
+            raise Closed(f"{sequence!r} is no running sequence of this cache")
+
+    def _check_parked(self, parked: ParkedSlot) -> None:
+        if self.parked_slots.get(parked.slot) is not parked:
+            raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
 
 
 _Number = TypeVar("_Number", bound=np.generic)

@@ -18,7 +18,9 @@
     ├── SequenceTooLong            more tokens than the slot or the sequence's own end allows
     ├── RowsUnmapped               rows that are not mapped were asked for
     ├── Closed                     use after close
-    └── Evicted                    a parked slot was taken back before it could be adopted
+    ├── Evicted                    a parked slot was evicted before it could be adopted
+    ├── GraphCapture               memory cannot be mapped or reclaimed while a CUDA graph is captured
+    └── Reentered                  a finalizer or signal handler called a pool in the middle of an operation
 
 A message says what was given, what was wanted, what there was, and what would work.
 """
@@ -102,4 +104,12 @@ class Closed(VmmkvError):
 
 
 class Evicted(VmmkvError):
-    """A parked slot was taken back under pressure, or adopted by somebody else."""
+    """A parked slot was evicted under pressure, or adopted already."""
+
+
+class GraphCapture(VmmkvError):
+    """An operation that maps, reclaims or waits was called while a CUDA graph is captured."""
+
+
+class Reentered(VmmkvError):
+    """A finalizer or signal handler called a pool or its caches in the middle of one of their operations."""

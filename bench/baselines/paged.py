@@ -158,7 +158,7 @@ class PagedCache(SlottedCache):
         return CacheStats(
             reserved_bytes=budget_bytes,
             mapped_bytes=mapped_bytes,
-            retiring_bytes=0,
+            pending_reclaim_bytes=0,
             parked_bytes=0,
             token_bytes=token_bytes,
             guard_bytes=0,
@@ -172,10 +172,10 @@ class PagedCache(SlottedCache):
             num_sequences=len(live),
             num_parked=0,
             num_slots=self.num_slots,
-            stalls=self._num_stalls,
-            stall_us=0.0,
+            blocked_steps=self._num_stalls,
+            blocked_us=0.0,
             mapped_pages=self._num_taken,
-            pumped_pages=self._num_pumped,
+            mapped_ahead_pages=self._num_pumped,
             adopted_slots=0,
             driver_calls={},
         )

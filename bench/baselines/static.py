@@ -96,7 +96,7 @@ class StaticCache(SlottedCache):
         return CacheStats(
             reserved_bytes=budget_bytes,
             mapped_bytes=used_bytes,
-            retiring_bytes=0,
+            pending_reclaim_bytes=0,
             parked_bytes=0,
             token_bytes=token_bytes,
             guard_bytes=0,
@@ -110,10 +110,10 @@ class StaticCache(SlottedCache):
             num_sequences=len(live),
             num_parked=0,
             num_slots=self.num_slots,
-            stalls=0,
-            stall_us=0.0,
+            blocked_steps=0,
+            blocked_us=0.0,
             mapped_pages=0,
-            pumped_pages=0,
+            mapped_ahead_pages=0,
             adopted_slots=0,
             driver_calls={},
         )

@@ -75,12 +75,16 @@ class _Arrivals:
         self.guests.append(self._opener.open(self._prompts[len(self.guests)]))
         self.guests[-1].sequence.grow(len(self.guests[-1].tokens))
 
-    def expect_all(self) -> None:
-        """All of them, unless they are here: their memory is to be pumped."""
+    def grow_within(self, budget_us: float) -> None:
+        """Open all of them, and map some pages for those that lack memory, until the time is spent."""
         if not self.guests:
             self.guests = [self._opener.open(num_tokens) for num_tokens in self._prompts]
-            for guest in self.guests:
-                guest.sequence.expect(len(guest.tokens))
+        began_us = now_us()
+        for guest in self.guests:
+            while guest.sequence.limit < len(guest.tokens):
+                if now_us() - began_us > budget_us:
+                    return
+                guest.sequence.grow(min(len(guest.tokens), guest.sequence.limit + 1))
 
     def count(self, spent_us: float) -> None:
         """Somebody may have got memory, in that time."""
@@ -168,9 +172,9 @@ class Breath:
             arrivals.count(phase.samples["grow"][-1])
 
         def beside() -> None:
-            arrivals.expect_all()
             with self._timed(phase, "pump"):
                 self._pump()
+                arrivals.grow_within(self._budget_us)
             arrivals.count(phase.samples["pump"][-1])
 
         while not arrivals.are_in:

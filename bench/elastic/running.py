@@ -46,7 +46,7 @@ class Running:
             sequence.grow(end_tokens if ahead else start + 1)
             sequence.advance(start)
         self._slots_B = np.array([sequence.slot for sequence in self._sequences], dtype=np.int64)
-        cache.pool.driver.settle()
+        cache.pool.driver.synchronize()
 
     def make_room(self) -> bool:
         """Memory for whoever has no row to write, in the foreground; did anybody lack it?"""

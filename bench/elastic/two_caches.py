@@ -58,7 +58,7 @@ class Side:
     def held_bytes(self) -> int:
         """Of the pool, by this cache alone."""
         stats = self.cache.stats()
-        return stats.mapped_bytes + stats.retiring_bytes
+        return stats.mapped_bytes + stats.pending_reclaim_bytes
 
     @property
     def running_bytes(self) -> int:

@@ -198,7 +198,7 @@ def _both(context: Context, shape: Shape, trace: _Trace) -> dict[str, Any]:
 def _prepare(vmmkv: Vmmkv) -> None:
     """As the engine, a slot is kept free for who comes. The mapper goes by a GPU's times, not by the host's."""
     vmmkv.prefix_cache.free_slots(1)
-    vmmkv.cache._memory.mapper.map_us = PAGE_US
+    vmmkv.cache.memory.mapper.map_us = PAGE_US
 
 
 def _run_until_one_ends(replay: _Replay, num_steps: int, prepare: Callable[[], None]) -> int:
@@ -214,7 +214,7 @@ def _run_until_one_ends(replay: _Replay, num_steps: int, prepare: Callable[[], N
 
 def _map_of_slots(vmmkv: Vmmkv, replay: _Replay) -> dict[str, Any]:
     """Raises: WrongNumbers if holders or pages are not those that the pool counts."""
-    memory, pool = vmmkv.cache._memory, vmmkv.pool
+    memory, pool = vmmkv.cache.memory, vmmkv.pool
     (arena,) = memory.arenas
     row_bytes = arena.group.row_bytes
     parked = {each.slot: each.length for each in vmmkv.cache.parked()}

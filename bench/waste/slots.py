@@ -85,7 +85,7 @@ class Slots:
 
     def idle(self, step_us: float) -> None:
         """See Memory.idle."""
-        self._cache._memory.mapper.map_us = PAGE_US
+        self._cache.memory.mapper.map_us = PAGE_US
         self.lookahead_tokens = self._cache.lookahead_tokens(SLACK_SHARE * step_us)
         self._cache.map_ahead(lookahead_tokens=self.lookahead_tokens)  # without a limit
         slots = np.fromiter(self._sequences, np.int64, len(self._sequences))

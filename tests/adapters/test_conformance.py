@@ -298,7 +298,7 @@ def subject() -> Subject:
 
 def handles_of(memory: Memory, slot: int) -> list[int]:
     """What is mapped under a slot, by address."""
-    (arena,) = memory.cache._memory.arenas
+    (arena,) = memory.cache.memory.arenas
     return [int(mapping.extent.handle) for mapping in arena.spans[slot].live()]
 
 

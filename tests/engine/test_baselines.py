@@ -148,7 +148,7 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
         one.engine.step()
     assert int(one.cache.lengths.max()) == lengths + num_steps
     assert one.cache.numbers.uploads.count == uploads + 3, "once for all four, each time"
-    assert one.cache.stats().stalls == 0
+    assert one.cache.stats().blocked_steps == 0
     finish(one)
 
 

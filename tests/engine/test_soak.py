@@ -142,7 +142,7 @@ def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
     one.cache.drain()
     one.cache.check()
     stats = one.cache.stats()
-    assert stats.mapped_bytes == stats.retiring_bytes == stats.pool_used_bytes == 0
+    assert stats.mapped_bytes == stats.pending_reclaim_bytes == stats.pool_used_bytes == 0
     assert stats.pool_held_bytes == 0, "the pool has everything back"
     for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], 40):
         assert one.tokens(each.name) == tokens_alone(each), each.name

@@ -96,6 +96,6 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
         one.engine.step()
     assert one.cache.numbers.uploads.count == tables + 4, "one for all, at each border"
     assert one.runner.uploads.count == steps
-    assert one.cache.stats().stalls == 0
+    assert one.cache.stats().blocked_steps == 0
     finish(one)
     one.memory.close()

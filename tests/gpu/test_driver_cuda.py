@@ -107,7 +107,7 @@ def test_order_puts_the_callers_stream_behind_zeroes_and_writes(driver: Driver) 
         seen = flag.clone()
         assert not any_left
         assert seen.tolist() == [turn] * 4
-    driver.settle()
+    driver.synchronize()
     driver.fence().wait()
     driver.unmap(address, size_bytes)
     driver.release(handle)
@@ -137,7 +137,7 @@ def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:
     address, settled = driver.reserve(4 * PAGE_BYTES), driver.create(PAGE_BYTES)
     put(driver, address, settled)
     driver.zero(address, PAGE_BYTES)  # once before: CUDA loads its memset kernel at the first use, and that may wait
-    driver.settle()
+    driver.synchronize()
     driver.fence().wait()
     torch.cuda._sleep(CYCLES)
     behind_kernel = driver.fence()
@@ -145,7 +145,7 @@ def test_no_call_waits_for_a_kernel_that_runs(driver: Driver) -> None:
     handle = driver.create(PAGE_BYTES)
     memory = put(driver, address + PAGE_BYTES, handle)
     driver.zero(address + PAGE_BYTES, PAGE_BYTES)
-    driver.settle()
+    driver.synchronize()
     driver.unmap(address, PAGE_BYTES)
     driver.unmap(address + PAGE_BYTES, PAGE_BYTES)
     driver.release(handle)
@@ -186,7 +186,7 @@ def test_another_current_device_does_not_matter(gpu: torch.device) -> None:
     def elsewhere() -> None:
         try:
             driver.zero(address, PAGE_BYTES)
-            driver.settle()
+            driver.synchronize()
             driver.fence().wait()
             driver.unmap(address, PAGE_BYTES)
         except BaseException as error:

@@ -213,7 +213,7 @@ class DriverLaws:
         put(driver, address, handle)
         refused("map", driver.map, address, handle, PAGE_BYTES)
         driver.zero(address, PAGE_BYTES)
-        driver.settle()
+        driver.synchronize()
         driver.fence()
         driver.unmap(address, PAGE_BYTES)
         driver.release(handle)
@@ -230,7 +230,7 @@ class DriverLaws:
             write(tensor, {})
         driver.order()
         assert tensor.tolist() == [0, *(19 * index - 7 for index in range(1, 600))]
-        driver.settle()
+        driver.synchronize()
 
     def test_a_fence_waits_and_orders(self, driver: Driver) -> None:
         fence = driver.fence()
@@ -247,7 +247,7 @@ class DriverLaws:
                 address, handle = driver.reserve(PAGE_BYTES), driver.create(PAGE_BYTES)
                 put(driver, address, handle)
                 driver.zero(address, PAGE_BYTES)
-                driver.settle()
+                driver.synchronize()
                 driver.unmap(address, PAGE_BYTES)
                 driver.release(handle)
                 driver.fence().wait()

@@ -106,7 +106,7 @@ class LawMachine(RuleBasedStateMachine):
         ]
         stats = [cache.stats() for cache in self.caches]
         mapped = [each.mapped_bytes - each.parked_bytes for each in stats]
-        counts = [(each.num_sequences, each.num_tokens, each.stalls, each.adopted_slots) for each in stats]
+        counts = [(each.num_sequences, each.num_tokens, each.blocked_steps, each.adopted_slots) for each in stats]
         return [running, mapped, counts, self.pool.budget_bytes]
 
     # rows

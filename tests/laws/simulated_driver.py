@@ -260,8 +260,8 @@ class SimulatedDriver(FakeDriver):
         for stream in (self.current, *streams):
             self.wait_stream(stream, CONTROL)
 
-    def settle(self) -> None:
-        """See Driver.settle."""
+    def synchronize(self) -> None:
+        """See Driver.synchronize."""
         self.finish(self._behind(CONTROL))
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:

@@ -292,7 +292,7 @@ class CacheMachine(LawMachine):
             assert min(stats.token_bytes, stats.guard_bytes, stats.waste_bytes) >= 0
             assert stats.num_tokens == sum(len(live.rows.stamps) for live in self.live if live.cache is cache)
         pool = self.pool.stats()
-        assert sum(s.mapped_bytes + s.retiring_bytes for s in map(KVCache.stats, self.caches)) == pool.held_bytes
+        assert sum(s.mapped_bytes + s.pending_reclaim_bytes for s in map(KVCache.stats, self.caches)) == pool.held_bytes
         assert (self.driver.live_mappings - num_pads(self.caches)) * PAGE_BYTES == pool.held_bytes
         assert (self.driver.live_handles - 1) * PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
 

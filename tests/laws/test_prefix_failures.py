@@ -79,7 +79,7 @@ class World:
     def check(self) -> None:
         self.cache.check()
         stats = self.cache.stats()
-        pages = (stats.mapped_bytes + stats.retiring_bytes) // PAGE_BYTES
+        pages = (stats.mapped_bytes + stats.pending_reclaim_bytes) // PAGE_BYTES
         assert len(self.driver._pages) - num_pads([self.cache]) == pages
         assert self.driver.used_bytes - PAGE_BYTES == self.pool.created_bytes
 

@@ -439,7 +439,7 @@ class PrefixMachine(LawMachine):
         for live in self.live:
             limits[live.sequence.slot] = live.sequence.limit
         assert self.cache.limits.tolist() == limits
-        mapped = sum(s.mapped_bytes + s.retiring_bytes for s in (stats, self.rival.stats()))  # an alias counts too
+        mapped = sum(s.mapped_bytes + s.pending_reclaim_bytes for s in (stats, self.rival.stats()))  # an alias counts too
         mapped_pages = (len(self.driver._pages) - num_pads([self.cache, self.rival])) * PAGE_BYTES
         assert mapped == mapped_pages
         assert self.driver.used_bytes - PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget

@@ -8,7 +8,6 @@ the seed; how they interleave is not, and the laws hold whichever way.
 import random
 import threading
 
-import pytest
 import torch
 
 from vmmkv import KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, Sequence
@@ -121,8 +120,7 @@ class Worker:
         self.held.append(theirs)
 
 
-@pytest.mark.parametrize("mapper", [False, True], ids=["pumped", "mapper_thread"])
-def test_threads_that_share_a_pool_keep_what_they_wrote_and_leave_nothing(mapper):
+def test_threads_that_share_a_pool_keep_what_they_wrote_and_leave_nothing():
     below = HostDriver()
     driver = FakeDriver(over=below)
     pool = Pool("cpu", 40 * PAGE_BYTES, driver=driver)
@@ -131,15 +129,11 @@ def test_threads_that_share_a_pool_keep_what_they_wrote_and_leave_nothing(mapper
     lock = threading.Lock()
     workers = [Worker(seed, caches, shared, lock) for seed in range(THREADS)]
     threads = [threading.Thread(target=worker.run) for worker in workers]
-    if mapper:
-        for cache in caches:
-            cache.start_mapper(lookahead_tokens=20)
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        if not mapper:
-            for cache in caches:
-                cache.map_ahead(100.0, lookahead_tokens=20)
+        for cache in caches:
+            cache.map_ahead(100.0, lookahead_tokens=20)
         for thread in threads:
             thread.join(0.001)
     for worker in workers:

@@ -85,7 +85,7 @@ def test_a_gpu_of_which_torch_knows_no_uuid_has_no_clocks(monkeypatch: pytest.Mo
 
 def test_driver_calls_are_timed_alone_and_beside_a_thread(tmp_path: Path) -> None:
     rows = measured(tmp_path, "driver_calls")
-    calls = {"reserve", "create", "map", "set_access", "unmap", "release", "fence", "memory", "export_fd", "settle"}
+    calls = {"reserve", "create", "map", "set_access", "unmap", "release", "fence", "memory", "export_fd", "synchronize"}
     for handle in ("2.0 MiB", "32.0 MiB"):
         for condition in ("alone", "beside a busy thread"):
             timed = {row["metric"] for row in rows if row["workload"] == f"{handle} handle, {condition}"}

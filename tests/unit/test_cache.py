@@ -211,14 +211,11 @@ def test_the_limit_ends_with_the_sequence(cache):
     assert sequence.k(0).shape[0] == 20
     with pytest.raises(SequenceTooLong, match="slot 1 cannot have 21 tokens: it was opened with max_tokens=20"):
         sequence.grow(21)
-    with pytest.raises(SequenceTooLong, match="cannot have 21"):
-        sequence.expect(21)
 
 
-@pytest.mark.parametrize("method", ["grow", "expect"])
-def test_fewer_than_no_tokens_are_refused(cache, method):
+def test_fewer_than_no_tokens_are_refused(cache):
     with pytest.raises(ValueError, match="num_tokens=-1: it cannot be negative"):
-        getattr(cache.open(), method)(-1)
+        cache.open().grow(-1)
 
 
 def test_a_guard_is_mapped_past_the_limit(pool, driver):
@@ -409,12 +406,12 @@ def test_truncating_retires_pages_and_growing_again_revives_them_without_a_drive
     sequence.truncate(20)
     assert calls.made() == {"write": 1}
     assert (sequence.length, sequence.limit) == (20, 32)
-    assert cache.stats().retiring_bytes == 2 * PAGE_BYTES
+    assert cache.stats().pending_reclaim_bytes == 2 * PAGE_BYTES
     calls = Calls(driver)
     sequence.grow(60)
     assert calls.made() == {"write": 1}
     assert sequence.limit == 64
-    assert cache.stats().stalls == 1  # it lacked memory, however soon it had some
+    assert cache.stats().blocked_steps == 1  # it lacked memory, however soon it had some
     assert sequence.k(0)[:20, 0, 0].tolist() == list(range(20))
 
 
@@ -597,49 +594,17 @@ def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache,
     assert (near.limit, far.limit) == (17, 32)
     assert cache.map_ahead(lookahead_tokens=8) == 0
     assert calls.made() == {"create": 2, "map": 2, "set_access": 2, "write": 2}
-    assert cache.stats().pumped_pages == 2
+    assert cache.stats().mapped_ahead_pages == 2
 
 
 def test_pump_maps_for_newcomers_last_for_nobody_waits_for_them_yet(cache):
     newcomer, running = cache.open(), cache.open()
-    newcomer.expect(16)
     running.grow(16)
     running.advance(10)
     assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (newcomer.limit, running.limit) == (0, 32)
     assert cache.map_ahead(0.0, lookahead_tokens=8) == 1
     assert (newcomer.limit, running.limit) == (16, 32)
-
-
-def test_pump_maps_what_is_expected(cache):
-    sequence = cache.open()
-    sequence.expect(100)
-    assert cache.map_ahead() == 7
-    assert sequence.limit == 112
-    sequence.grow(100)
-    assert cache.stats().stalls == 0
-
-
-def test_pump_says_nothing_of_a_sequence_that_finds_no_page(cache):
-    written(cache, 128)
-    sequence = cache.open()
-    sequence.expect(128)
-    cache.pool.resize(10 * PAGE_BYTES)
-    assert cache.map_ahead(lookahead_tokens=0) == 0
-    assert sequence.limit == 0
-    sequence.expect(32)
-    assert cache.map_ahead(lookahead_tokens=0) == 2
-
-
-def test_who_expects_much_takes_the_next_page_from_nobody(cache):
-    greedy, running = written(cache, 16), written(cache, 15)
-    cache.pool.resize(6 * PAGE_BYTES)
-    greedy.expect(128)
-    assert cache.map_ahead(lookahead_tokens=4) == 2
-    assert (greedy.limit, running.limit) == (32, 32)
-    greedy.expect(48)
-    assert cache.map_ahead(lookahead_tokens=4) == 1
-    assert greedy.limit == 48
 
 
 def test_the_next_token_of_all_comes_before_the_lead_of_anybody(cache):
@@ -656,22 +621,21 @@ def test_pump_evicts_no_slot_that_running_work_may_touch(cache, driver):
     launch = launch_over(driver, cache, busy)
     busy = busy.park()
     running = written(cache, 32)
-    running.expect(128)
     assert cache.map_ahead(lookahead_tokens=16) == 1 + 2  # the idle one gives a page, and the rest is unmapped
-    assert running.limit == 48, "for what is expected there is not enough"
+    assert running.limit == 48
     assert cache.parked() == [busy] and idle not in cache.parked()
     launch.finish()
-    assert cache.map_ahead(lookahead_tokens=16) > 0
+    assert cache.map_ahead(lookahead_tokens=96) > 0
     assert running.limit == 128
 
 
 @pytest.mark.parametrize(("budget_pages", "mapped"), [(0.0, 1), (3.5, 3), (6.5, 6), (20.0, 8)])
 def test_the_budget_of_a_pump_is_shared_among_the_groups(windowed, budget_pages, mapped):
-    windowed._memory.mapper.map_us = 1e6  # whatever it really takes is little against it
-    windowed._memory.mapper.unmap_us = 1e6
-    windowed.open().expect(128)
-    assert windowed.map_ahead(budget_pages * 1e6, lookahead_tokens=0) == mapped
-    ends = [span.end_page for span in windowed._memory.spans(1)]
+    windowed.memory.mapper.map_us = 1e6  # whatever it really takes is little against it
+    windowed.memory.mapper.unmap_us = 1e6
+    windowed.open()
+    assert windowed.map_ahead(budget_pages * 1e6, lookahead_tokens=128) == mapped
+    ends = [span.end_page for span in windowed.memory.spans(1)]
     assert max(ends) - min(ends) <= 1, "no group is far ahead of another"
     windowed.check()
 
@@ -702,11 +666,11 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
     launch_over(driver, cache, busy)
     busy.close()
     cache.pool.resize(8 * PAGE_BYTES)
-    fence = cache._memory.mapper.oldest_fence()
+    fence = cache.memory.mapper.oldest_fence()
     slow = type(fence).wait
     monkeypatch.setattr(type(fence), "wait", lambda self: (clock.hour_passes(), slow(self)))
     cache.open().grow(16)
-    assert clock.late_s and cache._memory.mapper.map_us < 60e6, "some of the hour is in it"
+    assert clock.late_s and cache.memory.mapper.map_us < 60e6, "some of the hour is in it"
 
 
 def test_negative_leads_are_refused(cache):
@@ -760,13 +724,12 @@ def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool, c
             assert time.monotonic() < deadline_s, "it does not look when it begins"
             time.sleep(0.001)
         clock.hour_passes()
-        cache.map_ahead(lookahead_tokens=4)  # does its work meanwhile
     thread.join()
     stats = cache.stats()
-    assert stats.stalls == 1
-    assert stats.stall_us > 3600e6
+    assert stats.blocked_steps == 1
+    assert stats.blocked_us > 3600e6
     sequence.grow(20)
-    assert cache.stats().stalls == 1
+    assert cache.stats().blocked_steps == 1
 
 
 def test_a_growth_that_lacks_nothing_does_not_wait_for_the_lock(cache, pool):
@@ -785,7 +748,6 @@ def test_a_growth_that_lacks_nothing_does_not_wait_for_the_lock(cache, pool):
     [
         lambda cache, sequence: sequence.grow(2.5),
         lambda cache, sequence: sequence.grow("7"),
-        lambda cache, sequence: sequence.expect(2.0),
         lambda cache, sequence: sequence.advance(1.9),
         lambda cache, sequence: sequence.truncate(0.5),
         lambda cache, sequence: sequence.park(0.5),
@@ -795,7 +757,6 @@ def test_a_growth_that_lacks_nothing_does_not_wait_for_the_lock(cache, pool):
         lambda cache, sequence: cache.advance([1.0]),
         lambda cache, sequence: cache.advance([1], [0.5]),
         lambda cache, sequence: cache.map_ahead(lookahead_tokens=1.5),
-        lambda cache, sequence: cache.start_mapper(lookahead_tokens=1.5),
         lambda cache, sequence: cache.pool.resize(16.0 * PAGE_BYTES),
         lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1.0, max_tokens=1),
         lambda cache, sequence: KVCache(LAYOUT, cache.pool, slots=1, max_tokens=1.5),
@@ -832,7 +793,7 @@ def test_a_stream_of_another_device_is_refused_and_the_cache_still_closes(cache)
         cache.record_stream(StreamOf("cuda:1"))
     cache.record_stream(StreamOf("cpu"))
     cache.record_stream(StreamOf("cpu"))
-    assert len(cache._memory.streams) == 2
+    assert len(cache.memory.streams) == 2
 
 
 def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
@@ -846,12 +807,12 @@ def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
         cache.advance([sequence.slot for sequence in sequences])
         assert calls.made() == {}
         cache.map_ahead(lookahead_tokens=4)
-    assert cache.stats().stalls == 0
+    assert cache.stats().blocked_steps == 0
 
 
 def test_the_lead_follows_from_what_mapping_costs_and_who_may_need_it_at_once(windowed):
     windowed.open_batch(2)
-    map_us = windowed._memory.mapper.map_us
+    map_us = windowed.memory.mapper.map_us
     assert windowed.lookahead_tokens(4 * map_us) == 2
     assert windowed.lookahead_tokens(map_us) == 5
     assert windowed.lookahead_tokens(0.0) > 100
@@ -872,7 +833,7 @@ def test_stats_are_what_one_counts_by_hand(pool, driver):
         assert stats.reserved_bytes == (1 + 4) * 144 * ROW_BYTES
         assert stats.mapped_bytes == 7 * PAGE_BYTES
         assert stats.parked_bytes == 3 * PAGE_BYTES
-        assert stats.retiring_bytes == PAGE_BYTES
+        assert stats.pending_reclaim_bytes == PAGE_BYTES
         assert stats.token_bytes == 35 * ROW_BYTES
         assert stats.guard_bytes == 6 * ROW_BYTES
         assert stats.waste_bytes == (64 - 35 - 6) * ROW_BYTES
@@ -880,10 +841,10 @@ def test_stats_are_what_one_counts_by_hand(pool, driver):
         assert (stats.pool_created_bytes, stats.pool_held_bytes, stats.pool_free_bytes) == (8 * PAGE_BYTES, 8 * PAGE_BYTES, 0)
         assert stats.pool_budget_bytes == 16 * PAGE_BYTES
         assert (stats.num_tokens, stats.num_sequences, stats.num_parked, stats.num_slots) == (35, 2, 1, 4)
-        assert (stats.mapped_pages, stats.pumped_pages, stats.adopted_slots, stats.stalls) == (8, 0, 0, 0)
+        assert (stats.mapped_pages, stats.mapped_ahead_pages, stats.adopted_slots, stats.blocked_steps) == (8, 0, 0, 0)
         launch.finish()
         cache.map_ahead()
-        assert (cache.stats().retiring_bytes, cache.stats().pool_free_bytes) == (0, PAGE_BYTES)
+        assert (cache.stats().pending_reclaim_bytes, cache.stats().pool_free_bytes) == (0, PAGE_BYTES)
 
 
 def test_windows_count_what_they_keep(windowed):
@@ -897,14 +858,14 @@ def test_windows_count_what_they_keep(windowed):
 def test_a_stall_is_a_running_sequence_that_waited_for_the_driver(cache):
     sequence = cache.open()
     sequence.grow(16)
-    assert cache.stats().stalls == 0
+    assert cache.stats().blocked_steps == 0
     sequence.advance(16)
     sequence.grow(17)
     stats = cache.stats()
-    assert stats.stalls == 1
-    assert stats.stall_us > 0
+    assert stats.blocked_steps == 1
+    assert stats.blocked_us > 0
     sequence.grow(32)
-    assert cache.stats().stalls == 1
+    assert cache.stats().blocked_steps == 1
 
 
 # ending
@@ -921,7 +882,6 @@ def test_use_after_close_is_refused(cache):
         lambda s: s.limit,
         lambda s: s.start(),
         lambda s: s.grow(1),
-        lambda s: s.expect(1),
         lambda s: s.advance(),
         lambda s: s.truncate(0),
         lambda s: s.advance_start(0),
@@ -958,7 +918,6 @@ def test_a_closed_cache_refuses_everything_and_holds_nothing(pool, driver):
         lambda: cache.advance([1]),
         lambda: cache.k(0),
         cache.map_ahead,
-        cache.start_mapper,
         lambda: cache.record_stream(None),
     ):
         with pytest.raises(Closed, match="this cache is closed"):
@@ -1018,7 +977,6 @@ def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made
     uses = [
         lambda: sequence.grow(100),
         lambda: sequence.grow(1),
-        lambda: sequence.expect(4),
         sequence.advance,
         lambda: sequence.truncate(1),
         lambda: sequence.k(0),
@@ -1031,8 +989,6 @@ def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made
         cache.parked,
         cache.map_ahead,
         cache.drain,
-        cache.start_mapper,
-        cache.stop_mapper,
         cache.stats,
         cache.check,
         cache.close,
@@ -1069,9 +1025,9 @@ def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:
         address = cache.k(0)[sequence.slot].data_ptr()
         driver.launch([(address, address + PAGE_BYTES)])
         sequence.close()
-        assert cache.map_ahead() == 0 and cache.stats().retiring_bytes > 0
+        assert cache.map_ahead() == 0 and cache.stats().pending_reclaim_bytes > 0
         cache.drain()
-        assert (cache.stats().retiring_bytes, pool.stats().held_bytes) == (0, 0)
+        assert (cache.stats().pending_reclaim_bytes, pool.stats().held_bytes) == (0, 0)
         cache.drain()  # nothing is left
         cache.check()
 

@@ -42,7 +42,7 @@ def windowed(pool: Pool) -> Iterator[KVCache]:
 
 def group_of(sequence: Sequence, layer: int) -> int:
     """Of the two layouts above."""
-    return layer % len(sequence._layout.groups)
+    return layer % len(sequence.cache.layout.groups)
 
 
 def append(sequence: Sequence, num_tokens: int, mark: float) -> None:

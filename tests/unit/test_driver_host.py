@@ -219,11 +219,11 @@ mapped(address + PAGE_BYTES, handle).fill_(1)
 
 
 def test_a_lack_of_memory_is_no_lack_of_mappings(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = refused("reserve", driver.reserve, 1 << 50)
+    error = refused("reserve", driver.reserve, 1 << 47)
     assert type(error) is DriverError
     monkeypatch.setattr(host, "count_mappings", lambda: (65_530, 65_530))
     with pytest.raises(OutOfMappings, match=r"65,530 mappings.*sysctl -w vm.max_map_count=262120"):
-        driver.reserve(1 << 50)
+        driver.reserve(1 << 47)
 
 
 # processes
@@ -240,7 +240,7 @@ calls = [
     lambda: driver.reserve(PAGE_BYTES), lambda: driver.create(PAGE_BYTES), lambda: driver.release(handle),
     lambda: driver.map(address + PAGE_BYTES, handle, PAGE_BYTES), lambda: driver.unmap(address, PAGE_BYTES),
     lambda: driver.set_access(address, PAGE_BYTES, Access.READ), lambda: driver.zero(address, PAGE_BYTES),
-    lambda: driver.write(memory, {}), driver.order, driver.settle, driver.fence, driver.memory,
+    lambda: driver.write(memory, {}), driver.order, driver.synchronize, driver.fence, driver.memory,
     lambda: driver.export_fd(handle), lambda: driver.import_fd(0, PAGE_BYTES), driver.close,
 ]
 

@@ -137,9 +137,9 @@ def test_one_page_serves_all_groups_of_all_caches(cache, pool, driver):
     with new_cache(pool, ONE_GROUP) as other:
         assert dict(driver.calls - calls) == {"reserve": 1, "fence": 1, "map": 1, "set_access": 1}
         assert driver.live_handles == 1
-        assert driver.mappings_of(pool.pad.handle) == driver.live_mappings == 3
+        assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 3
         assert stands(driver, other)
-    assert driver.mappings_of(pool.pad.handle) == driver.live_mappings == 2
+    assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 2
     assert stands(driver, cache)
 
 
@@ -157,7 +157,7 @@ def test_it_is_beyond_the_budget(pool, driver):
 
 def test_a_pool_of_which_no_cache_was_made_has_none(pool, driver):
     pool.drop(pool.acquire(1)[0])
-    assert pool.pad.handle is None
+    assert pool.null_page.handle is None
     assert driver.live_mappings == 0
 
 
@@ -174,10 +174,10 @@ def test_it_goes_from_a_cache_that_closes_once_no_launch_may_read_it_and_with_th
     assert not any(driver.is_read_only(base, 1) for base in gone)
     closing.close()
     cache.close()
-    assert (driver.live_mappings, driver.mappings_of(pool.pad.handle)) == (0, 0)
+    assert (driver.live_mappings, driver.mappings_of(pool.null_page.handle)) == (0, 0)
     pool.close()
     pool.close()
-    assert (driver.live_handles, pool.pad.handle) == (0, None)
+    assert (driver.live_handles, pool.null_page.handle) == (0, None)
     with pytest.raises(Closed):
         new_cache(pool)
 
@@ -204,7 +204,7 @@ def test_it_cannot_be_advanced_and_has_no_limit(cache):
     sequence = cache.open()
     sequence.grow(32)
     for slots in ([0], [sequence.slot, 0]):
-        with pytest.raises(RowsUnmapped, match="no sequence runs in slot 0: it is pad"):
+        with pytest.raises(RowsUnmapped, match="no sequence runs in slot 0: it is null"):
             cache.advance(slots)
     for act in (cache.map_ahead, sequence.advance, lambda: sequence.park(0), lambda: cache.map_ahead(lookahead_tokens=100)):
         act()
@@ -249,7 +249,7 @@ def test_a_first_cache_that_fails_leaves_at_most_the_page_and_is_made_at_the_nex
         new_cache(pool)
     pool.check()
     assert driver.live_mappings == 0
-    assert driver.live_handles == (pool.pad.handle is not None) == driver.used_bytes // PAGE_BYTES
+    assert driver.live_handles == (pool.null_page.handle is not None) == driver.used_bytes // PAGE_BYTES
     assert (pool.created_bytes, pool.held_bytes) == (0, 0)
     with new_cache(pool) as cache:
         assert stands(driver, cache)

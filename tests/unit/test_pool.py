@@ -212,7 +212,7 @@ def test_a_fence_is_waited_for_only_when_nothing_else_is_left(pool, driver):
     busy.close()
     pool.acquire(4)  # created, within the budget
     assert not launch.finished
-    with pytest.raises(OutOfPages, match="still retiring"):
+    with pytest.raises(OutOfPages, match="pending reclaim"):
         pool.acquire(1, wait=False)
     assert len(cache.parked()) == 1, "what retires is enough: no parked slot had to go"
     pool.acquire(1)

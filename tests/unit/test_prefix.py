@@ -57,7 +57,7 @@ def write(sequence, num_tokens):
     for token in range(sequence.length, num_tokens):
         sequence.grow(token + 1)
         at = token - sequence.start()
-        for layer in sequence._layout.group_of:
+        for layer in sequence.cache.layout.group_of:
             sequence.k(layer)[at] = token + 1
             sequence.v(layer)[at] = -token - 1
         sequence.advance()
@@ -68,7 +68,7 @@ def assert_reads(sequence, num_tokens):
     assert sequence.length == num_tokens
     rows = slice(0, num_tokens - sequence.start())
     wanted = torch.arange(sequence.start() + 1, num_tokens + 1, dtype=torch.float32).view(-1, 1, 1)
-    for layer in sequence._layout.group_of:
+    for layer in sequence.cache.layout.group_of:
         k, v = sequence.k(layer)[rows], sequence.v(layer)[rows]
         assert torch.equal(k, wanted.expand_as(k))
         assert torch.equal(v, -wanted.expand_as(v))
@@ -98,7 +98,7 @@ def park(prefix, tokens, **options):
 
 def pages(sequence):
     """The extents under a sequence, in order."""
-    return [mapping.extent for mapping in sequence._occupancy.memory.spans(sequence.slot)[0].live()]
+    return [mapping.extent for mapping in sequence.cache.memory.spans(sequence.slot)[0].live()]
 
 
 class Calls:
@@ -418,7 +418,7 @@ from vmmkv.units import MIB
 
 pool = Pool("cpu", 32 * MIB)
 cache = KVCache(KVLayout.uniform(layers=1, kv_heads=1, head_dim=64 * 1024, dtype=torch.float16), pool, slots=2, max_tokens=64)
-cache._memory.mapper.alias_access = Access.READ
+cache.memory.mapper.alias_access = Access.READ
 prefix = PrefixCache(cache)
 owner = prefix.attach(range(16)).sequence
 owner.grow(16)

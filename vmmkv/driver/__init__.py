@@ -23,7 +23,7 @@ def open_driver(device: str | torch.device) -> Driver:
         device = torch.device(device)
     except (RuntimeError, TypeError):  # torch names a dozen kinds of device
         raise ValueError(f"there is no device {device!r}: {_CHOICE}") from None
-    if device.type == "cpu":
+    if device.type == "cpu" and device.index in (None, 0):
         from vmmkv.driver.host import HostDriver
 
         return HostDriver()

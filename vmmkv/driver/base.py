@@ -4,7 +4,7 @@ Handle table
 
 | thing       | made by            | undone by            | depends on                                    |
 |-------------|--------------------|----------------------|-----------------------------------------------|
-| reservation | reserve            | (process end)        | nothing                                       |
+| reservation | reserve            | give_back (reuse)    | nothing                                       |
 | handle      | create, import_fd  | release              | nothing                                       |
 | mapping     | map + set_access   | unmap                | a reservation and a handle                    |
 | fence       | fence              | (garbage collection) | the streams' work at the moment it was made   |
@@ -19,11 +19,16 @@ Laws every implementation keeps:
 """
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
+
+from vmmkv.units import format_bytes
+
+ADDRESS_SPACE_BYTES: Final = 1 << 47
+"""The addresses of a process on x86-64. No reservation is larger."""
 
 Handle: TypeAlias = int
 """A driver's name for one physical allocation. Opaque; a handle is never used after `release`."""
@@ -59,6 +64,38 @@ class Fence(Protocol):
         ...
 
 
+class Reservations:
+    """The reservations of one address space, those in use and those given back for reuse. They outlive every driver."""
+
+    def __init__(self) -> None:
+        self._used_bytes = 0
+        self._free: defaultdict[int, deque[int]] = defaultdict(deque)
+        """Addresses by size, the oldest first: a stale view goes on faulting as long as possible."""
+
+    def reuse(self, size_bytes: int) -> int | None:
+        """The reservation of this size that was given back first; None if there is none."""
+        if not self._free[size_bytes]:
+            return None
+        self._used_bytes += size_bytes
+        return self._free[size_bytes].popleft()
+
+    def add(self, size_bytes: int) -> None:
+        """A new reservation of this size is in use."""
+        self._used_bytes += size_bytes
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """A reservation is free for reuse."""
+        self._used_bytes -= size_bytes
+        self._free[size_bytes].append(address)
+
+    def __str__(self) -> str:
+        free_bytes = sum(size_bytes * len(addresses) for size_bytes, addresses in self._free.items())
+        return (
+            f"this process has reserved {format_bytes(self._used_bytes)} for open caches, and keeps {format_bytes(free_bytes)} "
+            f"of closed ones, which caches of the same sizes reuse; it has {format_bytes(ADDRESS_SPACE_BYTES)} in all"
+        )
+
+
 class Driver(Protocol):
     """A device's virtual memory: addresses are reserved, handles created, and one put under the other.
 
@@ -74,7 +111,14 @@ class Driver(Protocol):
     calls: Counter[str]
 
     def reserve(self, size_bytes: int) -> int:
-        """Reserve addresses, aligned to a page, with nothing under them; they stay reserved until the process ends."""
+        """Addresses, aligned to a page, with nothing under them. They stay reserved until the process ends.
+
+        The oldest reservation of the same size that was given back is reused first.
+        """
+        ...
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """A whole reservation is free for reuse: nothing is mapped there, and no work touches it. Cannot fail."""
         ...
 
     def create(self, size_bytes: int) -> Handle:
@@ -123,12 +167,16 @@ class Driver(Protocol):
         """Make the caller's current stream, and `streams`, wait for what is on the control stream. Does not block."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until the control stream is empty."""
         ...
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """A fence behind all work so far on the caller's current stream, the control stream, and `streams`."""
+        ...
+
+    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
+        """Is work on the caller's current stream, or on one of `streams`, being captured into a graph?"""
         ...
 
     def memory(self) -> MemoryInfo:

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from vmmkv.driver.base import Access, Fence, Handle, MemoryInfo
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations
 from vmmkv.errors import (
     DriverError,
     ForkedProcess,
@@ -188,6 +188,8 @@ class CudaFence:
 _MAX_WRITES: Final = 255
 """Elements written by one call: cuStreamBatchMemOp takes fewer than 256."""
 
+_reservations = Reservations()  # of the process: addresses belong to no device
+
 
 class CudaDriver:
     """Driver over one GPU. See Driver for what each method promises.
@@ -233,10 +235,19 @@ class CudaDriver:
         """See Driver.reserve. Cost: 4 us, whatever the size."""
         self._enter("reserve")
         self._whole_pages("reserve", size_bytes)
-        answer = self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0)
-        address = int(checked(self._cu, "reserve", answer, f"{format_bytes(size_bytes)} of addresses"))
+        what = f"{format_bytes(size_bytes)} of addresses; {_reservations}"
+        if size_bytes > ADDRESS_SPACE_BYTES:
+            self._refuse("reserve", what, "CUDA_ERROR_INVALID_VALUE")
+        address = _reservations.reuse(size_bytes)
+        if address is None:
+            address = int(checked(self._cu, "reserve", self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0), what))
+            _reservations.add(size_bytes)
         self.calls["reserve"] += 1
         return address
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """See Driver.give_back."""
+        _reservations.give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
         """See Driver.create. Cost: 14 us; does not wait for kernels."""
@@ -360,9 +371,9 @@ class CudaDriver:
             for stream in (torch.cuda.current_stream(self.device), *streams):
                 _as_cuda_stream(stream).wait_stream(self._control)
 
-    def settle(self) -> None:
-        """See Driver.settle. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
-        self._enter("settle")
+    def synchronize(self) -> None:
+        """See Driver.synchronize. Blocks until zeroes and writes are through; they wait for no kernel of other streams."""
+        self._enter("synchronize")
         if self._unordered:
             self._control.synchronize()
             self._unordered = False
@@ -382,6 +393,16 @@ class CudaDriver:
 
     def _fence_behind(self, streams: Iterable[torch.cuda.Stream]) -> CudaFence:
         return CudaFence(self._events, {torch.cuda.current_stream(self.device), self._control, *streams})
+
+    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
+        """See Driver.is_capturing. Cost: 1 us for each stream."""
+        self._enter("is_capturing")
+        idle = self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        for stream in (torch.cuda.current_stream(self.device), *streams):
+            answer = self._cu.cuStreamIsCapturing(_as_cuda_stream(stream).cuda_stream)
+            if checked(self._cu, "is_capturing", answer) != idle:
+                return True
+        return False
 
     def memory(self) -> MemoryInfo:
         """See Driver.memory. What torch keeps in its own cache counts as used."""
@@ -449,7 +470,7 @@ class CudaDriver:
         """A stream that is nobody else's, for as long as the process; it waits for no other, not for the default one either.
 
         torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
-        then `settle` waits for the user's kernels.
+        then `synchronize` waits for the user's kernels.
         """
         checked(self._cu, "open", self._cu.cuCtxPushCurrent(self._context))
         try:

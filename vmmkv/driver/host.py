@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from vmmkv.driver.base import Access, Fence, Handle, MemoryInfo
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations
 from vmmkv.errors import Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -197,6 +197,7 @@ _BALLAST_MAPPINGS: Final = 32
 
 _ballast: tuple[int, int] | None = None  # address and size
 _reserved: list[tuple[int, int]] = []  # (address, size) of every reservation; they stay until the process ends
+_reservations = Reservations()
 
 
 def reserve(size_bytes: int) -> int:
@@ -450,14 +451,24 @@ class HostDriver:
         """See Driver.reserve. Cost: one mmap, and two munmap to align it."""
         self._enter("reserve")
         self._whole_pages("reserve", size_bytes=size_bytes)
-        try:
-            address = reserve(size_bytes)
-        except OSError as error:
-            remedy = "; a process has 128 TiB of addresses on most machines, less under `ulimit -v`"
-            raise self._failure("reserve", error, f"{format_bytes(size_bytes)} of addresses", remedy) from error
+        if size_bytes > ADDRESS_SPACE_BYTES:
+            self._refuse("reserve", f"{format_bytes(size_bytes)} of addresses: {_reservations}", "ENOMEM")
+        address = _reservations.reuse(size_bytes)
+        if address is None:
+            try:
+                address = reserve(size_bytes)
+            except OSError as error:
+                remedy = f"; {_reservations}, less under `ulimit -v`"
+                raise self._failure("reserve", error, f"{format_bytes(size_bytes)} of addresses", remedy) from error
+            _reservations.add(size_bytes)
         self._reserved.append((address, address + size_bytes))
         self.calls["reserve"] += 1
         return address
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """See Driver.give_back."""
+        self._reserved.remove((address, address + size_bytes))
+        _reservations.give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
         """See Driver.create. Cost: one fallocate, which zeroes the memory (some 300 us for 2 MiB)."""
@@ -573,15 +584,19 @@ class HostDriver:
         """See Driver.order. Nothing to wait for."""
         self._enter("order")
 
-    def settle(self) -> None:
-        """See Driver.settle. Nothing to wait for."""
-        self._enter("settle")
+    def synchronize(self) -> None:
+        """See Driver.synchronize. Nothing to wait for."""
+        self._enter("synchronize")
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.fence. Always done: what the host launched has returned."""
         self._enter("fence")
         self.calls["fence"] += 1
         return _DONE
+
+    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
+        """See Driver.is_capturing. Never: the host has no graphs."""
+        return False
 
     def memory(self) -> MemoryInfo:
         """See Driver.memory. What this process may use, also by its control groups' limits. Cost: some 30 us."""

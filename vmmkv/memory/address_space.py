@@ -19,18 +19,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from vmmkv.driver.base import Access, Driver, Fence
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Fence
 from vmmkv.layout import Group
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import PAGE_BYTES, format_bytes
 
 # -------- slots
 # The numbers of every slot, as arrays over the slots, so that a step over 256 sequences is a few numpy calls.
 
 
 class SlotTable:
-    """State and token counts of each slot, the pad among them. A slot that is not live has length, end, expected and limit 0.
+    """State and token counts of each slot, the null slot among them. If a slot is not live, length, end and limit are 0.
 
         start <= length <= limit = min(committed, end)
 
@@ -42,15 +42,13 @@ class SlotTable:
         """Slots that sequences can have: 1 to num_slots."""
         num_rows = 1 + num_slots
         self.states = np.zeros(num_rows, dtype=np.int8)
-        self.states[0] = SlotState.PAD
+        self.states[0] = SlotState.NULL
         self.lengths = np.zeros(num_rows, dtype=np.int64)
         """Tokens written."""
         self.committed = np.zeros(num_rows, dtype=np.int64)
         """Tokens whose rows lie wholly under live mappings in every group, less the guard."""
         self.ends = np.zeros(num_rows, dtype=np.int64)
         """The most tokens that the sequence may ever have."""
-        self.expected = np.zeros(num_rows, dtype=np.int64)
-        """Tokens that the sequence said it will have soon."""
         self.starts = np.zeros((num_groups, num_rows), dtype=np.int64)
         """The first row still kept, in each group."""
         self.limits = np.zeros(num_rows, dtype=np.int32)
@@ -66,7 +64,7 @@ class SlotTable:
     def clear(self, slot: int, state: SlotState) -> None:
         """The slot has no sequence any more."""
         self.states[slot] = state
-        self.lengths[slot] = self.ends[slot] = self.expected[slot] = 0
+        self.lengths[slot] = self.ends[slot] = 0
 
     def where(self, state: SlotState) -> list[int]:
         """The slots in that state, in order."""
@@ -82,20 +80,15 @@ class SlotTable:
         return int(starts[0]) if len(starts) else None
 
     def wanted_ahead(self, lookahead_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Tokens that each slot should have memory for, what presses most first.
-
-        The next token of whoever runs; the lead of all; and what is expected, however much it is, when nobody lacks the
-        others.
-        """
+        """Tokens that each slot should have memory for, most urgent first: the next token, then `lookahead_tokens`."""
         yield np.where(self.lengths > 0, self.lengths + min(1, lookahead_tokens), 0)
         yield self.lengths + lookahead_tokens
-        yield self.expected
 
     def short_of(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Live slots with less memory than `wanted` tokens need, most urgent first, and what each should have.
 
-        A slot's deadline is the number of tokens until it stands still: committed - length. A sequence that has no
-        tokens yet keeps nobody waiting: it comes last.
+        A slot's deadline is the number of tokens until it stands still: committed - length. A sequence without tokens comes
+        last, for no step waits for it.
         """
         targets = np.minimum(wanted, self.ends)
         short = np.flatnonzero((self.committed < targets) & (self.states == SlotState.LIVE))
@@ -288,11 +281,18 @@ class Arena:
         self.slot_tokens = group.slot_tokens(max_rows)
         self.slot_bytes = self.slot_tokens * group.row_bytes
         self.reserved_bytes = (1 + slots) * self.slot_bytes
+        if self.reserved_bytes > ADDRESS_SPACE_BYTES:
+            raise ValueError(
+                f"slots={slots} of {format_bytes(self.slot_bytes)} each do not fit into the addresses of a process, "
+                f"{format_bytes(ADDRESS_SPACE_BYTES)}: at most {ADDRESS_SPACE_BYTES // self.slot_bytes - 1} do; take fewer, "
+                f"or a smaller max_tokens"
+            )
         self.address = driver.reserve(self.reserved_bytes)
         self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
         self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
         self.device = driver.device
         self._driver = driver
+        self._closed = False
 
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """All slots of one plane of one layer: [1 + slots, slot_tokens, heads, dim], strided, mapped or not."""
@@ -346,3 +346,9 @@ class Arena:
         """
         self._driver.unmap(mapping.address, mapping.extent.size_bytes)
         del mapping.span.mappings[mapping.page]
+
+    def close(self) -> None:
+        """Give the addresses back for reuse, once nothing is mapped and no launch touches them. Idempotent; no driver call."""
+        if not self._closed:
+            self._closed = True
+            self._driver.give_back(self.address, self.reserved_bytes)

@@ -80,16 +80,16 @@ class Growth:
         """As before the growth; what even now cannot be unmapped retires, so that nothing is lost."""
         driver = self._mapper.pool.driver
         if self._new:
-            driver.settle()  # zeroes may be on their way to what is unmapped next
+            driver.synchronize()  # zeroes may be on their way to what is unmapped next
         for arena, mapping, _ in reversed(self._new):
             try:
                 arena.unmap(mapping)
             except DriverError:
-                self._mapper.retire(arena, [mapping], _PASSED)
+                self._mapper.reclaim(arena, [mapping], _PASSED)
             else:
                 self._mapper.let_go(mapping)
         for arena, mapping, fence in self._revived:
-            self._mapper.retire(arena, [mapping], fence)
+            self._mapper.reclaim(arena, [mapping], fence)
 
     def _stage(self, *, wait: bool) -> None:
         missing: list[tuple[Target, int, int]] = []
@@ -192,12 +192,12 @@ class Mapper:
         self.pool = pool
         self.alias_access = Access.READ_WRITE
         """What is allowed through an alias: tests take READ, and then a write to what others hold faults (law 3)."""
-        self.retiring_pages = 0
+        self.pending_pages = 0
         self.map_us = 100.0
         """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
-        self._retiring: dict[int, dict[Mapping, Arena]] = {}
+        self._pending: dict[int, dict[Mapping, Arena]] = {}
         """By the identity of the fence they wait for, which they keep alive; the oldest first."""
 
     def stage(self, targets: Sequence[Target], *, wait: bool = True) -> Growth:
@@ -225,15 +225,15 @@ class Mapper:
         pages = budget_us / self.map_us if dear_us <= 0 else spare + dear_us / (self.map_us + self.unmap_us)
         return int(max(0.0, min(pages, 2.0**31)))
 
-    def retire(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
+    def reclaim(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
         """These are not live any more; unmap them when the fence has passed. No driver call."""
         mappings = list(mappings)
         self.unuse(*mappings)
         for mapping in mappings:
             assert mapping.fence is None, "a mapping retires once"
             mapping.fence = fence
-            self._retiring.setdefault(id(fence), {})[mapping] = arena
-            self.retiring_pages += mapping.extent.num_pages
+            self._pending.setdefault(id(fence), {})[mapping] = arena
+            self.pending_pages += mapping.extent.num_pages
 
     def revive(self, mapping: Mapping) -> Fence:
         """A retiring mapping does not retire after all, and is used; the fence it waited for."""
@@ -243,12 +243,12 @@ class Mapper:
 
     def _forget(self, mapping: Mapping) -> Fence:
         fence = _fence_of(mapping)
-        batch = self._retiring[id(fence)]
+        batch = self._pending[id(fence)]
         del batch[mapping]
         if not batch:
-            del self._retiring[id(fence)]
+            del self._pending[id(fence)]
         mapping.fence = None
-        self.retiring_pages -= mapping.extent.num_pages
+        self.pending_pages -= mapping.extent.num_pages
         return fence
 
     def use(self, *mappings: Mapping) -> None:
@@ -270,15 +270,15 @@ class Mapper:
 
     def finish(self, mapping: Mapping) -> None:
         """Unmap a retiring mapping whose fence has passed. Cost: one unmap; if that fails it goes on retiring."""
-        self._retiring[id(_fence_of(mapping))][mapping].unmap(mapping)
+        self._pending[id(_fence_of(mapping))][mapping].unmap(mapping)
         self._forget(mapping)
         self.pool.drop(mapping.extent)
 
-    def retired_pages(self) -> int:
+    def passed_pages(self) -> int:
         """Retiring pages whose fence has passed and which nobody else holds."""
         return sum(
             mapping.extent.num_pages
-            for batch in self._retiring.values()
+            for batch in self._pending.values()
             if _fence_in(batch).done()
             for mapping in batch
             if not mapping.extent.shared
@@ -307,25 +307,25 @@ class Mapper:
 
         From the last page of a retirement to its first, which a growth would revive first.
         """
-        for batch in list(self._retiring.values()):
+        for batch in list(self._pending.values()):
             if _fence_in(batch).done():
                 while batch:
                     yield next(reversed(batch))
 
     def oldest_fence(self) -> Fence | None:
         """What the oldest retirement waits for; None if nothing retires."""
-        for batch in self._retiring.values():
+        for batch in self._pending.values():
             return _fence_in(batch)
         return None
 
     def check(self) -> None:
         """The queue is the retiring mappings, no others, and they stand in their spans."""
-        retiring = [(key, mapping) for key, batch in self._retiring.items() for mapping in batch]
+        retiring = [(key, mapping) for key, batch in self._pending.items() for mapping in batch]
         for key, mapping in retiring:
             assert id(mapping.fence) == key, "a mapping waits for another fence than its batch"
             assert mapping.span.mappings.get(mapping.page) is mapping, "a retiring mapping does not stand in its span"
-        assert self.retiring_pages == sum(mapping.extent.num_pages for _, mapping in retiring)
+        assert self.pending_pages == sum(mapping.extent.num_pages for _, mapping in retiring)
 
-    def is_retiring(self, mapping: Mapping) -> bool:
+    def is_pending(self, mapping: Mapping) -> bool:
         """Is it in the queue?"""
-        return mapping in self._retiring.get(id(mapping.fence), {})
+        return mapping in self._pending.get(id(mapping.fence), {})

@@ -5,13 +5,13 @@ pages   0    1    2    3    4    5    6    7
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vmmkv.units import PAGE_BYTES
 
 if TYPE_CHECKING:  # the server's front process reads maps without torch
-    from vmmkv.cache import Occupancy
+    from vmmkv.cache import ParkedSlot
     from vmmkv.memory.address_space import Span
     from vmmkv.memory.slot_memory import SlotMemory
 
@@ -27,8 +27,8 @@ class SlotState(enum.IntEnum):
     """No sequence's; still mapped, to be adopted or evicted."""
     CLOSING = 3
     """No sequence's; its mappings are retiring."""
-    PAD = 4
-    """Slot 0, always: no sequence's, ever (see `vmmkv.memory.pool`)."""
+    NULL = 4
+    """Slot 0, always: it has the null page, and never a sequence."""
 
 
 class RunState(enum.StrEnum):
@@ -73,9 +73,9 @@ _new = tuple.__new__
 """Of a named tuple: a third of the time that calling its class takes, and there are three for each slot."""
 
 
-def slot_maps(memory: "SlotMemory", occupancy: "Occupancy", slots: Sequence[int]) -> list[SlotMap]:
+def slot_maps(memory: "SlotMemory", parked: Mapping[int, "ParkedSlot"], slots: Sequence[int]) -> list[SlotMap]:
     """Look at some slots. The pool's lock is held."""
-    table, parked = memory.table, occupancy.parked
+    table = memory.table
     states, lengths = table.states[slots].tolist(), table.lengths[slots].tolist()
     arenas = [(arena.spans, arena.group.row_bytes) for arena in memory.arenas]
     found: list[SlotMap] = []

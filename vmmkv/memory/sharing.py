@@ -89,7 +89,7 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
         large_end = num_tokens * arena.group.row_bytes // PAGE_BYTES if arena.group.window is None else 0
         targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large_end))
     try:
-        memory.publish([memory.mapper.stage(targets)], settle=False)
+        memory.publish([memory.mapper.stage(targets)])
     except BaseException:
         for target in targets:
             target.span.first_page = target.span.end_page = 0
@@ -111,7 +111,7 @@ def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> 
         first = span.border_after(max(span.first_page, min(span.end_page, end)))
         shared = (mapping.page for mapping in span.live_from(first) if mapping.extent.shared)
         ends.append(next(shared, span.end_page))
-    memory.retire_run(slot, ends, fence)
+    memory.reclaim_run(slot, ends, fence)
 
 
 def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
@@ -231,7 +231,7 @@ class Windows:
         rows = ceil_div(max(SIZE_CLASSES) * PAGE_BYTES, group.row_bytes)
         self._memory = memory
         self._arena = Arena(memory.pool.driver, -1, group, slots=_NUM_WINDOWS, max_rows=rows)
-        memory.windows = self._arena.spans
+        memory.windows = self._arena
 
     def copy(self, extent: Extent, first_byte: int, size_bytes: int, target: int) -> None:
         """Copy bytes from `first_byte` of an extent on to the address `target`, on the caller's current stream.
@@ -252,7 +252,7 @@ class Windows:
             mapping = self._arena.map(span, 0, extent, self._memory.mapper.alias_access)
         except BaseException:
             if span.mappings:  # not even the undoing succeeded
-                memory.mapper.retire(self._arena, list(span.mappings.values()), memory.fence())
+                memory.mapper.reclaim(self._arena, list(span.mappings.values()), memory.fence())
             else:
                 pool.unuse(extent)
                 pool.drop(extent)
@@ -264,7 +264,7 @@ class Windows:
                 fence = memory.fence()
             except DriverError:
                 fence = memory.fence()  # a second failure is a device that is lost
-            memory.mapper.retire(self._arena, [mapping], fence)
+            memory.mapper.reclaim(self._arena, [mapping], fence)
 
     def _free_span(self) -> Span:
         while True:

@@ -34,39 +34,36 @@ class SlotMemory:
         self.number = next(_numbers)
         self.pool = pool
         self.guard_tokens = guard_tokens
-        self.table = SlotTable(slots, len(layout.groups))
-        self.tenants: list[Hashable] = [None] * len(self.table)
-        """Whose sequence runs in a slot, or ran last."""
         self.mapper = Mapper(pool)
         self.streams: list[torch.Stream] = []
         self.mapped_pages = 0
         self._group_of = layout.group_of
-        self.arenas = [
-            Arena(pool.driver, index, group, slots=slots, max_rows=max_tokens + guard_tokens)
-            for index, group in enumerate(layout.groups)
-        ]
-        self.limit = torch.zeros(len(self.table), dtype=torch.int32, device=pool.device)
-        self._lowered: dict[int, Fence] = {}
-        """Behind the last lowering of a slot's limit, if that may not have happened yet."""
-        pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
-        self.windows: list[Span] = []
-        """Addresses of no slot, where something can be mapped too: see `vmmkv.memory.sharing`."""
-        self._pads: list[int] = []
+        self.arenas: list[Arena] = []
+        self.windows: Arena | None = None
+        """Addresses of no slot, where extents can be mapped too: see `vmmkv.memory.sharing.Windows`."""
+        self._written: dict[int, Fence] = {}
+        """By slot: behind the last write of its limit that waits for running work, if that may be on its way still."""
         try:
+            for index, group in enumerate(layout.groups):
+                self.arenas.append(Arena(pool.driver, index, group, slots=slots, max_rows=max_tokens + guard_tokens))
+            self.table = SlotTable(slots, len(layout.groups))
+            self.tenants: list[Hashable] = [None] * len(self.table)
+            """Of the sequence in a slot, or of the last one."""
+            self.limit = torch.zeros(len(self.table), dtype=torch.int32, device=pool.device)
+            pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
             for arena in self.arenas:
                 for page in range(ceil_div((1 + guard_tokens) * arena.group.row_bytes, PAGE_BYTES)):
-                    pool.pad.map(arena.address + page * PAGE_BYTES)
-                    self._pads.append(arena.address + page * PAGE_BYTES)
+                    pool.null_page.map(arena.address + page * PAGE_BYTES)
         except BaseException:
-            with contextlib.suppress(DriverError):  # then they go when the pool is closed
-                self.unmap_pads()
+            with contextlib.suppress(DriverError):  # then the null pages go when the pool is closed
+                self.close()
             raise
 
-    def unmap_pads(self) -> None:
-        """Nothing reads this cache any more. Cost: an unmap for each page of a pad. Idempotent."""
-        while self._pads:
-            self.pool.pad.unmap(self._pads[-1])
-            self._pads.pop()
+    def close(self) -> None:
+        """Give the addresses back, when nothing reads this cache any more. Cost: an unmap for each null page. Idempotent."""
+        for arena in self.arenas if self.windows is None else [*self.arenas, self.windows]:
+            self.pool.null_page.unmap(arena.address, arena.address + arena.reserved_bytes)
+            arena.close()
 
     # questions
 
@@ -139,7 +136,8 @@ class SlotMemory:
         return Counter(mapping.extent for mapping in self._all_mappings() if mapping.used)
 
     def _all_mappings(self) -> Iterator[Mapping]:
-        spans = itertools.chain(self.windows, *(arena.spans for arena in self.arenas))
+        arenas = self.arenas if self.windows is None else [*self.arenas, self.windows]
+        spans = itertools.chain.from_iterable(arena.spans for arena in arenas)
         return (mapping for span in spans for mapping in span.mappings.values())
 
     def idle_pages(self, slot: int) -> int:
@@ -156,16 +154,14 @@ class SlotMemory:
         On failure all is as before. Raises: OutOfPages, DriverError.
         """
         growth = self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)
-        self.publish([growth], settle=False)
+        self.publish([growth])
         self.assert_owned(slot)
         return growth.num_mapped
 
-    def map_ahead(self, budget_us: float, lookahead_tokens: int, *, settle: bool) -> int:
-        """Map ahead of need for whoever is short, the most urgent first, while the budget lasts; the number of pages.
+    def map_ahead(self, budget_us: float, lookahead_tokens: int) -> int:
+        """Map pages ahead of use, most urgent slot first, until the time budget is spent; the number of pages.
 
-        `settle` blocks until what was zeroed and limited is, for callers whose streams are nobody's; else whatever is
-        launched next comes behind that. Who finds no page gets none, and keeps nobody from theirs. So does, with `settle`,
-        who waits for a limit to be lowered first: that comes behind running work, and this blocks for none.
+        A slot for which no page is free is skipped.
         """
         began_ns = time.perf_counter_ns()
         num_pages = 0
@@ -173,8 +169,6 @@ class SlotMemory:
             growths: list[Growth] = []
             try:
                 for slot, target in zip(*self.table.short_of(wanted), strict=True):
-                    if settle and self._lowering(int(slot)):
-                        continue
                     affordable = self.mapper.pages_within(budget_us - (time.perf_counter_ns() - began_ns) / 1e3)
                     if num_pages and not affordable:
                         break
@@ -183,7 +177,7 @@ class SlotMemory:
                         growths.append(self._stage(int(slot), ends, wait=False, large=False))
                         num_pages += growths[-1].num_mapped
             finally:
-                self.publish(growths, settle=settle)
+                self.publish(growths)
         return num_pages
 
     def _share(self, slot: int, end_pages: list[int], num_pages: int) -> list[int]:
@@ -218,7 +212,7 @@ class SlotMemory:
         ]
         return self.mapper.stage(targets, wait=wait)
 
-    def publish(self, growths: list[Growth], *, settle: bool) -> None:
+    def publish(self, growths: list[Growth]) -> None:
         """Tell the device the new limits, then let the growths be live; all of them or none."""
         if not growths:
             return
@@ -230,7 +224,7 @@ class SlotMemory:
         }
         try:
             limits = {slot: min(tokens, int(self.table.ends[slot])) for slot, tokens in committed.items()}
-            self.raise_limits(limits, settle=settle)
+            self.raise_limits(limits)
         except BaseException:
             for growth in reversed(growths):
                 growth.rollback()
@@ -245,32 +239,26 @@ class SlotMemory:
         """Whatever is launched next, on the caller's current stream or a recorded one, comes after zeroes and limits."""
         self.pool.driver.order(self.streams)
 
-    def raise_limits(self, limits: ReadOnlyDict[int, int], *, settle: bool = False) -> None:
-        """Higher limits of some slots, for the device and then for the host; ordered, or settled, in between.
+    def raise_limits(self, limits: ReadOnlyDict[int, int]) -> None:
+        """Higher limits of some slots, for the device and then for the host.
 
         The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
         Cost: a write or two, not blocking, if any limit differs. On failure nothing changes.
         """
-        driver = self.pool.driver
         raised = {slot: limit for slot, limit in limits.items() if limit != self.table.limits[slot]}
-        behind = {slot: fence for slot in raised if (fence := self._lowering(slot)) is not None}
+        behind = {slot: fence for slot in raised if (fence := self._on_its_way(slot)) is not None}
         at_once = {slot: limit for slot, limit in raised.items() if slot not in behind}
-        if at_once:
-            driver.write(self.limit, at_once)
         try:
-            if settle:
-                assert not behind, "to settle would be to wait for running work"
-                driver.settle()
-            else:
-                self.order()
+            if at_once:
+                self.pool.driver.write(self.limit, at_once)
+            self.order()
             if behind:
-                for lowered in behind.values():
-                    lowered.order(self.streams)
-                fence = driver.write_behind(self.limit, {slot: raised[slot] for slot in behind}, self.streams)
-                self._lowered.update(dict.fromkeys(behind, fence))
+                for fence in behind.values():
+                    fence.order(self.streams)
+                self._write_behind({slot: raised[slot] for slot in behind})
         except BaseException:
             with contextlib.suppress(DriverError):
-                driver.write(self.limit, {slot: int(self.table.limits[slot]) for slot in at_once})
+                self.pool.driver.write(self.limit, {slot: int(self.table.limits[slot]) for slot in at_once})
             raise
         for slot, limit in raised.items():
             self.table.limits[slot] = limit
@@ -278,28 +266,43 @@ class SlotMemory:
     def lower_limit(self, slot: int, limit: int) -> Fence:
         """A lower limit of a slot; the fence behind which no launch goes by the old one, nor touches rows past the new one.
 
-        What is launched from now on sees it; what was launched before does not, for it may still have to write or read
-        the rows: so it is written behind that, on every stream that is known.
+        Work launched later sees it. Work launched before does not, for it may still have to write or read the rows: the
+        limit is written behind it, on every known stream.
         Cost: a fence, or a write if the limit differs; not blocking. On failure nothing changes.
         """
         if limit == self.table.limits[slot]:
             return self.fence()
         self.order()  # a raise of it may be on its way
-        fence = self.pool.driver.write_behind(self.limit, {slot: limit}, self.streams)
-        self._lowered[slot] = fence
+        fence = self._write_behind({slot: limit})
         self.table.limits[slot] = limit
         return fence
 
-    def _lowering(self, slot: int) -> Fence | None:
-        fence = self._lowered.get(slot)
+    def _write_behind(self, limits: ReadOnlyDict[int, int]) -> Fence:
+        """Write limits behind running work. A later write of these slots must come behind the fence, until it has passed.
+
+        If that fails, some of them may have been written: then the old limits are written behind it.
+        """
+        driver = self.pool.driver
+        try:
+            fence = driver.write_behind(self.limit, limits, self.streams)
+        except BaseException:
+            with contextlib.suppress(DriverError):
+                before = {slot: int(self.table.limits[slot]) for slot in limits}
+                self._written.update(dict.fromkeys(limits, driver.write_behind(self.limit, before, self.streams)))
+            raise
+        self._written.update(dict.fromkeys(limits, fence))
+        return fence
+
+    def _on_its_way(self, slot: int) -> Fence | None:
+        fence = self._written.get(slot)
         if fence is not None and fence.done():
-            del self._lowered[slot]
+            del self._written[slot]
             return None
         return fence
 
     # shrinking; none of these calls the driver's map or unmap
 
-    def retire_from(self, slot: int, num_tokens: int) -> None:
+    def reclaim_from(self, slot: int, num_tokens: int) -> None:
         """Retire the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
         ends = [
             span.border_after(max(span.first_page, min(span.end_page, end)))
@@ -311,44 +314,44 @@ class SlotMemory:
         fence = self.lower_limit(slot, min(tokens, int(self.table.ends[slot])))
         for arena, end in zip(self.arenas, ends, strict=True):
             span = arena.spans[slot]
-            self.mapper.retire(arena, list(span.live_from(end)), fence)
+            self.mapper.reclaim(arena, list(span.live_from(end)), fence)
             span.end_page = end
         self.table.committed[slot] = tokens
 
-    def retire_before(self, slot: int, group: int, start_token: int) -> None:
+    def reclaim_before(self, slot: int, group: int, start_token: int) -> None:
         """Retire the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
         arena = self.arenas[group]
         span = arena.spans[slot]
         first = span.border_before(min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page))
         if first > span.first_page:
             fence = self.fence()
-            self.mapper.retire(arena, [mapping for mapping in span.live() if mapping.page < first], fence)
+            self.mapper.reclaim(arena, [mapping for mapping in span.live() if mapping.page < first], fence)
             span.first_page = first
         self.table.starts[group, slot] = start_token
 
-    def retire_all(self, slot: int, fence: Fence) -> None:
+    def reclaim_all(self, slot: int, fence: Fence) -> None:
         """Retire everything under a slot, which then is as if never used."""
-        self._retire_spans(slot, fence, self.spans(slot))
+        self._reclaim_spans(slot, fence, self.spans(slot))
 
-    def retire_cut(self, slot: int, fence: Fence) -> None:
+    def reclaim_cut(self, slot: int, fence: Fence) -> None:
         """Retire what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
-        self._retire_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
+        self._reclaim_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
         self.table.starts[:, slot] = 0
 
-    def retire_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
+    def reclaim_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
         """Retire what a parked slot has from these pages on, or from the first border of extents behind."""
         for arena, end in zip(self.arenas, end_pages, strict=True):
             span = arena.spans[slot]
             border = span.border_after(max(span.first_page, min(span.end_page, end)))
-            self.mapper.retire(arena, list(span.live_from(border)), fence)
+            self.mapper.reclaim(arena, list(span.live_from(border)), fence)
             span.end_page = border
         self.table.committed[slot] = self.committed(slot)
 
-    def _retire_spans(self, slot: int, fence: Fence, spans: list[Span]) -> None:
+    def _reclaim_spans(self, slot: int, fence: Fence, spans: list[Span]) -> None:
         for index, arena in enumerate(self.arenas):
             span = arena.spans[slot]
             if span in spans:
-                self.mapper.retire(arena, list(span.live()), fence)
+                self.mapper.reclaim(arena, list(span.live()), fence)
                 span.first_page = span.end_page = 0
                 self.table.starts[index, slot] = 0
         self.table.committed[slot] = self.committed(slot)
@@ -376,7 +379,7 @@ class SlotMemory:
             live = dict.fromkeys(span.live())
             assert not live or next(reversed(live)).end_page == span.end_page, f"slot {slot} ends within an extent"
             for mapping in span.mappings.values():
-                assert (mapping in live) == (mapping.fence is None) != self.mapper.is_retiring(mapping), (
+                assert (mapping in live) == (mapping.fence is None) != self.mapper.is_pending(mapping), (
                     "a mapping is neither live nor retiring"
                 )
                 assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"

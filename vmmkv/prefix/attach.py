@@ -122,8 +122,7 @@ class Attacher:
 
     def __init__(self, cache: KVCache, index: PrefixIndex) -> None:
         self._cache = cache
-        self._occupancy = cache._occupancy
-        self._memory = cache._occupancy.memory
+        self._memory = cache.memory
         self._index = index
         self._windows = Windows(self._memory)
         self._row_bytes = sum(group.row_bytes for group in cache.layout.groups)
@@ -141,7 +140,7 @@ class Attacher:
                 elif method is not AttachMethod.ADOPT:
                     attached = self._alias(namespace, tokens, end)
         if attached is None:
-            attached = Attached(self._cache.open(max_tokens=end, tenant=namespace), 0, AttachMethod.COMPUTE)
+            attached = Attached(self._cache.open_any(end, namespace), 0, AttachMethod.COMPUTE)
         return attached
 
     def plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
@@ -162,10 +161,10 @@ class Attacher:
         """The shortest parked slot with these rows that may be overwritten past them; None if there is none."""
         most_tokens = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
         fitting = [
-            self._occupancy.parked[slot]
+            self._cache.parked_slots[slot]
             for slot in plan.slots_with_rows(match.path[-1])
             if slot in self._index.parked_at
-            and self._occupancy.parked[slot].length - plan.num_tokens <= most_tokens
+            and self._cache.parked_slots[slot].length - plan.num_tokens <= most_tokens
             and self._index.is_free_past(slot, plan.num_tokens)
         ]
         return min(fitting, key=lambda parked: (parked.length, -parked.stamp), default=None)
@@ -178,7 +177,7 @@ class Attacher:
         node = index.parked_at.pop(slot)
         index.tree.lock(node)  # making room must not evict what is being adopted
         try:
-            sequence = self._occupancy.take_over(parked, num_tokens, end)
+            sequence = self._cache.take_over(parked, num_tokens, end)
         except BaseException:
             index.parked_at[slot] = node
             raise
@@ -188,8 +187,8 @@ class Attacher:
 
     def _alias(self, namespace: Hashable, tokens: Tokens, end: int) -> Attached | None:
         """Into a free slot; None if the match was evicted while one was made free."""
-        occupancy, memory, index, pool = self._occupancy, self._memory, self._index, self._cache.pool
-        slot = occupancy.clear_run(1)
+        cache, memory, index, pool = self._cache, self._memory, self._index, self._cache.pool
+        slot = cache.clear_run(1)
         found = self.plan(namespace, tokens)
         if found is None:
             return None
@@ -203,12 +202,12 @@ class Attacher:
         index.source = plan.resident
         try:
             rest = _Rest(memory, self._windows, plan)
-            sequence = occupancy.open_with(slot, end, namespace, plan.num_tokens, pages, rest)
-            if plan.resident in occupancy.parked:
+            sequence = cache.open_with(slot, end, namespace, plan.num_tokens, pages, rest)
+            if plan.resident in cache.parked_slots:
                 try:
-                    occupancy.parked[plan.resident].fence = memory.fence()
+                    cache.parked_slots[plan.resident].fence = memory.fence()
                 except BaseException:
-                    sequence.close()
+                    cache.end_sequence(sequence)
                     raise
         finally:
             index.source = None

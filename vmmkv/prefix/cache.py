@@ -61,16 +61,15 @@ class PrefixCache:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self._occupancy = cache._occupancy
         with cache.pool.lock:
-            if self._occupancy.keeper is not None:
+            if cache.prefix is not None:
                 raise ValueError(f"{cache!r} has a prefix cache already")
             self._index = PrefixIndex(cache)
             self._attacher = Attacher(cache, self._index)
             self._attached: Counter[AttachMethod] = Counter()
             self._attach_ns: Counter[AttachMethod] = Counter()
             self._hit_tokens = self._missed_tokens = 0
-            self._occupancy.keeper = self._index
+            self.cache.prefix = self._index
 
     # in
 
@@ -78,7 +77,7 @@ class PrefixCache:
         """How many of the first tokens could be attached now, all but one at most. Changes nothing."""
         tokens = _checked(tokens)
         with self.cache.pool.lock:
-            self.cache._check_open()
+            self.cache.check_open()
             found = self._attacher.plan(namespace, tokens)
             return found[1].num_tokens if found else 0
 
@@ -110,7 +109,8 @@ class PrefixCache:
             raise ValueError("tokens: none; a prompt has at least 1")
         with self.cache.pool.lock:
             began_ns = time.perf_counter_ns()
-            end = self.cache._check_end(max_tokens)
+            end = self.cache.check_end(max_tokens)
+            self.cache.check_capture()
             if len(tokens) > end:
                 raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
             attached = self._attacher.attach(tokens, namespace, method=method, end=end)
@@ -139,14 +139,15 @@ class PrefixCache:
     def park(self, sequence: Sequence, tokens: Tokens) -> None:
         """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
         with self.cache.pool.lock:
+            self.cache.check_capture()
             running = self._insert(sequence, tokens)
             if running.node is None:
-                sequence.close()
+                self.cache.end_sequence(sequence)
                 return
             node, slot = running.node, sequence.slot
             del self._index.running[slot]  # else parking would take its rows for gone
             try:
-                self._occupancy.park(sequence, running.num_tokens)
+                self.cache.park_sequence(sequence, running.num_tokens)
             except BaseException:
                 self._index.running[slot] = running
                 raise
@@ -159,13 +160,15 @@ class PrefixCache:
         Rows in a page that is not full are lost; `park` keeps those too. If this raises, the sequence still runs.
         """
         with self.cache.pool.lock:
+            self.cache.check_capture()
             if len(tokens):
                 self._insert(sequence, tokens)
-            sequence.close()
+            if not sequence.closed:
+                self.cache.end_sequence(sequence)
 
     def _insert(self, sequence: Sequence, tokens: Tokens) -> Running:
         running = self._index.running.get(sequence.slot)
-        if running is None or self._occupancy.sequences.get(sequence.slot) is not sequence:
+        if running is None or self.cache.sequences.get(sequence.slot) is not sequence:
             raise ValueError(
                 f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
                 "is no prefix's, and ends by close()"
@@ -195,7 +198,7 @@ class PrefixCache:
         if ttl_s is not None and not ttl_s > 0:
             raise ValueError(f"ttl_s={ttl_s}: for how many seconds it is kept is above 0, or None for ever")
         with self.cache.pool.lock:
-            self.cache._check_open()
+            self.cache.check_open()
             match = self._index.tree.match(namespace, tokens)
             if match.deepest is None:
                 return 0
@@ -245,11 +248,11 @@ class PrefixCache:
         stay. No driver call: `KVCache.map_ahead` unmaps.
         """
         with self.cache.pool.lock:
-            table = self._occupancy.table
+            table = self.cache.table
             missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
-            unpinned = [parked for slot, parked in self._occupancy.parked.items() if not self._index.is_pinned(slot)]
+            unpinned = [parked for slot, parked in self.cache.parked_slots.items() if not self._index.is_pinned(slot)]
             for parked in unpinned[: max(0, missing)]:
-                self._occupancy.evict(parked)
+                self.cache.evict_parked(parked)
 
     def __repr__(self) -> str:
         if self.cache.closed:

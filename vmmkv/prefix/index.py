@@ -54,7 +54,6 @@ class PrefixIndex:
     """The prefix tree of one cache, and the slots that share its extents. The cache asks it what to evict."""
 
     def __init__(self, cache: KVCache) -> None:
-        occupancy = cache._occupancy
         self.tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
         self.running: dict[int, Running] = {}
         """By slot."""
@@ -68,8 +67,8 @@ class PrefixIndex:
         self.evicted_pages = 0
         self._layout = cache.layout
         self._windowed = {index for index, group in enumerate(cache.layout.groups) if group.window is not None}
-        self._occupancy = occupancy
-        self._memory = occupancy.memory
+        self._cache = cache
+        self._memory = cache.memory
         self._pool = cache.pool
 
     # what is known
@@ -201,7 +200,7 @@ class PrefixIndex:
             return
         parked = self._oldest_parked()
         assert parked is not None, "nothing is evictable"
-        self._occupancy.evict(parked)
+        self._cache.evict_parked(parked)
 
     def _evict_leaf(self, leaf: Node[Placed]) -> None:
         parent, start = leaf.parent, leaf.start
@@ -211,18 +210,18 @@ class PrefixIndex:
             assert slot in self.parked_at, "a leaf is evicted in which a sequence runs"
             if start and parent is not None:
                 self.parked_at[slot] = parent
-                self._occupancy.cut_parked(slot, start)
+                self._cache.cut_parked(slot, start)
             else:
                 del self.parked_at[slot]
-                self._occupancy.evict(self._occupancy.parked[slot])
+                self._cache.evict_parked(self._cache.parked_slots[slot])
         if start and parent is not None:
             self._tidy(parent)
 
     def _oldest_parked(self) -> ParkedSlot | None:
         """A parked slot whose node is locked, pinned or no leaf: pages may be its alone. Pinned ones come last."""
-        slots = [slot for slot in self._occupancy.parked if slot in self.parked_at and slot != self.source]
+        slots = [slot for slot in self._cache.parked_slots if slot in self.parked_at and slot != self.source]
         slot = next((slot for slot in slots if not self.is_pinned(slot)), next(iter(slots), None))
-        return None if slot is None else self._occupancy.parked[slot]
+        return None if slot is None else self._cache.parked_slots[slot]
 
     def _oldest_passed(self) -> Node[Placed] | None:
         """The least recently used node with passed extents that is not on the way to a pinned one.
@@ -241,7 +240,7 @@ class PrefixIndex:
 
     def _is_idle(self, node: Node[Placed]) -> bool:
         slots = node.residents if node.has_residents else ()
-        return all(self._occupancy.parked[slot].fence.done() for slot in slots if slot in self.parked_at)
+        return all(self._cache.parked_slots[slot].fence.done() for slot in slots if slot in self.parked_at)
 
     def clear(self) -> None:
         """Evict everything, pinned or not; no sequence runs."""
@@ -278,9 +277,9 @@ class PrefixIndex:
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
         locks = Counter(running.node for running in self.running.values() if running.node is not None)
         assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
-        assert self.parked_at.keys() <= self._occupancy.parked.keys(), "a slot of the tree is not parked"
+        assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
-            assert self._occupancy.parked[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
+            assert self._cache.parked_slots[slot].length == node.end, f"slot {slot} ends elsewhere than its node"
 
     # within
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo
+from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo, Reservations
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.units import GIB, PAGE_BYTES, format_bytes, round_up
 
@@ -97,6 +97,9 @@ class FakeDriver:
         self._reserved: list[tuple[int, int]] = []
         self._launches: list[Launch] = []
         self.order_fails = False
+        self.captures = False
+        """Does the current stream capture a graph? A test sets it."""
+        self._reservations = Reservations()
         self._unordered: list[tuple[int, int]] = []  # zeroed on the control stream, and no launch waits for it yet
         self._numbers = itertools.count(1)
 
@@ -147,12 +150,24 @@ class FakeDriver:
         def reserve() -> int:
             if self.over is not None:
                 return self.over.reserve(size_bytes)
+            address = self._reservations.reuse(size_bytes)
+            if address is not None:
+                return address
+            self._reservations.add(size_bytes)
             address, self._next_address = self._next_address, self._next_address + size_bytes + self.page_bytes
             return address
 
         address = self._call("reserve", reserve)
         self._reserved.append((address, address + size_bytes))
         return address
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """See Driver.give_back. Law 4: nothing is mapped there, and no unfinished launch touches it."""
+        if any(address <= page < address + size_bytes for page in self._pages):
+            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is given back, and something is mapped there")
+        self._idle(address, size_bytes, "given back")
+        self._reserved.remove((address, address + size_bytes))
+        (self._reservations if self.over is None else self.over).give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> Handle:
         """See Driver.create."""
@@ -253,10 +268,10 @@ class FakeDriver:
             self.over.order(streams)
         self._unordered.clear()
 
-    def settle(self) -> None:
-        """See Driver.settle."""
+    def synchronize(self) -> None:
+        """See Driver.synchronize."""
         if self.over is not None:
-            self.over.settle()
+            self.over.synchronize()
         self._unordered.clear()
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
@@ -266,6 +281,10 @@ class FakeDriver:
     def _behind_launches(self, under: Fence | None) -> Fence:
         self._launches = [launch for launch in self._launches if not launch.finished]
         return _LaunchFence(list(self._launches), under)
+
+    def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
+        """See Driver.is_capturing. While `captures` is set."""
+        return self.captures or (self.over is not None and self.over.is_capturing(streams))
 
     def memory(self) -> MemoryInfo:
         """See Driver.memory."""

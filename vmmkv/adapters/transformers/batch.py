@@ -297,7 +297,7 @@ class BatchRows:
         """Pages that `fork` will ask for."""
         if self._shared is None:
             return 0
-        memory, forked = self.cache._memory, [self.sequences[parent] for parent in parents]
+        memory, forked = self.cache.memory, [self.sequences[parent] for parent in parents]
         with self.pool.lock:
             return sum(sharing.fork_pages(memory, sequence.slot, sequence.length) for sequence in forked)
 
@@ -355,7 +355,7 @@ class BatchRows:
         if not self._is_short(num_rows) or num_rows > self._max_tokens:
             return 0
         with self.pool.lock:
-            return sum(self.cache._memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
+            return sum(self.cache.memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
 
     def pages_like(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_rows: int) -> int:
         """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
