@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bench.timing import now_us
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.scheduler import Plan
 
 
@@ -22,7 +22,7 @@ class Read(NamedTuple):
 
 
 class Hosted(NamedTuple):
-    """A call of `EngineCore.step` that has launched something."""
+    """A call of `Engine.step` that has launched something."""
 
     num_decoding: int
     has_chunks: bool
@@ -54,14 +54,14 @@ class Steps:
 
 
 @contextmanager
-def timed(core: EngineCore, on_step: Callable[[Plan], None] | None = None) -> Iterator[Steps]:
+def timed(core: Engine, on_step: Callable[[Plan], None] | None = None) -> Iterator[Steps]:
     """Time the steps of the engine within the `with` block; `on_step` is called behind each launch, with what it was.
 
-    The engine has no hook for it: its methods are wrapped, on this object alone.
+    Its methods are wrapped, on this object alone.
     """
     steps = Steps()
     wrapped = _Wrapped(core, steps, on_step)
-    names = {"step": wrapped.step, "_read": wrapped.read, "_pump": wrapped.map_ahead, "_launch": wrapped.launch}
+    names = {"step": wrapped.step, "read": wrapped.read, "map_ahead": wrapped.map_ahead, "launch": wrapped.launch}
     for name, method in names.items():
         setattr(core, name, method)
     try:
@@ -74,7 +74,7 @@ def timed(core: EngineCore, on_step: Callable[[Plan], None] | None = None) -> It
 class _Wrapped:
     """What is called instead of an engine's methods."""
 
-    def __init__(self, core: EngineCore, steps: Steps, on_step: Callable[[Plan], None] | None) -> None:
+    def __init__(self, core: Engine, steps: Steps, on_step: Callable[[Plan], None] | None) -> None:
         self._core: Any = core
         self._steps = steps
         self._on_step = on_step
@@ -82,7 +82,7 @@ class _Wrapped:
         self._plans: list[Plan] = []
         """Of the step that runs: one, or none if nothing was launched."""
         kind = type(core)
-        self._step, self._read, self._pump, self._launch = kind.step, kind._read, kind._pump, kind._launch
+        self._step, self._read, self._map_ahead, self._launch = kind.step, kind.read, kind.map_ahead, kind.launch
 
     def step(self) -> None:
         self._waited_us = self._pumped_us = 0.0
@@ -96,7 +96,8 @@ class _Wrapped:
                 self._on_step(plan)
 
     def read(self) -> None:
-        launched = self._core._under_way[0]
+        launched = self._core.in_flight[0]
+        assert launched.readback is not None, "all of it is launched"
         began_us = now_us()
         launched.readback.wait()  # a second time costs nothing
         at_us = now_us()
@@ -107,7 +108,7 @@ class _Wrapped:
 
     def map_ahead(self) -> None:
         began_us = now_us()
-        self._pump(self._core)
+        self._map_ahead(self._core)
         self._pumped_us += now_us() - began_us
 
     def launch(self, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.serve.turns import Served, Turns
 from bench.timing import WrongNumbers
 from bench.workloads import Ask
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
 
 
@@ -27,7 +27,7 @@ class Outcome:
 class Drive:
     """One run. The engine is stepped while it has work; who waits for an arrival sleeps."""
 
-    def __init__(self, core: EngineCore, said: deque[FromEngine], asks: Sequence[Ask]) -> None:
+    def __init__(self, core: Engine, said: deque[FromEngine], asks: Sequence[Ask]) -> None:
         self._core, self._said = core, said
         self._turns = Turns(asks)
 

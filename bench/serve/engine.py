@@ -14,7 +14,7 @@ from bench.serve.sizes import Sizes
 from bench.settings import Settings
 from bench.timing import WrongNumbers, now_us
 from vmmkv.server import Engine, SamplingParams
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine import engine as loop
 from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.server.llm import Completion
 
@@ -57,7 +57,7 @@ class ServedEngine:
         self.close()
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> loop.Engine:
         """The loop's body, to be timed from inside."""
         return self._engine._open().engine
 

@@ -158,7 +158,7 @@ class ScriptedEngine:
         self._matchers.asks = {str(index): ask for index, ask in enumerate(asks)}
         self._matchers.followers = {}
         told: list[Told] = []
-        steps, began_s = self._core._num_steps, time.perf_counter()
+        steps, began_s = self._core.num_steps, time.perf_counter()
         num_running = 0
         try:
             while num_running or len(told) < len(asks):
@@ -184,7 +184,7 @@ class ScriptedEngine:
                 one.num_forced = index_of.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")
-        return Run(told, seconds, self._core._num_steps - steps)
+        return Run(told, seconds, self._core.num_steps - steps)
 
     def close(self) -> None:
         """Give its memory back."""

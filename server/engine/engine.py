@@ -1,112 +1,83 @@
-"""The loop's body: take requests, launch a step, read back an earlier one, answer. It knows messages, not sockets.
+"""The loop: take requests, schedule a step, launch it, read an earlier one back, answer. It knows messages, not sockets.
 
-    step n      plan ── launch ── pump ── read step n - 1 ── answer
-    step n + 1                                               plan ── launch ── pump ── read step n ...
-    device            |<------------- step n - 1 ... ------->|<------ step n ------------->|
+    step n      schedule ── launch ── map ahead ── read step n - 1 ── answer
+    step n + 1                                                        schedule ── launch ── map ahead ── read step n ...
+    device               |<------------- step n - 1 ... ------->|<------ step n ------------->|
 
-What a step is planned from is what earlier ones will have done: only which tokens they gave is not known yet, and no step
-but one with beams depends on that. Where a token ends its sequence, the steps launched meanwhile have computed for nobody.
+A step is scheduled from what the steps in flight will have done. Only the tokens they sample are unknown, and only a step with
+beams depends on those. Where a token ends its request, the steps launched meanwhile have computed rows that are dropped.
 
-Where an answer follows a grammar, what may come next depends on the tokens before: the forward half of such a step is launched
-ahead as any, then the earlier steps are read, and then it samples (`guided`).
+Where an answer follows a grammar, the tokens that may come next depend on those before. The forward half of such a step is
+launched ahead as any other; then the earlier steps are read, the masks are filled, and the step samples.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from vmmkv import DriverError
-from vmmkv.server.engine.admission import why_never_fits, why_no_floor, why_refused
-from vmmkv.server.engine.beams import Candidate
-from vmmkv.server.engine.kv_backend import KV, Prefixes
-from vmmkv.server.engine.launched import Counts, Launched, LaunchedChunk, output_of
-from vmmkv.server.engine.prefix_groups import Arrangement
-from vmmkv.server.engine.request import Request, Slots, Strand, TokenIds
-from vmmkv.server.engine.runner import Chunk, Logprobs, PromptScores, Runner
+from vmmkv.server.engine.admission import Limits, why_never_fits, why_refused
+from vmmkv.server.engine.kv_backend import KV, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.prefix_groups import BatchOrder
+from vmmkv.server.engine.request import Chunk, Request, Status
+from vmmkv.server.engine.runner import Logprobs, Readback, Results, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
+from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
 from vmmkv.server.structured_output.jump_forward import NOTHING_FOLLOWED, StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Matchers
 from vmmkv.units import PAGE_BYTES
 
-# -------- snapshot
-# What the HTTP process is told of the engine from time to time.
-
-
-def snapshot(
-    cache: KV,
-    prefix: Prefixes | None,
-    *,
-    running: int,
-    waiting: int,
-    preemptions: int,
-    prompt_tokens: int,
-    generated_tokens: int,
-) -> Snapshot:
-    """The engine's own counts, and what its memory is doing. No driver call."""
-    stats = cache.stats()
-    known = None if prefix is None else prefix.stats()
-    return Snapshot(
-        running=running,
-        waiting=waiting,
-        preemptions=preemptions,
-        prompt_tokens=prompt_tokens,
-        generated_tokens=generated_tokens,
-        kv_tokens=stats.num_tokens,
-        kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
-        kv_free_bytes=stats.pool_free_bytes,
-        kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.pending_reclaim_bytes),
-        kv_retiring_bytes=stats.pending_reclaim_bytes,
-        kv_created_bytes=stats.pool_created_bytes,
-        kv_budget_bytes=stats.pool_budget_bytes,
-        stalls=stats.blocked_steps,
-        stall_us=stats.blocked_us,
-        driver_calls=stats.driver_calls,
-        prefix_hit_tokens=0 if known is None else known.hit_tokens,
-        prefix_missed_tokens=0 if known is None else known.missed_tokens,
-        prefix_pages=0 if known is None else known.held_bytes // PAGE_BYTES,
-        kv_used_bytes=stats.pool_used_bytes,
-        attached={} if known is None else known.attached,
-        attach_us={} if known is None else known.attach_us,
-    )
-
-
-# -------- core
-
 log = logging.getLogger(__name__)
 
-SNAPSHOT_S = 0.5
-"""How often the HTTP process hears of the cache while there is work."""
+SNAPSHOT_S: Final = 0.5
+"""How often a snapshot is sent while there is work."""
 
-_WINDOW_STEPS = 16
-"""After so many steps rows that have left a window are given back: a fence each time, for a page every so many."""
+_WINDOW_STEPS: Final = 16
+"""Steps after which rows that have left a window are given back: each time costs a fence."""
 
+_SLOT_STEPS: Final = 8
+"""Steps after which slots that were parked longest ago are cleared."""
 
-_SLOT_STEPS = 8
-"""After so many steps slots that were parked longest ago are given up, for those who want a bare one."""
+_NO_NUMBERS: Final = "the model's logits are not numbers: it may need another dtype"
+_NO_ROOM: Final = "the device had no room for a row that the host had: this is a bug"
 
-_NO_NUMBERS = "the model's logits are not numbers: it may need another dtype"
-
-_STRAY = NOT_A_NUMBER - 1000
-"""In place of a token that the grammar of its request does not allow."""
-
-_NO_ROOM = "the device had no room for a row that the host had: this is a bug"
+_REFUSED: Final = NOT_A_NUMBER - 1000
+"""Stands for a token that the grammar of its request refuses."""
 
 
 class EngineDied(Exception):
     """The device's context is lost: the process must end."""
 
 
-class EngineCore:
-    """Continuous batching: sequences join and leave at every step. `send` takes the answers.
+@dataclass(slots=True)
+class InFlight:
+    """A step in flight."""
 
-    `max_sequences` run at once, as many as there are slots if None; the others are for sequences that have ended, and whose
-    slots wait to be adopted. `lookahead` steps are under way when `step` returns, if there is work for so many.
+    slots: Slots
+    """Of the rows that decode; their tokens come first."""
+    epochs: Slots
+    """Of the slots, at the launch."""
+    ends: Slots
+    """Rows of the slots behind the step."""
+    chunks: list[Chunk]
+    readback: Readback | None = None
+    """Once all of it is launched."""
+
+
+class Engine:
+    """Continuous batching over one model and one KV memory: requests join and leave at every step.
+
+    `send` takes the answers. `max_sequences` run at once, as many as there are slots if None; the other slots keep the rows of
+    sequences that have ended. `lookahead` steps are in flight when `step` returns, if there is work for so many. Without
+    `matchers` requests with a grammar are refused.
     """
 
     def __init__(
@@ -122,58 +93,55 @@ class EngineCore:
         send: Callable[[FromEngine], None],
         matchers: Matchers | None = None,
     ) -> None:
-        """`matchers` reads grammars; without it requests that have one are refused."""
         self.cache = cache
+        self.in_flight: deque[InFlight] = deque()
         self._runner = runner
         self._prefix = prefix
-        self._max_sequences = max_sequences or cache.num_slots
-        self._scheduler = Scheduler(
-            cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._max_sequences, drain=self._drain
+        self._limits = Limits(
+            max_tokens=cache.max_tokens,
+            max_sequences=max_sequences or cache.num_slots,
+            vocabulary_size=runner.model.vocabulary_size,
+            eos_ids=eos_ids,
         )
-        self._ledger = self._scheduler.ledger
+        self._scheduler = Scheduler(
+            cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._limits.max_sequences, drain=self.drain
+        )
+        self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes
-        """As it was when it was last looked up: to count all that `stats` does takes a while."""
+        """The KV budget when it was last read: `stats` counts everything, which takes a while."""
         self._lookahead = lookahead
-        self._under_way: deque[Launched] = deque()
         self._eos_ids = eos_ids
         self._eos = np.array(sorted(eos_ids), np.int32)
         self._send = send
-        self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
-        self._arrangement = Arrangement(self._ledger)
-        self._num_steps = 0
-        self._counts = Counts()
-        self._structured: StructuredOutputManager | None = None
-        if matchers is not None:
-            self.follow_grammars(matchers)
-        self._has_pumped = False
-        """Since the last plan: a step with masks does while its forward half runs."""
+        self._has_windows = any(group.window is not None for group in cache.layout.groups)
+        self._order = BatchOrder(self._table)
+        self._structured = None if matchers is None else StructuredOutputManager(matchers)
+        self._forced: list[Request] = []
+        """Waiting requests whose answers begin with tokens that have not been sent."""
+        self.num_steps = 0
+        """Steps that have been read."""
+        self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._has_mapped_ahead = False
+        """Since the last launch began."""
         self._step_us = 10_000.0
+        """Time of a step, averaged."""
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
     def follow_grammars(self, matchers: Matchers) -> None:
-        """From now on requests may have a grammar, which `matchers` reads. Before any has come."""
-        self._structured = StructuredOutputManager(
-            matchers,
-            self._scheduler,
-            self.cache,
-            self._counts,
-            send=self._send,
-            fail=self._fail,
-            pump=self._pump,
-            drain=self._drain,
-        )
+        """From now on requests may have a grammar. Call it before any request has come."""
+        self._structured = StructuredOutputManager(matchers)
 
     def close(self) -> None:
-        """End its threads. Idempotent; memory is not the engine's."""
+        """End the threads. Idempotent; the memory is the caller's."""
         if self._structured is not None:
             self._structured.matchers.close()
 
     @property
     def has_work(self) -> bool:
-        """Is any request waiting or running, or a step under way?"""
+        """Is any request waiting or running, or a step in flight, or a grammar being read?"""
         is_reading = self._structured is not None and bool(self._structured.matchers.num_opening)
-        return self._scheduler.has_work or bool(self._under_way) or is_reading
+        return self._scheduler.has_work or bool(self.in_flight) or is_reading
 
     @property
     def num_running(self) -> int:
@@ -181,67 +149,60 @@ class EngineCore:
         return len(self._scheduler.running)
 
     def request_in(self, slot: int) -> str | None:
-        """The request that runs in a slot, if any; a search has one slot under its name, whatever its beams have."""
-        request = self._ledger.requests[slot]
+        """The id of the request that runs in a slot, if any; a beam search is named by one of its slots."""
+        request = self._table.requests[slot]
         return None if request is None else request.ask.request_id
+
+    # ------------------------------------------------------------------ requests
 
     def receive(self, message: Generate | Abort) -> None:
         """A request comes, or its client goes."""
         if isinstance(message, Abort):
             request = self._scheduler.find(message.request_id)
             if request is not None:
-                self._scheduler.end(request)
+                self._scheduler.finish(request)
             elif self._structured is not None:
                 self._structured.matchers.cancel(message.request_id)
             return
-        if reason := why_refused(message, self._runner, max_tokens=self.cache.max_tokens, max_sequences=self._max_sequences):
-            self._refuse(message, reason)
+        if (reason := self._why_refused(message)) is not None:
+            self._send(Failed(request_id=message.request_id, message=reason))
             return
         stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
-        withheld = frozenset[int]()
-        if message.min_tokens:
-            size = self._runner.model.vocabulary_size
-            withheld = frozenset(token for token in (*message.stop_token_ids, *self._eos_ids) if 0 <= token < size)
-            if reason := why_no_floor(message, leaves_some=len(withheld) < size):
-                self._refuse(message, reason)
-                return
-        if reason := self._why_never_fits(message, may_stop=bool(stop_ids)):
-            self._refuse(message, reason)
-            return
-        if not message.grammar:
-            self._scheduler.waiting.append(Request(message, stop_ids, withheld))
-        elif self._structured is None:
-            self._refuse(message, "this engine knows no grammars")
-        elif message.beam_width or message.ignore_eos:
-            self._refuse(message, "an answer by a grammar is sampled, and ends where its grammar does: no beams, no ignore_eos")
+        request = Request(message, stop_ids, self._limits.suppressed_ids(message))
+        if message.grammar:
+            assert self._structured is not None, "it was refused"
+            self._structured.matchers.open(request)
         else:
-            self._structured.matchers.open(Request(message, stop_ids))
+            self._scheduler.waiting.append(request)
 
-    def _why_never_fits(self, message: Generate, *, may_stop: bool) -> str | None:
-        def why() -> str | None:
-            return why_never_fits(
-                self.cache.layout,
-                self._budget_bytes,
-                message,
-                may_stop=may_stop,
-                attaches=self._prefix is not None,
-                vocabulary_size=self._runner.model.vocabulary_size,
-            )
+    def _why_refused(self, ask: Generate) -> str | None:
+        if reason := why_refused(ask, self._limits, self._runner.check):
+            return reason
+        if self._why_never_fits(ask) is not None:
+            self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
+            if (reason := self._why_never_fits(ask)) is not None:
+                return reason
+        if ask.grammar and self._structured is None:
+            return "this engine knows no grammars"
+        if ask.grammar and (ask.beam_width or ask.ignore_eos):
+            return "an answer by a grammar is sampled, and ends where its grammar does: no beams, no ignore_eos"
+        return None
 
-        if why() is None:
-            return None
-        self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
-        return why()
+    def _why_never_fits(self, ask: Generate) -> str | None:
+        attaches = self._prefix is not None
+        return why_never_fits(ask, self._limits, self.cache.layout, self._budget_bytes, attaches=attaches)
+
+    # ------------------------------------------------------------------ the loop
 
     def step(self) -> None:
-        """Launch a step for whoever is to run, and answer what an earlier one gave. One failing request stops no others.
+        """Launch the next step, and answer what an earlier one gave. A failing request stops no others.
 
         Raises: EngineDied.
         """
         if self._structured is not None and self._structured.matchers.num_opening:
-            self._structured.open(is_idle=not self._under_way)
+            self._queue_read_grammars(self._structured)
         try:
-            plan = self._scheduler.plan()
+            plan = self._scheduler.schedule()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
             self._check_device()
@@ -250,253 +211,299 @@ class EngineCore:
         except Exception:
             self._check_device()
             raise
-        if self._structured is not None:
-            self._structured.tell_begun()
+        if self._forced:
+            self._send_forced()
         if plan:
-            self._has_pumped = False
-            self._launch(plan)
-            if not self._has_pumped:
-                self._pump()
-        while len(self._under_way) > (self._lookahead if plan else 0):
-            self._read()
+            self.launch(plan)
+        while len(self.in_flight) > (self._lookahead if plan else 0):
+            self.read()
             if not plan:
                 break
         self.report(only_if_due=True)
 
-    def _launch(self, plan: Plan) -> None:
-        lengths = self.cache.lengths
-        masks = None
-        slots, chunks = plan.decoding, list[LaunchedChunk]()
+    def launch(self, plan: Plan) -> None:
+        """Launch a step, and map ahead while the device computes it."""
+        self._has_mapped_ahead = False
+        step = self._count(plan, plan.decoding)
+        self._scheduler.launched(plan)
         try:
-            slots = self._arranged(slots)
-            asked = []
-            for strand, count in plan.chunks:
-                is_last = count == strand.num_left
-                start, tokens = strand.memory.length, strand.next_tokens(count)
-                candidates = strand.num_candidates if is_last else 0
-                scored = strand.request.scored(start, start + count)
-                asked.append(Chunk(strand.memory.slot, start, tokens, is_last, candidates, scored))
-                chunks.append(LaunchedChunk(strand, strand.request.num_admitted, start + count, is_last))
-            if self._structured is not None:
-                masks = self._structured.masks(plan, slots, chunks)
-            if chunks:
-                readback = self._runner.mixed(slots, lengths[slots], asked, masks)
-            else:
-                readback = self._runner.decode(slots, lengths[slots], masks)
+            if self._runner.has_prefix_groups and len(plan.decoding):
+                slots = self._order.arrange(plan.decoding, self._runner.set_prefix_groups)
+                step.slots, step.epochs, step.ends = slots, self._table.epochs[slots], self.cache.lengths[slots]
+            forwarded = self._runner.forward(step.slots, step.ends - 1, step.chunks)
+            step.readback = self._runner.sample(forwarded, self._masks(step))
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
-            requests = [self._ledger.requests[slot] for slot in slots]
-            everybody = [
-                *(request for request in requests if request is not None),
-                # Who follows a grammar can have ended meanwhile, when earlier steps were read.
-                *(strand.request for strand, _ in plan.chunks if strand.request.sequence is not None),
-            ]
-            self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
-            return
-        if not self._under_way:
-            self._read_s = time.perf_counter()  # the device was idle until now, and that is no step's time
-        if masks is not None:
-            self._under_way.append(masks.launched(readback))
-            return
-        self._scheduler.launched(plan)
-        self._under_way.append(Launched(readback, slots, self._ledger.epochs[slots], lengths[slots], chunks))
+            self._fail(self._live_requests(step), f"the step failed: {error}")
+        else:
+            if not self.in_flight:
+                self._read_s = time.perf_counter()  # the device was idle until now: no step took that time
+            self.in_flight.append(step)
+        if not self._has_mapped_ahead:
+            self.map_ahead()
 
-    def _arranged(self, slots: Slots) -> Slots:
-        """The slots with sharers of a prefix side by side, where that is faster."""
-        if not self._runner.shares or not len(slots):
-            return slots
-        return self._arrangement.of(slots, self._runner.share)
-
-    def _drain(self) -> bool:
-        """Read back all steps under way; were there any?"""
-        were_any = bool(self._under_way)
-        while self._under_way:
-            self._read()
+    def drain(self) -> bool:
+        """Read all steps in flight; were there any?"""
+        were_any = bool(self.in_flight)
+        while self.in_flight:
+            self.read()
         return were_any
 
-    def _read(self) -> None:
-        """Wait for the oldest step under way, and answer what it gave."""
-        step = self._under_way.popleft()
+    def read(self) -> None:
+        """Wait for the oldest step in flight, and answer what it gave."""
+        step = self.in_flight.popleft()
+        assert step.readback is not None, "all of it is launched"
         try:
-            tokens = step.readback.wait()
-            logprobs, candidates = step.readback.logprobs(), step.readback.candidates()
-            scores = step.readback.prompt_scores()
+            results = step.readback.wait()
         except Exception as error:
             log.exception("a step failed")
             self._check_device()
-            live = self._ledger.epochs[step.slots] == step.epochs
-            requests = [self._ledger.requests[slot] for slot in step.slots[live]]
-            everybody = [*(request for request in requests if request is not None), *step.requests]
-            self._fail(list(dict.fromkeys(everybody)), f"the step failed: {error}")
+            self._fail(self._live_requests(step), f"the step failed: {error}")
             return
         now_s = time.perf_counter()
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
         self._read_s = now_s
-        self._num_steps += 1
+        self.num_steps += 1
+        outputs = self._postprocess(step, results)
+        if outputs:
+            self._send(Outputs(outputs=outputs))
+        if self._has_windows and self.num_steps % _WINDOW_STEPS == 0:
+            self._scheduler.slide_windows()
+
+    def map_ahead(self) -> None:
+        """While the device computes: map what the next steps need, unmap what the last ones left."""
+        self._has_mapped_ahead = True
+        try:
+            budget_us = self._step_us / 2
+            self.cache.map_ahead(budget_us, lookahead_tokens=self.cache.lookahead_tokens(budget_us))
+            if self._prefix is not None and self.num_steps % _SLOT_STEPS == 0:
+                self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
+        except DriverError:
+            log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
+
+    def _count(self, plan: Plan, slots: Slots) -> InFlight:
+        return InFlight(slots, self._table.epochs[slots], self.cache.lengths[slots] + 1, plan.chunks)
+
+    def _live_requests(self, step: InFlight) -> list[Request]:
+        """The requests of a step that run since."""
+        live = step.slots[self._table.epochs[step.slots] == step.epochs]
+        decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
+        return list(dict.fromkeys([*decoding, *(chunk.request for chunk in step.chunks if chunk.is_live)]))
+
+    # ------------------------------------------------------------------ results
+
+    def _postprocess(self, step: InFlight, results: Results) -> list[Output]:
+        """Confirm the rows of a step, and give its tokens to the requests that still run."""
         outputs: list[Output] = []
-        live = np.flatnonzero(self._ledger.epochs[step.slots] == step.epochs)
+        live = np.flatnonzero(self._table.epochs[step.slots] == step.epochs)
         slots = step.slots[live]
-        self._ledger.confirmed[slots] = step.ends[live]
-        rows, speaking = live.tolist(), slots.tolist()
+        self._table.num_confirmed[slots] = step.ends[live]
+        rows, sampled = live.tolist(), slots.tolist()
         row = len(step.slots)
         for index, chunk in enumerate(step.chunks):
             if chunk.is_live:
-                if index in scores:
-                    self._score(chunk.strand.request, scores[index])
-                if self._confirm(chunk, tokens, row, candidates, outputs):
+                if (scores := results.prompt_logprobs.get(index)) is not None:
+                    assert scores.first == chunk.request.num_scored, "each is sent once, in order"
+                    chunk.request.num_scored += len(scores.chosen_W)
+                    self._send(packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
+                if self._confirm(chunk, results, row, outputs):
                     rows.append(row)
-                    speaking.append(chunk.strand.memory.slot)
+                    sampled.append(chunk.slot)
             row += chunk.is_last
-        told = [logprobs.get(row) for row in rows] if logprobs else None
-        self._answer(np.array(speaking, np.int64), tokens[rows], told, outputs)
-        if outputs:
-            self._send(Outputs(outputs=outputs))
-        if self._windowed and self._num_steps % _WINDOW_STEPS == 0:
-            self._scheduler.slide()
+        logprobs = [results.logprobs.get(row) for row in rows] if results.logprobs else None
+        self._answer(np.array(sampled, np.int64), results.tokens[rows], logprobs, outputs)
+        return outputs
 
-    def _confirm(
-        self,
-        chunk: LaunchedChunk,
-        tokens: TokenIds,
-        row: int,
-        candidates: dict[int, list[Candidate]],
-        outputs: list[Output],
-    ) -> bool:
-        """A chunk has been computed; `row` is what the step gave for it, if it was its last. Is that its next token?"""
-        strand, request = chunk.strand, chunk.strand.request
-        if strand is request:
-            slot = request.memory.slot
-            before = int(self._ledger.confirmed[slot])
-            self._ledger.confirmed[slot] = chunk.end
-            num_prompt = min(chunk.end, len(request.prompt)) - min(before, len(request.prompt))
-            self._counts.prompt_tokens += num_prompt
-            if num_prompt and not (chunk.is_last and tokens[row] == NOT_A_NUMBER):
-                self._scheduler.share(request)
+    def _confirm(self, chunk: Chunk, results: Results, row: int, outputs: list[Output]) -> bool:
+        """A chunk has been computed; `row` is what the step gave behind it, if it was the last. Is that its next token?"""
+        request = chunk.request
+        if not chunk.of_beam:
+            confirmed, num_prompt = self._table.num_confirmed, len(request.prompt)
+            num_new = min(chunk.end, num_prompt) - min(int(confirmed[chunk.slot]), num_prompt)
+            confirmed[chunk.slot] = chunk.end
+            self._num_prompt_tokens += num_new
+            if num_new and not (chunk.is_last and results.tokens[row] == NOT_A_NUMBER):
+                self._scheduler.insert_prefix(request)
         if not chunk.is_last or not chunk.is_answered:
             return False
-        if not request.ask.max_new_tokens and tokens[row] >= 0:
-            outputs.append(output_of(request, -1, "length", None))
-            self._scheduler.end(request)
+        if not request.ask.max_new_tokens and results.tokens[row] >= 0:
+            outputs.append(request.output(reason="length"))
+            self._scheduler.finish(request)
         elif request.beams is None:
             return True
-        elif tokens[row] == NOT_A_NUMBER:
+        elif results.tokens[row] == NOT_A_NUMBER:
             self._fail([request], _NO_NUMBERS)
-        else:
-            self._search(request, strand, candidates[row])
+        elif (found := request.beams.take(chunk.sequence, results.candidates[row])) is not None:
+            self._num_generated_tokens += sum(len(beam.token_ids) for beam in found)
+            first = {"cached_tokens": request.num_cached, "queued_us": request.queued_us}
+            self._send(Beams(request_id=request.ask.request_id, beams=found, **first))
+            self._scheduler.finish(request)
         return False
-
-    def _score(self, request: Request, scores: PromptScores) -> None:
-        """Its client is told how likely the next tokens of its prompt were."""
-        assert scores.first == request.num_scored, "each is told once, in order"
-        request.num_scored += len(scores.chosen_W)
-        self._send(packed(request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
 
     def _answer(
         self, slots: Slots, tokens: TokenIds, logprobs: Sequence[Logprobs | None] | None, outputs: list[Output]
     ) -> None:
-        """The requests in these slots have their next tokens. A few numpy calls, and an answer each."""
-        ledger = self._ledger
-        is_bad = tokens < 0
-        stops = np.isin(tokens, self._eos) & ~ledger.ignores_eos[slots]
-        for index in np.flatnonzero(ledger.has_stops[slots]).tolist():
-            request = ledger.requests[slots[index]]
+        """The requests in these slots have their next tokens. Cost: a few numpy calls, and a message for each request."""
+        table = self._table
+        stops = np.isin(tokens, self._eos) & ~table.ignores_eos[slots]
+        for index in np.flatnonzero(table.has_stops[slots]).tolist():
+            request = table.requests[slots[index]]
             stops[index] |= request is not None and int(tokens[index]) in request.stop_ids
-        is_kept = ~(is_bad | stops)
-        ledger.take(slots[is_kept], tokens[is_kept])
-        self._counts.generated_tokens += int(is_kept.sum())
-        ends = stops | (ledger.known[slots] >= ledger.ends[slots])
-        ended: list[Request] = []
-        why, going_on = NOTHING_FOLLOWED if self._structured is None else self._structured.follow(slots, tokens, is_kept)
-        if why:
+        is_kept = ~((tokens < 0) | stops)
+        table.append(slots[is_kept], tokens[is_kept])
+        self._num_generated_tokens += int(is_kept.sum())
+        ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
+        follow = self._structured.follow if self._structured is not None else (lambda *_: NOTHING_FOLLOWED)
+        refused, going_on = follow(table, slots, tokens, is_kept)
+        if refused:
             tokens = tokens.copy()
-            tokens[list(why)] = _STRAY
+            tokens[list(refused)] = _REFUSED
+        finished: list[Request] = []
         for index, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
-            request = ledger.requests[slot]
-            assert request is not None, "nobody runs there"
+            request = table.requests[slot]
+            assert request is not None, "no request runs there"
             if token < 0:
-                self._fail([request], why.get(index) or (_NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM))
+                self._fail([request], refused.get(index) or (_NO_NUMBERS if token == NOT_A_NUMBER else _NO_ROOM))
                 continue
             reason: FinishReason | None = ("stop" if stops[index] else "length") if ends[index] else None
-            outputs.append(output_of(request, token, reason, logprobs[index] if logprobs else None))
-            request.num_answered += 1
+            sent = () if reason == "stop" else (token,)
+            outputs.append(request.output(sent, reason, logprobs[index] if logprobs else None))
             if reason is not None:
-                ended.append(request)
-        for request in ended:
-            self._scheduler.end(request)
-        if self._structured is not None:
-            self._structured.go_on(going_on, outputs)
-
-    def _pump(self) -> None:
-        """While the device computes: map what the next steps need, unmap what the last ones left."""
-        self._has_pumped = True
-        try:
-            self.cache.map_ahead(self._step_us / 2, lookahead_tokens=self.cache.lookahead_tokens(self._step_us / 2))
-            if self._prefix is not None and self._num_steps % _SLOT_STEPS == 0:
-                self._prefix.free_slots((self.cache.num_slots - self._max_sequences) // 4)
-        except DriverError:
-            log.exception("nothing was mapped ahead")  # who needs it will ask again, and be told
-
-    def settle(self) -> None:
-        """Nothing is left to do: unmap what retires, and report the end state."""
-        self.cache.drain()
-        self.report()
-
-    def forget(self) -> None:
-        """Forget every prefix that no running request uses. Memory stays with the pool, as it does where much is cached."""
-        if self._prefix is not None:
-            self._prefix.evict()
-        self.settle()
-
-    def budget_changed(self) -> None:
-        """The memory has another budget than before: requests are held against that from now on."""
-        self._budget_bytes = self.cache.stats().pool_budget_bytes
-        self._scheduler.look_again()
-        self.report()
-
-    def report(self, *, only_if_due: bool = False) -> None:
-        """Send a snapshot, at most every SNAPSHOT_S while there is work."""
-        now_s = time.monotonic()
-        if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
-            return
-        self._reported_s = now_s
-        scheduler = self._scheduler
-        self._send(
-            snapshot(
-                self.cache,
-                self._prefix,
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                preemptions=scheduler.num_preempted,
-                prompt_tokens=self._counts.prompt_tokens,
-                generated_tokens=self._counts.generated_tokens,
-            )
-        )
-
-    def _search(self, request: Request, strand: Strand, candidates: list[Candidate]) -> None:
-        """One beam of a request knows what may come next."""
-        assert request.beams is not None, "there is no search"
-        found = request.beams.take(strand, candidates)
-        if found is not None:
-            self._counts.generated_tokens += sum(len(beam.token_ids) for beam in found)
-            first = {"cached_tokens": request.num_cached, "queued_us": request.queued_us}
-            self._send(Beams(request_id=request.ask.request_id, beams=found, **first))
-            self._scheduler.end(request)
-
-    def _refuse(self, message: Generate, reason: str) -> None:
-        """A request never starts."""
-        self._send(Failed(request_id=message.request_id, message=reason))
+                finished.append(request)
+        for request in finished:
+            self._scheduler.finish(request)
+        for request, comes in going_on:
+            if comes.must_end:
+                outputs.append(request.output(reason="stop"))
+                self._scheduler.finish(request)
+            else:
+                self._scheduler.force(request, comes.forced)
+                outputs.append(self._output_forced(request, comes.forced))
 
     def _fail(self, requests: Sequence[Request], message: str) -> None:
         for request in requests:
             self._send(Failed(request_id=request.ask.request_id, message=message))
-            self._scheduler.end(request, keep=False)
+            self._scheduler.finish(request, keep=False)
 
     def _check_device(self) -> None:
-        """After a failure: is the device's context still there?"""
+        """After a failure: is the device's context still there? Raises: EngineDied."""
         if self.cache.device.type != "cuda":
             return
         try:
             torch.cuda.synchronize(self.cache.device)
         except Exception as error:
             raise EngineDied(f"the device's context is lost: {error}") from error
+
+    # ------------------------------------------------------------------ grammars
+
+    def _queue_read_grammars(self, structured: StructuredOutputManager) -> None:
+        """Queue the requests whose grammars have been read since, with the tokens that these force already."""
+        for request, refusal in structured.opened():
+            if refusal is not None:
+                self._send(Failed(request_id=request.ask.request_id, message=refusal))
+                continue
+            self._scheduler.waiting.append(request)
+            if request.num_generated:
+                self._forced.append(request)
+        if structured.matchers.num_opening and not self.in_flight and not self._scheduler.has_work:
+            structured.nap()
+
+    def _send_forced(self) -> None:
+        """Send the first tokens of answers that run by now: only then is known how much of their prompts was cached."""
+        running = [request for request in self._forced if request.is_running]
+        self._forced = [request for request in self._forced if request.status is Status.WAITING]
+        if running:
+            outputs = [self._output_forced(each, each.tokens[len(each.prompt) :].tolist()) for each in running]
+            self._send(Outputs(outputs=outputs))
+
+    def _output_forced(self, request: Request, tokens: list[int]) -> Output:
+        self._num_generated_tokens += len(tokens)
+        return request.output(tuple(tokens))
+
+    def _masks(self, step: InFlight) -> TokenMasks | None:
+        """Which tokens may come next in the rows that follow a grammar, behind all earlier tokens; None if there are none.
+
+        The forward half of the step runs meanwhile. What is sampled for a request that was given forced tokens is dropped.
+        """
+        if self._structured is None or not self._table.num_constrained:
+            return None
+        last = [chunk for chunk in step.chunks if chunk.is_last]
+        if not self._table.constrained[step.slots].any() and all(chunk.request.matcher is None for chunk in last):
+            return None
+        self.map_ahead()  # while the device has work: between two such steps it waits for the host
+        self.drain()
+        asking: list[tuple[int, Request]] = []
+        live = self._table.epochs[step.slots] == step.epochs
+        for row in np.flatnonzero(live & self._table.constrained[step.slots]).tolist():
+            request = self._table.requests[step.slots[row]]
+            assert request is not None, "it runs"
+            if request.status is Status.DECODING:
+                asking.append((row, request))
+            else:
+                step.epochs[row] = -1
+        for row, chunk in enumerate(last, len(step.slots)):
+            if chunk.is_live and chunk.request.matcher is not None:
+                if chunk.request.status is Status.DECODING:
+                    asking.append((row, chunk.request))
+                else:
+                    chunk.is_answered = False
+        if not asking:
+            return None
+        masks, failed = self._structured.masks(asking, self._runner.uploads)
+        for request, reason in failed:
+            self._fail([request], reason)
+        return masks
+
+    # ------------------------------------------------------------------ between requests
+
+    def settle(self) -> None:
+        """Nothing is left to do: unmap what is to be unmapped, and report the end state."""
+        self.cache.drain()
+        self.report()
+
+    def forget(self) -> None:
+        """Evict every cached prefix that no running request uses. The memory stays in the pool."""
+        if self._prefix is not None:
+            self._prefix.evict()
+        self.settle()
+
+    def budget_changed(self) -> None:
+        """The memory has another budget: new requests are held against it."""
+        self._budget_bytes = self.cache.stats().pool_budget_bytes
+        self._scheduler.memory_changed()
+        self.report()
+
+    def report(self, *, only_if_due: bool = False) -> None:
+        """Send a snapshot; `only_if_due`: if the last one is SNAPSHOT_S old. No driver call."""
+        now_s = time.monotonic()
+        if only_if_due and now_s - self._reported_s < SNAPSHOT_S:
+            return
+        self._reported_s = now_s
+        stats, scheduler = self.cache.stats(), self._scheduler
+        prefix = None if self._prefix is None else self._prefix.stats()
+        self._send(
+            Snapshot(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                preemptions=scheduler.num_preempted,
+                prompt_tokens=self._num_prompt_tokens,
+                generated_tokens=self._num_generated_tokens,
+                kv_tokens=stats.num_tokens,
+                kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
+                kv_free_bytes=stats.pool_free_bytes,
+                kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.pending_reclaim_bytes),
+                kv_retiring_bytes=stats.pending_reclaim_bytes,
+                kv_created_bytes=stats.pool_created_bytes,
+                kv_budget_bytes=stats.pool_budget_bytes,
+                stalls=stats.blocked_steps,
+                stall_us=stats.blocked_us,
+                driver_calls=stats.driver_calls,
+                prefix_hit_tokens=0 if prefix is None else prefix.hit_tokens,
+                prefix_missed_tokens=0 if prefix is None else prefix.missed_tokens,
+                prefix_pages=0 if prefix is None else prefix.held_bytes // PAGE_BYTES,
+                kv_used_bytes=stats.pool_used_bytes,
+                attached={} if prefix is None else prefix.attached,
+                attach_us={} if prefix is None else prefix.attach_us,
+            )
+        )

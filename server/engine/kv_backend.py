@@ -23,6 +23,7 @@ from vmmkv.units import format_bytes
 # -------- kv
 
 TokenIds = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
 
 
 class KVSequence(Protocol):

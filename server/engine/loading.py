@@ -14,7 +14,7 @@ from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import Rows
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import KV, EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
 from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
@@ -22,11 +22,9 @@ from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
 from vmmkv.server.engine.models.transformers import UnmodifiedModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
-from vmmkv.server.engine.prompt_logprobs import ScoredRows
-from vmmkv.server.engine.request import Slots
-from vmmkv.server.engine.runner import Chunk, Runner
-from vmmkv.server.engine.sampler import Entry
-from vmmkv.server.engine.uploads import TokenMasks, Uploads
+from vmmkv.server.engine.request import Chunk, Request
+from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.structured_output.matcher import Matchers
@@ -50,7 +48,7 @@ LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
 class Loaded:
     """An engine that is ready to work, its memory, and what the HTTP process must know of it."""
 
-    engine: EngineCore
+    engine: Engine
     ready: Ready
     memory: EngineMemory
 
@@ -103,7 +101,7 @@ def assemble(
             warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
         memory.take_free()
-        engine = EngineCore(
+        engine = Engine(
             cache,
             runner,
             prefix=memory.share(),
@@ -265,30 +263,30 @@ def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
 
     Raises ValueError if the model cannot be served.
     """
-    nobody, nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
     everything = Generate(
-        request_id="warm-up", prompt=[0], max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
-        want_logprobs=True, num_logprobs=1,
+        request_id="warm-up", prompt=[0] * num_tokens, max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
+        want_logprobs=True, num_logprobs=1, num_prompt_logprobs=1,
     )  # fmt: skip
-
+    request, no_slots = Request(everything, frozenset()), np.zeros(0, np.int64)
     num_words = ceil_div(runner.model.vocabulary_size, 32)
 
-    def all_may_come(slots: Slots, uploads: Uploads) -> TokenMasks:
-        masks = TokenMasks.of(list(range(len(slots))), num_words, uploads)
+    def compute(chunk: Chunk) -> None:
+        step = runner.forward(no_slots, no_slots, [chunk])
+        masks = TokenMasks.of(list(range(len(step.slots))), num_words, runner.uploads)
         masks.words_GW.fill_(-1)
-        return masks
+        runner.sample(step, masks).wait()
 
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
-        runner.assign([Entry(sequence.slot, everything, np.zeros(1, np.int32), nothing)])
+        request.sequence = sequence
+        runner.assign([request])
         for start, end, scores in ((0, num_tokens - 1, False), (0, num_tokens - 1, True), (num_tokens - 1, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
-                tokens = np.zeros(end - start, np.int32)
-                scored = ScoredRows(start, tokens, num_likeliest=1) if scores else None
-                chunk = Chunk(sequence.slot, start, tokens, is_last=True, num_candidates=0, scored=scored)
-                runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
+                request.num_scored = 0 if scores else num_tokens
+                chunk = Chunk(request, sequence, start, request.prompt[start:end], True, 0)
+                compute(chunk)
                 runner.model.check()
         runner.release(sequence.slot)
-        runner.mixed(nobody, nobody, [chunk], all_may_come).wait()
+        compute(chunk)
     most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
     runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then

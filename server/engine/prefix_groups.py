@@ -1,12 +1,12 @@
-"""Who shares a prefix with whom in a decode step: found by the tokens alone, whoever's memory the rows are in.
+"""Requests of a decode step that share a prefix, so that attention reads it once for all of them (cascade attention).
 
     sorted by prompt     | common ............ | own of a |
                          | common ............ | own of b ....... |      -> rows [0, common) of a, the leader, for both,
-                         | common ............ |                           and from `common` on each its own
-                         | other .... |                                  -> by itself
+                         | common ............ |                           and each its own rows from `common` on
+                         | other .... |                                  -> in no group
 
-A leader is one of the batch's own rows, so it lives as long as the step: when it leaves, there is another batch. Sharers
-stand side by side. Legend: B rows of the batch, G groups.
+Groups are found by the tokens alone, wherever the rows lie. A leader is a row of the batch, so it lives as long as the step.
+When it leaves, there is another batch. Members of a group stand side by side. Legend: B rows of the batch, G groups.
 """
 
 import itertools
@@ -18,18 +18,19 @@ import numpy as np
 import torch
 
 from vmmkv.server.engine.attention import SharedPrefixes
-from vmmkv.server.engine.request import Ledger, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import Slots, TokenIds
+from vmmkv.server.engine.request import RequestTable
 from vmmkv.server.engine.uploads import Uploads
 
 MAX_GROUPS: Final = 8
-_LEAST_COMMON: Final = 256
-"""Tokens below which a prefix is not worth a problem of its own."""
-_LEAST_SAVED: Final = 16_384
-"""Rows of the cache that a step must read less, for two launches more a layer: see docs/performance.md."""
+_MIN_COMMON: Final = 256
+"""Tokens of a common prefix below which a group is not faster."""
+_MIN_SAVED: Final = 16_384
+"""Rows that a group must save a step, for two more launches a layer: see docs/performance.md."""
 
 
 class Group(NamedTuple):
-    """Members, by their index among those that were compared, and how many tokens they have in common."""
+    """Requests with a common prefix: their indices among those compared, and the number of common tokens."""
 
     members: list[int]
     num_common: int
@@ -42,7 +43,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is compared: tokens of one namespace, as they sort."""
+    """A prompt in its namespace, as it is sorted and compared."""
 
     namespace: Hashable
     tokens: TokenIds
@@ -68,7 +69,7 @@ def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
             if end - begin > 1:
                 found += _best(order[begin:end], commons[begin : end - 1])
             begin = end
-    found = [group for group in found if group.saved >= _LEAST_SAVED]
+    found = [group for group in found if group.saved >= _MIN_SAVED]
     return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
 
 
@@ -104,7 +105,7 @@ def _best(members: list[int], commons: list[int]) -> list[Group]:
 
 
 def _num_common(one: Prompt, other: Prompt) -> int:
-    least = 4 * _LEAST_COMMON
+    least = 4 * _MIN_COMMON
     if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
         return 0
     length = min(len(one.tokens), len(other.tokens))
@@ -113,42 +114,42 @@ def _num_common(one: Prompt, other: Prompt) -> int:
     return first if differs[first] else length
 
 
-class Arrangement:
-    """The order in which a batch is launched: sharers side by side. It is the same until other requests are in it."""
+class BatchOrder:
+    """The order of a batch's rows, with the members of prefix groups side by side. It stays until other requests are in it."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
         self._known: tuple[Slots, Slots, Slots] | None = None
-        """Slots as they were scheduled, their epochs, and in order."""
+        """Slots as they were scheduled, their epochs, and the slots in order."""
         self._prompts: dict[int, tuple[int, Prompt]] = {}
-        """By slot: the epoch, and what is compared."""
+        """By slot: the epoch, and its prompt as it is compared."""
 
-    def of(self, slots: Slots, share: Callable[[Slots, Sequence[Group]], None]) -> Slots:
-        """The slots in order; `share` is told of another order, and of its groups, before it is kept."""
-        epochs = self._ledger.epochs[slots]
+    def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[Group]], None]) -> Slots:
+        """The slots in order. `set_groups` is called with a new order and its groups."""
+        epochs = self._table.epochs[slots]
         if self._known is None or not (np.array_equal(self._known[0], slots) and np.array_equal(self._known[1], epochs)):
             groups = groups_of([self._prompt_in(slot) for slot in slots.tolist()])
             members = [member for group in groups for member in group.members]
             others = np.ones(len(slots), np.bool_)
             others[members] = False
             ordered = np.concatenate([slots[members], slots[others]])
-            self._known = None
-            share(ordered, groups)
+            self._known = None  # in case `set_groups` raises
+            set_groups(ordered, groups)
             self._known = slots, epochs, ordered
         return self._known[2]
 
     def _prompt_in(self, slot: int) -> Prompt:
-        epoch = int(self._ledger.epochs[slot])
+        epoch = int(self._table.epochs[slot])
         known = self._prompts.get(slot)
         if known is None or known[0] != epoch:
-            request = self._ledger.requests[slot]
-            assert request is not None, "nobody runs there"
+            request = self._table.requests[slot]
+            assert request is not None, "no request runs there"
             known = self._prompts[slot] = epoch, Prompt.of(request.namespace, request.prompt)
         return known[1]
 
 
-class Sharers:
-    """The groups of the batch that is launched next, on the device, at addresses that do not change."""
+class GroupTensors:
+    """The groups of the next batch, on the device, at addresses that do not change."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._starts_G1 = torch.zeros(MAX_GROUPS + 4, dtype=torch.int32, device=device)  # each tensor begins aligned
@@ -169,8 +170,8 @@ class Sharers:
         for tensor in (self._starts_G1, self._leaders_G, self._num_rows_G, self._firsts_B):
             tensor.zero_()
 
-    def place(self, slots: Slots, groups: Sequence[Group], uploads: Uploads) -> None:
-        """The first rows of the batch, which has these slots, are the members of the first group, then of the next."""
+    def upload(self, slots: Slots, groups: Sequence[Group], uploads: Uploads) -> None:
+        """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
         starts, leaders, num_rows = (np.zeros(size, np.int32) for size in (MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS))
         firsts = np.zeros(len(self._firsts_B), np.int32)
         row = 0

@@ -1,16 +1,19 @@
-"""How likely each token of a prompt was, behind those before it: of a chunk's rows, in bounded memory.
+"""Log-probabilities of prompts, for `echo` and `prompt_logprobs`: of a chunk's rows, in bounded memory.
 
     rows of a chunk ──> the model's last states ── some rows at a time ──> logits ──> the next token's, the likeliest
 
-A row that comes from the prefix cache has no state: whoever asks computes the whole prompt (`Request.attachable`).
+A row from the prefix cache has no state, so such a request computes its whole prompt (`Request.attachable`). The runner
+computes the states and calls `scores`; the engine sends what `read` returns.
 
-Legend: W rows that are asked about, E hidden, V vocabulary, T likeliest tokens.
+Legend: W rows that are scored, E hidden, V vocabulary, T likeliest tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv import MIB
@@ -19,34 +22,44 @@ from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.sampler import logprobs
 
 LOGITS_BYTES: Final = 64 * MIB
-"""Of the float32 log-probabilities, rows * vocabulary, that are held at once; torch makes a copy or two."""
+"""Float32 log-probabilities, rows * vocabulary, that are held at once; torch makes a copy or two."""
 
 
 class ScoredRows(NamedTuple):
-    """What is asked about a chunk of a prompt: how likely its tokens were."""
+    """Rows of a prompt whose next token is scored."""
 
     first: int
-    """The first of the rows: what stands there says how likely the token behind it was."""
+    """The first of the rows. The row at index i gives the log-probability of token i + 1."""
     tokens: TokenIds
-    """The prompt's, behind each of the rows."""
+    """The prompt's token behind each row."""
     num_likeliest: int
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of some tokens of a prompt, each with the T likeliest tokens in its place."""
+
+    first: int
+    """See `ScoredRows`."""
+    chosen_W: npt.NDArray[np.float32]
+    values_WT: npt.NDArray[np.float32]
+    ids_WT: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a step computed for those who ask."""
+    """The model's states of all rows of a step that are scored."""
 
     states_WE: torch.Tensor
     tokens_W: torch.Tensor
-    """The token behind each, on the device too."""
+    """The token behind each row, on the device."""
     scored: Sequence[tuple[int, ScoredRows]]
-    """By whose chunk of the step, in the order of the rows."""
+    """By chunk of the step, in the order of the rows."""
 
 
 def scores(model: Model, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[W] float32, the next token's log-probability, and [W, T] those of the likeliest and their int64 ids.
 
-    T is the most that anybody wants. They are of the logits as they are. Waits for nothing.
+    T is the most that any of the requests wants. They are of the logits as they are. Waits for nothing.
     """
     top = max(each.num_likeliest for _, each in states.scored)
     num_rows = max(1, LOGITS_BYTES // (4 * model.vocabulary_size))
@@ -58,3 +71,17 @@ def scores(model: Model, states: States) -> tuple[torch.Tensor, torch.Tensor, to
         parts.append(logprobs(logits_RV, tokens_R, slice(None), top))
     chosen, values, ids = zip(*parts, strict=True)
     return torch.cat(chosen), torch.cat(values), torch.cat(ids)
+
+
+def read(
+    scored: Sequence[tuple[int, ScoredRows]], chosen_W: torch.Tensor, values_WT: torch.Tensor, ids_WT: torch.Tensor
+) -> dict[int, PromptLogprobs]:
+    """What `scores` gave, copied to the host: views by chunk of the step."""
+    found, begin = dict[int, PromptLogprobs](), 0
+    for index, each in scored:
+        rows, columns = slice(begin, begin + len(each.tokens)), slice(each.num_likeliest)
+        begin = rows.stop
+        found[index] = PromptLogprobs(
+            each.first, chosen_W[rows].numpy(), values_WT[rows, columns].numpy(), ids_WT[rows, columns].numpy()
+        )
+    return found

@@ -1,208 +1,113 @@
-"""What the engine knows of one request."""
+"""A request, and the table of those that run: numpy arrays over the slots, so that a step over 256 of them is a few calls.
 
+    tokens of a request   | prompt ................ | generated ........ | in flight ... |
+                          |<- num_confirmed ------------------------->|                      rows computed, as read back
+                          |<- rows launched: cache.lengths ------------------------->|
+                          |<- num_known ------------------------------>|                     tokens that the host has
+                          |<- num_coming ------------------------------------------->|  <= max_tokens
+
+Once a step has sampled for it, a request's last token is on the device, and `num_coming` is one more than its launched rows.
+"""
+
+import enum
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from vmmkv.server.engine.kv_backend import KVSequence
+from vmmkv.server.engine.kv_backend import KVSequence, Slots, TokenIds
 from vmmkv.server.engine.prompt_logprobs import ScoredRows
-from vmmkv.server.protocol import Generate
+from vmmkv.server.protocol import FinishReason, Generate, Output
 from vmmkv.units import format_bytes
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beams import BeamGroup
+    from vmmkv.server.engine.runner import Logprobs
     from vmmkv.server.structured_output.matcher import Matcher
 
 
-# -------- ledger
-# The numbers of the running requests, as arrays over the slots, so that a step over 256 of them is a few numpy calls.
-#
-#     tokens of a request   | prompt ................ | generated ........ | on their way |
-#                           |<- confirmed ---------------------------->|                       rows computed, as read back
-#                           |<- rows launched: cache.lengths ------------------------->|
-#                           |<- known ---------------------------------->|                     the host has them
-#                           |<- coming ----------------------------------------------->|  <= end
-#
-# Once a step has sampled for it, a request's last token is on the device, and `coming` is one more than its launched rows.
+class Status(enum.Enum):
+    """Where a request stands."""
 
-Slots = npt.NDArray[np.int64]
-TokenIds = npt.NDArray[np.int32]
-
-
-class Ledger:
-    """Who runs in which slot, with which tokens. Slot 0 is nobody's.
-
-    Raises: ValueError if the host has no addresses for so many tokens, naming the options that ask for less.
-    """
-
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
-        self.tokens_ST: TokenIds = _room_for(1 + num_slots, max_tokens)
-        self.requests: list[Request | None] = [None] * (1 + num_slots)
-        self.known = np.zeros(1 + num_slots, np.int64)
-        """Tokens that the host has."""
-        self.coming = np.zeros(1 + num_slots, np.int64)
-        """And those that launched steps will give."""
-        self.confirmed = np.zeros(1 + num_slots, np.int64)
-        """Rows that were attached, or computed by steps that have been read back."""
-        self.ends = np.zeros(1 + num_slots, np.int64)
-        """Tokens with which a request is done. The last one is never written: nothing attends to it."""
-        self.epochs = np.zeros(1 + num_slots, np.int64)
-        """How often somebody came or went: what a step gives for another epoch is nobody's."""
-        self.ignores_eos = np.zeros(1 + num_slots, np.bool_)
-        self.has_stops = np.zeros(1 + num_slots, np.bool_)
-        """Are there tokens that end this request alone?"""
-        self.constrained = np.zeros(1 + num_slots, np.bool_)
-        """Does its answer follow a grammar?"""
-        self.num_constrained = 0
-        """How many do."""
-
-    def enter(self, request: "Request", slot: int, num_rows: int) -> None:
-        """A request runs in a slot that has the first rows of its tokens."""
-        tokens = request.saved
-        self.requests[slot] = request
-        self.tokens_ST[slot, : len(tokens)] = tokens
-        self.known[slot] = self.coming[slot] = len(tokens)
-        self.confirmed[slot] = num_rows
-        self.ends[slot] = request.max_tokens
-        self.epochs[slot] += 1
-        self.ignores_eos[slot] = request.ask.ignore_eos
-        self.has_stops[slot] = bool(request.ask.stop_token_ids)
-        self.constrained[slot] = request.matcher is not None
-        self.num_constrained += request.matcher is not None
-
-    def leave(self, slot: int) -> TokenIds:
-        """It does not run any more; its tokens, as a copy."""
-        tokens = self.tokens_ST[slot, : self.known[slot]].copy()
-        self.requests[slot] = None
-        self.epochs[slot] += 1
-        self.num_constrained -= int(self.constrained[slot])
-        self.constrained[slot] = False
-        self.known[slot] = self.coming[slot] = self.confirmed[slot] = self.ends[slot] = 0
-        return tokens
-
-    def tokens(self, slot: int, end: int | None = None) -> TokenIds:
-        """The known tokens in a slot, or the first of them: a view."""
-        return self.tokens_ST[slot, : self.known[slot] if end is None else end]
-
-    def take(self, slots: Slots, tokens: TokenIds) -> None:
-        """A further token of each."""
-        self.tokens_ST[slots, self.known[slots]] = tokens
-        self.known[slots] += 1
-
-    def take_forced(self, slot: int, tokens: Sequence[int]) -> None:
-        """Several further tokens of one, which no step has sampled: the host alone has them."""
-        first = int(self.known[slot])
-        self.tokens_ST[slot, first : first + len(tokens)] = tokens
-        self.known[slot] = self.coming[slot] = first + len(tokens)
-
-
-def _room_for(num_slots: int, max_tokens: int) -> TokenIds:
-    """Pages of it come as they are written."""
-    try:
-        return np.zeros((num_slots, max_tokens), np.int32)
-    except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
-        size_bytes = num_slots * max_tokens * np.dtype(np.int32).itemsize
-        raise ValueError(
-            f"the token ids of {num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the host's "
-            "memory, and there is not so much; lower max_num_seqs or max_tokens"
-        ) from error
-
-
-# -------- requests
-
-
-class Strand(Protocol):
-    """The tokens of one sequence of memory, of which a step computes the next few: a request's own, or those of a beam."""
-
-    @property
-    def request(self) -> "Request":
-        """Whose it is."""
-        ...
-
-    @property
-    def memory(self) -> KVSequence:
-        """The sequence."""
-        ...
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that the host knows, and no step has been launched for."""
-        ...
-
-    @property
-    def num_candidates(self) -> int:
-        """How many of the likeliest tokens are wanted after its last one; 0 if one is sampled."""
-        ...
-
-    def next_tokens(self, count: int) -> TokenIds:
-        """The first `count` of those left."""
-        ...
+    WAITING = enum.auto()
+    """It has no memory: it has not begun, or was preempted."""
+    PREFILLING = enum.auto()
+    """The host has the next tokens to compute: the prompt's, those that a grammar forces, or those of its beams."""
+    DECODING = enum.auto()
+    """The next token to compute is on the device: a step has been launched that samples it."""
+    FINISHED = enum.auto()
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request, waiting or running. Its tokens outlive its memory: a preempted one is computed again from them.
-
-    While it runs its numbers are in the ledger.
-    """
+    """A request, from its arrival to its end. Its tokens outlive its memory: a preempted one is computed again from them."""
 
     ask: Generate
     stop_ids: frozenset[int]
-    """Tokens that end it: its own, and the model's if it does not ignore them."""
+    """Tokens that end it: its own, and the model's unless it ignores them."""
+    suppressed_ids: frozenset[int] = frozenset()
+    """Tokens that are masked until `min_tokens` have been generated."""
+    status: Status = Status.WAITING
     prompt: TokenIds = field(init=False)
     saved: TokenIds = field(init=False)
-    """All its tokens, up to when it ran last."""
-    withheld: frozenset[int] = frozenset()
-    """Tokens that it may not have before its `min_tokens`."""
+    """All its tokens, as of when it ran last."""
     sequence: KVSequence | None = None
     """Its memory, while it runs."""
-    ledger: Ledger | None = None
-    """Where it runs."""
+    table: "RequestTable | None" = None
+    """Holds its tokens and counts, while it runs."""
     num_cached: int = 0
-    """Tokens of its prompt that it was given from the prefix cache when it was admitted first: what its client is told."""
+    """Tokens of its prompt that the prefix cache had when it began."""
     arrived_s: float = field(default_factory=time.perf_counter)
     queued_us: int = 0
     """How long it waited before it began for the first time."""
     num_scored: int = 0
-    """Rows of its prompt whose next token's log-probability its client has, if it asks for those."""
+    """Rows of its prompt whose next token's log-probability has been sent."""
     num_answered: int = 0
-    """Tokens that its client has."""
+    """Tokens that have been sent."""
     num_admitted: int = 0
-    """How often it has begun: more than once if it gave way."""
+    """How often it has begun: more than once if it was preempted."""
     num_overtaken: int = 0
-    """By others that waited less, and whose prefix was known."""
+    """Later requests that began before it, because more of their prompts was cached."""
     num_tokens_stuck: int | None = None
-    """The tokens that it had when it last gave way though it ran alone; with no more of them it can never fit."""
-    decodes: bool = False
-    """Has a step been launched that samples for it? Then its last token is on the device."""
+    """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
     max_others: int | None = None
-    """How many others may run when it begins again. None: any number, unless it gave way as a search, which does not know how
-    much memory it will take: then one that ran beside it, or displaced it, must have ended."""
+    """How many others may run when it begins again; None for any number.
+
+    Set for a preempted beam search, whose need of memory is not known: one that ran beside it must have ended first.
+    """
     beams: "BeamGroup | None" = None
-    """Its search, while it runs; None if it samples."""
+    """Its beam search, while it runs."""
     matcher: "Matcher | None" = None
-    """Where it stands in its grammar, of all tokens that the host knows; None without one."""
+    """The state of its grammar behind all tokens that the host knows."""
     may_jump: bool = False
-    """May what its grammar forces be appended without being sampled?"""
+    """May tokens that its grammar forces be appended without being sampled?"""
     grammar_s: float = 0.0
-    """Of the loop's time, what its grammar has taken."""
+    """Time of the loop that its grammar has taken."""
 
     def __post_init__(self) -> None:
         self.prompt = self.saved = np.array(self.ask.prompt, dtype=np.int32)
 
     @property
     def namespace(self) -> Hashable:
-        """Requests of different ones share nothing; the model and its KV type are the engine's, the same for all."""
+        """Requests of different namespaces share no prefixes."""
         return self.ask.cache_salt
 
     @property
+    def is_running(self) -> bool:
+        """Has it memory?"""
+        return self.sequence is not None
+
+    @property
     def max_tokens(self) -> int:
-        """The most tokens it may ever have. The last one is never written: nothing attends to it."""
+        """The most tokens it may have. The last one is never written: nothing attends to it."""
         return len(self.prompt) + self.ask.max_new_tokens
+
+    @property
+    def min_length(self) -> int:
+        """Tokens, the prompt's included, that must be there before one of `suppressed_ids` may come; 0 if any may come."""
+        return len(self.prompt) + self.ask.min_tokens if self.ask.min_tokens and self.suppressed_ids else 0
 
     @property
     def num_slots(self) -> int:
@@ -217,85 +122,237 @@ class Request:
 
     @property
     def tokens(self) -> TokenIds:
-        """All that the host knows of it."""
-        return self.saved if self.ledger is None else self.ledger.tokens(self.memory.slot)
+        """All its tokens that the host knows."""
+        return self.saved if self.table is None else self.table.tokens(self.memory.slot)
 
     @property
     def confirmed_tokens(self) -> TokenIds:
-        """Of its rows that have been read back; only of a running request."""
-        assert self.ledger is not None, "a waiting request has no rows"
+        """The tokens of the rows that have been read back; only of a running request."""
+        assert self.table is not None, "a waiting request has no rows"
         slot = self.memory.slot
-        return self.ledger.tokens(slot, int(self.ledger.confirmed[slot]))
+        return self.table.tokens(slot, int(self.table.num_confirmed[slot]))
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were sampled for it, and are known."""
+        """Generated tokens that the host knows."""
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def is_prefilling(self) -> bool:
-        """Has it rows of its prompt that are not confirmed? Only of a running request."""
-        assert self.ledger is not None, "a waiting request computes nothing"
-        return int(self.ledger.confirmed[self.memory.slot]) < len(self.prompt)
+    def is_prompt_confirmed(self) -> bool:
+        """Have all rows of its prompt been read back? Only of a running request."""
+        assert self.table is not None, "a waiting request computes nothing"
+        return int(self.table.num_confirmed[self.memory.slot]) >= len(self.prompt)
 
     @property
     def attachable(self) -> TokenIds:
-        """Those of its tokens whose rows, but for the last, others may have computed for it.
+        """The tokens whose rows, but for the last, may be taken from the prefix cache.
 
-        Not rows whose next token is still to be scored: their logits are gone.
+        Rows whose next token is still to be scored may not: cached rows have no logits.
         """
         is_scored = self.ask.num_prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
         return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
 
-    def scored(self, start: int, end: int) -> ScoredRows | None:
-        """What is to be scored of its rows [start, end)."""
+    def scored_rows(self, start: int, end: int) -> ScoredRows | None:
+        """Which of its rows [start, end) need the log-probability of their next token."""
         first, end = max(start, self.num_scored), min(end, len(self.prompt) - 1)
         if self.ask.num_prompt_logprobs is None or first >= end:
             return None
         return ScoredRows(first, self.prompt[first + 1 : end + 1], self.ask.num_prompt_logprobs)
 
+    def pending(self) -> "list[Chunk]":
+        """All that can be computed of it now from tokens that the host has: its own, or those of its live beams."""
+        if self.beams is not None:
+            return self.beams.pending()
+        return [self.own_chunk()] if self.status is Status.PREFILLING else []
+
     @property
-    def strands(self) -> Sequence[Strand]:
-        """What can be computed of it: its own tokens, or when the prompt is, those of its live beams."""
-        return [self] if self.beams is None else self.beams.strands
+    def sequences(self) -> Sequence[KVSequence]:
+        """Its own sequence, or those of its live beams; only of a running request."""
+        return [self.memory] if self.beams is None else self.beams.sequences
+
+    def own_chunk(self, num_candidates: int = 0) -> "Chunk":
+        """Its own tokens for which no step has been launched."""
+        start = self.memory.length
+        return Chunk(self, self.memory, start, self.tokens[start:], True, num_candidates)
 
     def begin_with(self, forced: Sequence[int]) -> None:
-        """The first tokens of its answer are known before it begins; they are computed with the prompt."""
+        """Set the first tokens of its answer before it begins; they are computed with the prompt."""
         assert self.num_admitted == 0, "it has begun"
         self.saved = np.concatenate([self.prompt, np.array(forced, np.int32)])
 
-    def enter(self, ledger: Ledger, sequence: KVSequence, num_rows: int) -> None:
+    def enter(self, table: "RequestTable", sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
-        self.sequence, self.ledger, self.decodes = sequence, ledger, False
+        self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1
-        ledger.enter(self, sequence.slot, num_rows)
+        table.enter(self, sequence.slot, num_rows)
 
-    def leave(self) -> None:
-        """It runs no longer; what becomes of the sequence is its owner's business."""
-        assert self.ledger is not None, "it does not run"
-        self.saved = self.ledger.leave(self.memory.slot)
-        self.sequence = self.ledger = None
+    def leave(self, status: Status) -> None:
+        """It runs no longer; the caller gives the sequence back."""
+        assert self.table is not None, "it does not run"
+        self.saved = self.table.leave(self.memory.slot)
+        self.sequence = self.table = None
+        self.status = status
 
-    # as a strand
+    def output(
+        self, tokens: tuple[int, ...] = (), reason: FinishReason | None = None, logprobs: "Logprobs | None" = None
+    ) -> Output:
+        """The message with its next tokens; they count as sent."""
+        is_first = not self.num_answered
+        self.num_answered += len(tokens)
+        return Output(
+            request_id=self.ask.request_id,
+            token_ids=tokens,
+            finish_reason=reason,
+            cached_tokens=self.num_cached if is_first else 0,
+            queued_us=self.queued_us if is_first else 0,
+            logprobs=() if logprobs is None else (logprobs.chosen,),
+            top_logprobs=(tuple(logprobs.likeliest),) if logprobs is not None and logprobs.likeliest else (),
+        )
+
+
+class Chunk:
+    """The next tokens of one sequence in a step, known to the host: part of a prompt, or the last token of a beam."""
+
+    __slots__ = (
+        "is_answered",
+        "is_last",
+        "num_admitted",
+        "num_candidates",
+        "of_beam",
+        "request",
+        "sequence",
+        "start",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        sequence: KVSequence,
+        start: int,
+        tokens: TokenIds,
+        is_last: bool,
+        num_candidates: int,
+        *,
+        of_beam: bool = False,
+    ) -> None:
+        self.request: Final = request
+        self.sequence: Final = sequence
+        self.start: Final = start
+        """Rows that the sequence has."""
+        self.tokens: Final = tokens
+        self.is_last: Final = is_last
+        """Is a token, or are candidates, wanted behind it?"""
+        self.num_candidates: Final = num_candidates if is_last else 0
+        """How many of the likeliest next tokens a beam search wants; 0 if one is sampled."""
+        self.of_beam: Final = of_beam
+        """Is it the last token of a beam, not part of the request's own tokens?"""
+        self.num_admitted: Final = request.num_admitted
+        self.is_answered = True
+        """Does what is sampled behind it count? Not if a grammar has forced other tokens since."""
 
     @property
-    def request(self) -> "Request":
-        """See Strand."""
-        return self
+    def slot(self) -> int:
+        """The slot of its sequence."""
+        return self.sequence.slot
 
     @property
-    def num_left(self) -> int:
-        """See Strand."""
-        return 0 if self.decodes else len(self.tokens) - self.memory.length
+    def end(self) -> int:
+        """Rows that the sequence has behind it."""
+        return self.start + len(self.tokens)
 
     @property
-    def num_candidates(self) -> int:
-        """See Strand."""
-        return 0 if self.beams is None else self.beams.search.num_candidates
+    def is_live(self) -> bool:
+        """Does its request still run, without having been preempted in between?"""
+        return self.request.is_running and self.request.num_admitted == self.num_admitted
 
-    def next_tokens(self, count: int) -> TokenIds:
-        """See Strand."""
-        first = self.memory.length
-        return self.tokens[first : first + count]
+    @property
+    def is_sampled(self) -> bool:
+        """Is the request's next token sampled behind it?"""
+        return self.is_last and not self.num_candidates and self.request.ask.max_new_tokens > 0
+
+    def first(self, count: int) -> "Chunk":
+        """Its first `count` tokens, or all if there are no more."""
+        if len(self.tokens) <= count:
+            return self
+        return Chunk(self.request, self.sequence, self.start, self.tokens[:count], False, 0, of_beam=self.of_beam)
+
+
+class RequestTable:
+    """Per-slot state of running requests, as numpy arrays. Slot 0 is the null slot.
+
+    Raises: ValueError if the host has no memory for so many tokens, naming the options that ask for less.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.tokens_ST: TokenIds = _allocate(1 + num_slots, max_tokens)
+        self.requests: list[Request | None] = [None] * (1 + num_slots)
+        self.num_known = np.zeros(1 + num_slots, np.int64)
+        """Tokens that the host has."""
+        self.num_coming = np.zeros(1 + num_slots, np.int64)
+        """Those, and the ones that launched steps will sample."""
+        self.num_confirmed = np.zeros(1 + num_slots, np.int64)
+        """Rows that were attached, or computed by steps that have been read back."""
+        self.max_tokens = np.zeros(1 + num_slots, np.int64)
+        """Tokens with which a request is done. The last one is never written: nothing attends to it."""
+        self.epochs = np.zeros(1 + num_slots, np.int64)
+        """Counts the requests that entered or left: results of a step for another epoch are dropped."""
+        self.ignores_eos = np.zeros(1 + num_slots, np.bool_)
+        self.has_stops = np.zeros(1 + num_slots, np.bool_)
+        """Has this request `stop_token_ids` of its own?"""
+        self.constrained = np.zeros(1 + num_slots, np.bool_)
+        """Does the answer follow a grammar?"""
+        self.num_constrained = 0
+
+    def enter(self, request: Request, slot: int, num_rows: int) -> None:
+        """A request runs in a slot that has the first rows of its tokens."""
+        tokens = request.saved
+        self.requests[slot] = request
+        self.tokens_ST[slot, : len(tokens)] = tokens
+        self.num_known[slot] = self.num_coming[slot] = len(tokens)
+        self.num_confirmed[slot] = num_rows
+        self.max_tokens[slot] = request.max_tokens
+        self.epochs[slot] += 1
+        self.ignores_eos[slot] = request.ask.ignore_eos
+        self.has_stops[slot] = bool(request.ask.stop_token_ids)
+        self.constrained[slot] = request.matcher is not None
+        self.num_constrained += request.matcher is not None
+
+    def leave(self, slot: int) -> TokenIds:
+        """The request in this slot does not run any more; a copy of its tokens."""
+        tokens = self.tokens_ST[slot, : self.num_known[slot]].copy()
+        self.requests[slot] = None
+        self.epochs[slot] += 1
+        self.num_constrained -= int(self.constrained[slot])
+        self.constrained[slot] = False
+        self.num_known[slot] = self.num_coming[slot] = self.num_confirmed[slot] = self.max_tokens[slot] = 0
+        return tokens
+
+    def tokens(self, slot: int, end: int | None = None) -> TokenIds:
+        """The known tokens in a slot, or the first of them: a view."""
+        return self.tokens_ST[slot, : self.num_known[slot] if end is None else end]
+
+    def append(self, slots: Slots, tokens: TokenIds) -> None:
+        """The next token of each slot is known."""
+        self.tokens_ST[slots, self.num_known[slots]] = tokens
+        self.num_known[slots] += 1
+
+    def append_forced(self, slot: int, tokens: Sequence[int]) -> None:
+        """The next tokens of one slot are known, and no step has sampled them."""
+        first = int(self.num_known[slot])
+        self.tokens_ST[slot, first : first + len(tokens)] = tokens
+        self.num_known[slot] = self.num_coming[slot] = first + len(tokens)
+
+
+def _allocate(num_slots: int, max_tokens: int) -> TokenIds:
+    """Zeroes whose pages the host maps as they are written."""
+    try:
+        return np.zeros((num_slots, max_tokens), np.int32)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+        size_bytes = num_slots * max_tokens * np.dtype(np.int32).itemsize
+        raise ValueError(
+            f"the token ids of {num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the host's "
+            "memory, and there is not so much; lower max_num_seqs or max_tokens"
+        ) from error

@@ -1,102 +1,32 @@
-"""Who runs, how many tokens each computes in a step, and who gives way when pages run out."""
+"""Which requests run, how many tokens each computes in a step, and which are preempted when pages run out."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
-from vmmkv.server.engine.kv_backend import KV, KVSequence, Prefixes
-from vmmkv.server.engine.request import Ledger, Request, Slots, Strand, TokenIds
-from vmmkv.server.engine.sampler import Entry
-
-# -------- admission
-# Whom to let in: the most pressing priority, then the longest known prefix (SGLang), then who came first.
-
-_LOOKED_AT = 32
-"""How many of the waiting are looked at for the longest known prefix."""
-
-_MOST_OVERTAKEN = 16
-"""By how many a waiting request may be overtaken, for a longer prefix, before it goes first."""
-
-
-_LEAST_AWAITED = 256
-"""Tokens that a running request must be about to make known, for another to wait for them: a template or two is computed again
-sooner than waited for."""
-
-
-class Admission:
-    """The choice among those that wait when a step is planned. What is known of a prompt is looked up once in a plan.
-
-    waiting: first come first; those that are let in leave it.
-    """
-
-    def __init__(self, waiting: list[Request], running: list[Request], prefix: Prefixes | None) -> None:
-        most = min((request.ask.priority for request in waiting), default=0)
-        self._pressing = [request for request in waiting if request.ask.priority == most]
-        self._prefilling = [request for request in running if request.is_prefilling]
-        self._prefix = prefix
-        self._num_known: dict[Request, int] = {}
-
-    def next(self) -> Request | None:
-        """Whose turn it is; None if all had better wait.
-
-        Whoever would compute what a running request computes already waits for that, and is passed over.
-        """
-        if not self._pressing:
-            return None
-        oldest = self._pressing[0]
-        if self._prefix is None or oldest.num_overtaken >= _MOST_OVERTAKEN:
-            return oldest
-        best: Request | None = None
-        longest = -1
-        for request in self._pressing[:_LOOKED_AT]:
-            num_known = self._num_known.get(request)
-            if num_known is None:
-                num_known = self._prefix.match(request.attachable, namespace=request.namespace)
-                self._num_known[request] = num_known
-            if num_known > longest and not self._is_on_its_way(request, num_known):
-                best, longest = request, num_known
-        return best
-
-    def admitted(self, request: Request) -> None:
-        """It runs now; whoever came before it was overtaken."""
-        place = self._pressing.index(request)
-        for passed in self._pressing[:place]:
-            passed.num_overtaken += 1
-        del self._pressing[place]
-        if request.is_prefilling:
-            self._prefilling.append(request)
-
-    def _is_on_its_way(self, request: Request, num_known: int) -> bool:
-        """Does a running request compute more of its prompt than is known by now?"""
-        first, wanted = request.prompt[0], request.attachable
-        return any(
-            other.prompt[0] == first
-            and other.namespace == request.namespace
-            and _num_common(other.prompt, wanted) >= num_known + _LEAST_AWAITED
-            for other in self._prefilling
-        )
-
-
-def _num_common(one: TokenIds, other: TokenIds) -> int:
-    """How many of the first tokens are the same."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(np.argmax(differs)) if length else 0
-    return first if length and differs[first] else length
-
-
-# -------- scheduler
+from vmmkv.server.engine.kv_backend import KV, KVSequence, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status
+from vmmkv.server.engine.runner import Runner
 
 log = logging.getLogger(__name__)
 
-_MOST_LET_IN = 16
-"""How many are let in for a step. Opening one by aliases of a long prefix is some 0.5 ms of the driver: the device works on the
-first ones while the host opens others, and their first tokens do not wait for all."""
+_MAX_ADMITTED: Final = 16
+"""Requests admitted for one step. To open one by aliases of a long prefix takes the driver some 0.5 ms: with a limit the device
+computes the first ones while the host opens others."""
+
+_MAX_COMPARED: Final = 32
+"""Waiting requests among which the one with the longest cached prefix is chosen."""
+
+_MAX_OVERTAKEN: Final = 16
+"""How many requests with a longer cached prefix may begin before an older one."""
+
+_MIN_AWAITED: Final = 256
+"""Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again."""
 
 
 class CannotRun(Exception):
@@ -107,149 +37,135 @@ class CannotRun(Exception):
         self.request = request
 
 
-class Assigner(Protocol):
-    """Who must know how the tokens of a slot are chosen."""
-
-    def assign(self, entries: Sequence[Entry]) -> None:
-        """From now on as these requests asked. Whatever it raises, it can be asked again for some of them."""
-        ...
-
-    def release(self, slot: int) -> None:
-        """The request in the slot is over."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: memory for it is mapped."""
+    """A step, whose memory is mapped."""
 
     decoding: Slots
-    """Slots whose last token is on the device: the next one of each."""
-    chunks: list[tuple[Strand, int]]
-    """Who else computes how many tokens that the host knows."""
+    """Slots that compute the one token that is on the device."""
+    chunks: list[Chunk]
+    """Tokens that the host knows."""
 
     def __bool__(self) -> bool:
         return bool(len(self.decoding) or self.chunks)
 
 
 class Scheduler:
-    """Steps of at most `step_tokens` tokens: those that decode first, then as much of the prompts as there is room for
-    (Sarathi-Serve), the oldest first. Who is let in is a matter of `Admission`.
+    """Plans steps of at most `step_tokens` tokens: first the requests that decode, then prompts, the oldest first, as far as
+    there is room (chunked prefill, as in Sarathi-Serve).
 
-    A request is admitted when its whole prompt has memory; it then grows as it goes. When a running one finds no page, and no
-    step is under way that may free some, the least pressing and newest gives its memory back and waits, with what it has
-    generated, to be computed again (vLLM's recompute): what it shares, and its full pages for as long as nobody needs them,
-    the prefix cache keeps. Without one, nothing is shared.
+    A request is admitted when there is memory for its whole prompt, and grows as it generates. When a running request finds no
+    page and no step in flight may free some, the newest request of the lowest priority is preempted. It waits, with its tokens,
+    and is computed again later (recompute, as in vLLM). The prefix cache keeps its full pages until they are needed.
 
-    So does the newest of those least pressing when a waiting request that is more pressing finds no memory or no slot: never
-    among equals, so that nobody is displaced by whom it displaced.
+    A waiting request that finds no memory or no slot preempts running requests of lower priority. Requests of equal priority
+    never preempt each other for a slot, so preemption cannot cycle.
 
-    A beam search takes as many slots as it has beams, from the start, and gives way with all of them: it begins anew from its
-    prompt, when one that ran beside it, or displaced it, has ended.
+    A beam search takes one slot for each beam from the start, and is preempted as a whole. It begins again when a request that
+    ran beside it, or preempted it, has ended.
     """
 
     def __init__(
         self,
         cache: KV,
         prefix: Prefixes | None,
-        assigner: Assigner,
+        runner: Runner,
         *,
         step_tokens: int,
         max_sequences: int,
         drain: Callable[[], bool],
     ) -> None:
-        """`drain` waits for the steps under way, and says whether there were any."""
+        """`drain` reads the steps in flight, and says whether there were any."""
         self.waiting: list[Request] = []
-        """First come first, but for those that gave way, which stand before."""
+        """In order of arrival; preempted ones first."""
         self.running: list[Request] = []
-        """The oldest first."""
-        self.ledger = Ledger(cache.num_slots, cache.max_tokens)
+        """In order of admission."""
+        self.table: Final = RequestTable(cache.num_slots, cache.max_tokens)
         self.num_preempted = 0
         self._cache = cache
         self._prefix = prefix
-        self._assigner = assigner
+        self._runner = runner
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self._drain = drain
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
         self._decoding: Slots | None = None
-        """Slots of those whose last token is on the device, the oldest first; None if that has to be looked up."""
-        self._beginning: list[Request] = []
-        """Those that run, and of whose slots nobody was told yet how their tokens are chosen."""
+        """Slots of the requests that decode, the oldest first; None if they have to be looked up."""
+        self._unassigned: list[Request] = []
+        """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
-        """How many waited when one of them found no room; 0 if there may be some. To try is to map, and to evict what is
-        cached: it is not done again before memory can have come back, or somebody else has come."""
+        """How many waited when one of them found no room; 0 if there may be room. A try maps memory and evicts cached prefixes,
+        so there is no other until memory may have come back, or another request has arrived."""
 
     @property
     def has_work(self) -> bool:
-        """Is anything waiting or running?"""
+        """Is any request waiting or running?"""
         return bool(self.waiting or self.running)
 
     def find(self, request_id: str) -> Request | None:
-        """The request of that name, if it has not ended."""
+        """The request of that id, if it has not ended."""
         return next((request for request in (*self.running, *self.waiting) if request.ask.request_id == request_id), None)
 
-    def plan(self) -> Plan:
-        """Who computes how many tokens in the next step; the memory for them is mapped.
+    def schedule(self) -> Plan:
+        """Which requests compute how many tokens in the next step; the memory for them is mapped.
 
-        Raises: CannotRun, naming the request that must be ended; the others can go on.
+        Raises: CannotRun, naming a request that must be ended; the others can go on.
         """
         self._admit()
-        self._begin()
+        self._assign_sampling()
         lengths, limits = self._cache.lengths, self._cache.limits
         decoding = self._slots_decoding()
         if len(short := decoding[lengths[decoding] >= limits[decoding]]):
-            for request in [self.ledger.requests[slot] for slot in short]:
-                if request is not None and request.sequence is not None:  # else it has given way, or come to its end
-                    self._grow(request, request.memory.length + 1)
+            for request in [self.table.requests[slot] for slot in short]:
+                if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
+                    self._grow(request, request.memory, request.memory.length + 1)
         left = self._step_tokens - len(self._slots_decoding())
-        chunks: list[tuple[Strand, int]] = []
+        chunks: list[Chunk] = []
         for request in self.running.copy() if len(decoding) < len(self.running) else ():
-            if request.sequence is None or not self._arrange(request):
+            if not request.is_running or not self._arrange_beams(request):
                 continue
-            for strand in request.strands:
-                count = min(strand.num_left, left)
-                if count > 0:
-                    if not self._grow(strand, strand.memory.length + count):
+            for pending in request.pending():
+                chunk = pending.first(max(0, left))
+                if len(chunk.tokens):
+                    if not self._grow(request, chunk.sequence, chunk.end):
                         break
-                    chunks.append((strand, count))
-                    left -= count
-        chunks = [(strand, count) for strand, count in chunks if strand.request.sequence is not None]
-        return Plan(self._slots_decoding(), chunks)
+                    chunks.append(chunk)
+                    left -= len(chunk.tokens)
+        return Plan(self._slots_decoding(), [chunk for chunk in chunks if chunk.request.is_running])
 
     def launched(self, plan: Plan) -> None:
-        """The step is under way."""
-        self.ledger.coming[plan.decoding] += 1
+        """A step is in flight, or about to be: count its tokens."""
+        self.table.num_coming[plan.decoding] += 1
         self._cache.advance(plan.decoding)
-        for strand, count in plan.chunks:
-            strand.memory.advance(count)
-            samples = strand is strand.request and not strand.num_candidates and strand.request.ask.max_new_tokens > 0
-            if samples and not strand.num_left:
-                strand.request.decodes = True
-                self.ledger.coming[strand.memory.slot] += 1
+        for chunk in plan.chunks:
+            chunk.sequence.advance(len(chunk.tokens))
+            if chunk.is_sampled:
+                chunk.request.status = Status.DECODING
+                self.table.num_coming[chunk.slot] += 1
                 self._decoding = None
 
-    def force(self, request: Request, tokens: Sequence[int]) -> None:
-        """A running request goes on with these, instead of what a launched step samples for it: they are its next chunk."""
-        self.ledger.take_forced(request.memory.slot, tokens)
-        request.decodes = False
+    def force(self, request: Request, tokens: list[int]) -> None:
+        """A running request goes on with these tokens; what a launched step samples for it is dropped."""
+        self.table.append_forced(request.memory.slot, tokens)
+        request.status = Status.PREFILLING
         self._decoding = None
 
-    def share(self, request: Request) -> None:
-        """What a running request has computed of its prompt is confirmed: from now on others may have it."""
+    def insert_prefix(self, request: Request) -> None:
+        """Rows of a running request's prompt have been read back: from now on others may attach to them."""
         if self._prefix is not None:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self._prefix.insert(request.memory, tokens)
             if len(tokens) == len(request.prompt):
-                self._num_refused = 0  # whoever shares it needs less now
+                self._num_refused = 0  # requests that share it need less now
 
-    def end(self, request: Request, *, keep: bool = True) -> None:
-        """A request is over, or its client is gone: its memory goes back, once the device is done with it.
+    def finish(self, request: Request, *, keep: bool = True) -> None:
+        """A request is over, or its client is gone. Its memory goes back once the device is done with it.
 
-        `keep`: what it has computed stays for others to have until the room is needed; not after a failure.
+        `keep`: the prefix cache keeps what it has computed until the room is needed; not after a failure.
         """
-        if request.sequence is None:
+        if not request.is_running:
             self.waiting.remove(request)
+            request.status = Status.FINISHED
             self._num_refused = 0
             return
         self._stop(request)
@@ -257,118 +173,135 @@ class Scheduler:
             request.memory.close()
         else:
             self._prefix.park(request.memory, request.confirmed_tokens)
-        request.leave()
+        request.leave(Status.FINISHED)
 
-    def look_again(self) -> None:
-        """There may be room now for those who found none."""
+    def memory_changed(self) -> None:
+        """There may be room now for requests that found none."""
         self._num_refused = 0
 
-    def slide(self) -> bool:
-        """Give back the rows that have left the windows of those that run; were there any?"""
-        starts = [self._starts(request) for request in self.running]
+    def slide_windows(self) -> bool:
+        """Give back the rows that have left the windows of running requests; were there any?"""
+        starts = self._window_starts()
         for request in self.running:
-            for strand in request.strands:
+            for sequence in request.sequences:
                 for group in self._windowed:
-                    strand.memory.advance_start(group)
-        has_come = starts != [self._starts(request) for request in self.running]
-        if has_come:
+                    sequence.advance_start(group)
+        has_moved = starts != self._window_starts()
+        if has_moved:
             self._num_refused = 0
-        return has_come
+        return has_moved
 
-    def _starts(self, request: Request) -> list[int]:
-        return [strand.memory.start(group) for strand in request.strands for group in self._windowed]
+    def _window_starts(self) -> list[int]:
+        return [sequence.start(group) for request in self.running for sequence in request.sequences for group in self._windowed]
 
     def _slots_decoding(self) -> Slots:
-        """Of those whose last token is on the device, and that want another."""
+        """Slots of the requests that decode, and have not launched their last token yet."""
         if self._decoding is None:
-            self._decoding = np.array([request.memory.slot for request in self.running if request.decodes], np.int64)
-        wants = self.ledger.coming[self._decoding] < self.ledger.ends[self._decoding]
+            decoding = [request.memory.slot for request in self.running if request.status is Status.DECODING]
+            self._decoding = np.array(decoding, np.int64)
+        wants = self.table.num_coming[self._decoding] < self.table.max_tokens[self._decoding]
         if not wants.all():
             self._decoding = self._decoding[wants]
         return self._decoding
 
     def _admit(self) -> None:
-        """Let some of those in whose prompts the next step can begin with: to map memory for more would only delay it."""
+        """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
         if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
             return
-        num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
+        num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_free_slots(), _MAX_ADMITTED
         if num_tokens <= 0:
             return
         if num_slots <= 0 and self._num_slots_for(min(request.ask.priority for request in self.waiting)) <= 0:
             self._num_refused = len(self.waiting)
             return
-        admission = Admission(self.waiting, self.running, self._prefix)
-        num_left = _MOST_LET_IN
+        queue = _Queue(self.waiting, self.running, self._prefix)
         while num_tokens > 0 and num_left:
-            request = admission.next()
+            request = queue.next()
             if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
                 return
             if request.max_others is not None and len(self.running) > request.max_others:
                 return
-            if request.num_slots > num_slots:
-                if not self._displace(request):
+            opened = self._open(request) if request.num_slots <= num_slots else None
+            if opened is None:  # too few slots or pages
+                if not self._preempt_for(request):
                     self._num_refused = len(self.waiting)
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
-                admission = Admission(self.waiting, self.running, self._prefix)
+                queue = _Queue(self.waiting, self.running, self._prefix)
                 continue
-            try:
-                sequence, num_known = self._open(request)
-            except OutOfPages as error:
-                if self._displace(request):
-                    num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
-                    admission = Admission(self.waiting, self.running, self._prefix)
-                    continue
-                if self.running:
-                    self._num_refused = len(self.waiting)
-                    return
-                raise CannotRun(request, f"this request can never fit: {error}") from error
-            except DriverError as error:
-                raise CannotRun(request, f"no memory could be mapped: {error}") from error
-            except Exception as error:
-                raise CannotRun(request, f"this request could not begin: {error}") from error
-            if request.num_admitted == 0:
-                request.num_cached = min(num_known, len(request.prompt))
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.enter(self.ledger, sequence, num_known)
-            if not request.ask.beam_width:
-                self._beginning.append(request)
-            else:
-                try:
-                    request.beams = BeamGroup(request, self._cache)
-                except Exception as error:
-                    raise CannotRun(request, f"this request could not begin: {error}") from error
-            admission.admitted(request)
-            num_tokens -= request.num_left
+            self._start(request, *opened)
+            queue.admitted(request)
+            num_tokens -= len(request.tokens) - request.memory.length
             num_slots -= request.num_slots
             num_left -= 1
 
-    def _begin(self) -> None:
-        """From now on tokens are chosen for those who were let in as they ask: one upload for all of them.
+    def _open(self, request: Request) -> tuple[KVSequence, int] | None:
+        """Memory for all tokens of a request, and how many of them need not be computed; None if there are too few pages.
+
+        Raises: CannotRun.
+        """
+        num_known = 0
+        try:
+            if self._prefix is None:
+                sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
+            else:
+                attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.max_tokens)
+                sequence, num_known = attached.sequence, attached.num_tokens
+            try:
+                sequence.grow(len(request.tokens))
+            except BaseException:
+                sequence.close()
+                raise
+        except OutOfPages as error:
+            if self.running:
+                return None
+            raise CannotRun(request, f"this request can never fit: {error}") from error
+        except DriverError as error:
+            raise CannotRun(request, f"no memory could be mapped: {error}") from error
+        except Exception as error:
+            raise CannotRun(request, f"this request could not begin: {error}") from error
+        return sequence, num_known
+
+    def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
+        """A waiting request runs from now on. Raises: CannotRun."""
+        if request.num_admitted == 0:
+            request.num_cached = min(num_known, len(request.prompt))
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.enter(self.table, sequence, num_known)
+        if not request.ask.beam_width:
+            self._unassigned.append(request)
+            return
+        try:
+            request.beams = BeamGroup(request, self._cache)
+        except Exception as error:
+            raise CannotRun(request, f"this request could not begin: {error}") from error
+
+    def _assign_sampling(self) -> None:
+        """Upload the sampling parameters of the requests that were admitted, all at once.
 
         Raises: CannotRun for the first that cannot begin; those behind it have their turn in the next call.
         """
-        self._beginning = [request for request in self._beginning if request.sequence is not None]  # the others are gone
-        if not self._beginning:
+        self._unassigned = [request for request in self._unassigned if request.is_running]  # the others have ended
+        if not self._unassigned:
             return
         try:
-            self._assigner.assign([_entry(request) for request in self._beginning])
-            self._beginning.clear()
+            self._runner.assign(self._unassigned)
+            self._unassigned.clear()
         except Exception:
             log.exception("requests could not begin together, and now begin one by one")
-            while self._beginning:
-                request = self._beginning.pop(0)
+            while self._unassigned:
+                request = self._unassigned.pop(0)
                 try:
-                    self._assigner.assign([_entry(request)])
+                    self._runner.assign([request])
                 except Exception as error:
                     raise CannotRun(request, f"this request could not begin: {error}") from error
 
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
-        waits = self.ledger.known - self._cache.lengths
+        pending = self.table.num_known - self._cache.lengths
         return self._step_tokens - sum(
-            max(0, int(waits[request.memory.slot])) if not request.decodes else 1 for request in self.running
+            1 if request.status is Status.DECODING else max(0, int(pending[request.memory.slot])) for request in self.running
         )
 
     def _num_free_slots(self) -> int:
@@ -376,52 +309,40 @@ class Scheduler:
         return self._max_sequences - sum(request.num_slots for request in self.running)
 
     def _num_slots_for(self, priority: int) -> int:
-        """Slots that nobody has who is as pressing as that."""
+        """Slots that a request of this priority can have, by preemption if need be. A lower number is more urgent."""
         return self._max_sequences - sum(request.num_slots for request in self.running if request.ask.priority <= priority)
 
-    def _open(self, request: Request) -> tuple[KVSequence, int]:
-        """Memory for all tokens of a request, and how many of them need not be computed."""
-        num_known = 0
-        if self._prefix is None:
-            sequence = self._cache.open(max_tokens=request.max_tokens, tenant=request.namespace)
-        else:
-            attached = self._prefix.attach(request.attachable, namespace=request.namespace, max_tokens=request.max_tokens)
-            sequence, num_known = attached.sequence, attached.num_tokens
-        try:
-            sequence.grow(len(request.tokens))
-        except BaseException:
-            sequence.close()
-            raise
-        return sequence, num_known
+    def _grow(self, request: Request, sequence: KVSequence, num_tokens: int) -> bool:
+        """Map memory for one of a request's sequences; False if the request does not run any more."""
+        return self._with_room(request, lambda: sequence.grow(num_tokens))
 
-    def _grow(self, strand: Strand, num_tokens: int) -> bool:
-        """Map memory for a strand; False if its request gave way."""
-        return self._with_room(strand.request, lambda: strand.memory.grow(num_tokens))
-
-    def _arrange(self, request: Request) -> bool:
-        """Give the beams of a request their sequences, if it searches; False if it gave way."""
+    def _arrange_beams(self, request: Request) -> bool:
+        """Give the beams of a search their sequences; False if the request does not run any more."""
         return request.beams is None or self._with_room(request, request.beams.arrange)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
-        """Have a request take memory, from others if need be; False if it is the one to give way, or has come to its end."""
+        """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
+
+        Raises: CannotRun.
+        """
         while True:
             try:
                 take()
                 return True
             except OutOfPages as error:
-                if self._drain() or self.slide():
-                    if request.sequence is None:
+                if self._drain() or self.slide_windows():
+                    if not request.is_running:
                         return False
                     continue
                 if len(self.running) == 1:
                     num_tokens = len(request.tokens)
                     if self._prefix is None or request.beams is not None or request.num_tokens_stuck == num_tokens:
                         raise CannotRun(request, f"this request can never fit: {error}") from error
-                    # The tree may keep, for this very request, what another has computed of the same tokens. Begun again it
-                    # shares that, and needs no pages of its own for it.
+                    # The prefix cache may hold the same tokens, computed by another request. Begun again, this one shares
+                    # them, and needs no pages of its own for them.
                     request.num_tokens_stuck = num_tokens
-                last = max(reversed(self.running), key=lambda running: running.ask.priority)
-                self._preempt(last, max_others=len(self.running) - 2)  # without itself, one fewer
+                last = self._least_urgent()
+                self._preempt(last, max_others=len(self.running) - 2)  # one of the others must have ended
                 if last is request:
                     return False
             except DriverError as error:
@@ -430,7 +351,7 @@ class Scheduler:
                 raise CannotRun(request, f"this request cannot go on: {error}") from error
 
     def _stop(self, request: Request) -> None:
-        """It runs no longer. Of its memory nothing is left but its own sequence."""
+        """It runs no longer. Of its memory only its own sequence is left."""
         self.running.remove(request)
         self._decoding = None
         self._num_refused = 0
@@ -438,34 +359,40 @@ class Scheduler:
             request.beams.close()
             request.beams = None
         else:
-            self._assigner.release(request.memory.slot)
+            self._runner.release(request.memory.slot)
 
-    def _displace(self, request: Request) -> bool:
-        """Let one who is less pressing than a waiting request give way to it; False if all are as pressing, or it is in vain.
+    def _least_urgent(self) -> Request:
+        """The newest running request of the lowest priority."""
+        return max(reversed(self.running), key=lambda running: running.ask.priority)
 
-        The steps under way are waited for first, and windows slide: that may make room already.
+    def _preempt_for(self, request: Request) -> bool:
+        """Make room for a waiting request: read the steps in flight, slide windows, or else preempt a less urgent request.
+
+        False if no running request is less urgent, or all of them together hold too little.
         """
-        last = max(reversed(self.running), key=lambda running: running.ask.priority, default=request)
-        if last.ask.priority <= request.ask.priority or not self._could_fit(request):
+        if not self.running or (last := self._least_urgent()).ask.priority <= request.ask.priority:
             return False
-        if not self._drain() and not self.slide():
-            self._preempt(last, max_others=len(self.running) - 1)  # without itself, as many: the other is in by then
+        if not self._could_fit(request):
+            return False
+        if not self._drain() and not self.slide_windows():
+            self._preempt(last, max_others=len(self.running) - 1)  # `request` runs by then, and one more must have ended
         return True
 
     def _could_fit(self, request: Request) -> bool:
-        """Would a waiting request find memory if all who press less gave way? At best: what they share counts as theirs."""
+        """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
         num_known = 0 if self._prefix is None else self._prefix.match(request.attachable, namespace=request.namespace)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
         given_bytes = sum(
-            layout.pages_for(int(self._cache.limits[strand.memory.slot])) * PAGE_BYTES
+            layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
             for running in self.running
             if running.ask.priority > request.ask.priority
-            for strand in running.strands
+            for sequence in running.sequences
         )
         return wanted_bytes <= stats.pool_budget_bytes - stats.pool_used_bytes + given_bytes
 
     def _preempt(self, request: Request, *, max_others: int) -> None:
+        """Take its memory; it waits to be computed again. A beam search waits until at most `max_others` run."""
         if request.beams is not None:
             request.max_others = max_others
         self._stop(request)
@@ -473,11 +400,66 @@ class Scheduler:
             request.memory.close()
         else:
             self._prefix.release(request.memory, request.confirmed_tokens)
-        request.leave()
+        request.leave(Status.WAITING)
         self.waiting.insert(0, request)
         self.num_preempted += 1
 
 
-def _entry(request: Request) -> Entry:
-    """How a running request samples, and what it has sampled before it gave way."""
-    return Entry(request.memory.slot, request.ask, request.prompt, request.tokens[len(request.prompt) :], request.withheld)
+class _Queue:
+    """The order in which waiting requests are admitted to one step: by priority, by the longest cached prefix (as in SGLang),
+    by arrival. A prompt is looked up once."""
+
+    def __init__(self, waiting: list[Request], running: list[Request], prefix: Prefixes | None) -> None:
+        priority = min((request.ask.priority for request in waiting), default=0)
+        self._urgent = [request for request in waiting if request.ask.priority == priority]
+        self._prefilling = [request for request in running if not request.is_prompt_confirmed]
+        self._prefix = prefix
+        self._num_cached: dict[Request, int] = {}
+
+    def next(self) -> Request | None:
+        """The next request to admit; None if all had better wait.
+
+        A request is passed over while a running one computes tokens that it shares.
+        """
+        if not self._urgent:
+            return None
+        oldest = self._urgent[0]
+        if self._prefix is None or oldest.num_overtaken >= _MAX_OVERTAKEN:
+            return oldest
+        best: Request | None = None
+        longest = -1
+        for request in self._urgent[:_MAX_COMPARED]:
+            num_cached = self._num_cached.get(request)
+            if num_cached is None:
+                num_cached = self._prefix.match(request.attachable, namespace=request.namespace)
+                self._num_cached[request] = num_cached
+            if num_cached > longest and not self._is_being_computed(request, num_cached):
+                best, longest = request, num_cached
+        return best
+
+    def admitted(self, request: Request) -> None:
+        """It runs now, and has overtaken those that arrived before it."""
+        index = self._urgent.index(request)
+        for passed in self._urgent[:index]:
+            passed.num_overtaken += 1
+        del self._urgent[index]
+        if not request.is_prompt_confirmed:
+            self._prefilling.append(request)
+
+    def _is_being_computed(self, request: Request, num_cached: int) -> bool:
+        """Does a running request compute more of this prompt than is cached by now?"""
+        first, wanted = request.prompt[0], request.attachable
+        return any(
+            other.prompt[0] == first
+            and other.namespace == request.namespace
+            and _num_common(other.prompt, wanted) >= num_cached + _MIN_AWAITED
+            for other in self._prefilling
+        )
+
+
+def _num_common(one: TokenIds, other: TokenIds) -> int:
+    """How many of the first tokens are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(np.argmax(differs)) if length else 0
+    return first if length and differs[first] else length

@@ -12,12 +12,13 @@ from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.attention import Rows, RowsInSlots
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import OpenMemory, Wanted
 from vmmkv.server.engine.models.config import DecoderConfig
 from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
 from vmmkv.server.engine.models.transformers import UnmodifiedModel
 from vmmkv.server.engine.models.weights import empty
+from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
@@ -114,7 +115,7 @@ class Harness:
             self.prefix = PrefixCache(self.cache) if share else None
         else:
             self.prefix = self.memory.share()
-        self.engine = EngineCore(
+        self.engine = Engine(
             self.cache,
             self.runner,
             prefix=self.prefix,
@@ -140,19 +141,19 @@ class Harness:
         raise AssertionError(f"still busy after {at_most} steps")
 
     def step(self) -> None:
-        """One step, and a recount of the laws: the cache's, and those that ledger.py draws."""
+        """One step, and a recount of the laws: the cache's, and those of the request table."""
         self.engine.step()
         self.cache.check()
-        self.check_ledger()
+        self.check_table()
 
-    def check_ledger(self) -> None:
-        """Recount what the ledger says of those who run; of free slots it says nothing."""
-        ledger, lengths, limits = self.engine._scheduler.ledger, self.cache.lengths, self.cache.limits
-        running = {request.memory.slot: request for request in self.engine._scheduler.running}
-        for slot, owner in enumerate(ledger.requests):
+    def check_table(self) -> None:
+        """Recount what the table says of the requests that run, and that it says nothing of free slots."""
+        scheduler, lengths, limits = self.engine._scheduler, self.cache.lengths, self.cache.limits
+        table, running = scheduler.table, {request.memory.slot: request for request in scheduler.running}
+        for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (
-                int(each[slot]) for each in (ledger.confirmed, ledger.known, ledger.coming, ledger.ends)
+                int(each[slot]) for each in (table.num_confirmed, table.num_known, table.num_coming, table.max_tokens)
             )
             if owner is None:
                 assert confirmed == known == coming == end == 0
@@ -161,9 +162,9 @@ class Harness:
             assert len(owner.prompt) <= known <= coming <= end == owner.max_tokens
             assert confirmed <= length <= limits[slot] <= end
             if owner.beams is None:
-                assert confirmed <= known and coming == (length + 1 if owner.decodes else known)
-                assert owner.ledger is ledger and owner.num_answered == owner.num_generated
-                assert known < end or not owner.ask.max_new_tokens, "who has all its tokens has ended"
+                assert confirmed <= known and coming == (length + 1 if owner.status is Status.DECODING else known)
+                assert owner.table is table and owner.num_answered == owner.num_generated
+                assert known < end or not owner.ask.max_new_tokens, "a request with all its tokens has ended"
 
     def outputs(self, request_id: str | None = None) -> list[Output]:
         """What was answered, in order: to one request, or to all."""

@@ -37,7 +37,7 @@ def finish(one: Harness) -> None:
     """Run until all is done, recounting, and see that everything is free."""
     while one.engine.has_work:
         one.engine.step()
-        one.check_ledger()
+        one.check_table()
         if isinstance(one.cache, PagedCache):
             one.cache.check()
     one.engine.settle()

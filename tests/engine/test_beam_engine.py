@@ -264,7 +264,7 @@ def test_a_failing_step_ends_a_search_once(
         raise RuntimeError("not now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.runner, "mixed", fail)
+        patch.setattr(one.runner, "forward", fail)
         one.run()
     assert one.failures() == {"a": "the step failed: not now"}
     assert sum(getattr(message, "request_id", None) == "a" for message in one.sent) == 1
@@ -278,8 +278,8 @@ def test_no_numbers_end_a_search_once_and_alone(harness: Callable[..., Harness])
     for _ in range(4):
         one.engine.step()
     (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
-    for strand in bad.strands:
-        strand.memory.v(0)[:5] = float("nan")
+    for sequence in bad.sequences:
+        sequence.v(0)[:5] = float("nan")
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
     assert sum(getattr(message, "request_id", None) == "bad" for message in one.sent) == 1

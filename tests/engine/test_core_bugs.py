@@ -13,7 +13,7 @@ from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
 from vmmkv import DriverError
 from vmmkv.server import Engine
 from vmmkv.server.engine import kv_backend, loading
-from vmmkv.server.engine.request import Ledger
+from vmmkv.server.engine.request import RequestTable
 
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
@@ -60,7 +60,7 @@ def test_memory_trouble_at_admission_fails_one_request(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(type(one.runner._sampler._adjustments), "_grow", full)
+    monkeypatch.setattr(type(one.runner._sampler._penalties), "_grow", full)
     one.ask("bad", prompt_of(10, 2), 6, **PENALTIES)
     one.run()
     assert one.failures().keys() == {"bad"}
@@ -87,7 +87,7 @@ def test_of_those_who_begin_together_one_that_cannot_keeps_nobody_from_what_it_a
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(type(one.runner._sampler._adjustments), "_grow", full)
+    monkeypatch.setattr(type(one.runner._sampler._penalties), "_grow", full)
     for index, (name, options) in enumerate(asked.items()):
         one.ask(name, prompt_of(10, index), 12, **options)
     one.run()
@@ -225,4 +225,4 @@ def test_a_length_penalty_beyond_floats_fails_one_request(harness: Callable[...,
 @pytest.mark.parametrize(("num_slots", "max_tokens"), [(2**24, 2**31), (2**40, 2**31)])
 def test_more_token_ids_than_the_host_has_room_for_name_the_options(num_slots: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"[0-9.]+ \w+ of the host's memory.* lower max_num_seqs or max_tokens"):
-        Ledger(num_slots, max_tokens)
+        RequestTable(num_slots, max_tokens)

@@ -108,17 +108,17 @@ def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness
     one = harness(slots=2)
     for name in "abc":
         one.ask(name, prompt_of(5))
-    decode = one.runner.decode
+    forward = one.runner.forward
     calls = 0
 
     def failing(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == 3:
             raise RuntimeError("out of luck")
-        return decode(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(one.runner, "decode", failing)
+    monkeypatch.setattr(one.runner, "forward", failing)
     one.run()
     assert one.failures().keys() == {"a", "b"} and "out of luck" in one.failures()["a"]
     assert one.tokens("c") == one.expected(prompt_of(5))
@@ -226,9 +226,9 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
         raise EngineDied("the device's context is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one.runner, "mixed", lost)
+        patch.setattr(one.runner, "forward", lost)
         patch.setattr(one.engine, "_check_device", died)
-        patch.setattr(one.engine._scheduler, "end", lost)
+        patch.setattr(one.engine._scheduler, "finish", lost)
         with pytest.raises(EngineDied):
             one.engine.step()
 

@@ -61,7 +61,7 @@ def test_tokens_are_those_of_transformers(harness: Callable[..., Harness], famil
 def test_and_with_what_is_shared(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, family: str, ours: bool
 ) -> None:
-    monkeypatch.setattr(scheduler, "_LEAST_AWAITED", 2)  # so that so little is waited for
+    monkeypatch.setattr(scheduler, "_MIN_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
     for index in range(4):

@@ -16,6 +16,7 @@ from tests.engine.conftest import VOCABULARY, Harness, tiny_model
 from vmmkv import KVCache
 from vmmkv.memory.mapper import Mapper
 from vmmkv.server.engine import engine
+from vmmkv.server.engine.request import Status
 
 ROOT = Path(vmmkv.__file__).parents[1]
 TOKENS_A_PAGE = 64
@@ -52,7 +53,7 @@ def steady(harness: Callable[..., Harness], num_tokens: int, *, share: bool) -> 
     for _ in range(10):
         one.engine.step()
     assert len(one.engine._scheduler.running) == SEQUENCES
-    assert all(request.decodes for request in one.engine._scheduler.running)
+    assert all(request.status is Status.DECODING for request in one.engine._scheduler.running)
     return one
 
 
@@ -79,5 +80,5 @@ def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     (short_calls, short_driver), (long_calls, long_driver) = found
     assert short_driver == long_driver
     assert short_driver["map"] == SEQUENCES, "pages end while it is counted"
-    assert short_calls["engine.py:EngineCore.step"] == TOKENS_A_PAGE
+    assert short_calls["engine.py:Engine.step"] == TOKENS_A_PAGE
     assert short_calls == long_calls

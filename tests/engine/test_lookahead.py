@@ -102,26 +102,26 @@ def test_so_many_steps_are_under_way(harness: Callable[..., Harness], monkeypatc
     one = harness(lookahead=lookahead)
     launched: list[Readback] = []
     read: list[Readback] = []
-    decode, wait = one.runner.decode, Readback.wait
+    sample, wait = one.runner.sample, Readback.wait
 
     def launching(*args: Any) -> Readback:
-        launched.append(decode(*args))
+        launched.append(sample(*args))
         return launched[-1]
 
     def waiting(readback: Readback) -> Any:
         read.append(readback)
         return wait(readback)
 
-    monkeypatch.setattr(one.runner, "decode", launching)
+    monkeypatch.setattr(one.runner, "sample", launching)
     monkeypatch.setattr(Readback, "wait", waiting)
     one.ask("a", prompt_of(5), 20)
     for step in range(1, 20):
         one.step()
-        assert len(one.engine._under_way) == min(step, lookahead)
+        assert len(one.engine.in_flight) == min(step, lookahead)
         assert len(one.tokens("a")) == max(0, step - lookahead)
     one.run()
-    assert len(launched) == 19, "the prompt's step gives the first token, and nobody decodes past the last one"
-    assert read[1:] == launched, "in order, each once"
+    assert len(launched) == 20, "the prompt's step gives the first token, and none is decoded past the last one"
+    assert read == launched, "in order, each once"
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -145,7 +145,7 @@ def test_who_ends_in_flight_gives_its_slot_to_another_at_once(
         one.ask(name, ask.prompt, ask.max_new_tokens, **ask.options)
     while "stop" not in one.finish_reasons("first"):
         one.step()
-    assert len(one.engine._under_way) == lookahead, "these compute what follows the end"
+    assert len(one.engine.in_flight) == lookahead, "these compute what follows the end"
     one.step()
     (second,) = one.engine._scheduler.running
     assert second.ask.request_id == "second" and second.memory.length == 21
@@ -168,7 +168,7 @@ def test_overrun_rows_are_never_shared(
     extend = PrefixCache._insert
 
     def telling(cache: PrefixCache, sequence: Any, tokens: Any) -> Any:
-        confirmed = int(one.engine._scheduler.ledger.confirmed[sequence.slot])
+        confirmed = int(one.engine._scheduler.table.num_confirmed[sequence.slot])
         assert len(tokens) <= confirmed <= sequence.length
         told.append(sequence.length - len(tokens))
         return extend(cache, sequence, tokens)
@@ -202,7 +202,7 @@ def test_aborts_in_flight_change_nobody_else(harness: Callable[..., Harness], lo
             if name not in had and name in running and len(one.outputs(name)) == gone.index(name):
                 one.engine.receive(Abort(request_id=name))
                 one.cache.check()
-                one.check_ledger()
+                one.check_table()
                 had[name] = one.tokens(name)
         one.step()
     assert not one.engine.has_work and len(had) >= 2

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv.server.engine import prefix_groups
-from vmmkv.server.engine.prefix_groups import MAX_GROUPS, Group, Prompt, Sharers, groups_of
+from vmmkv.server.engine.prefix_groups import MAX_GROUPS, Group, GroupTensors, Prompt, groups_of
 from vmmkv.server.engine.request import Slots
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import Uploads
@@ -19,8 +19,8 @@ from vmmkv.server.engine.uploads import Uploads
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth sharing."""
-    monkeypatch.setattr(prefix_groups, "_LEAST_COMMON", 1)
-    monkeypatch.setattr(prefix_groups, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(prefix_groups, "_MIN_COMMON", 1)
+    monkeypatch.setattr(prefix_groups, "_MIN_SAVED", 1)
 
 
 def prompts_of(tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> list[Prompt]:
@@ -128,8 +128,8 @@ def test_where_nothing_is_shared_prompts_are_looked_at_no_further(monkeypatch: p
 
 def test_the_device_is_told_where_groups_stand() -> None:
     device = torch.device("cpu")
-    placed, uploads = Sharers(12, device), Uploads(device)
-    placed.place(np.array([7, 3, 9, 4, 2, 5]), [Group([0, 1, 2], 600), Group([5, 3], 300)], uploads)
+    placed, uploads = GroupTensors(12, device), Uploads(device)
+    placed.upload(np.array([7, 3, 9, 4, 2, 5]), [Group([0, 1, 2], 600), Group([5, 3], 300)], uploads)
     shared = placed.tensors(6)
     assert shared.starts_G1.tolist() == [0, 3, *[5] * (MAX_GROUPS - 1)]
     assert shared.leaders_G[:2].tolist() == [7, 4]
@@ -161,17 +161,17 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
         return groups_of(prompts)
 
     def share(runner: Runner, slots: Slots, groups: list[Group]) -> None:
-        ledger = one.engine._scheduler.ledger
+        table = one.engine._scheduler.table
         row = 0
         for group in groups:
-            owners = [ledger.requests[slot] for slot in slots[row : row + len(group.members)]]
+            owners = [table.requests[slot] for slot in slots[row : row + len(group.members)]]
             assert group.num_common == num_common(*(owner.ask.prompt for owner in owners if owner is not None))
             row += len(group.members)
         placed.append((slots, groups))
 
     monkeypatch.setattr(prefix_groups, "groups_of", searching)
-    monkeypatch.setattr(Runner, "shares", True)
-    monkeypatch.setattr(Runner, "share", share)
+    monkeypatch.setattr(Runner, "has_prefix_groups", True)
+    monkeypatch.setattr(Runner, "set_prefix_groups", share)
     one = harness(ours=True, share=True, lookahead=lookahead, slots=7)
     for index, (name, prompt) in enumerate(asks.items()):
         one.ask(name, prompt, 10 + 3 * index, temperature=1.0, seed=index)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,34 +10,37 @@ import pytest
 import torch
 
 from vmmkv.kernels.reference import least_kept
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Entry, Sampler, likeliest, logprobs
+from vmmkv.server.engine.request import Request
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
 from vmmkv.server.protocol import Generate
 
 CPU = torch.device("cpu")
 INFINITY = float("inf")
 
 
-def entry(slot: int, prompt: Sequence[int] = (0,), generated: Sequence[int] = (), **options: Any) -> Entry:
-    asked = Generate(request_id=str(slot), prompt=list(prompt), max_new_tokens=1, **options)
-    return Entry(slot, asked, np.array(prompt, np.int32), np.array(generated, np.int32))
+def request_in(slot: int, prompt: Sequence[int] = (0,), generated: Sequence[int] = (), **options: Any) -> Request:
+    request = Request(Generate(request_id=str(slot), prompt=list(prompt), max_new_tokens=1, **options), frozenset())
+    request.begin_with(generated)
+    request.sequence = SimpleNamespace(slot=slot)  # type: ignore[assignment]
+    return request
 
 
-def make_sampler(vocabulary: int, *entries: Entry) -> Sampler:
-    sampler = Sampler(1 + max((each.slot for each in entries), default=0), vocabulary, CPU)
-    sampler.assign(entries)
+def make_sampler(vocabulary: int, *requests: Request) -> Sampler:
+    sampler = Sampler(1 + max((each.memory.slot for each in requests), default=0), vocabulary, CPU)
+    sampler.assign(requests)
     return sampler
 
 
 def draw(logits_V: torch.Tensor, count: int, *, first_position: int = 0, **options: Any) -> torch.Tensor:
     """[count] tokens of one request, at positions that follow each other."""
-    sampler = make_sampler(len(logits_V), entry(1, **options))
+    sampler = make_sampler(len(logits_V), request_in(1, **options))
     positions_B = torch.arange(first_position, first_position + count, dtype=torch.int32)
     return sampler.sample(logits_V.expand(count, -1), torch.ones(count, dtype=torch.int32), positions_B, greedy=False)
 
 
 def sample_rows(logits_BV: torch.Tensor, asked: Sequence[dict[str, Any]], position: int = 3) -> list[int]:
     """A token for each row, whose slots have these options."""
-    sampler = make_sampler(logits_BV.shape[1], *(entry(1 + row, **options) for row, options in enumerate(asked)))
+    sampler = make_sampler(logits_BV.shape[1], *(request_in(1 + row, **options) for row, options in enumerate(asked)))
     slots_B = torch.arange(1, 1 + len(asked), dtype=torch.int32)
     return sampler.sample(logits_BV, slots_B, torch.full_like(slots_B, position), greedy=False).tolist()
 
@@ -194,19 +198,19 @@ def test_tokens_are_int32_for_logits_of_16_bits_too() -> None:
 
 
 def test_slots_are_given_anew() -> None:
-    sampler = make_sampler(4, entry(1, temperature=1.0), entry(2, temperature=0.0, repetition_penalty=2.0))
+    sampler = make_sampler(4, request_in(1, temperature=1.0), request_in(2, temperature=0.0, repetition_penalty=2.0))
     assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, False, True]
     assert [sampler.needs_adjusting(slot) for slot in (0, 1, 2)] == [False, False, True]
-    sampler.assign([entry(1, temperature=0.0), entry(2, temperature=0.5)])
+    sampler.assign([request_in(1, temperature=0.0), request_in(2, temperature=0.5)])
     assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, True, False]
     assert not sampler.needs_adjusting(2)
     sampler.assign([])
 
 
 def test_a_bias_outside_the_vocabulary_is_refused_and_nothing_changes() -> None:
-    sampler = make_sampler(10, entry(1, temperature=0.0, logit_bias={3: 1.0}))
+    sampler = make_sampler(10, request_in(1, temperature=0.0, logit_bias={3: 1.0}))
     with pytest.raises(ValueError, match=r"^logit_bias has token 10; wanted ids of the model's vocabulary, 0 to 9"):
-        sampler.assign([entry(1, temperature=1.0), entry(2, logit_bias={2: 1.0, 10: 1.0})])
+        sampler.assign([request_in(1, temperature=1.0), request_in(2, logit_bias={2: 1.0, 10: 1.0})])
     assert sampler.is_greedy(1) and sampler.needs_adjusting(1)
 
 
@@ -231,41 +235,43 @@ def test_penalties_and_bias_are_as_defined() -> None:
             torch.tensor([1.0, -4.0, 0.5 - 0.75 - 1.0 + 3.0, -2.0 - 0.25 - 1.0, 0.5, 0.0]),
         ),
     ):
-        sampler = make_sampler(6, entry(1, prompt, generated, **options))
+        sampler = make_sampler(6, request_in(1, prompt, generated, **options))
         torch.testing.assert_close(adjusted(sampler, logits, 1), expected)
 
 
 def test_tokens_that_are_counted_are_as_tokens_that_were_there() -> None:
     logits = torch.linspace(-3, 3, 20)
     options = {"frequency_penalty": 0.3, "presence_penalty": 0.1, "repetition_penalty": 1.4}
-    one, other = entry(1, [1, 2], [], **options), entry(2, [3], [4, 4], **options)
-    sampler = make_sampler(20, one, other, entry(3))
+    one, other = request_in(1, [1, 2], [], **options), request_in(2, [3], [4, 4], **options)
+    sampler = make_sampler(20, one, other, request_in(3))
     slots_B = torch.tensor([2, 0, 3, 1, 0], dtype=torch.int32)
     for tokens in ([5, 1, 1, 7, 2], [NOT_A_NUMBER, 1, 1, 7, 2], [19, -2, 1, 0, -2]):
         sampler.count(slots_B, torch.tensor(tokens, dtype=torch.int32))
-    again = make_sampler(20, entry(1, [1, 2], [7, 7, 0], **options), entry(2, [3], [4, 4, 5, 19], **options))
+    again = make_sampler(20, request_in(1, [1, 2], [7, 7, 0], **options), request_in(2, [3], [4, 4, 5, 19], **options))
     for slot in (1, 2):
         assert torch.equal(adjusted(sampler, logits, slot), adjusted(again, logits, slot))
     assert torch.equal(adjusted(sampler, logits, 3), logits)
 
 
 def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
-    sampler = make_sampler(50, *(entry(slot) for slot in range(1, 20)))
-    assert sampler._adjustments.num_rows == 0
+    sampler = make_sampler(50, *(request_in(slot) for slot in range(1, 20)))
+    assert sampler._penalties.num_rows == 0
     logits = torch.randn(50, generator=torch.Generator().manual_seed(6))
     expected = {}
     for slot in range(1, 20):
-        sampler.assign([entry(slot, [slot], [slot, 49], frequency_penalty=0.5, logit_bias={slot: 1.0} if slot % 2 else {})])
+        sampler.assign(
+            [request_in(slot, [slot], [slot, 49], frequency_penalty=0.5, logit_bias={slot: 1.0} if slot % 2 else {})]
+        )
         expected[slot] = adjusted(sampler, logits, slot)
-    size = sampler._adjustments.num_rows
+    size = sampler._penalties.num_rows
     assert 20 <= size <= 40
     for slot in range(1, 20):
         assert torch.equal(adjusted(sampler, logits, slot), expected[slot])
         sampler.release(slot)
         sampler.release(slot)
         assert not sampler.needs_adjusting(slot)
-    sampler.assign([entry(slot, [0], [], presence_penalty=1.0) for slot in range(1, 20)])
-    assert sampler._adjustments.num_rows == size
+    sampler.assign([request_in(slot, [0], [], presence_penalty=1.0) for slot in range(1, 20)])
+    assert sampler._penalties.num_rows == size
     assert all(torch.equal(adjusted(sampler, logits, slot), logits) for slot in range(1, 20))  # nothing generated yet
 
 

@@ -131,8 +131,8 @@ def test_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
     assert one.prefix is not None
     assert one.prefix.stats().hit_tokens > 50_000
 
-    assert not (scheduler.waiting or scheduler.running or one.engine._under_way)
-    assert all(request is None for request in scheduler.ledger.requests)
+    assert not (scheduler.waiting or scheduler.running or one.engine.in_flight)
+    assert all(request is None for request in scheduler.table.requests)
     stats = one.cache.stats()
     assert stats.num_sequences == 0 and stats.mapped_bytes == stats.parked_bytes
     one.prefix.evict()
@@ -178,7 +178,7 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, 
         step += 1
         if step % 50 == 0:
             one.cache.check()
-            one.check_ledger()
+            one.check_table()
         assert step < 200_000, "nobody gets anywhere"
     for name, num_sent in gone.items():
         for message in one.sent[num_sent:]:

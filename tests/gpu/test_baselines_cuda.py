@@ -35,7 +35,7 @@ def over() -> Callable[..., Harness]:
 def finish(one: Harness) -> None:
     while one.engine.has_work:
         one.engine.step()
-        one.check_ledger()
+        one.check_table()
         if hasattr(one.cache, "check"):
             one.cache.check()
     one.engine.settle()
@@ -64,7 +64,7 @@ def test_sharers_of_a_prefix_attend_to_it_once_over_blocks_too(over: Callable[..
         for index in range(12):
             one.ask(str(index), shared + prompt_of(20 + index, index), 30)
         finish(one)
-        assert one.runner.shares
+        assert one.runner.has_prefix_groups
         assert one.prefix.stats().hit_tokens >= 12 * (1000 // BLOCK_ROWS * BLOCK_ROWS)
         said.append([one.tokens(str(index)) for index in range(12)])
         assert said[-1][3] == one.expected(shared + prompt_of(23, 3), 30)

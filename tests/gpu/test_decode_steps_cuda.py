@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, tiny_model
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 
 __all__ = ["harness"]
 
@@ -117,7 +117,7 @@ def test_a_steady_step_takes_nothing_from_the_host(harness: Callable[..., Harnes
     one.run()
 
 
-def _copies(engine: EngineCore, num_steps: int) -> tuple[int, int]:
+def _copies(engine: Engine, num_steps: int) -> tuple[int, int]:
     """Copies from the host to the device in some steps, on the device's own record, and graphs launched."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         for _ in range(num_steps):
@@ -130,7 +130,7 @@ def _copies(engine: EngineCore, num_steps: int) -> tuple[int, int]:
 def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmmkv.server.engine.prefix_groups._LEAST_SAVED", 1)
+    monkeypatch.setattr("vmmkv.server.engine.prefix_groups._MIN_SAVED", 1)
     one = harness(model_of("qwen3"), device=DEVICE, ours=True, capture=True, slots=16, share=True, budget_pages=512)
     shared, other = prompt_of(900), prompt_of(600, 7)
     prompts = {str(own): [*shared[: 900 - 37 * (own % 2)], *prompt_of(5 + own, own)] for own in range(8)}
@@ -139,6 +139,6 @@ def test_shared_prefixes_as_one_problem_give_the_same_tokens(
     for name, prompt in prompts.items():
         one.ask(name, prompt, 60 if name != "0" else 20)
     one.run()
-    assert one.runner.shares
+    assert one.runner.has_prefix_groups
     for name, prompt in prompts.items():
         assert one.tokens(name) == one.expected(prompt, 60 if name != "0" else 20), name

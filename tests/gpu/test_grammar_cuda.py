@@ -84,8 +84,8 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabil
 def sampled_by_graphs(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step from now on in which rows decode beside a prompt, and some are not greedy: is its token half a graph?"""
     by_graphs: list[bool] = []
-    steps = one.runner.mixed_steps
-    forward, sample = steps.forward, steps.sample
+    runner = one.runner
+    forward, sample = runner.forward, runner.sample
     is_mixed = False
 
     def launched(slots: Any, lengths: Any, chunks: Any) -> Any:
@@ -93,14 +93,16 @@ def sampled_by_graphs(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[boo
         is_mixed = len(slots) > 0 and len(chunks) > 0
         return forward(slots, lengths, chunks)
 
-    def sampled(step: Any, *, greedy: bool) -> Any:
-        if is_mixed and not greedy:
-            by_graphs.append(step.samples is not None)
-        return sample(step, greedy=greedy)
+    def sampled(step: Any, masks: Any) -> Any:
+        if is_mixed and not runner._is_greedy[step.slots].all():
+            by_graphs.append(step.graph is not None)
+        return sample(step, masks)
 
-    monkeypatch.setattr(steps, "forward", launched)
-    monkeypatch.setattr(steps, "sample", sampled)
-    monkeypatch.setattr(steps, "_launch_s", float("inf"))  # a graph is never the slower one, whatever this machine takes
+    monkeypatch.setattr(runner, "forward", launched)
+    monkeypatch.setattr(runner, "sample", sampled)
+    monkeypatch.setattr(
+        runner._mixed, "_launch_s", float("inf")
+    )  # a graph is never the slower one, whatever this machine takes
     return by_graphs
 
 

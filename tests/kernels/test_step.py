@@ -12,7 +12,7 @@ from tests.kernels.test_checks import Refusal, assert_refused, meta
 from vmmkv.kernels import step
 from vmmkv.kernels.step import begin_step, end_step
 from vmmkv.server.engine import runner
-from vmmkv.server.engine.runner import StepState
+from vmmkv.server.engine.runner import DeviceState
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 
 SLOTS = 700
@@ -45,9 +45,9 @@ class Step:
         self.sampled_B = int32(torch.randint(0, 200_000, (num_rows,), generator=generator), device)
         self.sampled_B[1::5] = NOT_A_NUMBER
 
-    def on_a_cpu(self) -> StepState:
+    def on_a_cpu(self) -> DeviceState:
         """The engine's own, in the same state."""
-        state = StepState(SimpleNamespace(limit=self.limit_S.cpu()))  # type: ignore[arg-type]
+        state = DeviceState(SimpleNamespace(limit=self.limit_S.cpu()))  # type: ignore[arg-type]
         state.tokens_S.copy_(self.tokens_S)
         state.lengths_S.copy_(self.lengths_S)
         return state

@@ -64,17 +64,18 @@ def masked_in_place(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[bool]
     """Of each mask of a decode step from now on: is it applied to the very logits that the forward half has written?"""
     in_place: list[bool] = []
     written: list[torch.Tensor] = []
-    forward, apply_masks = one.runner.steps.forward, runner.apply_masks
+    forward, apply_masks = one.runner.forward, runner.apply_masks
 
-    def remembered(*arguments: Any) -> torch.Tensor:
-        written[:] = [forward(*arguments)]
-        return written[0]
+    def remembered(*arguments: Any) -> runner.Step:
+        step = forward(*arguments)
+        written[:] = [step.logits_RV]
+        return step
 
     def looked_at(logits_BV: torch.Tensor, *arguments: Any) -> None:
         in_place.append(bool(written) and logits_BV.data_ptr() == written[0].data_ptr())
         apply_masks(logits_BV, *arguments)
 
-    monkeypatch.setattr(one.runner.steps, "forward", remembered)
+    monkeypatch.setattr(one.runner, "forward", remembered)
     monkeypatch.setattr(runner, "apply_masks", looked_at)
     return in_place
 

@@ -33,7 +33,7 @@ from tests.structured_output.grammars import (
     text,
     vocabulary,
 )
-from vmmkv.server.engine.engine import EngineCore
+from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
@@ -130,7 +130,7 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone(engine: Callable
 
 def test_steps_of_others_alone_make_no_mask(engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(jump_forward, "StepMasks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jump_forward.StructuredOutputManager, "masks", lambda *arguments: calls.append(arguments))
     one = engine()
     one.ask("free", token_ids("free"), 20)
     one.run()
@@ -417,13 +417,13 @@ def test_steps_are_read_in_the_same_mode_whoever_waits_for_them(
 ) -> None:
     """What is made of tensors while a sequence ends is not bound to the mode in which a model runs."""
     modes = []
-    real = EngineCore._read
+    real = Engine.read
 
-    def seen(core: EngineCore) -> None:
+    def seen(core: Engine) -> None:
         modes.append(torch.is_inference_mode_enabled())
         real(core)
 
-    monkeypatch.setattr(EngineCore, "_read", seen)
+    monkeypatch.setattr(Engine, "read", seen)
     one = engine()
     one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123"}), want_logprobs=True)
     one.run()
