@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.adapters import flash
-from tests.adapters.hf_models import (
+from tests.adapters.models import (
     assert_same,
     deepseek,
     gemma2,
@@ -98,11 +98,19 @@ def assert_passes_agree(model: Any, pool: Pool, name: str, inputs: dict[str, tor
         torch.testing.assert_close(given, expected, atol=1e-4, rtol=0.0, msg=lambda said, other=other: f"{other}: {said}")
 
 
-CASES = [(f"flash_attention_{version}", kind) for version in flash.VERSIONS for kind in (MODELS if version == 2 else PLAIN)]
+def _marks(kind: str, padding: str) -> list[pytest.MarkDecorator]:
+    return [] if kind == "full" and padding != "right" else [pytest.mark.nightly]
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize(("name", "kind"), CASES)
+CASES = [
+    pytest.param(f"flash_attention_{version}", kind, padding, marks=_marks(kind, padding))
+    for version in flash.VERSIONS
+    for kind in (MODELS if version == 2 else PLAIN)
+    for padding in ("none", "left", "right")
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "padding"), CASES)
 def test_each_pass_has_the_logits_of_transformers_own_cache_and_of_eager(
     package: flash.Flash, name: str, pool: Pool, kind: str, padding: str
 ) -> None:
@@ -114,6 +122,7 @@ def test_each_pass_has_the_logits_of_transformers_own_cache_and_of_eager(
     assert called == {"flash_attn_func"} if padding == "none" else "flash_attn_varlen_func" in called
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.usefixtures("package")
 def test_the_tokens_are_those_of_transformers_own_cache_and_of_sdpa(name: str, pool: Pool, kind: str) -> None:
@@ -126,6 +135,7 @@ def test_the_tokens_are_those_of_transformers_own_cache_and_of_sdpa(name: str, p
                 assert generated(model, cache, inputs, **options) == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["full", "sliding and full, head size 256"])
 def test_every_way_to_generate(monkeypatch: pytest.MonkeyPatch, pool: Pool, kind: str, way: str) -> None:
@@ -136,6 +146,7 @@ def test_every_way_to_generate(monkeypatch: pytest.MonkeyPatch, pool: Pool, kind
         assert_same(model, pool, inputs, **WAYS[way])
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("package")
 def test_half_precision_which_the_packages_are_for(name: str, pool: Pool) -> None:
     model = llama().to(torch.bfloat16)
@@ -150,7 +161,10 @@ def test_attention_sinks_go_to_a_package_that_has_them(monkeypatch: pytest.Monke
     assert_passes_agree(gpt_oss(), pool, "flash_attention_4", batch(padding), "eager")
 
 
-@pytest.mark.parametrize("make", [llama, lambda: gemma3(16)], ids=["full", "sliding and full"])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(llama, id="full"), pytest.param(lambda: gemma3(16), marks=pytest.mark.nightly, id="sliding and full")],
+)
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_rows_are_read_where_they_lie_unless_transformers_unpads_them(
     package: flash.Flash, name: str, pool: Pool, make: Any, padding: str
@@ -206,6 +220,7 @@ SPOILED: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 @pytest.mark.parametrize("what", SPOILED)
 def test_the_comparison_sees_rows_and_counts_that_are_wrong(

@@ -1,18 +1,24 @@
-"""What is mapped, shared, copied and given back under a VmmCache."""
+"""One batch of a VmmCache: what is mapped, shared, copied and given back, and how rows are written."""
 
 import copy
 import re
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from tests.adapters.hf_models import gemma3, generated, llama, mistral, prompts, wide_llama
-from vmmkv import MIB, OutOfPages, Pool, RowsUnmapped
+from tests.adapters.models import assert_same, gemma3, generated, gpt_neox, llama, mistral, prompts, wide_llama
+from vmmkv import GIB, MIB, KVCache, LayoutError, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
-from vmmkv.adapters.transformers.batch import BatchRows
+from vmmkv.adapters.transformers import batch as batch_module
+from vmmkv.adapters.transformers.batch import Batch, BatchRows, Lineage
 from vmmkv.units import PAGE_BYTES
+
+# memory
 
 PAGE_TOKENS = 32
 """Of `wide_llama`."""
@@ -425,3 +431,337 @@ def test_a_batch_shrinks_by_one_row_at_a_time(pool: Pool) -> None:
         for size in range(9, 0, -1):
             cache.batch_select_indices(torch.arange(size))
             forward(model, cache, ids_of(*range(size), num_tokens=1))
+
+
+# a batch that is repeated, selected and reordered
+
+
+def random_ids(generator: torch.Generator, batch: int, num_tokens: int) -> torch.Tensor:
+    return torch.randint(1, 199, (batch, num_tokens), generator=generator)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 12))])
+@pytest.mark.parametrize("make", [wide_llama, lambda: gemma3(16)], ids=["full", "hybrid"])
+def test_any_order_of_calls_gives_the_same_logits(pool: Pool, make: Any, seed: int) -> None:
+    model = make()
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(high: int, count: int = 1) -> list[int]:
+        return torch.randint(0, high, (count,), generator=generator).tolist()
+
+    with VmmCache(model.config, pool) as ours, torch.inference_mode():
+        own = DynamicCache(config=model.config)
+        own.activate_past_recording()
+        ours.activate_past_recording()
+        ids = random_ids(generator, 2, 40)
+        for _ in range(25):
+            logits = [model(ids, past_key_values=cache).logits for cache in (ours, own)]
+            assert torch.allclose(*logits, atol=1e-4)
+            batch, call, removed = len(ids), choose(6)[0], choose(ids.shape[1])[0]
+            arguments: Any = torch.tensor(choose(batch, batch))
+            name, after = "reorder_cache", batch
+            if call == 0 and batch < 6:
+                arguments, name, after = 2, "batch_repeat_interleave", 2 * batch
+            elif call == 1 and batch > 1:
+                arguments, name, after = arguments[1:], "batch_select_indices", batch - 1
+            for cache in (ours, own):
+                cache.crop(-removed)
+                if call < 4:
+                    getattr(cache, name)(arguments)
+            assert ours.get_seq_length() == own.get_seq_length()
+            assert ours.get_mask_sizes(3, 0) == own.get_mask_sizes(3, 0)
+            ours.check()
+            ids = random_ids(generator, after if call < 4 else batch, choose(3)[0] + 1)
+
+
+def test_a_mask_selects_rows_too(pool: Pool) -> None:
+    model = wide_llama()
+    with VmmCache(model.config, pool) as cache, torch.inference_mode():
+        model(random_ids(torch.Generator().manual_seed(0), 3, 40), past_key_values=cache)
+        kept = cache.states(1)[0].clone()
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+        assert torch.equal(cache.states(1)[0], kept[[0, 2]])
+
+
+def test_beams_know_how_far_they_are_the_same() -> None:
+    lineage = Lineage.of_prompts([0, 0, 0]).settle(10, forked=True)
+    lineage = lineage.select([0, 0, 2]).settle(13, forked=False)  # 1 goes on from 0
+    assert lineage.common[0, 1] == 13 and lineage.common[0, 2] == lineage.common[1, 2] == 10
+    moves = lineage.select([1, 0, 2]).moves()
+    assert moves is not None and (moves.sources, moves.targets, moves.first_token) == ([1, 0], [0, 1], 13)
+    moves = lineage.select([0, 1, 1]).moves()
+    assert moves is not None and (moves.sources, moves.targets, moves.first_token) == ([1], [2], 10)
+
+
+def test_rows_of_other_prompts_are_forked_and_not_copied() -> None:
+    lineage = Lineage.of_prompts([0, 0, 1, 1]).settle(10, forked=True)
+    assert lineage.select([0, 1, 1, 3]).moves() is None  # row 2 has nothing in common with row 1, and its pages are shared
+    assert Lineage.of_prompts([0, 1]).select([1, 0]).moves() is not None  # nobody else holds these
+
+
+def test_cut_rows_are_not_in_common_any_more() -> None:
+    lineage = Lineage.of_prompts([0, 0]).settle(10, forked=True).cut(7)
+    assert (lineage.common[0, 1], lineage.own_from) == (7, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_order_of_a_sum_makes_no_other_prompt(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs, weights = torch.randn(1500, 512), torch.randn(512, 64)
+    whole, halves = inputs @ weights, inputs[:, :256] @ weights[:256] + inputs[:, 256:] @ weights[256:]
+    assert not torch.equal(whole, halves)
+    states = torch.stack([whole, halves, whole.roll(1, 0)]).to(dtype).unflatten(-1, (2, 32)).transpose(1, 2)
+    assert batch_module.prompts(states, states) == [0, 0, 1]
+    other = states.clone()
+    other[1, :, 700] = states[1, :, 701]  # one token of them all
+    assert batch_module.prompts(other, other) == [0, 1, 2]
+    assert batch_module.prompts(states, other) == [0, 1, 2]
+    assert batch_module.agree(states, states, [0, 0, 1]) and not batch_module.agree(states, states, [0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_that_differs_by_more_than_rounding_makes_another_prompt(dtype: torch.dtype) -> None:
+    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(2, 1, 1, 1)
+    assert batch_module.prompts(states, states) == [0, 0]
+    other = states.clone()
+    other[1, 3, 17, 5] += 0.2
+    assert batch_module.prompts(other, states) == batch_module.prompts(states, other) == [0, 1]
+
+
+def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
+    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(2, 1, 1, 1)
+    for every, expected in ((32, [0, 0]), (4, [0, 1])):
+        other = states.clone()
+        other[1, :, :, ::every] *= 1 + 2**-7
+        assert batch_module.prompts(states, other) == expected
+
+
+class Temporaries(TorchDispatchMode):
+    """The most memory that what torch made within takes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor) and not func.is_view and made is not (args[0] if args else None):
+            self._made.append(weakref.ref(made))
+        alive = [tensor for tensor in (ref() for ref in self._made) if tensor is not None]
+        self._made = [weakref.ref(tensor) for tensor in alive]
+        self.most_bytes = max(self.most_bytes, sum(tensor.untyped_storage().nbytes() for tensor in alive))
+        return made
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_prompts_are_compared_in_little_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(8, 1, 1, 1)
+    states[5:, :, 150] += 0.3
+    for most_bytes in (2 * MIB, 5000):  # less than one token of all pairs takes
+        monkeypatch.setattr(batch_module, "_MOST_BYTES", most_bytes)
+        with Temporaries() as temporaries:
+            assert batch_module.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
+            assert batch_module.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
+        assert most_bytes / 4 < temporaries.most_bytes < 1.05 * most_bytes
+
+
+def test_a_batch_of_many_prompts_takes_no_more() -> None:
+    states = torch.randn(1, 8, 128, 128).bfloat16().expand(64, -1, -1, -1)
+    with Temporaries() as temporaries:
+        assert batch_module.prompts(states, states) == [0] * 64
+    assert temporaries.most_bytes < 64 * MIB
+
+
+SLOW = {"rope_type": "default", "rope_theta": 1e6}
+"""A rotary embedding as of Qwen: most of its turns are lost in the rounding of bfloat16."""
+
+
+@pytest.mark.parametrize("make", [lambda: llama(head_dim=128, rope_parameters=SLOW), gpt_neox], ids=["slow", "a quarter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_tokens_at_other_positions_are_other_prompts(pool: Pool, make: Any, dtype: torch.dtype) -> None:
+    model = make().to(dtype)
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(6, -1)
+    positions = torch.arange(1, 21).repeat(6, 1)
+    positions[2:4] -= 1  # as behind a pad
+    positions[4:, 7:] += 1
+    with VmmCache(model.config, pool, max_tokens=4096) as cache, torch.inference_mode():
+        model(ids, past_key_values=cache, position_ids=positions)
+        assert cache._batch._lineage is not None and cache._batch._lineage.parents == (0, 0, 1, 1, 2, 2)
+
+
+def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> None:
+    model = llama(initializer_range=0.3)
+
+    def steer(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.tensor([0.0, 3.0])[:, None, None]
+
+    model.model.layers[1].mlp.register_forward_hook(steer)
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(2, -1)
+    own = DynamicCache(config=model.config)
+    with VmmCache(model.config, pool, share_prompts=False) as cache, torch.inference_mode():
+        for each in (own, cache):
+            model(ids, past_key_values=each)
+        for layer in range(4):
+            assert torch.equal(cache.states(layer)[0], own.layers[layer].keys)
+        with copy.deepcopy(cache) as other:
+            other.reset()
+            model(ids, past_key_values=other)
+            assert torch.equal(other.states(3)[0], own.layers[3].keys)
+
+
+def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    indices = Batch._indices_of
+    model = llama()
+    ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(2, -1)
+
+    def spy(self: Batch, *arguments: Any) -> Any:
+        sent.append(id(indices(self, *arguments).leaders))
+        return indices(self, *arguments)
+
+    monkeypatch.setattr(Batch, "_indices_of", spy)
+    with VmmCache(model.config, pool) as cache, torch.inference_mode():
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache)
+    assert len(sent) == 12 and len(set(sent)) == 1
+
+
+# how rows are written
+
+
+class Calls(TorchDispatchMode):
+    """What torch is asked for within, views among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def far_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written as where torch would split a copy."""
+    monkeypatch.setattr(batch_module, "splits_a_copy", lambda device, span_bytes: True)
+
+
+def append(cache: VmmCache, num_layers: int, num_tokens: int, batch: int = 8) -> None:
+    """A pass of random keys and values."""
+    for layer in range(num_layers):
+        cache.update(*torch.randn(2, batch, 2, num_tokens, 32), layer)
+
+
+def calls_of_a_step(pool: Pool, num_layers: int) -> Counter[str]:
+    with VmmCache(llama(num_hidden_layers=num_layers).config, pool) as cache, torch.inference_mode():
+        for num_tokens in (5, 1):
+            append(cache, num_layers, num_tokens)
+        k, v = torch.randn(2, 8, 2, 1, 32)
+        with Calls() as calls:
+            for layer in range(num_layers):
+                cache.update(k, v, layer)
+    return calls.names
+
+
+def test_a_layer_of_a_step_calls_torch_twice(pool: Pool) -> None:
+    few, many = calls_of_a_step(pool, 4), calls_of_a_step(pool, 12)
+    assert many - few == Counter(copy_=2 * 8)
+    assert few.total() < 2 * 4 + 10
+
+
+def test_rows_that_are_far_apart_are_written_by_one_call_for_all_slots(pool: Pool, far_slots: None) -> None:
+    calls = calls_of_a_step(pool, 4)
+    assert calls["index_copy_"] == 2 * 4 and calls["copy_"] == calls["arange"] == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "span_bytes", "splits"),
+    [("cuda:0", 2**31 + 1, True), ("cuda:0", 2**31, False), ("cpu", 2**40, False)],
+)
+def test_torch_splits_a_copy_past_offsets_of_32_bits_on_a_gpu(device: str, span_bytes: int, splits: bool) -> None:
+    assert batch_module.splits_a_copy(torch.device(device), span_bytes) is splits
+
+
+@pytest.mark.parametrize(("max_tokens", "span_bytes"), [(2**16, 4 * GIB + 2**16), (2**10, 2**26 + 2**16)])
+def test_the_span_is_from_the_first_slots_row_to_the_last_ones(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, max_tokens: int, span_bytes: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(batch_module, "splits_a_copy", lambda device, span_bytes: bool(asked.append(span_bytes)))
+    with VmmCache(wide_llama().config, pool, max_tokens=max_tokens, slots=6) as cache, torch.inference_mode():
+        for layer in range(4):
+            cache.update(*torch.randn(2, 2, 4, 3, 512), layer)
+    assert asked == [span_bytes]
+
+
+@pytest.mark.parametrize(
+    "make", [llama, wide_llama, lambda: mistral(16), lambda: gemma3(16)], ids=["full", "wide", "sliding", "hybrid"]
+)
+def test_far_rows_are_those_of_transformers_own_cache(pool: Pool, make: Any, far_slots: None) -> None:
+    assert_same(make(), pool, prompts(45, 20, 3))
+    assert_same(make(), pool, prompts(45), num_beams=3, prefill_chunk_size=7)  # of which windows drop some
+
+
+def test_far_rows_are_written_under_any_mode(pool: Pool, far_slots: None) -> None:
+    model = llama().requires_grad_(False)
+    expected = generated(model, None, prompts(9), max_new_tokens=3)
+    with VmmCache(model.config, pool) as cache:
+        ids = prompts(9)["input_ids"]
+        for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+            with mode:
+                chosen = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, chosen.clone()], dim=1)
+        assert ids.tolist() == expected
+
+
+class IndicesByStream(TorchDispatchMode):
+    """Which index tensors are read on which stream. They are kept, so that each is known again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream: Any = "first"
+        self.read: list[tuple[torch.Tensor, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("index_copy_", "index_select"):
+            self.read.append((args[2], self.stream))
+        return func(*args, **kwargs or {})
+
+
+def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, far_slots: None
+) -> None:
+    """Another one might read it before it is written, or after its memory was given to somebody else."""
+    recorded: list[Any] = []
+    monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
+    with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
+        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
+        for layer in range(4):
+            cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
+        for stream in ("first", "second", "second", "first", "third"):
+            indices.stream = stream
+            cache.states(2)
+        for stream in ("third", "second", "first"):
+            indices.stream = stream
+            append(cache, 4, 1)
+        cache.reset()
+    streams_of: dict[int, set[str]] = {}
+    for index, stream in indices.read:
+        streams_of.setdefault(index.untyped_storage()._cdata, set()).add(stream)
+    assert {stream for streams in streams_of.values() for stream in streams} == {"first", "second", "third"}
+    assert all(len(streams) == 1 for streams in streams_of.values())
+    assert set(recorded) == {"first", "second", "third"}
+
+
+def test_far_rows_of_another_kind_are_refused(pool: Pool, far_slots: None) -> None:
+    with VmmCache(llama().config, pool) as cache, torch.inference_mode():
+        append(cache, 4, 3)
+        k, v = torch.randn(2, 8, 2, 1, 32)
+        for keys, values in ((k.half(), v), (k, v.half()), (k[:, :1], v), (k, v[..., :16]), (k.to("meta"), v)):
+            with pytest.raises(LayoutError, match=r"layer 2 gives .* and its rows are \[8, 2, 1, 32\] torch\.float32 on cpu"):
+                cache.update(keys, values, 2)
+        append(cache, 4, 1)
+        assert cache.get_seq_length() == 4

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.adapters import flash
-from tests.adapters.hf_models import (
+from tests.adapters.models import (
     assert_attention_is_sdpas,
     assert_same,
     gemma3,

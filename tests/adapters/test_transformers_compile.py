@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
 
-from tests.adapters.hf_models import deepseek, gemma3, gemma4, gpt_oss, llama, prompts
+from tests.adapters.models import deepseek, gemma3, gemma4, gpt_oss, llama, prompts
 from vmmkv import Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers.attention import DeclinedWarning
@@ -39,7 +39,13 @@ def steps(model: Any, call: Any, cache: Any, count: int = 20) -> tuple[list[list
     return answer, logits
 
 
-@pytest.mark.parametrize("make", [lambda: llama(num_hidden_layers=2), lambda: gemma3(16)], ids=["full", "sliding and full"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: llama(num_hidden_layers=2), id="full"),
+        pytest.param(lambda: gemma3(16), marks=pytest.mark.nightly, id="sliding and full"),
+    ],
+)
 def test_twenty_steps_are_one_graph_and_give_the_eager_tokens(pool: Pool, make: Any) -> None:
     model, counter = make(), CompileCounter()
     model.set_attn_implementation("vmmkv")
@@ -58,6 +64,7 @@ def test_twenty_steps_are_one_graph_and_give_the_eager_tokens(pool: Pool, make: 
     assert counter.frame_count == 1, "over windows' ends, batches and caches"
 
 
+@pytest.mark.nightly
 def test_without_asking_for_any_length_one_graph_more_is_made(pool: Pool) -> None:
     model, counter = llama(num_hidden_layers=1), CompileCounter()
     model.set_attn_implementation("vmmkv")
@@ -66,6 +73,7 @@ def test_without_asking_for_any_length_one_graph_more_is_made(pool: Pool) -> Non
     assert counter.frame_count == 2, "one of the first length, and one of all"
 
 
+@pytest.mark.nightly
 def test_what_a_compiler_may_rearrange_keeps_the_rows(pool: Pool) -> None:
     """By AOTAutograd, which makes the graph functional and drops what nobody reads."""
     model = llama(num_hidden_layers=2)
@@ -95,6 +103,7 @@ def test_a_padded_batch_is_one_graph_too(pool: Pool) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.nightly
 def test_transformers_own_cache_is_compiled_too(pool: Pool) -> None:
     model = llama(num_hidden_layers=1)
     model.set_attn_implementation("vmmkv")
@@ -113,7 +122,7 @@ def test_errors_come_out_of_the_graph(pool: Pool) -> None:
         assert cache.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_a_pass_whose_output_nobody_reads_keeps_its_rows(pool: Pool, backend: str) -> None:
     model = llama(num_hidden_layers=2)
     model.set_attn_implementation("vmmkv")
@@ -126,8 +135,11 @@ def test_a_pass_whose_output_nobody_reads_keeps_its_rows(pool: Pool, backend: st
         assert cache.get_seq_length() == 10
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("of_the_first", [False, True], ids=["the same token", "the next token"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "of_the_first",
+    [pytest.param(False, id="the same token"), pytest.param(True, marks=pytest.mark.nightly, id="the next token")],
+)
 def test_a_second_pass_in_a_graph_is_refused(pool: Pool, backend: str, of_the_first: bool) -> None:
     """It would have the positions of the first."""
     model = llama(num_hidden_layers=2)
@@ -145,6 +157,7 @@ def test_a_second_pass_in_a_graph_is_refused(pool: Pool, backend: str, of_the_fi
         model(IDS[:, :1], past_key_values=cache)
 
 
+@pytest.mark.nightly
 def test_what_is_more_than_causal_attention_is_not_compiled(pool: Pool) -> None:
     model = llama(num_hidden_layers=1)
     model.set_attn_implementation("vmmkv")
@@ -170,6 +183,7 @@ def test_what_is_more_than_causal_attention_is_not_compiled(pool: Pool) -> None:
         assert cache.get_seq_length() == 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "make", [lambda: gemma4(16), lambda: deepseek(num_hidden_layers=2)], ids=["read what others keep", "expand what they keep"]
 )
@@ -182,6 +196,7 @@ def test_a_model_whose_layers_do_more_than_attend_breaks_its_graph(pool: Pool, m
         assert steps(model, torch.compile(model, backend="eager", dynamic=True), cache, 3)[0] == expected
 
 
+@pytest.mark.nightly
 def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing in the configuration says so."""
     model = deepseek(num_hidden_layers=2)
@@ -193,6 +208,7 @@ def test_keys_that_a_model_changes_before_it_attends_are_named(pool: Pool, monke
             torch.compile(model, backend="eager", dynamic=True)(IDS[:, :1], past_key_values=cache)
 
 
+@pytest.mark.nightly
 def test_a_graph_over_transformers_own_cache_has_latents_and_sinks_too() -> None:
     for model in (deepseek(num_hidden_layers=2), gpt_oss()):
         model.set_attn_implementation("vmmkv")

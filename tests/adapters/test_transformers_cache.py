@@ -1,0 +1,436 @@
+"""Token for token what transformers' own cache gives, in every way to generate."""
+
+import copy
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BloomConfig,
+    DynamicCache,
+    Mamba2Config,
+    Qwen3NextConfig,
+)
+
+from tests.adapters.models import assert_same, deepseek, gemma3, gemma4, generated, llama, mistral, prompts, wide_llama
+from vmmkv import MIB, Closed, DriverError, KVCache, LayoutError, Pool, SequenceTooLong
+from vmmkv.adapters.transformers import VmmCache
+from vmmkv.adapters.transformers import batch as batch_module
+
+# the same tokens
+
+MODELS = {
+    "grouped": llama,
+    "multi-head": lambda: llama(num_key_value_heads=4),
+    "multi-query": lambda: llama(num_key_value_heads=1),
+    "pages of 32 tokens": wide_llama,
+    "sliding": lambda: mistral(16),
+    "sliding and full, head size 256": lambda: gemma3(16),
+}
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "four beams": {"num_beams": 4},
+    "three answers": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "chunks, then beams": {"prefill_chunk_size": 7, "num_beams": 3},
+}
+
+
+def nightly_but(names: Iterable[str], by_default: Iterable[str]) -> list[Any]:
+    """Parameters, all but a few of which run nightly."""
+    return [pytest.param(name, marks=() if name in by_default else pytest.mark.nightly) for name in names]
+
+
+@pytest.fixture(scope="module", params=nightly_but(MODELS, ("grouped", "sliding and full, head size 256")))
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+@pytest.mark.parametrize("way", nightly_but(WAYS, ("four beams", "prompt lookup", "chunks, then beams")))
+def test_the_tokens_are_those_of_transformers_own_cache(model: Any, pool: Pool, way: str) -> None:
+    inputs = prompts(45)
+    inputs["input_ids"][:, 20:40] = inputs["input_ids"][:, :20]  # so that prompt lookup finds something
+    assert_same(model, pool, inputs, **WAYS[way])
+
+
+def test_eight_prompts_padded_on_the_left(model: Any, pool: Pool) -> None:
+    assert_same(model, pool, prompts(45, 3, 17, 40, 1, 29, 44, 8))
+
+
+def test_beams_of_several_padded_prompts(model: Any, pool: Pool) -> None:
+    assert_same(model, pool, prompts(37, 12, 25), num_beams=4, num_return_sequences=2)
+
+
+@pytest.mark.parametrize("make", [deepseek, lambda: gemma4(16)], ids=["keys wider than values", "head sizes by window"])
+def test_layers_of_other_shapes(pool: Pool, make: Any) -> None:
+    model = make()
+    assert_same(model, pool, prompts(40, 23))
+    assert_same(model, pool, prompts(40), num_beams=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["grouped", "sliding and full, head size 256"])
+def test_three_thousand_tokens_in_chunks(pool: Pool, name: str) -> None:
+    assert_same(MODELS[name](), pool, prompts(3000), prefill_chunk_size=512, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_every_attention_reads_the_strided_views(pool: Pool, attention: str) -> None:
+    for make in (llama, lambda: gemma3(16)):
+        model = make()
+        model.set_attn_implementation(attention)
+        assert_same(model, pool, prompts(33, 20))
+
+
+def test_half_precision_keeps_its_type(pool: Pool) -> None:
+    assert_same(llama().to(torch.bfloat16), pool, prompts(33, 20))
+
+
+def test_a_chat_goes_on_from_the_rows_of_the_last_turn(model: Any, pool: Pool) -> None:
+    ours, own = VmmCache(model.config, pool), DynamicCache(config=model.config)
+    with ours:
+        ids = prompts(20)["input_ids"]
+        for turn in range(3):
+            mask = torch.ones_like(ids)
+            answers = [generated(model, cache, {"input_ids": ids, "attention_mask": mask}) for cache in (ours, own)]
+            assert answers[0] == answers[1]
+            assert ours.get_seq_length() == own.get_seq_length() == len(answers[0][0]) - 1
+            ids = torch.cat([torch.tensor(answers[0]), prompts(9, seed=turn)["input_ids"]], dim=1)
+        ours.check()
+
+
+def test_a_draft_models_tokens_are_taken_back(pool: Pool) -> None:
+    draft = llama(num_hidden_layers=1)
+    assert_same(gemma3(16), pool, prompts(30), assistant_model=draft)
+
+
+@pytest.mark.nightly
+def test_smollm2_in_every_way(smollm2: Path, pool: Pool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = ["The colours of the rainbow are red, orange,", "Once upon a time"]
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    options = {"pad_token_id": tokenizer.pad_token_id, "max_new_tokens": 12}
+    assert_same(model, pool, inputs, **options)
+    assert_same(model, pool, inputs, num_beams=3, **options)
+    first = {name: tensor[:1] for name, tensor in inputs.items()}
+    assert_same(model, pool, first, prompt_lookup_num_tokens=3, **options)
+    few = options | {"max_new_tokens": 6}
+    for way in ({"num_beams": 4}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 3}):
+        assert_same(model, pool, inputs, **few, **way)
+    texts += [
+        "Hello",
+        "Water boils at",
+        "She counted one, two, three,",
+        "In",
+        "The capital of France is",
+        "A, B, C, D, E, F, G,",
+    ]
+    assert_same(model, pool, dict(tokenizer(texts, return_tensors="pt", padding=True)), **few)
+
+
+# what is refused
+
+IDS = torch.randint(1, 199, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return llama()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(), "bart is an encoder and a decoder"),
+        (Qwen3NextConfig(num_hidden_layers=4), r"LinearAttentionLayer in layers 0, 1, 2\. .*use DynamicCache"),
+        (Mamba2Config(num_hidden_layers=2), "mamba2 keeps more than keys and values by token: .* in layers 0, 1"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(pool: Pool, config: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        VmmCache(config, pool)
+
+
+def test_arguments_of_other_kinds_are_refused(pool: Pool, small: Any) -> None:
+    with pytest.raises(TypeError, match=r"such as model\.config"):
+        VmmCache(small, pool)
+    with pytest.raises(TypeError, match="takes a Pool"):
+        VmmCache(small.config, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        VmmCache(small.config, pool, max_tokens=0)
+    with pytest.raises(ValueError, match="give max_tokens"):
+        VmmCache(BloomConfig(), pool)
+
+
+def test_a_closed_pool_is_refused_when_the_cache_is_made(small: Any) -> None:
+    with Pool("cpu", budget_bytes=64 * MIB) as pool:
+        pass
+    with pytest.raises(Closed, match="the pool of this VmmCache is closed"):
+        VmmCache(small.config, pool)
+
+
+def test_a_pool_that_was_closed_is_said_by_whatever_needs_it(small: Any) -> None:
+    with Pool("cpu", budget_bytes=64 * MIB) as pool:
+        cache = VmmCache(small.config, pool)
+        with torch.no_grad():
+            small(IDS, past_key_values=cache)
+    zeros = torch.zeros(2, 2, 1, 32)
+    for use in (
+        lambda: small(IDS[:, :1], past_key_values=cache),
+        lambda: generated(small, cache, prompts(20)),
+        lambda: cache.update(zeros, zeros, 0),
+        lambda: cache.states(0),
+        lambda: cache.layers[0].keys,
+        cache.reset,
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+        lambda: copy.deepcopy(cache),
+    ):
+        with torch.no_grad(), pytest.raises(Closed, match=r"^the pool of this VmmCache is closed; make another"):
+            use()
+    assert cache.get_seq_length() == 9
+    assert repr(cache) == "<VmmCache on cpu, closed>"
+    cache.close()
+    with pytest.raises(Closed, match=r"^this VmmCache is closed; make another"):
+        cache.reset()
+
+
+def test_gradients_are_refused(pool: Pool) -> None:
+    small = llama()
+    with VmmCache(small.config, pool) as cache:
+        with pytest.raises(NotImplementedError, match=r"torch\.no_grad\(\)"):
+            small(IDS, past_key_values=cache)
+        with torch.no_grad():
+            small(IDS, past_key_values=cache)
+        with torch.inference_mode():
+            small(IDS[:, :1], past_key_values=cache)
+        with torch.no_grad():
+            small(IDS[:, :2], past_key_values=cache)
+        small.requires_grad_(False)
+        small(IDS[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 13
+
+
+def test_another_batch_is_refused(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        small(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"a batch of 2, and the model computes one of 1: reset\(\)"):
+            small(IDS[:1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"rows \[0, 2\] of a batch of 2"):
+            cache.reorder_cache(torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_pass_without_a_new_token_is_refused_and_reset_begins_anew(pool: Pool, small: Any, size: int) -> None:
+    """Of a prompt that is half as long as what the cache holds, transformers leaves nothing to compute."""
+    other = {"input_ids": IDS[:1, :5].repeat(size, 1)}
+    with VmmCache(small.config, pool) as cache:
+        generated(small, cache, {"input_ids": IDS}, min_new_tokens=5, max_new_tokens=5)
+        with pytest.raises(ValueError, match=r"batch of 2 with 13 tokens each.* reset\(\) begins anew.* give all 13 tokens"):
+            generated(small, cache, other)
+        cache.check()
+        cache.reset()
+        assert len(generated(small, cache, other)) == size
+
+
+def test_another_model_is_refused(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        small(IDS, past_key_values=cache)
+        with pytest.raises(LayoutError, match=r"gives \[2, 1, 9, 32\] torch.float32 .*rows are \[2, 2, 9, 32\]"):
+            llama(num_key_value_heads=1)(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="layer 4 keeps no keys"):
+            cache.update(torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 1, 32), 4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5000])
+def test_a_layer_with_other_tokens_than_the_first_is_refused(pool: Pool, small: Any, num_tokens: int) -> None:
+    states, others = torch.randn(2, 2, 3, 32), torch.randn(2, 2, num_tokens, 32)
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        with pytest.raises(LayoutError, match=f"keys of 2 rows with 3 tokens and values of 2 with {num_tokens}"):
+            cache.update(states, others, 0)
+        for tokens in (3, 6):
+            cache.update(states, states, 0)
+            for keys, values in ((others, others), (states, others), (others, states), (states[:1], states[:1])):
+                with pytest.raises(LayoutError, match=r"layer 1 gives .* this pass is one of 2 with 3"):
+                    cache.update(keys, values, 1)
+            for layer in range(1, 4):
+                cache.update(states, states, layer)
+            assert cache.get_seq_length() == tokens
+
+
+def test_a_first_pass_that_failed_does_not_say_the_shapes(pool: Pool, small: Any) -> None:
+    states = torch.randn(2, 2, 4, 32)
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        cache.update(states.half(), states, 0)
+        with pytest.raises(LayoutError, match="one shape and type"):
+            cache.update(states, states, 1)
+        cache.reset()
+        small(IDS, past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        cache.check()
+        cache.reset()
+        with pytest.raises(LayoutError, match="another model wants"):
+            cache.update(states.half(), states, 0)
+
+
+def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool, max_tokens=2**30) as cache, torch.no_grad():
+        with pytest.raises(DriverError, match=r"64 slots of max_tokens=1073741824 take 128.0 TiB.* max_tokens=134217728\)"):
+            small(IDS, past_key_values=cache)
+        assert cache.batch_size == -1
+
+
+def test_a_stream_that_another_one_follows_is_waited_for(pool: Pool, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    streams: list[Any] = ["first", "first", "second"]
+    monkeypatch.setattr(KVCache, "record_stream", lambda _, stream: recorded.append(stream))
+    monkeypatch.setattr(batch_module, "_current_stream", lambda _: streams[0])
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        for expected in ([], [], ["first", "second"]):
+            small(IDS, past_key_values=cache)
+            assert recorded == expected
+            streams = streams[1:] or streams
+        streams = ["third"]
+    assert recorded == ["first", "second", "second", "third"]  # what is closed there waits too
+
+
+def test_a_cache_or_a_copy_that_is_not_closed_says_so(pool: Pool, small: Any) -> None:
+    with (
+        Pool("cpu", 64 * MIB, driver=pool.driver) as tight,
+        VmmCache(small.config, tight) as cache,
+        torch.no_grad(),
+    ):
+        small(IDS, past_key_values=cache)
+        other = copy.deepcopy(cache)
+        with pytest.warns(ResourceWarning, match="VmmCache on cpu: a batch of 2 .* was not closed"):
+            del other
+            gc.collect()
+
+
+def test_a_pass_that_failed_is_taken_back(pool: Pool, small: Any) -> None:
+    with (
+        VmmCache(small.config, pool) as cache,
+        VmmCache(small.config, pool) as other,
+        torch.no_grad(),
+    ):
+        for each in (cache, other):
+            small(IDS, past_key_values=each)
+        states = torch.randn(2, 2, 3, 32)
+        for layer in range(2):
+            cache.update(states, states, layer)
+        assert [cache.get_seq_length(layer) for layer in range(4)] == [12, 12, 9, 9]
+        for refused in (lambda: cache.update(states, states, 0), lambda: cache.reorder_cache(torch.tensor([0, 1]))):
+            with pytest.raises(RuntimeError, match=r"crop\(0\) takes"):
+                refused()
+        cache.crop(0)
+        cache.check()
+        more = IDS[:, :4]
+        assert torch.equal(small(more, past_key_values=cache).logits, small(more, past_key_values=other).logits)
+
+
+def test_too_many_tokens_are_refused_before_any_is_written(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool, max_tokens=10) as cache, torch.no_grad():
+        small(IDS, past_key_values=cache)
+        with pytest.raises(SequenceTooLong, match="max_tokens=10"):
+            small(IDS[:, :2], past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        small(IDS[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("removed", [1, -10])
+def test_a_crop_is_told_how_many_tokens_to_remove(pool: Pool, small: Any, removed: int) -> None:
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        small(IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="minus the number of tokens to remove, of 9"):
+            cache.crop(removed)
+
+
+def test_there_is_nothing_to_see_before_the_first_token(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool) as cache:
+        assert cache.layers[0].keys is None and not cache.is_initialized
+        with pytest.raises(ValueError, match="no tokens yet"):
+            cache.states(0)
+        cache.crop(0)
+        cache.reorder_cache(torch.tensor([], dtype=torch.long))
+        cache.batch_repeat_interleave(3)
+        with copy.deepcopy(cache) as other:
+            assert other.get_mask_sizes(5, 0) == (5, 0)
+        with torch.no_grad():
+            small(IDS, past_key_values=cache)
+        assert cache.is_initialized
+
+
+def test_it_can_be_iterated_as_a_dynamic_cache(pool: Pool) -> None:
+    small = gemma3(4)
+    own = DynamicCache(config=small.config)
+    with VmmCache(small.config, pool) as cache, torch.no_grad():
+        assert [each[:2] for each in cache] == [(None, None)] * 4
+        for each in (cache, own):
+            small(IDS, past_key_values=each)
+        for ours, theirs in zip(cache, own, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert [window is None for _, _, window in cache] == [False] * 3 + [True]
+
+
+def test_layers_refer_to_the_cache(pool: Pool, small: Any) -> None:
+    with VmmCache(small.config, pool) as cache:
+        for call in (cache.layers[0].crop, cache.layers[0].reorder_cache, cache.layers[0].reset):
+            with pytest.raises(NotImplementedError, match="call this on the cache"):
+                call()
+        with pytest.raises(NotImplementedError, match="device 'cpu'"):
+            cache.layers[0].offload()
+        with pytest.raises(NotImplementedError, match="as tokens come"):
+            cache.layers[0].lazy_initialization(None, None)
+
+
+def test_a_closed_cache_says_so(pool: Pool, small: Any) -> None:
+    cache = VmmCache(small.config, pool)
+    with torch.no_grad():
+        small(IDS, past_key_values=cache)
+        assert repr(cache) == "<VmmCache on cpu: a batch of 2 with 9 tokens each>"
+        cache.close()
+        cache.close()
+        assert repr(cache) == "<VmmCache on cpu, closed>"
+        with pytest.raises(Closed, match="make another"):
+            small(IDS, past_key_values=cache)
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_breaks_its_graph_at_the_cache(pool: Pool) -> None:
+    small = llama(num_hidden_layers=1)
+    with (
+        VmmCache(small.config, pool) as cache,
+        VmmCache(small.config, pool) as other,
+        torch.no_grad(),
+    ):
+        compiled = torch.compile(small, backend="eager")
+        for length in (9, 1):
+            ids = IDS[:, :length]
+            assert torch.allclose(
+                compiled(ids, past_key_values=cache).logits, small(ids, past_key_values=other).logits, atol=1e-5
+            )
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+            torch.compile(small, backend="eager", fullgraph=True)(IDS[:, :1], past_key_values=cache)
+        torch.compiler.reset()
+
+
+def test_a_cache_that_is_not_named_again_is_still_the_users(pool: Pool, small: Any) -> None:
+    """What `generate` leaves behind can be asked, and given to it again."""
+    with VmmCache(small.config, pool) as cache:
+        answer = generated(small, cache, prompts(7), max_new_tokens=5)
+        assert cache.get_seq_length() == len(answer[0]) - 1
+        assert repr(cache) == "<VmmCache on cpu: a batch of 1 with 11 tokens each>"
+        assert cache.get_max_length() == 8192 and cache.is_sliding == [False] * 4 and not cache.is_compileable
