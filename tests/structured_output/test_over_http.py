@@ -79,36 +79,13 @@ def schema(value: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
 
 
-def nested(depth: int) -> Any:
-    value: Any = {"type": "null"}
-    for _ in range(depth):
-        value = {"type": "array", "items": value}
-    return value
-
-
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
         (schema({"type": "strange"}), "response_format.json_schema.schema", "type 'strange'"),
-        (schema({"type": "object", "minProperties": 2}), "response_format.json_schema.schema", "minProperties"),
-        (schema({"type": "object", "properties": {"a": {"not": {}}}}), "response_format.json_schema.schema", "/a has not"),
-        (schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
-        (schema({"type": "number", "multipleOf": 2}), "response_format.json_schema.schema", "multipleOf"),
-        (schema({"oneOf": [{"type": "null"}]}), "response_format.json_schema.schema", "oneOf"),
-        (schema({"minLength": 3}), "response_format.json_schema.schema", 'without "type": "string"'),
-        (schema({"type": "string", "format": "color"}), "response_format.json_schema.schema", "date"),
-        (schema({"type": "string", "pattern": 'a"b'}), "response_format.json_schema.schema", "JSON escapes"),
-        (schema({"type": "object", "required": ["z"]}), "response_format.json_schema.schema", "required 'z'"),
-        (schema({"type": "integer", "enum": ["a"]}), "response_format.json_schema.schema", "'a', which is not of its type"),
-        (schema({"$ref": "https://example.org/x"}), "response_format.json_schema.schema", "within the schema"),
         (schema({"$ref": "#/$defs/none"}), "response_format", "Cannot find field"),
-        (schema(nested(70)), "response_format.json_schema.schema", "64 levels"),
-        (schema({"enum": list(range(5000))}), "response_format.json_schema.schema", "4096 values"),
-        (schema({"const": "x" * 70000}), "response_format.json_schema.schema", "65536"),
-        (schema({"type": "string", "maxLength": 100000}), "response_format.json_schema.schema", "4096"),
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "response_format", "minimum greater than maximum"),
         (schema({"const": "\ud800"}), "response_format.json_schema.schema", "half of a surrogate pair"),
-        (schema({"\ud800": 1}), "response_format.json_schema.schema", "\\ud800"),
         ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice", "half of a surrogate pair"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
@@ -116,12 +93,10 @@ def nested(depth: int) -> Any:
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "Lookahead is not supported"),
         ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "not defined"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1024"),
-        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "none of them empty"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark", "Unknown parameter"),
         ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
-        ({"guided_json": {}}, "guided_json", "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "send one"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave ignore_eos out"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "or structured_outputs.regex"),
