@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from vmmkv.server.engine.attention import RowsInSlots
-from vmmkv.server.engine.kv_backend import SlotsInPool, Wanted
+from vmmkv.server.engine.attention import Batch, SlotRows
+from vmmkv.server.engine.kv_backend import BackendConfig, SlotBackend
 
 
 def prefill_as_over_blocks(
@@ -38,31 +38,30 @@ def prefill_as_over_blocks(
     return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace, cut=cut)
 
 
-class CommonPrefillRows(RowsInSlots):
-    """See engine.rows.Rows."""
+class CommonPrefillRows(SlotRows):
+    """See engine.attention.KVRows."""
 
     def prefill(
         self,
         layer: int,
         q_NHD: torch.Tensor,
-        query_starts: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
+        batch: Batch,
         *,
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """See Rows.prefill."""
-        k_STKD, v_STKD = self.views[layer]
-        return prefill_as_over_blocks(q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B, scale=scale, window=window)
+        """See KVRows.prefill."""
+        assert batch.query_starts is not None, "a decode step"
+        runs = batch.query_starts, batch.lengths_B, batch.slots_B
+        return prefill_as_over_blocks(q_NHD, *self.views[layer], *runs, scale=scale, window=window)
 
 
-class SlotsWithCommonPrefill(SlotsInPool):
-    """See engine.memory.EngineMemory: vmmkv, but for that kernel."""
+class SlotsWithCommonPrefill(SlotBackend):
+    """See engine.kv_backend.KVBackend: vmmkv, but for that kernel."""
 
     @classmethod
-    def open(cls, wanted: Wanted) -> Self:
-        """See SlotsInPool.open."""
+    def open(cls, wanted: BackendConfig) -> Self:
+        """See SlotBackend.open."""
         opened = super().open(wanted)
         opened.rows = CommonPrefillRows(opened.cache)
         return opened

@@ -7,28 +7,28 @@ from typing import Final, Self
 import torch
 
 from bench.baselines import COMMON_PREFILL
-from bench.baselines.block_rows import RowsInBlocks
+from bench.baselines.block_rows import BlockRows
 from bench.baselines.blocks import BLOCK_ROWS
 from bench.baselines.common_prefill import SlotsWithCommonPrefill
 from bench.baselines.paged import PagedCache
 from bench.baselines.paged_prefixes import PagedPrefixes
 from bench.baselines.static import StaticCache
 from vmmkv.errors import BudgetError
-from vmmkv.server.engine.attention import RowsInSlots
-from vmmkv.server.engine.kv_backend import OpenMemory, SlotsInPool, Wanted
+from vmmkv.server.engine.attention import SlotRows
+from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 from vmmkv.units import format_bytes
 
 
 class PagedMemory:
-    """See engine.memory.EngineMemory: as many blocks as the budget holds."""
+    """See engine.kv_backend.KVBackend: as many blocks as the budget holds."""
 
     def __init__(self, cache: PagedCache, *, shares_prefixes: bool) -> None:
         self.cache: Final = cache
-        self.rows: Final = RowsInBlocks(cache)
+        self.rows: Final = BlockRows(cache)
         self._shares_prefixes = shares_prefixes
 
     @classmethod
-    def open(cls, wanted: Wanted) -> Self:
+    def open(cls, wanted: BackendConfig) -> Self:
         """Raises: BudgetError if no budget was given, or it holds no block; ValueError for a layout that it does not keep."""
         block_bytes = BLOCK_ROWS * wanted.layout.row_bytes
         num_blocks = _budget_bytes(wanted, block_bytes) // block_bytes
@@ -50,7 +50,7 @@ class PagedMemory:
     def take_free(self) -> None:
         """The blocks are there from the start."""
 
-    def share(self) -> PagedPrefixes | None:
+    def open_prefixes(self) -> PagedPrefixes | None:
         """Over whole blocks."""
         return PagedPrefixes(self.cache) if self._shares_prefixes else None
 
@@ -61,14 +61,14 @@ class PagedMemory:
 
 
 class StaticMemory:
-    """See engine.memory.EngineMemory: as many slots as the budget holds, each of the longest sequence's rows."""
+    """See engine.kv_backend.KVBackend: as many slots as the budget holds, each of the longest sequence's rows."""
 
     def __init__(self, cache: StaticCache) -> None:
         self.cache: Final = cache
-        self.rows: Final = RowsInSlots(cache)
+        self.rows: Final = SlotRows(cache)
 
     @classmethod
-    def open(cls, wanted: Wanted) -> Self:
+    def open(cls, wanted: BackendConfig) -> Self:
         """Raises: BudgetError if no budget was given, or it holds no slot; ValueError for a layout that it does not keep."""
         slot_bytes = wanted.max_tokens * wanted.layout.row_bytes
         slots = min(wanted.max_sequences, _budget_bytes(wanted, slot_bytes) // slot_bytes)
@@ -87,7 +87,7 @@ class StaticMemory:
     def take_free(self) -> None:
         """The slots are there from the start."""
 
-    def share(self) -> None:
+    def open_prefixes(self) -> None:
         """A row lies in one slot: nothing can be shared."""
         return None
 
@@ -98,12 +98,12 @@ class StaticMemory:
         _release(self.cache.device)
 
 
-_SYSTEMS: Final[Mapping[str, OpenMemory]] = MappingProxyType(
-    {"vmmkv": SlotsInPool.open, f"paged {BLOCK_ROWS}": PagedMemory.open, "static": StaticMemory.open}
+_SYSTEMS: Final[Mapping[str, OpenBackend]] = MappingProxyType(
+    {"vmmkv": SlotBackend.open, f"paged {BLOCK_ROWS}": PagedMemory.open, "static": StaticMemory.open}
 )
 
 
-def systems_on(device: torch.device) -> Mapping[str, OpenMemory]:
+def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
     """By the name that rows have; static ones add how many tokens were taken for each slot.
 
     On Hopper, where slots have a prefill kernel of their own, also vmmkv without that.
@@ -113,7 +113,7 @@ def systems_on(device: torch.device) -> Mapping[str, OpenMemory]:
     return _SYSTEMS
 
 
-def _budget_bytes(wanted: Wanted, least_bytes: int) -> int:
+def _budget_bytes(wanted: BackendConfig, least_bytes: int) -> int:
     if wanted.budget_bytes is None or wanted.budget_bytes < least_bytes:
         given = "none" if wanted.budget_bytes is None else format_bytes(wanted.budget_bytes)
         least = f"a baseline takes its memory at once: give a budget of at least {format_bytes(least_bytes)}"

@@ -50,7 +50,7 @@ class SlotNumbers:
         self.limit.index_copy_(0, slots_N.long(), limits_N)
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KV.advance. Raises: RowsUnmapped, and then none has advanced."""
+        """See EngineCache.advance. Raises: RowsUnmapped, and then none has advanced."""
         indices = np.atleast_1d(np.asarray(slots, np.int64))
         after = self.lengths[indices] + np.asarray(num_tokens, np.int64)
         if (beyond := after > self.limits[indices]).any():
@@ -60,7 +60,7 @@ class SlotNumbers:
 
 
 class SlottedCache:
-    """What all caches whose slots are numbers tell the engine alike: see engine.kv.KV."""
+    """What all caches whose slots are numbers tell the engine alike: see engine.kv_backend.EngineCache."""
 
     def __init__(self, layout: KVLayout, numbers: SlotNumbers, *, max_tokens: int) -> None:
         self.layout: Final = layout
@@ -79,21 +79,21 @@ class SlottedCache:
 
     @property
     def limit(self) -> torch.Tensor:
-        """See KV.limit."""
+        """See EngineCache.limit."""
         return self.numbers.limit
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """See KV.lengths."""
+        """See EngineCache.lengths."""
         return self.numbers.lengths
 
     @property
     def limits(self) -> npt.NDArray[np.int32]:
-        """See KV.limits."""
+        """See EngineCache.limits."""
         return self.numbers.limits
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See KV.advance."""
+        """See EngineCache.advance."""
         self.numbers.advance(slots, num_tokens)
 
     def drain(self) -> None:

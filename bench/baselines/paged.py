@@ -25,7 +25,7 @@ NO_BLOCK: Final = -1
 
 
 class PagedSequence:
-    """See engine.kv.KVSequence."""
+    """See engine.kv_backend.EngineCacheSequence."""
 
     def __init__(self, cache: "PagedCache", slot: int, max_tokens: int, namespace: Hashable) -> None:
         self._cache = cache
@@ -66,7 +66,7 @@ class PagedSequence:
 
 
 class PagedCache(SlottedCache):
-    """See engine.kv.KV. Raises: ValueError for a layout with windows, several groups or quantised rows."""
+    """See engine.kv_backend.EngineCache. Raises: ValueError for a layout with windows, several groups or quantised rows."""
 
     def __init__(self, layout: KVLayout, device: torch.device, *, num_blocks: int, slots: int, max_tokens: int) -> None:
         self.blocks: Final = BlockPool(num_blocks)
@@ -111,7 +111,7 @@ class PagedCache(SlottedCache):
         return num_blocks
 
     def fork(self, sequence: PagedSequence, count: int = 1, *, max_tokens: int | None = None) -> list[PagedSequence]:
-        """See KV.fork: full blocks are shared, the last one is copied."""
+        """See EngineCache.fork: full blocks are shared, the last one is copied."""
         num_full, rest = divmod(sequence.length, BLOCK_ROWS)
         forks: list[PagedSequence] = []
         try:
@@ -129,7 +129,7 @@ class PagedCache(SlottedCache):
         return forks
 
     def copy_rows(self, pairs: Iterable[tuple[PagedSequence, PagedSequence]], first: int, end: int) -> None:
-        """See KV.copy_rows: the target's blocks there are its own."""
+        """See EngineCache.copy_rows: the target's blocks there are its own."""
         positions = np.arange(first, end)
         for source, target in pairs:
             blocks = self.host_tables_SC[target.slot, positions // BLOCK_ROWS]

@@ -15,7 +15,7 @@ from vmmkv.cache import CacheStats
 
 
 class StaticSequence:
-    """See engine.kv.KVSequence."""
+    """See engine.kv_backend.EngineCacheSequence."""
 
     def __init__(self, cache: "StaticCache", slot: int) -> None:
         self._cache = cache
@@ -51,7 +51,7 @@ class StaticSequence:
 
 
 class StaticCache(SlottedCache):
-    """See engine.kv.KV. Raises: ValueError for a layout with windows, several groups or quantised rows."""
+    """See engine.kv_backend.EngineCache. Raises: ValueError for a layout with windows, several groups or quantised rows."""
 
     def __init__(self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int) -> None:
         super().__init__(layout, SlotNumbers(slots, device), max_tokens=max_tokens)

@@ -7,7 +7,7 @@ from typing import Final
 
 from vmmkv import KVCache, VmmkvError
 from vmmkv.memory.memory_map import SlotMap, SlotState
-from vmmkv.server.engine.kv_backend import KV, SlotsInPool
+from vmmkv.server.engine.kv_backend import EngineCache, SlotBackend
 from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import Forget, FromEngine, Managed, MemoryMap, Resize
 from vmmkv.units import format_bytes
@@ -29,7 +29,7 @@ def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
             case Forget():
                 engine.forget()
             case Resize(budget_bytes=budget_bytes):
-                assert isinstance(memory, SlotsInPool), "the server's engine has a pool"
+                assert isinstance(memory, SlotBackend), "the server's engine has a pool"
                 memory.resize(budget_bytes)
                 engine.budget_changed()
                 log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
@@ -63,7 +63,7 @@ REST: Final = 100.0
 class MapMaker:
     """Answers `AskMap`. `request_in` names the request that runs in a slot. A memory that is no `KVCache` has an empty map."""
 
-    def __init__(self, cache: KV, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
+    def __init__(self, cache: EngineCache, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
         self._cache = cache if isinstance(cache, KVCache) else None
         self._request_in = request_in
         self._send = send

@@ -1,25 +1,24 @@
 """Attention over the rows of a cache: append a step's keys and values in place, and attend to whole sequences.
 
-On a GPU it is our kernels, which read lengths from the device, so that a captured step serves every length; on a CPU torch's
-own attention, run by run, on the rows of each sequence.
+On a GPU vmmkv's kernels read lengths from the device, so that a captured step serves every length. On a CPU torch's own
+attention goes run by run over the rows of each sequence.
 
-Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, R angles.
+Legend: N tokens of the step, B sequences, each with one run of tokens side by side, G prefix groups, H query heads, K key-value
+heads, D head dimension, T rows, R angles, S slots.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from vmmkv import MIB, KVLayout
+from vmmkv import MIB
 
-# -------- batch
-# What a step computes, as the model and its attention see it.
-#
-# Legend: N tokens of the step, B sequences, each with one run of tokens side by side, G groups of sharers.
+_SCORES_BYTES: Final = 64 * MIB
+"""Float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +32,15 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Rows that the sequence has behind the step."""
+        """Rows of the sequence behind the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Which rows of a decode step share a prefix with the ones beside them; int32, on the device.
+    """The prefix groups of a decode step; int32, on the device.
 
-    Group g is rows [starts[g], starts[g + 1]) of the batch; they all attend to rows [0, num_rows[g]) of slot leaders[g] as one
+    Group g is rows [starts[g], starts[g + 1]) of the batch. They all attend to rows [0, num_rows[g]) of slot leaders[g] as one
     problem, and each to the rows of its own slot from `firsts_B` on. Unused groups have no rows.
     """
 
@@ -53,7 +52,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Where the tokens of a step are written, and what they attend to. A slot of 0 is nobody's: it pads."""
+    """Where the tokens of a step are written, and what they attend to. Padding is in slot 0, the null slot."""
 
     slots_N: torch.Tensor
     """int32: the slot of each token."""
@@ -62,19 +61,13 @@ class Batch:
     slots_B: torch.Tensor
     """int32"""
     lengths_B: torch.Tensor
-    """int32: rows to attend to, the new ones among them."""
+    """int32: rows to attend to, the new ones included."""
     query_starts: torch.Tensor | None
     """[B + 1] int32: where each run begins; None if every sequence has one token (and N is B)."""
     runs: tuple[Run, ...] | None
-    """The same on the host, for attention that is called run by run; None where the device alone knows the lengths."""
+    """The same on the host, for a CPU; None where only the device knows the lengths."""
     shared: SharedPrefixes | None = None
-    """Of a decode step on a GPU; None if nobody shares, or it would not be faster."""
-
-
-# -------- rows
-# How attention writes and reads the rows of a cache; and that of slots of addresses.
-#
-# Legend: N tokens of the step, B sequences, H query heads, K key-value heads, D head dimension, T rows, S slots, R angles.
+    """Of a decode step on a GPU; None without prefix groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +79,8 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turning:
-    """What becomes of queries and keys on the way: each head is normed where weights [D] are given, then rotated."""
+class RotaryParams:
+    """What is done to queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
 
     q_NHD: torch.Tensor
     """Changed in place."""
@@ -97,224 +90,117 @@ class Turning:
     norm_eps: float
 
 
-class Rows(Protocol):
-    """K and V of every layer. On a GPU attention is kernels, launched on the current stream, which read `slots_B` and the like
-    on the device; on a CPU it goes run by run, and wants rows as tensors."""
+class KVRows(Protocol):
+    """K and V rows of every layer, wherever they lie: append to them and attend to them.
+
+    On a GPU these launch kernels on the current stream. On a CPU `write` and `read` give torch's attention the rows as tensors.
+    """
 
     @property
     def on_gpu(self) -> bool:
-        """Which of the two it is."""
-        ...
+        """Are the rows on a GPU?"""
 
-    # on a GPU
+    def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
+        """GPU: write new rows. Rows at and past their slot's limit, and those of the null slot, are dropped."""
 
-    def append(
-        self,
-        layer: int,
-        k_NKD: torch.Tensor,
-        v_NKD: torch.Tensor,
-        slots_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        turning: Turning | None,
-    ) -> None:
-        """Write new rows; those at and past their slot's limit, and those of slot 0, are written nowhere."""
-        ...
-
-    def decode(
-        self,
-        layer: int,
-        q_BHD: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """One query of each sequence. Returns [B, H, D]."""
-        ...
+    def decode(self, layer: int, q_BHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None) -> torch.Tensor:
+        """GPU: one query of each sequence. Returns [B, H, D]."""
 
     def prefill(
-        self,
-        layer: int,
-        q_NHD: torch.Tensor,
-        query_starts: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
+        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
-        """The last queries of each sequence. Returns [N, H, D]."""
-        ...
+        """GPU: the last queries of each sequence. Returns [N, H, D]."""
 
     def cascade(
-        self,
-        layer: int,
-        q_BHD: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        shared: SharedPrefixes,
-        *,
-        scale: float | None,
+        self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
     ) -> torch.Tensor:
-        """As decode, and to shared prefixes once."""
-        ...
+        """GPU: as `decode`, and to shared prefixes once."""
 
-    # on a CPU
-
-    def write(
-        self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, slots_N: torch.Tensor, positions_N: torch.Tensor
-    ) -> None:
-        """As `append`, of rows that are turned already."""
-        ...
+    def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:
+        """CPU: as `append`, of rows that are rotated already."""
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of rows [first, end): [T, K, D] each."""
-        ...
+        """CPU: K and V of rows [first, end): [T, K, D] each."""
 
 
-class Views(Protocol):
-    """Of a cache: a strided tensor of K and one of V for each layer, as `KVCache` has them."""
+class SlotRows:
+    """Rows at contiguous addresses: the strided views of a cache, which any kernel can read. See KVRows."""
 
-    @property
-    def layout(self) -> KVLayout:
-        """Its layers."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows are."""
-        ...
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """[1 + slots] int32: rows below it may be written."""
-        ...
-
-    def k(self, layer: int) -> torch.Tensor:
-        """[1 + slots, T, K, D]"""
-        ...
-
-    def v(self, layer: int) -> torch.Tensor:
-        """[1 + slots, T, K, D]"""
-        ...
-
-
-class RowsInSlots:
-    """Rows at contiguous addresses: the views of a cache, which any kernel can read."""
-
-    def __init__(self, cache: Views) -> None:
-        self.on_gpu: Final = cache.device.type == "cuda"
-        self._limit = cache.limit
+    def __init__(self, cache: Any) -> None:
+        """`cache` has `layout`, `device`, `limit` [1 + S], and `k(layer)` and `v(layer)` [1 + S, T, K, D], as `KVCache` has."""
+        self.on_gpu: Final[bool] = cache.device.type == "cuda"
+        self._limit: torch.Tensor = cache.limit
         self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
 
-    def append(
-        self,
-        layer: int,
-        k_NKD: torch.Tensor,
-        v_NKD: torch.Tensor,
-        slots_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        turning: Turning | None,
-    ) -> None:
-        """See Rows.append."""
+    def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
+        """See KVRows.append."""
         from vmmkv.kernels.attention.append import append
 
         k_STKD, v_STKD = self.views[layer]
-        if turning is None:
-            append(k_NKD, v_NKD, k_STKD, v_STKD, slots_N, positions_N, self._limit)
+        if rotary is None:
+            append(k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit)
         else:
             append(
-                k_NKD, v_NKD, k_STKD, v_STKD, slots_N, positions_N, self._limit,
-                q_NHD=turning.q_NHD, cos_TR=turning.rope.cos_TR, sin_TR=turning.rope.sin_TR,
-                q_norm_D=turning.q_norm_D, k_norm_D=turning.k_norm_D, norm_eps=turning.norm_eps,
+                k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit,
+                q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
+                q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
             )  # fmt: skip
 
-    def decode(
-        self,
-        layer: int,
-        q_BHD: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See Rows.decode."""
+    def decode(self, layer: int, q_BHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None) -> torch.Tensor:
+        """See KVRows.decode."""
         from vmmkv.kernels.attention.decode import decode
 
-        return decode(q_BHD, *self.views[layer], lengths_B, slots_B, scale=scale, window=window)
+        return decode(q_BHD, *self.views[layer], batch.lengths_B, batch.slots_B, scale=scale, window=window)
 
     def prefill(
-        self,
-        layer: int,
-        q_NHD: torch.Tensor,
-        query_starts: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
+        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
-        """See Rows.prefill."""
+        """See KVRows.prefill."""
         from vmmkv.kernels.attention.prefill import prefill
 
-        return prefill(q_NHD, *self.views[layer], query_starts, lengths_B, slots_B, scale=scale, window=window)
+        assert batch.query_starts is not None, "a decode step"
+        views, lengths_B, slots_B = self.views[layer], batch.lengths_B, batch.slots_B
+        return prefill(q_NHD, *views, batch.query_starts, lengths_B, slots_B, scale=scale, window=window)
 
     def cascade(
-        self,
-        layer: int,
-        q_BHD: torch.Tensor,
-        lengths_B: torch.Tensor,
-        slots_B: torch.Tensor,
-        shared: SharedPrefixes,
-        *,
-        scale: float | None,
+        self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
     ) -> torch.Tensor:
-        """See Rows.cascade."""
+        """See KVRows.cascade."""
         from vmmkv.kernels.attention.cascade import cascade
 
         return cascade(
-            q_BHD, *self.views[layer], lengths_B, slots_B, group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G,
-            prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
+            q_BHD, *self.views[layer], batch.lengths_B, batch.slots_B, group_starts_G1=shared.starts_G1,
+            leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
         )  # fmt: skip
 
-    def write(
-        self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, slots_N: torch.Tensor, positions_N: torch.Tensor
-    ) -> None:
-        """See Rows.write."""
-        may_write_N = positions_N < self._limit[slots_N]
-        slots_N, positions_N = slots_N[may_write_N], positions_N[may_write_N]
+    def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:
+        """See KVRows.write."""
+        may_write_N = batch.positions_N < self._limit[batch.slots_N]
+        slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
         for rows_STKD, values_NKD in zip(self.views[layer], (k_NKD, v_NKD), strict=True):
             rows_STKD[slots_N, positions_N] = values_NKD[may_write_N]
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Rows.read. Views."""
+        """See KVRows.read. Views."""
         k_STKD, v_STKD = self.views[layer]
         return k_STKD[slot, first:end], v_STKD[slot, first:end]
 
 
-# -------- attention
-
-_SCORES_BYTES: Final = 64 * MIB
-"""Of the float32 scores, heads * queries * rows, that are held at once under an arbitrary mask; torch makes some copies."""
-
-
 class CachedAttention:
-    """What a model calls in each of its layers, between `begin` of a step and the next.
+    """Attention that a model calls in each of its layers, between `begin` of a step and the next.
 
-    `rope` rotates queries and keys; None for a model that has done so by itself. `windows` has the layers that attend to their
-    last so many rows only: those of the layout, for rows before them are unmapped.
+    `rope` rotates queries and keys; None for a model that rotates them itself. `windows` has the layers that attend to their
+    last rows only, with their number, as the layout has: rows before them are unmapped.
     """
 
-    def __init__(self, rows: Rows, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
+    def __init__(self, rows: KVRows, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
         self._rows = rows
         self._rope = rope
         self._windows = dict(windows or {})
         self._batch: Batch | None = None
 
     def begin(self, batch: Batch) -> None:
-        """What is called from now on is this step's."""
+        """The next calls belong to this step."""
         self._batch = batch
 
     def __call__(
@@ -333,43 +219,38 @@ class CachedAttention:
 
         q_NHD, k_NKD, v_NKD may be strided, and q_NHD may be changed in place. Queues launches, and waits for nothing.
         """
-        batch = self._batch
+        batch, rows, window = self._batch, self._rows, self._windows.get(layer)
         assert batch is not None, "no step has begun"
-        window = self._windows.get(layer)
-        turning = None
+        rotary = None
         if self._rope is not None:
-            turning = Turning(q_NHD=q_NHD, rope=self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
-        if self._rows.on_gpu:
-            self._rows.append(layer, k_NKD, v_NKD, batch.slots_N, batch.positions_N, turning)
-            return self._on_gpu(batch, layer, q_NHD, scale, window)
-        if turning is not None:
-            q_NHD, k_NKD = turned(turning, k_NKD, batch.positions_N)
-        self._rows.write(layer, k_NKD, v_NKD, batch.slots_N, batch.positions_N)
+            rotary = RotaryParams(q_NHD=q_NHD, rope=self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
+        if rows.on_gpu:
+            rows.append(layer, k_NKD, v_NKD, batch, rotary)
+            if batch.query_starts is not None:
+                return rows.prefill(layer, q_NHD, batch, scale=scale, window=window)
+            if batch.shared is not None and window is None:
+                return rows.cascade(layer, q_NHD, batch, batch.shared, scale=scale)
+            return rows.decode(layer, q_NHD, batch, scale=scale, window=window)
+        if rotary is not None:
+            q_NHD, k_NKD = norm_and_rotate(rotary, k_NKD, batch.positions_N)
+        rows.write(layer, k_NKD, v_NKD, batch)
         assert batch.runs is not None, "attention on a CPU goes run by run"
         out_NHD = q_NHD.new_empty(q_NHD.shape[0], q_NHD.shape[1], v_NKD.shape[-1])
         for run in batch.runs:
             columns = slice(run.column, run.column + run.count)
             first = 0 if window is None else max(0, run.start + 1 - window)
-            k_TKD, v_TKD = self._rows.read(layer, run.slot, first, run.end)
+            k_TKD, v_TKD = rows.read(layer, run.slot, first, run.end)
             out_NHD[columns] = attend_run(q_NHD[columns], k_TKD, v_TKD, scale, window)
         return out_NHD
 
-    def _on_gpu(self, batch: Batch, layer: int, q_NHD: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
-        rows, slots_B, lengths_B = self._rows, batch.slots_B, batch.lengths_B
-        if batch.query_starts is not None:
-            return rows.prefill(layer, q_NHD, batch.query_starts, lengths_B, slots_B, scale=scale, window=window)
-        if batch.shared is not None and window is None:
-            return rows.cascade(layer, q_NHD, lengths_B, slots_B, batch.shared, scale=scale)
-        return rows.decode(layer, q_NHD, lengths_B, slots_B, scale=scale, window=window)
 
-
-def turned(turning: Turning, k_NKD: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_and_rotate(rotary: RotaryParams, k_NKD: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys, normed and rotated."""
-    q_NHD = turning.q_NHD
-    if turning.q_norm_D is not None and turning.k_norm_D is not None:
-        q_NHD = rms_norm(q_NHD, turning.q_norm_D, turning.norm_eps)
-        k_NKD = rms_norm(k_NKD, turning.k_norm_D, turning.norm_eps)
-    cos_N1R, sin_N1R = (table[positions_N, None].to(q_NHD.dtype) for table in (turning.rope.cos_TR, turning.rope.sin_TR))
+    q_NHD = rotary.q_NHD
+    if rotary.q_norm_D is not None and rotary.k_norm_D is not None:
+        q_NHD = rms_norm(q_NHD, rotary.q_norm_D, rotary.norm_eps)
+        k_NKD = rms_norm(k_NKD, rotary.k_norm_D, rotary.norm_eps)
+    cos_N1R, sin_N1R = (table[positions_N, None].to(q_NHD.dtype) for table in (rotary.rope.cos_TR, rotary.rope.sin_TR))
     return rotate(q_NHD, cos_N1R, sin_N1R), rotate(k_NKD, cos_N1R, sin_N1R)
 
 
@@ -389,7 +270,7 @@ def rotate(x_NHD: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) ->
 def attend_run(
     q_NHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """One run against its rows: torch's own attention on the contiguous view; the last query sees the last row."""
+    """One run against its rows: torch's own attention on the contiguous view. The last query sees the last row."""
     num_queries, num_rows = q_NHD.shape[0], k_TKD.shape[0]
     mask: torch.Tensor | None = None
     is_causal = num_queries == num_rows > 1

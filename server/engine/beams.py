@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vmmkv.server.engine.kv_backend import KV, KVSequence
+from vmmkv.server.engine.kv_backend import EngineCache, KVSequence
 from vmmkv.server.engine.request import Chunk, Request
 from vmmkv.server.protocol import Beam, FinishReason
 from vmmkv.server.sampling_params import MAX_LENGTH_PENALTY
@@ -179,7 +179,7 @@ class BeamGroup:
     copied there. A preempted search begins again from the prompt, and gives the same answer.
     """
 
-    def __init__(self, request: Request, cache: KV) -> None:
+    def __init__(self, request: Request, cache: EngineCache) -> None:
         ask = request.ask
         self.search = BeamSearch(
             width=ask.beam_width,

@@ -23,7 +23,7 @@ import torch
 
 from vmmkv import DriverError
 from vmmkv.server.engine.admission import Limits, why_never_fits, why_refused
-from vmmkv.server.engine.kv_backend import KV, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status
 from vmmkv.server.engine.runner import Logprobs, Readback, Results, Runner
@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(
         self,
-        cache: KV,
+        cache: EngineCache,
         runner: Runner,
         *,
         prefix: Prefixes | None = None,

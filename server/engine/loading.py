@@ -13,9 +13,9 @@ import torch
 from vmmkv import KVLayout
 from vmmkv.errors import DriverUnavailable, LayoutError, VmmkvError
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.engine.attention import Rows
+from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.kv_backend import KV, EngineMemory, OpenMemory, SlotsInPool, Wanted, check_budget
+from vmmkv.server.engine.kv_backend import BackendConfig, EngineCache, KVBackend, OpenBackend, SlotBackend, check_budget
 from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
 from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
@@ -50,7 +50,7 @@ class Loaded:
 
     engine: Engine
     ready: Ready
-    memory: EngineMemory
+    memory: KVBackend
 
     def close(self) -> None:
         """End the threads, and give all memory back. It can be called again if it fails."""
@@ -75,14 +75,14 @@ def assemble(
     source: "ModelSource",
     send: Callable[[FromEngine], None],
     *,
-    open_memory: OpenMemory = SlotsInPool.open,
+    open_memory: OpenBackend = SlotBackend.open,
 ) -> Loaded:
     """An engine from a model that is loaded, over memory of its own. Sends Loading messages on the way. Raises: as `load`."""
     send(Loading(stage=_STAGES[1], done=1, total=len(_STAGES)))
     device, max_tokens = source.device, choose_max_tokens(config.max_tokens, source.text_config)
     step_tokens = config.max_num_batched_tokens or STEP_TOKENS[device.type]
     memory = open_memory(
-        Wanted(
+        BackendConfig(
             layout=source.layout,
             device=device,
             max_sequences=config.max_num_seqs,
@@ -104,7 +104,7 @@ def assemble(
         engine = Engine(
             cache,
             runner,
-            prefix=memory.share(),
+            prefix=memory.open_prefixes(),
             max_sequences=config.max_num_seqs,
             eos_ids=source.end_tokens,
             step_tokens=step_tokens,
@@ -182,7 +182,7 @@ class ModelSource:
         refuse_own_attention(model)
         self._transformers = model.eval().to(device)
 
-    def over(self, cache: KV, rows: Rows) -> Model:
+    def over(self, cache: EngineCache, rows: KVRows) -> Model:
         """The model, with its keys and values in a cache, whose rows these are."""
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
@@ -255,7 +255,7 @@ def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Voca
     return Vocabulary.load(Path(config.model), size, sorted(ends))
 
 
-def warm_up(runner: Runner, cache: KV, num_tokens: int) -> None:
+def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
     """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling;
     and one for which nothing is asked but a mask.
 

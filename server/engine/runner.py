@@ -25,7 +25,7 @@ import torch
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.attention import Batch, Run
 from vmmkv.server.engine.beams import Candidate
-from vmmkv.server.engine.kv_backend import KV, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import EngineCache, Slots, TokenIds
 from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.prefix_groups import Group, GroupTensors
 from vmmkv.server.engine.prompt_logprobs import PromptLogprobs, ScoredRows, States
@@ -71,7 +71,7 @@ def token_sizes(max_tokens: int) -> list[int]:
 class Runner:
     """A model over a cache, with a sampler and the state of every sequence on the device."""
 
-    def __init__(self, model: Model, cache: KV, *, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, model: Model, cache: EngineCache, *, max_rows: int, max_tokens: int) -> None:
         """max_rows: sequences that run at once. max_tokens: of one step."""
         num_slots = 1 + cache.num_slots
         self.model: Final = model
@@ -313,7 +313,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 class DeviceState:
     """The last token of every slot, which has no row yet, and its rows. A decode step reads and advances it on the device."""
 
-    def __init__(self, cache: KV) -> None:
+    def __init__(self, cache: EngineCache) -> None:
         self._limit = cache.limit
         self.tokens_S = torch.zeros_like(cache.limit)
         self.lengths_S = torch.zeros_like(cache.limit)

@@ -9,7 +9,7 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
-from vmmkv.server.engine.kv_backend import KV, KVSequence, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status
 from vmmkv.server.engine.runner import Runner
 
@@ -67,7 +67,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: KV,
+        cache: EngineCache,
         prefix: Prefixes | None,
         runner: Runner,
         *,

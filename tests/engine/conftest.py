@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.attention import Rows, RowsInSlots
+from vmmkv.server.engine.attention import KVRows, SlotRows
 from vmmkv.server.engine.engine import Engine
-from vmmkv.server.engine.kv_backend import OpenMemory, Wanted
+from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv.server.engine.models.config import DecoderConfig
 from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
 from vmmkv.server.engine.models.transformers import UnmodifiedModel
@@ -83,7 +83,7 @@ class Harness:
         max_tokens: int | None = None,
         max_sequences: int | None = None,
         capture: bool = False,
-        open_memory: OpenMemory | None = None,
+        open_memory: OpenBackend | None = None,
     ) -> None:
         self.model = model.to(device)
         layout = KVLayout.from_config(model.config, model.dtype)
@@ -94,9 +94,9 @@ class Harness:
         if open_memory is None:
             self.pool = Pool(device, budget_pages * 2**21)
             self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
-            rows: Rows = RowsInSlots(self.cache)
+            rows: KVRows = SlotRows(self.cache)
         else:
-            wanted = Wanted(
+            wanted = BackendConfig(
                 layout=layout,
                 device=torch.device(device),
                 max_sequences=slots,
@@ -114,7 +114,7 @@ class Harness:
         if open_memory is None:
             self.prefix = PrefixCache(self.cache) if share else None
         else:
-            self.prefix = self.memory.share()
+            self.prefix = self.memory.open_prefixes()
         self.engine = Engine(
             self.cache,
             self.runner,

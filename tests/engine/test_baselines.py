@@ -16,7 +16,7 @@ from bench.baselines.paged_prefixes import PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
-from vmmkv.server.engine.kv_backend import Wanted
+from vmmkv.server.engine.kv_backend import BackendConfig
 from vmmkv.server.protocol import Beams
 
 PAGED, STATIC = PagedMemory.open, StaticMemory.open
@@ -188,10 +188,10 @@ def test_who_gives_no_budget_or_a_window_is_told(system: str) -> None:
         "shares_prefixes": False,
     }  # fmt: skip
     with pytest.raises(BudgetError, match="give a budget of at least"):
-        BASELINES[system](Wanted(**wanted, budget_bytes=None))
+        BASELINES[system](BackendConfig(**wanted, budget_bytes=None))
     windowed = KVLayout(groups=tuple(dataclasses.replace(group, window=8) for group in layout.groups))
     with pytest.raises(ValueError, match="without windows"):
-        BASELINES[system](Wanted(**(wanted | {"layout": windowed}), budget_bytes=2**21))
+        BASELINES[system](BackendConfig(**(wanted | {"layout": windowed}), budget_bytes=2**21))
 
 
 def test_the_systems_have_the_names_of_rows() -> None:
@@ -253,7 +253,7 @@ def test_who_is_refused_has_evicted_nothing() -> None:
 
 def test_what_is_closed_is_free() -> None:
     layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=16, dtype=torch.float32)
-    wanted = Wanted(
+    wanted = BackendConfig(
         layout=layout, device=torch.device("cpu"), max_sequences=2, max_tokens=64, step_tokens=8, shares_prefixes=True,
         budget_bytes=2**21,
     )  # fmt: skip

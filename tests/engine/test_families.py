@@ -23,7 +23,7 @@ from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import scheduler
-from vmmkv.server.engine.attention import RowsInSlots
+from vmmkv.server.engine.attention import SlotRows
 from vmmkv.server.engine.loading import ModelSource, load
 from vmmkv.server.engine.models.decoder import DecoderModel
 from vmmkv.server.engine.models.transformers import UnmodifiedModel
@@ -94,7 +94,7 @@ def implementation(source: ModelSource) -> str:
     pool = Pool("cpu", 8 * 2**21)
     cache = KVCache(KVLayout.from_config(source.text_config, torch.float32), pool, slots=2, max_tokens=64)
     try:
-        return source.over(cache, RowsInSlots(cache)).implementation
+        return source.over(cache, SlotRows(cache)).implementation
     finally:
         cache.close()
         pool.close()

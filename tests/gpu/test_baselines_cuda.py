@@ -10,13 +10,13 @@ from bench.baselines.common_prefill import SlotsWithCommonPrefill
 from bench.baselines.memory import PagedMemory, StaticMemory
 from tests.engine.conftest import Harness, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
-from vmmkv.server.engine.kv_backend import OpenMemory
+from vmmkv.server.engine.kv_backend import OpenBackend
 
 __all__ = ["full_precision"]
 
 pytestmark = pytest.mark.gpu
 
-MEMORIES: dict[str, OpenMemory] = {
+MEMORIES: dict[str, OpenBackend] = {
     "paged": PagedMemory.open,
     "static": StaticMemory.open,
     "slots, prefill of blocks": SlotsWithCommonPrefill.open,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import serve, workloads
-from bench.baselines.block_rows import RowsInBlocks
+from bench.baselines.block_rows import BlockRows
 from bench.serve import compared
 from bench.serve.compared_sizes import ComparedSizes, Target
 from bench.serve.drive import Drive, Outcome, Served
@@ -173,14 +173,14 @@ def test_blocks_whose_first_key_is_lost_have_a_row_that_says_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     """Of each sequence and layer one key of many: most of what is likely stays likely."""
-    honest = RowsInBlocks.read
+    honest = BlockRows.read
 
-    def read(self: RowsInBlocks, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self: BlockRows, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         k_TKD, v_TKD = honest(self, *arguments)
         k_TKD[0] = 0
         return k_TKD, v_TKD
 
-    monkeypatch.setattr(RowsInBlocks, "read", read)
+    monkeypatch.setattr(BlockRows, "read", read)
     case = "uniform" if part == "closed" else "8"
     assert quick(tmp_path, "--parts", part, "--cases", case, "--repeat", "1") == 1
     assert [row["metric"] for row in rows_of(tmp_path)] == ["failed"]

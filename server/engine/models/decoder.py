@@ -8,8 +8,8 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
-from vmmkv.server.engine.attention import Batch, CachedAttention, Rope, Rows
-from vmmkv.server.engine.kv_backend import KV
+from vmmkv.server.engine.attention import Batch, CachedAttention, KVRows, Rope
+from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.engine.models.config import DecoderConfig
 from vmmkv.server.engine.models.weights import Weights
 
@@ -165,7 +165,7 @@ class DecoderModel:
     capturable: Final = True
     has_states: Final = True
 
-    def __init__(self, decoder: Decoder, cache: KV, rows: Rows) -> None:
+    def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows) -> None:
         config = decoder.config
         cos_TR, sin_TR = config.rope.tables(cache.max_tokens, cache.device)
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}

@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.errors import VmmkvError
-from vmmkv.server.engine.attention import Batch, CachedAttention, Rows
-from vmmkv.server.engine.kv_backend import KV
+from vmmkv.server.engine.attention import Batch, CachedAttention, KVRows
+from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
 
@@ -43,7 +43,7 @@ class UnmodifiedModel:
     capturable: Final = False
     """What an unknown model does between its layers need not be capturable, nor independent of the host."""
 
-    def __init__(self, model: Any, cache: KV, rows: Rows) -> None:
+    def __init__(self, model: Any, cache: EngineCache, rows: KVRows) -> None:
         refuse_own_attention(model)
         self._model = model
         layout = cache.layout
