@@ -5,10 +5,12 @@ import signal
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # `make nightly`: more steps than `make test` takes, and other ones each time (see tests/laws/test_prefix_machine.py).
 settings.register_profile("nightly")
+# tests/mutants.py: a failure is enough, and need not be made small.
+settings.register_profile("mutants", phases=[Phase.generate], database=None)
 
 # A shell has what it runs in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -108,6 +108,8 @@ class SimulatedDriver(FakeDriver):
     """The laws of FakeDriver, and streams. `seed` decides in which order, and how late, work runs."""
 
     seed: int = 0
+    haste: float | None = None
+    """How likely work is to run before the host waits for it: 0 is never; drawn from the seed if None."""
     num_waits: int = field(default=0, init=False)
     """How often the host waited for a fence."""
     broken: LawBroken | None = field(default=None, init=False)
@@ -117,7 +119,7 @@ class SimulatedDriver(FakeDriver):
         super().__post_init__()
         assert self.over is None, "its memory is simulated"
         self._random = random.Random(self.seed)
-        self._haste = self._random.choice([0.0, 0.1, 0.5])
+        self._haste = self._random.choice([0.0, 0.1, 0.5]) if self.haste is None else self.haste
         self._weights: dict[torch.Stream, int] = {}
         self._contents: dict[Handle, Contents] = {}
         self._staged: dict[tuple[torch.Stream, int], list[Run]] = {}
@@ -199,6 +201,10 @@ class SimulatedDriver(FakeDriver):
         """What is launched next on a stream comes behind some work, as by an event."""
         last = self._last.setdefault(stream, [])
         last += [work for work in works if work not in last]
+
+    def last_on(self, stream: torch.Stream) -> Work:
+        """What was launched last on a stream."""
+        return self._last[stream][0]
 
     def wait_stream(self, stream: torch.Stream, other: torch.Stream) -> None:
         """What is launched next on a stream comes behind what is on another by now."""

@@ -200,6 +200,7 @@ class CacheMachine(LawMachine):
     @rule(pick=picks, short=st.integers(0, 2))
     def advance_start(self, pick, short):
         live = self.live[pick % len(self.live)]
+        self.attend({pick})
         for group, description in enumerate(live.cache.layout.groups):
             if description.window is None:
                 with pytest.raises(ValueError, match="no window"):

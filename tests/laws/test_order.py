@@ -1,0 +1,100 @@
+"""Order on a device, by example: what the machines find by chance, a reader can follow here."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.laws.model import ONE_GROUP, Live, Rows, addresses, append, attend, check_limits
+from tests.laws.simulated_driver import SimulatedDriver
+from vmmkv import KVCache, Pool
+from vmmkv.testing.fake_driver import LawBroken
+from vmmkv.units import PAGE_BYTES
+
+
+class Device:
+    """A cache on a device on which nothing runs before it must; one sequence, of three tokens a page."""
+
+    def __init__(self) -> None:
+        self.driver = SimulatedDriver(haste=0)
+        self.pool = Pool("cpu", 16 * PAGE_BYTES, driver=self.driver)
+        self.cache = KVCache(ONE_GROUP, self.pool, slots=2, max_tokens=14)
+        self.live = self.opened("red")
+
+    def opened(self, tenant: str) -> Live:
+        sequence = self.cache.open(tenant=tenant)
+        owner = ("red", "blue").index(tenant)
+        return Live(self.cache, sequence, Rows(owner, [], [0], addresses(self.cache, sequence.slot)))
+
+    def step(self, num_tokens: int) -> None:
+        """Launch a kernel that appends so many tokens."""
+        sequence, stamps = self.live.sequence, self.live.rows.stamps
+        del stamps[sequence.length :]
+        stamps += range(100 * len(stamps), 100 * len(stamps) + num_tokens)
+        append(self.driver, self.live, range(sequence.length, len(stamps)))
+        sequence.advance(num_tokens)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    device.driver.finish_all()
+    check_limits(device.cache)
+    device.cache.close()
+    device.pool.close()
+    assert device.driver.broken is None
+
+
+def test_no_row_is_lost_when_limits_rise_twice_behind_a_lowering(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    device.step(9)
+    sequence.truncate(1)
+    lowered = device.driver.last_on(device.driver.main)
+    device.step(1)
+    sequence.grow(5)  # the limit is written behind the step
+    device.driver.finish([lowered])  # the lowering is over, the step is not
+    sequence.grow(14)
+    device.step(12)
+    device.driver.finish_all()
+    assert device.cache.limit[sequence.slot] == 14
+
+
+def test_a_limit_is_lowered_behind_its_raise_whatever_stream_is_current(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    with device.driver.on(device.driver.new_stream()):
+        sequence.truncate(0)
+
+
+def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):
+    sequence = device.live.sequence
+    sequence.grow(6)
+    device.step(4)
+    attend(device.driver, device.live)
+    device.driver.finish_all()
+
+
+def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    device.step(9)
+    span = device.live.rows.bases[0]
+    with pytest.raises(LawBroken, match="is unmapped while work may touch it"):
+        device.driver.unmap(span, PAGE_BYTES)
+    device.driver.broken = None
+    sequence.close()
+    assert device.cache.map_ahead() == 0
+    assert device.cache.stats().num_sequences == 0
+
+
+def test_memory_that_passes_to_another_tenant_is_zeroed_first(device):
+    device.pool.resize(3 * PAGE_BYTES)
+    sequence = device.live.sequence
+    sequence.grow(8)
+    device.step(8)
+    sequence.close()
+    device.live = device.opened("blue")
+    device.live.sequence.grow(8)  # waits for the others' work
+    attend(device.driver, device.live)
+    device.driver.finish_all()

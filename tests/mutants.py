@@ -1,0 +1,281 @@
+"""Faults that the default tests must find. Each is put into a copy of the tree, and the tests nearest to it must fail.
+
+    python tests/mutants.py [WORD ...]      all faults, or those whose name has one of these words
+
+Exit status 1 if a fault survives, or if the text that it replaces is not there once: then this list is to be mended.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 600
+
+ORDER = "tests/laws/test_order.py"
+CACHE = "tests/laws/test_cache_machine.py::TestOnASimulatedDevice"
+PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
+FAILURES = "tests/laws/test_failures.py"
+
+
+class Mutant(NamedTuple):
+    """A fault: `old` is replaced by `new` in a file of vmmkv/, and one of the tests fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
+
+MUTANTS = (
+    # limits
+    Mutant(
+        "limits raised without waiting for a lowering",
+        SLOT_MEMORY,
+        "if (fence := self._on_its_way(slot)) is not None}",
+        "if (fence := self._on_its_way(slot)) is not None and False}",
+        (CACHE,),
+    ),
+    Mutant(
+        "a limit raised behind a lowering forgets its own fence",
+        SLOT_MEMORY,
+        "        self._written.update(dict.fromkeys(limits, fence))\n        return fence",
+        "        if not any(limits.values()):\n            self._written.update(dict.fromkeys(limits, fence))\n"
+        "        return fence",
+        (CACHE,),
+    ),
+    Mutant(
+        "a limit lowered ahead of a raise that is on its way",
+        SLOT_MEMORY,
+        "        self.order()  # a raise of it may be on its way\n",
+        "",
+        (ORDER,),
+    ),
+    Mutant(
+        "limits lowered on the control stream, ahead of running work",
+        SLOT_MEMORY,
+        "        fence = self._write_behind({slot: limit})\n        self.table",
+        "        self.pool.driver.write(self.limit, {slot: limit})\n        fence = self.fence()\n        self.table",
+        (CACHE,),
+    ),
+    Mutant(
+        "limits written behind the current stream alone",
+        SLOT_MEMORY,
+        "fence = driver.write_behind(self.limit, limits, self.streams)",
+        "fence = driver.write_behind(self.limit, limits)",
+        (CACHE,),
+    ),
+    Mutant(
+        "zeroes and limits not ordered before use",
+        SLOT_MEMORY,
+        "                self.pool.driver.write(self.limit, at_once)\n            self.order()\n",
+        "                self.pool.driver.write(self.limit, at_once)\n",
+        (CACHE,),
+    ),
+    Mutant(
+        "zeroes and limits ordered before use on the current stream alone",
+        SLOT_MEMORY,
+        "self.pool.driver.order(self.streams)",
+        "self.pool.driver.order()",
+        (CACHE,),
+    ),
+    # fences
+    Mutant(
+        "recorded streams forgotten in a fence",
+        SLOT_MEMORY,
+        "return self.pool.driver.fence(self.streams)",
+        "return self.pool.driver.fence()",
+        (CACHE,),
+    ),
+    Mutant(
+        "adoption not ordered behind the parked fence",
+        "cache.py",
+        "            parked.fence.order(self.memory.streams)\n",
+        "",
+        (CACHE, PREFIX),
+    ),
+    Mutant(
+        "a parked source's fence not renewed after a copy",
+        "prefix/attach.py",
+        "cache.parked_slots[plan.resident].fence = memory.fence()",
+        "memory.fence()",
+        (PREFIX,),
+    ),
+    Mutant(
+        "an exchange that unmaps without waiting",
+        SHARING,
+        "        memory.fence().wait()\n        arena.unmap(old)\n",
+        "        memory.fence()\n        arena.unmap(old)\n",
+        (PREFIX,),
+    ),
+    Mutant(
+        "a rollback that unmaps without waiting",
+        MAPPER,
+        "            driver.synchronize()  # zeroes may be on their way to what is unmapped next\n",
+        "            pass\n",
+        (CACHE,),
+    ),
+    Mutant(
+        "a busy page evicted without waiting",
+        MAPPER,
+        "            if _fence_in(batch).done():\n                while batch:",
+        "            if True:\n                while batch:",
+        (CACHE,),
+    ),
+    Mutant(
+        "a window unmapped before its copy has run",
+        SHARING,
+        "            memory.mapper.reclaim(self._arena, [mapping], fence)\n",
+        "            self._arena.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
+        (PREFIX,),
+    ),
+    Mutant(
+        "copies not ordered behind recorded streams",
+        SLOT_MEMORY,
+        "            self.fence().order()\n        yield\n",
+        "            pass\n        yield\n",
+        (PREFIX,),
+    ),
+    Mutant(
+        "recorded streams not ordered behind copies",
+        SLOT_MEMORY,
+        "            self.fence().order(self.streams)\n",
+        "            pass\n",
+        (PREFIX,),
+    ),
+    # whose bytes
+    Mutant(
+        "fresh memory taken for zeroed",
+        POOL,
+        "Extent(handle, num_pages, zeroed=self.driver.creates_zeroed)",
+        "Extent(handle, num_pages, zeroed=True)",
+        (CACHE,),
+    ),
+    Mutant(
+        "the tenant not compared when memory is used again",
+        POOL,
+        "return not self.zeroed and self.tenant != tenant",
+        "return not self.zeroed and self.tenant is None",
+        (CACHE,),
+    ),
+    Mutant(
+        "memory still taken for zeroed once it was written",
+        MAPPER,
+        "mapping.extent.tenant, mapping.extent.zeroed = tenant, False",
+        "mapping.extent.tenant = tenant",
+        (CACHE,),
+    ),
+    Mutant(
+        "an exchanged page without its tenant",
+        SHARING,
+        "mapping.extent.tenant, mapping.extent.zeroed = tenant_of(mapping.page), False",
+        "tenant_of(mapping.page)",
+        (PREFIX,),
+    ),
+    Mutant(
+        "rows copied to another tenant",
+        SHARING,
+        "if memory.tenants[source] != memory.tenants[target]:",
+        "if False:",
+        (PREFIX,),
+    ),
+    Mutant(
+        "a page revived that was never live",
+        MAPPER,
+        "if mapping.fence is not _PASSED and not",
+        "if not",
+        (CACHE, FAILURES),
+    ),
+    Mutant(
+        "a page revived that others have come to hold",
+        MAPPER,
+        "and not mapping.extent.shared and mapping.extent.num_pages == 1:",
+        "and mapping.extent.num_pages == 1:",
+        (PREFIX,),
+    ),
+    # the books
+    Mutant(
+        "a holder that is not dropped",
+        MAPPER,
+        "        self._forget(mapping)\n        self.pool.drop(mapping.extent)\n",
+        "        self._forget(mapping)\n",
+        (CACHE,),
+    ),
+    Mutant(
+        "a rollback that leaves a page",
+        MAPPER,
+        "for arena, mapping, _ in reversed(self._new):",
+        "for arena, mapping, _ in reversed(self._new[1:]):",
+        (CACHE,),
+    ),
+    Mutant(
+        "a pinned slot not spared",
+        "cache.py",
+        "next((slot for slot in self.parked_slots if not self.is_pinned(slot)), next(iter(self.parked_slots)))",
+        "next(iter(self.parked_slots))",
+        ("tests/unit/test_prefix.py",),
+    ),
+    Mutant(
+        "mappings inherited by fork",
+        "driver/host.py",
+        "            madvise(address, size_bytes, MADV_DONTFORK)\n",
+        "",
+        ("tests/unit/test_driver_host.py",),
+    ),
+)
+
+
+def main(words: list[str]) -> int:
+    """Try the faults, one after the other; the exit status."""
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "results", "__pycache__"))
+        for mutant in chosen:
+            began = time.monotonic()
+            outcome = attempt(mutant, tree)
+            bad += not outcome.startswith("killed")
+            print(f"{outcome:9} {time.monotonic() - began:5.0f} s  {mutant.name}", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} killed")
+    return int(bad > 0)
+
+
+def attempt(mutant: Mutant, tree: Path) -> str:
+    """What became of one fault; the tree is as before."""
+    path = tree / "vmmkv" / mutant.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(mutant.old) != 1:
+        return "does not apply"
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *mutant.tests],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "killed"  # what waits for ever is noticed
+    finally:
+        path.write_text(source, encoding="utf-8")
+    if done.returncode == 0:
+        return "SURVIVED"
+    return "killed" if done.returncode == 1 else f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
