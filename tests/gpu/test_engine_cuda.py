@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.test_prompt_scores import assert_right
+from tests.engine.test_prompt_logprobs import assert_right
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model
