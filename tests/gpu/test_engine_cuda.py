@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.test_prompt_logprobs import assert_right
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model
 from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
+from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_unmodified import RIGHT, assert_tokens_are_those_of_transformers
 from vmmkv.kernels import reference
 from vmmkv.server.engine.attention import attend_run
