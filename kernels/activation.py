@@ -12,7 +12,7 @@ from vmmkv.kernels import checks
 from vmmkv.units import ceil_div
 
 _PROGRAM_BYTES = 4096
-"""Of the gate: two 16-byte loads for each of a program's 128 threads, and two of up."""
+"""Bytes of the gate in a program: two 16-byte loads for each of its 128 threads, and two of up."""
 
 _MAX_WARPS = 4
 _INT32_END = 2**31
@@ -41,7 +41,7 @@ def _silu_mul(
 def silu_mul(gate_up_NG: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`silu(gate) * up`: the gate is the first F columns, up the others. Returns [N, F] of their dtype (`out` if given).
 
-    Rounded as transformers does it: SiLU (Elfwing et al., 2018) in float32, rounded to the dtype, times up, rounded again.
+    Rounded as in transformers: SiLU (Elfwing et al., 2018) in float32, rounded to the dtype, times up, rounded again.
 
     gate_up_NG, out: fp16, bf16 or fp32, rows of any stride of whole 16 bytes; they do not overlap.
 
@@ -59,10 +59,7 @@ def silu_mul(gate_up_NG: torch.Tensor, out: torch.Tensor | None = None) -> torch
     programs = ceil_div(width, columns)
     if num_rows * programs >= _INT32_END:
         checks.refuse("gate_up_NG", f"of {num_rows} rows", f"fewer than {ceil_div(_INT32_END, programs)} of this width")
-    if out is None:
-        out = torch.empty((num_rows, width), dtype=dtype, device=device)
-    else:
-        checks.vectors("out", out, (num_rows, width), dtype, device)
+    out = checks.output(out, (num_rows, width), dtype, device)
     if num_rows == 0:
         return out
     num_warps = max(1, min(_MAX_WARPS, columns * gate_up_NG.element_size() // (32 * checks.ALIGNMENT_BYTES)))

@@ -1,9 +1,10 @@
-"""What every launcher checks before it launches. A refusal names the argument, what was given and what would work.
+"""What every launcher checks before it launches, and how it launches.
 
-A kernel that is launched on wrong strides or on the wrong device reads somebody's memory, or none: then the CUDA context
-is lost. So the checks are always on, and cheap enough for it: plain comparisons, and no text is built unless one fails.
+A refusal is a ValueError that names the argument, what was given and what would work. A kernel launched on wrong strides or on
+the wrong device reads other memory, or unmapped memory: then the CUDA context is lost. So the checks are always on, and cheap:
+plain comparisons, with no text built unless one fails.
 
-Legend: S slots, T rows of a slot, K kv heads, D head dim, N vectors of an index.
+Legend: S slots, T rows of a slot, K kv heads, D head dim, N tokens.
 """
 
 import functools
@@ -22,11 +23,11 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Do the kernels run in Triton's interpreter? It is settled when they are imported."""
+"""The kernels run in Triton's interpreter. Decided when they are imported."""
 
 _INT32_END = 2**31
 _LOG2_E = math.log2(math.e)
-_NO_WINDOW = 2**31 - 1
+NO_WINDOW = 2**31 - 1
 
 
 def refuse(argument: str, given: object, wanted: str) -> NoReturn:
@@ -49,7 +50,7 @@ def vectors(argument: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: 
     if tensor.dtype != dtype:
         refuse(argument, f"of {tensor.dtype}", f"{dtype}, as the others are")
     if tensor.shape != shape:
-        refuse(argument, f"of shape {tuple(tensor.shape)}", f"{shape}")
+        refuse(argument, f"of shape {tuple(tensor.shape)}", f"{tuple(shape)}")
     aligned(argument, tensor)
 
 
@@ -67,11 +68,20 @@ def aligned(argument: str, tensor: torch.Tensor) -> None:
         refuse(argument, f"at address {tensor.data_ptr():#x}", f"an address that is a multiple of {ALIGNMENT_BYTES} bytes")
 
 
-def tile_offsets(argument: str, tensor: torch.Tensor, tile_rows: int) -> None:
-    """Refuse a row stride by which an offset inside one tile would leave 32 bits."""
-    if tensor.stride(1) * tile_rows >= _INT32_END:
-        most = _INT32_END // tile_rows - 1
-        refuse(argument, f"strided by {tensor.stride(1)} elements from row to row", f"at most {most} elements")
+def exactly(argument: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse anything but a contiguous tensor of this dtype and shape on the device."""
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+        given += "" if tensor.is_contiguous() else ", not contiguous"
+        refuse(argument, given, f"contiguous {dtype} of shape {tuple(shape)} on {device}")
+
+
+def output(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`out`, checked; a new tensor if it is None."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    vectors("out", out, shape, dtype, device)
+    return out
 
 
 def index(argument: str, tensor: torch.Tensor, count: int, device: torch.device) -> None:
@@ -87,7 +97,7 @@ def index(argument: str, tensor: torch.Tensor, count: int, device: torch.device)
 
 
 def logits(argument: str, tensor: torch.Tensor) -> tuple[int, int]:
-    """Refuse what is no batch of logits whose elements are contiguous, or cannot be worked on here; its rows and its width."""
+    """Refuse anything but [rows, vocabulary] of floats with contiguous elements. Returns their sizes."""
     runnable(argument, tensor.device)
     if tensor.dtype not in FLOAT_DTYPES or tensor.dim() != 2 or tensor.stride(1) != 1:
         given = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
@@ -102,25 +112,29 @@ def limits(argument: str, tensor: torch.Tensor, slots: int, device: torch.device
         refuse(argument, f"of {tensor.dtype}", "int32, as `cache.limit` is")
 
 
-def workspace(argument: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
-    """Refuse anything but contiguous float32 memory of at least so many elements."""
+def workspace(tensor: torch.Tensor | None, elements: int, device: torch.device) -> torch.Tensor:
+    """The given workspace, if it is contiguous float32 of at least so many elements; a new one if it is None."""
+    if tensor is None:
+        return torch.empty(elements, dtype=torch.float32, device=device)
+    argument = "workspace"
     if tensor.device != device:
         refuse(argument, f"on {tensor.device}", f"a tensor on {device}, where the others are")
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() < elements:
         given = f"{tensor.numel()} elements of {tensor.dtype}, {'' if tensor.is_contiguous() else 'not '}contiguous"
         refuse(argument, given, f"at least {elements} contiguous elements of float32")
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What attention is asked for, as its kernels take it: in base-2 logarithms."""
+    """Scale, softcap and window as kernels take them, in base-2 logarithms."""
 
     scale_log2: float
-    """From a dot product to the score; with a cap, to twice the score over the cap."""
+    """Factor from a dot product to the score; with a cap, to twice the score over the cap."""
     softcap_log2: float
     """0 for no cap."""
     rows_seen: int
-    """The window."""
+    """The window; NO_WINDOW for none."""
 
 
 def attention_options(scale: float | None, window: int | None, softcap: float | None, head_dim: int) -> AttentionOptions:
@@ -134,7 +148,7 @@ def attention_options(scale: float | None, window: int | None, softcap: float | 
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     if softcap is not None:
         scale_log2 *= 2.0 / softcap
-    rows_seen = min(window or _NO_WINDOW, _NO_WINDOW)
+    rows_seen = min(window or NO_WINDOW, NO_WINDOW)
     return AttentionOptions(scale_log2=scale_log2, softcap_log2=(softcap or 0.0) * _LOG2_E, rows_seen=rows_seen)
 
 
@@ -150,7 +164,7 @@ def heads(argument: str, num_heads: int, num_kv_heads: int, max_group: int, head
 
 @functools.cache
 def launches_dependents(device: torch.device) -> bool:
-    """Can a kernel be launched while the one before it still runs, and wait inside (programmatic dependent launch)?"""
+    """Has the device programmatic dependent launch: can a kernel start while the one before it runs, and wait inside?"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -160,13 +174,23 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def overlap_options(overlaps: bool) -> dict[str, bool]:
+    """Launch options of a kernel that can wait inside: its `PDL`, and the launcher's own, which older devices refuse."""
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
+
+
 def overlap(device: torch.device) -> dict[str, bool]:
-    """How a kernel that can wait inside is launched: its `PDL`, and the launcher's option, which older devices refuse."""
-    return {"PDL": True, "launch_pdl": True} if launches_dependents(device) else {"PDL": False}
+    """`overlap_options` for this device."""
+    return overlap_options(launches_dependents(device))
+
+
+def padded(size: int) -> int:
+    """The size of a tensor core's tile: a power of two, 16 or more."""
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the *current* device and its stream; make that the tensors' own for the launch."""
+    """Make the tensors' device current: Triton launches on the current device and its stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,17 +1,19 @@
-"""The linear layers of a decode step: few rows of x, so that reading the weights is all that takes time.
+"""The linear layers of a decode step: few rows of x, so that the time is that of reading the weights.
 
-A program has a few rows of the weight and walks all of their columns. One row of x is multiplied without tensor cores
-(linear_registers.py), more on them (linear_dots.py). What surrounds a linear layer in a decoder is done on the way: the RMS
-norm before it, its bias, the residual stream or the gate's activation behind it. That saves launches, each of which would
-read and write a few KiB and cost as much as megabytes of weights.
+A program has a few rows of the weight and walks all of their columns. One row of x is multiplied without tensor cores, from
+registers (`multiply_in_registers`); more rows on tensor cores, from shared memory (`multiply_by_dots`). The kernel also does
+what surrounds a linear layer in a decoder: the RMS norm before it, its bias, the residual stream or the gate's activation
+behind it. That saves launches, each of which would read and write a few KiB and cost as much as megabytes of weights.
 
-The norm's factor, 1 / rms(x), is one for each row: it is applied to the sums, so that no program waits for it. Only float16 on
-tensor cores is normed first, since x times the norm's weight may pass 65504. Either is at most as far from the truth as
-norm, rounding, and linear layer one after the other.
+The norm's factor, 1 / rms(x), is one for each row. It is applied to the sums, so that no program waits for it. Only float16 on
+tensor cores is normed first, since x times the norm's weight may pass 65504. Either is at most as far from the truth as norm,
+rounding and linear layer one after the other.
 
-With programmatic dependent launch a program loads its first weights while the kernel before it still runs.
+Everything that a linear layer reads is constant, but x and the residual. With programmatic dependent launch a program loads its
+first weights while the kernel before it still runs, and brings those that follow into L2; only then does it wait.
 
-Legend: M rows of x, N outputs, K inputs.
+Legend: M rows of x, N outputs (rows of the weight; of the gate alone, where it is gated), K inputs (columns of both). Prefixes:
+p_ pointer, i_ index, m_ mask.
 """
 
 import functools
@@ -26,36 +28,35 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vmmkv.kernels import checks
 from vmmkv.units import MIB, ceil_div
 
-# -------- linear tiling
-# How a linear layer of few rows is cut into programs and steps.
-#
-# Legend: M rows of x, N rows of the weight (of the gate alone, where it is gated), K columns of both.
+MAX_ROWS = 8
+"""With more rows arithmetic begins to count, and a general matrix product is as good."""
+
+_LINE_BYTES = 128
 
 _LARGE_BYTES: Final = 64 * MIB
 _SMALL_BYTES: Final = 16 * MIB
-"""Of a weight: streamed from memory for long enough to fill the pipeline, or over before."""
+"""Sizes of a weight: above the first its loads fill the pipeline for long, below the second they are over before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTiling:
-    """How a launch is cut; what a row of x is summed up from, and in which order, depends on no other row."""
+    """How a launch is cut. The sums of a row of x, and their order, depend on no other row."""
 
     dots: bool
-    """Multiply on tensor cores, from shared memory; else without, from registers."""
+    """Multiply on tensor cores, from shared memory; else from registers."""
     tile_n: int
-    """Rows of the weight of a program; if gated, as many of gate and of up each."""
+    """Rows of the weight in a program; if gated, of gate and of up each."""
     tile_k: int
     """Columns in one step."""
     num_warps: int = 4
     depth: int = 2
     """Steps whose loads are under way ahead: in registers without dots, in shared memory with them."""
     splits: int = 1
-    """Parts of a step's columns, each the dot of a warp of its own; only with dots, and then 1 or `num_warps`."""
+    """Parts of a step's columns, each the dot of one warp; only with dots, and then 1 or `num_warps`."""
     prefetch_bytes: int = 0
-    """Of each row of the weight, behind what is loaded early anyway: into L2, before the kernel waits for the one before it."""
-
+    """Bytes of each row of the weight, behind those loaded early, brought into L2 before the kernel waits."""
     max_registers: int | None = None
-    """Of a thread; None leaves it to the compiler, which takes as many as it finds loads to begin early."""
+    """Registers of a thread; None leaves it to the compiler, which takes as many as it finds loads to begin early."""
 
     def __post_init__(self) -> None:
         assert self.splits in (1, self.num_warps), "a batch of dots is dealt to warps"
@@ -73,8 +74,8 @@ def padded_rows(num_rows: int, dots: bool) -> int:
 def linear_tiling(num_rows: int, num_outputs: int, num_columns: int, itemsize: int, gated: bool) -> LinearTiling:
     """The tiling of a shape; `num_outputs` is N of the result.
 
-    One row is bound by memory whatever multiplies it, so it needs no tensor cores: the weights go from memory to registers and
-    stay there. More rows would be bound by arithmetic, and float32 has no tensor cores here.
+    One row is bound by memory, so it needs no tensor cores: the weights go from memory to registers and stay there. More rows
+    would be bound by arithmetic. float32 has no tensor cores here.
     """
     if num_rows == 1 or itemsize == 4:
         return _in_registers(num_rows, num_outputs, num_columns, itemsize, gated)
@@ -82,10 +83,10 @@ def linear_tiling(num_rows: int, num_outputs: int, num_columns: int, itemsize: i
 
 
 def _in_registers(num_rows: int, num_outputs: int, num_columns: int, itemsize: int, gated: bool) -> LinearTiling:
-    """tile_k: of 16 bytes a thread, so that the threads of a program are side by side along a row.
+    """tile_k: 16 bytes a thread, so that the threads of a program are side by side along a row.
 
-    Measured on an H200 with one row, bf16, in a captured chain: many programs of few rows with
-    many steps under way stream large weights best; small ones are over before that pays, and want larger programs.
+    Measured on an H200 with one row, bf16, in a captured chain: many programs of few rows with many steps under way stream
+    large weights best. Small weights are over before that pays, and gain from larger programs.
     """
     tile_k = min(2048 // itemsize, max(16, triton.next_power_of_2(num_columns)))
     if num_rows == 1 and itemsize == 2:
@@ -110,23 +111,16 @@ def _in_registers(num_rows: int, num_outputs: int, num_columns: int, itemsize: i
 
 
 def _on_tensor_cores(num_rows: int, num_outputs: int, num_columns: int, gated: bool) -> LinearTiling:
-    """tile_n: 16, which deals most layers evenly to 132 SMs; more where x, read by every program, would weigh as much as they.
+    """tile_n: 16, which deals most layers evenly to 132 SMs; more where x, which every program reads, would weigh as much as
+    they.
 
-    tile_k: 512 columns, of which each of 4 warps has 128. depth: three steps of 16 KiB; a layer of two steps wants all at once.
+    tile_k: 512 columns, of which each of 4 warps has 128. depth: three steps of 16 KiB; a layer of two steps gains from both at
+    once.
     """
     tile_n = 16 if num_rows <= 8 or num_outputs < 16384 or gated else 32
     tile_k = min(512, max(64, triton.next_power_of_2(num_columns)))
     depth = 4 if num_columns <= 1024 and not gated and num_outputs < 65536 and num_rows <= 8 else 3
     return LinearTiling(dots=True, tile_n=tile_n, tile_k=tile_k, depth=depth, splits=4, prefetch_bytes=2048)
-
-
-# -------- linear tiles
-# Inside the kernels of linear.py: what comes early, and what is done with a sum. See linear.py.
-#
-# What a linear layer reads are constants, but for x and the residual. So a program that is launched while the kernel before it
-# still runs loads its first weights at once, and asks for those that follow to be brought into L2; only then does it wait.
-#
-# Legend: M rows of x, N rows of the weight, K columns of both. Prefixes: p_ pointer, i_ index, m_ mask.
 
 
 @triton.jit
@@ -180,14 +174,8 @@ def finish(total, total_up, residual, DTYPE: tl.constexpr, GATED: tl.constexpr, 
     return out
 
 
-# -------- linear registers
-# The linear layer of one row or few without tensor cores: weights from memory to registers. See linear.py.
-#
-# Legend: M rows of x, N rows of the weight, K columns of both. Prefixes: p_ pointer, i_ index, m_ mask.
-
-
 @triton.jit
-def _load(p_rows, STEP: tl.constexpr, TILE_K: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr):
+def _load_columns(p_rows, STEP: tl.constexpr, TILE_K: tl.constexpr, K: tl.constexpr, POLICY: tl.constexpr):
     """[rows, TILE_K]: the columns of one step."""
     i_k = STEP * TILE_K + tl.arange(0, TILE_K)[None, :]
     if (STEP + 1) * TILE_K <= K:
@@ -197,30 +185,30 @@ def _load(p_rows, STEP: tl.constexpr, TILE_K: tl.constexpr, K: tl.constexpr, POL
 
 
 @triton.jit
-def _load_weights(
+def _load_weight_step(
     p_rows, p_rows_up, p_norm, STEP: tl.constexpr, TILE_K: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the weight, of its second half, and of the norm's weight; the first two are read once."""
-    w = _load(p_rows, STEP, TILE_K, K, "evict_first")
-    w_up = _load(p_rows_up, STEP, TILE_K, K, "evict_first") if GATED else w
+    """One step of the weight, of its second half, and of the norm's weight. The first two are read once."""
+    w = _load_columns(p_rows, STEP, TILE_K, K, "evict_first")
+    w_up = _load_columns(p_rows_up, STEP, TILE_K, K, "evict_first") if GATED else w
     if p_norm is None:
         return w, w_up, w
     else:
-        return w, w_up, _load(p_norm + tl.arange(0, 1), STEP, TILE_K, K, "")
+        return w, w_up, _load_columns(p_norm + tl.arange(0, 1), STEP, TILE_K, K, "")
 
 
 @triton.jit
 def _load_x(
     p_x, num_rows, stride_x, INDEX: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """[1, TILE_K]: step INDEX // ROWS of row INDEX % ROWS of x. Rows past the last are the last again, which L1 has."""
+    """[1, TILE_K]: step INDEX // ROWS of row INDEX % ROWS of x. Rows past the last are the last again, from L1."""
     i_m = tl.minimum(INDEX % ROWS, num_rows - 1).to(tl.int64)
-    return _load(p_x + i_m * stride_x + tl.arange(0, 1), INDEX // ROWS, TILE_K, K, "evict_last")
+    return _load_columns(p_x + i_m * stride_x + tl.arange(0, 1), INDEX // ROWS, TILE_K, K, "evict_last")
 
 
 @triton.jit
-def _outputs(p_out, stride_o, i_n, m: tl.constexpr, num_outputs, num_rows):
-    """Pointers to outputs of row m, and which of them there are."""
+def _output_row(p_out, stride_o, i_n, m: tl.constexpr, num_outputs, num_rows):
+    """Pointers to outputs of row m, and the mask of those that exist."""
     return p_out + m * tl.cast(stride_o, tl.int64) + i_n, (i_n < num_outputs) & (tl.full(i_n.shape, m, tl.int32) < num_rows)
 
 
@@ -237,9 +225,9 @@ def multiply_in_registers(
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     i_n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     p_rows, p_rows_up = weight_rows(p_w, stride_w, i_n, num_outputs, GATED, VECTOR)
-    weights = (_load_weights(p_rows, p_rows_up, p_norm, 0, TILE_K, K, GATED),)
+    weights = (_load_weight_step(p_rows, p_rows_up, p_norm, 0, TILE_K, K, GATED),)
     for i in tl.static_range(1, EARLY):
-        tiles = _load_weights(p_rows, p_rows_up, p_norm, i, TILE_K, K, GATED)
+        tiles = _load_weight_step(p_rows, p_rows_up, p_norm, i, TILE_K, K, GATED)
         weights = weights + (tiles,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred tuples)
     prefetch(p_rows, EARLY * TILE_K, LINES, LINE, K)
     if GATED:
@@ -256,17 +244,17 @@ def multiply_in_registers(
     residuals = (bias,)
     if HAS_RESIDUAL:
         for m in tl.static_range(M_PAD):
-            p_outs, mask = _outputs(p_out, stride_o, i_n, m, num_outputs, num_rows)
+            p_outs, mask = _output_row(p_out, stride_o, i_n, m, num_outputs, num_rows)
             residuals = residuals + (tl.load(p_outs, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
 
-    # What each row has summed up before a step: of step i and row m, the tuple at i * M_PAD + m. All of it is unrolled.
+    # The sums of each row before a step: of step i and row m, the tuple at i * M_PAD + m. All of it is unrolled.
     zeros = tl.zeros([TILE_N, TILE_K], tl.float32)
     sums = ((zeros, zeros, tl.zeros([1, TILE_K], tl.float32)),)
     for _ in tl.static_range(1, M_PAD):
         sums = sums + (sums[0],)  # type: ignore[assignment]  # noqa: RUF005
     for i in tl.static_range(STEPS):
         if i + EARLY < STEPS:
-            tiles = _load_weights(p_rows, p_rows_up, p_norm, i + EARLY, TILE_K, K, GATED)
+            tiles = _load_weight_step(p_rows, p_rows_up, p_norm, i + EARLY, TILE_K, K, GATED)
             weights = weights + (tiles,)  # type: ignore[assignment]  # noqa: RUF005
             for m in tl.static_range(M_PAD):
                 x = _load_x(p_x, num_rows, stride_x, (i + EARLY) * M_PAD + m, M_PAD, TILE_K, K)
@@ -292,18 +280,12 @@ def multiply_in_registers(
             factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
             total, total_up = total * factor, total_up * factor
         residual = residuals[1 + m] if HAS_RESIDUAL else bias
-        p_outs, mask = _outputs(p_out, stride_o, i_n, m, num_outputs, num_rows)
+        p_outs, mask = _output_row(p_out, stride_o, i_n, m, num_outputs, num_rows)
         tl.store(p_outs, finish(total + bias, total_up + bias_up, residual, DTYPE, GATED, HAS_RESIDUAL), mask=mask)
 
 
-# -------- linear dots
-# The linear layer of few rows on tensor cores: weights through shared memory. See linear.py.
-#
-# Legend: M rows of x, N rows of the weight, K columns of both. Prefixes: p_ pointer, i_ index, m_ mask.
-
-
 @triton.jit
-def _linear_dots_load(p_rows, i_k, k, K: tl.constexpr, TILE_K: tl.constexpr):
+def _load_tile(p_rows, i_k, k, K: tl.constexpr, TILE_K: tl.constexpr):
     """[..., rows, columns] of the weight, from column `k` on."""
     if K % TILE_K == 0:
         return tl.load(p_rows + k, eviction_policy="evict_first")
@@ -380,7 +362,7 @@ def multiply_by_dots(
     acc_up = acc
     squares = tl.zeros([TILE_K // VECTOR, M_PAD], tl.float32)
     for k in range(0, K, TILE_K):
-        w = _linear_dots_load(p_w_tile, i_k_w, k, K, TILE_K)
+        w = _load_tile(p_w_tile, i_k_w, k, K, TILE_K)
         x = tl.load(p_x_tile + k, mask=m_x & (i_k_x + k < K), other=0.0)
         if p_norm is not None:
             norm = tl.load(p_norm + i_k_x + k, mask=i_k_x + k < K, other=0.0)
@@ -392,7 +374,7 @@ def multiply_by_dots(
                 x = (x_32 * norm.to(tl.float32)).to(DTYPE)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            acc_up = tl.dot(_linear_dots_load(p_up_tile, i_k_w, k, K, TILE_K), x, acc_up, input_precision="ieee")
+            acc_up = tl.dot(_load_tile(p_up_tile, i_k_w, k, K, TILE_K), x, acc_up, input_precision="ieee")
 
     if SPLITS == 1:
         total, total_up = acc, acc_up
@@ -404,14 +386,6 @@ def multiply_by_dots(
         total, total_up = total * factor[None, :], total_up * factor[None, :]
     out = finish(total + bias[:, None], total_up + bias_up[:, None], residual, DTYPE, GATED, HAS_RESIDUAL)
     tl.store(p_outs, out, mask=mask)
-
-
-# -------- linear
-
-MAX_ROWS = 8
-"""With more, arithmetic begins to count, and a general matrix product is as good."""
-
-_LINE_BYTES = 128
 
 
 def linear(
@@ -429,16 +403,16 @@ def linear(
 
     With `norm_weight_K` x is RMS-normed first: x / sqrt(mean(x^2) + norm_eps) * weight. With `residual_MN` the result is added
     to it in place. With `gated` the weight (and bias) has 2N rows, those of the gate and then those of up: silu(gate) * up.
-    Sums are float32; the layer's result is rounded before it is activated or added.
+    Sums are float32. The layer's result is rounded before it is activated or added.
 
-    A row's result depends on no other row, but which kernel has multiplied it does on their number: by rounding. The same call
-    gives the same bits each time.
+    A row's result depends on no other row. The kernel that multiplies it depends on the number of rows, which may change
+    rounding. The same call gives the same bits each time.
 
-    x_MK, weight_NK: fp16, bf16 or fp32, of 16-byte strides, as are all others; x may be a strided view, but not overlap
-    what is written.
+    x_MK, weight_NK: fp16, bf16 or fp32, of 16-byte strides, as are all others. x may be a strided view, but not overlap the
+    output.
 
-    The weight, the bias and the norm's weight are constants: with programmatic dependent launch they are read before the
-    kernel launched just before has ended. If that one writes them, synchronise before the first call.
+    The weight, the bias and the norm's weight are constants: with programmatic dependent launch they are read before the kernel
+    launched just before has ended. If that kernel writes them, synchronise before the first call.
 
     Cost: one launch, no synchronisation; safe while a graph is captured.
     Raises: ValueError naming the argument.
@@ -453,7 +427,7 @@ def linear(
     if num_rows > MAX_ROWS:
         checks.refuse("x_MK", f"of {num_rows} rows", f"at most {MAX_ROWS}; torch.nn.functional.linear takes more")
     checks.vectors("x_MK", x_MK, (num_rows, num_inputs), dtype, device)
-    num_outputs = _linear_outputs(weight_NK, gated)
+    num_outputs = _num_outputs(weight_NK, gated)
     num_weight_rows = 2 * num_outputs if gated else num_outputs
     checks.vectors("weight_NK", weight_NK, (num_weight_rows, num_inputs), dtype, device)
     if bias_N is not None:
@@ -478,8 +452,8 @@ def linear(
     return target
 
 
-def _linear_outputs(weight_NK: torch.Tensor, gated: bool) -> int:
-    """Rows of the result's kind: half of the weight's if it is gated."""
+def _num_outputs(weight_NK: torch.Tensor, gated: bool) -> int:
+    """N: half of the weight's rows if it is gated."""
     if weight_NK.dim() != 2:
         checks.refuse("weight_NK", f"of shape {tuple(weight_NK.shape)}", "2 dimensions: [outputs, inputs]")
     if gated and weight_NK.shape[0] % 2:
@@ -505,14 +479,12 @@ def _launch(
     options: dict[str, Any] = {
         "K": x_MK.shape[1], "M_PAD": padded_rows(num_rows, cut.dots), "TILE_N": cut.tile_n, "TILE_K": cut.tile_k,
         "LINES": _lines(cut.prefetch_bytes) if overlaps else 0, "LINE": _LINE_BYTES // itemsize, "VECTOR": vector,
-        "GATED": gated, "HAS_RESIDUAL": has_residual, "PDL": overlaps, "num_warps": cut.num_warps,
+        "GATED": gated, "HAS_RESIDUAL": has_residual, "num_warps": cut.num_warps, **checks.overlap_options(overlaps),
     }  # fmt: skip
     if cut.dots:
         options |= {"SPLITS": cut.splits, "num_stages": cut.depth}
     else:
         options |= {"DEPTH": cut.depth}
-    if overlaps:
-        options["launch_pdl"] = True
     if cut.max_registers is not None and not checks.INTERPRETED:
         options["maxnreg"] = cut.max_registers
     kernel = multiply_by_dots if cut.dots else multiply_in_registers
@@ -524,5 +496,5 @@ def _launch(
 
 
 def _lines(prefetch_bytes: int) -> int:
-    """Lines of L2, a power of two."""
+    """Lines of L2, rounded up to a power of two."""
     return triton.next_power_of_2(ceil_div(prefetch_bytes, _LINE_BYTES)) if prefetch_bytes else 0

@@ -9,12 +9,26 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.append import prefetch
 
 MAX_WIDTH = 16_384
 """Elements of a row, which one program keeps in its registers."""
 
 _MAX_WARPS = 16
+_LINE_BYTES = tl.constexpr(128)
+
+
+@triton.jit
+def prefetch(p_first, BYTES: tl.constexpr):
+    """Bring `BYTES` bytes into L2 before they are loaded. Not in the interpreter.
+
+    Safe before `gdc_wait`, where a load is not: all writes meet in L2, so it holds no stale line.
+    """
+    num_lines: tl.constexpr = (BYTES + _LINE_BYTES - 1) // _LINE_BYTES
+    i_line = tl.minimum(tl.arange(0, triton.next_power_of_2(num_lines)), num_lines - 1)
+    addresses = p_first.to(tl.int64) + i_line * _LINE_BYTES
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -53,8 +67,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """RMS norm of each row (Zhang and Sennrich, 2019). Returns [N, E] of x's dtype (`out` if given).
 
-    Rounded as transformers does it: `(x * rsqrt(mean(x^2) + eps))` in float32, rounded to x's dtype, times the weight,
-    rounded again. With `residual_NE` x is first added to it, in place; the norm is of the rounded sum, and x stays as it is.
+    Rounded as in transformers: `x * rsqrt(mean(x^2) + eps)` in float32, rounded to x's dtype, times the weight, rounded again.
+    With `residual_NE` x is first added to it, in place; the norm is of the rounded sum, and x stays as it is.
 
     x_NE, residual_NE, out: fp16, bf16 or fp32, rows of any stride of whole 16 bytes; `out` may be x_NE itself, else no two
     of them overlap. weight_E: contiguous, of x's dtype. E is at most MAX_WIDTH.
@@ -71,10 +85,7 @@ def rms_norm(
     checks.norm("weight_E", weight_E, "eps", eps, width, dtype, device)
     if residual_NE is not None:
         checks.vectors("residual_NE", residual_NE, (num_rows, width), dtype, device)
-    if out is None:
-        out = torch.empty((num_rows, width), dtype=dtype, device=device)
-    else:
-        checks.vectors("out", out, (num_rows, width), dtype, device)
+    out = checks.output(out, (num_rows, width), dtype, device)
     if num_rows == 0:
         return out
     padded = triton.next_power_of_2(width)

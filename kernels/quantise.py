@@ -1,4 +1,4 @@
-"""Quantised K and V: what the payload's bits mean. Plain torch, and the truth that the kernels equal bit for bit.
+"""The formats of quantised K and V. Plain torch, which the kernels equal bit for bit.
 
 | kind | torch dtype of the payload | an element |
 |---|---|---|
@@ -27,13 +27,13 @@ QMAX: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 """The largest payload; its negative is the smallest."""
 
 INT4_ZERO = 8
-"""What a nibble adds to its element, so that it is never negative."""
+"""A nibble is its element plus this, so that it is never negative."""
 
 TOKEN_SCALE_DTYPE = torch.float16
 TOKEN_SCALE_MIN = 2.0**-24
 """The smallest positive float16: the scale of a row of zeros, so that no reciprocal is infinite."""
 TOKEN_SCALE_MAX = 65504.0
-"""The largest finite float16. A row that wants more than this times QMAX saturates."""
+"""The largest finite float16. A row with elements above this times QMAX saturates."""
 
 HEAD_SCALE_DTYPE = torch.float32
 

@@ -1,13 +1,26 @@
-"""Plain torch, float32: what the kernels must give. Slow, obvious, and the truth of the tests.
+"""Plain torch: what the kernels compute. Slow, obvious, and the truth of the tests.
 
-With `dtype` the same arithmetic is done in that type instead: the error of *that* against float32 is the yardstick for a
-kernel's own error (the rule of FlashAttention's tests: at most twice as large).
+Attention is float32. With `dtype` the same arithmetic is done in that type instead: the error of *that* against float32 is the
+yardstick for a kernel's own error (the rule of FlashAttention's tests: at most twice as large). Attention takes plain K and V;
+of quantised ones, `quantise.dequantise(payload, scale)` gives them. A sequence is the rows [0, length) of its slot. Rows at and
+past the length are never touched, since nothing may be mapped there.
 
-Attention takes plain K and V: of quantised ones, `quantise.dequantise(payload, scale)` gives them.
+Sampling gives the tokens of the kernels one for one, and is what an engine on a CPU runs:
 
-Legend: B sequences, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim, W payload width in
-elements, R = D / 2 angles, E elements or bytes of a row, G columns of gate and up, M copies. A sequence is the rows
-[0, length) of its slot. Rows at and past the length are never touched, since nothing may be mapped there.
+    logits ──> / temperature ──> top-k ──> top-p of what top-k left ──> min-p ──> one token
+
+A filter keeps the tokens at or above a threshold, and so all tokens that are equally likely:
+
+    top-k   the k likeliest, and those as likely as the last of them
+    top-p   tokens before which, in order of probability, less than p of what top-k left has come; the likeliest always
+    min-p   logits of at least the largest + temperature * log(min_p): probabilities of at least min_p times the largest
+
+The token is the largest sum of logits / temperature and Gumbel noise among the tokens kept; `sampling/noise.py` has the
+arithmetic. It depends on the row's logits, parameters, seed and position, and on nothing else.
+
+Legend: B sequences, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim, W payload width in elements, R
+= D / 2 angles, E elements or bytes of a row, G columns of gate and up, M copies, V vocabulary; in sampling R rows that are
+drawn or rows of state, G masks, W words of a mask.
 """
 
 import math
@@ -18,7 +31,17 @@ import torch
 from vmmkv.kernels.quantise import kind_of, quantise
 from vmmkv.kernels.sampling import noise
 
-# -------- reference
+NOT_A_NUMBER: Final = -1
+"""The token of a row with a NaN among its logits."""
+
+COLDEST: Final = 1e-5
+"""Temperatures below are greedy: divided by them, logits leave float32."""
+
+LEAST_NORMAL: Final = 2.0**-126
+"""Of float32. A min-p below it keeps every token."""
+
+_ROWS: Final = 8
+"""Rows drawn at once: the random words of a row take 8 bytes a token, several times over."""
 
 
 def attend(
@@ -210,35 +233,6 @@ def copy_rows(
             rows_STE[target, first:last] = rows_STE[source, first:last]
 
 
-# -------- sample reference
-# Sampling in plain torch: the truth of `sample.py`, token for token, and what an engine on a CPU runs.
-#
-#     logits ──> / temperature ──> top-k ──> top-p of what top-k left ──> min-p ──> one token
-#
-# A filter keeps the tokens at or above a threshold, and so all of those that are equally likely:
-#
-#     top-k   the k likeliest, and those as likely as the last of them
-#     top-p   tokens before which, in order of probability, less than p of what top-k left has come; the likeliest always
-#     min-p   logits of at least the largest + temperature * log(min_p): probabilities of at least min_p times the largest
-#
-# What is kept is drawn from by adding Gumbel noise to logits / temperature and taking the largest sum; see `noise.py` for the
-# arithmetic. A row's token depends on its logits, its parameters, its seed and its position, and on nothing else.
-#
-# Legend: B rows of the batch, R of them that are drawn, V vocabulary, S slots.
-
-NOT_A_NUMBER: Final = -1
-"""In place of a token for a row with a NaN among its logits."""
-
-COLDEST: Final = 1e-5
-"""Temperatures below are greedy: divided by them, logits leave float32."""
-
-LEAST_NORMAL: Final = 2.0**-126
-"""Of float32. A min-p below it keeps every token."""
-
-_ROWS: Final = 8
-"""Drawn at once: the random words of a row take 8 bytes a token, several times over."""
-
-
 def sample(
     logits_BV: torch.Tensor,
     slots_B: torch.Tensor,
@@ -252,7 +246,7 @@ def sample(
 ) -> torch.Tensor:
     """[B] int32 token ids: of row b with the parameters of slot slots_B[b], behind positions_B[b] tokens.
 
-    Where the temperature is below COLDEST the likeliest, the lowest id of them. Parameters as in `sample.sample`.
+    Below a temperature of COLDEST it is the argmax. Parameters as in `sampling.sample.sample`.
     """
     tokens_B = argmax(logits_BV)
     slots_B = slots_B.long()
@@ -331,10 +325,10 @@ def apply_penalties(
 
 
 def apply_token_mask(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: torch.Tensor) -> None:
-    """What a grammar does not allow, in place: see `sampling.logits.apply_token_mask`."""
+    """-inf for the tokens that a mask forbids, in place: see `sampling.logits.apply_token_mask`."""
     masks_N = (rows_G >= 0).nonzero()[:, 0]
     rows_N = rows_G[masks_N].long()
-    # Bit i of a word is, on little-endian machines, as all are that this runs on, bit i % 8 of its byte i // 8.
+    # Bit i of a word is bit i % 8 of its byte i // 8 on little-endian machines, which all supported ones are.
     bytes_NE1 = words_GW[masks_N].view(torch.uint8)[:, :, None]
     bits_NV = (bytes_NE1 >> torch.arange(8, dtype=torch.uint8, device=words_GW.device)) & 1
     may_NV = bits_NV.flatten(1)[:, : logits_BV.shape[1]] != 0

@@ -1,8 +1,8 @@
-"""The two ends of a decode step that needs nothing from the host: where each sequence stands, and moving it on.
+"""The two ends of a decode step that needs nothing from the host: `begin_step` and `end_step`.
 
-    begin_step ── ids, positions, lengths ──> the model ──> sampled tokens ── end_step ──> tokens, lengths, what the host reads
+    begin_step ── ids, positions, lengths ──> the model ──> sampled tokens ── end_step ──> tokens, lengths, the host's copy
 
-Legend: B rows of the batch, S slots. Slot 0 is nobody's, and pads. Prefixes: p_ pointer, i_ index, m_ mask.
+Legend: B rows of the batch, S slots. Slot 0 is the null slot, of padding rows. Prefixes: p_ pointer, i_ index, m_ mask.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from vmmkv.kernels import checks
 
 IDLE = -2
-"""In place of a token, for a row that had no room for one, or was nobody's: it did not move."""
+"""The token of a row that did not advance: one of the null slot, or without room."""
 
 _ROWS = 256
 """Rows of a program."""
@@ -63,19 +63,17 @@ def begin_step(
     positions_B: torch.Tensor,
     ends_B: torch.Tensor,
 ) -> None:
-    """What the step's rows compute: `ids_B` the slots' tokens, `positions_B` their rows, `ends_B` the rows that they have then.
+    """Write the step's inputs: `ids_B` the slots' tokens, `positions_B` their positions, `ends_B` their lengths after the step.
 
     All int32, on one device. A row of slot 0 has token 0, position 0 and end 0. Cost: one launch; safe under capture.
     Raises: ValueError naming the argument.
     """
     num_rows, _ = _check(slots_B, tokens_S, lengths_S)
     for name, tensor in (("ids_B", ids_B), ("positions_B", positions_B), ("ends_B", ends_B)):
-        _int32(name, tensor, num_rows, slots_B.device)
-    pdl = checks.launches_dependents(slots_B.device)
+        checks.exactly(name, tensor, torch.int32, (num_rows,), slots_B.device)
     with checks.on_device(slots_B.device):
         _begin[(triton.cdiv(num_rows, _ROWS),)](
-            slots_B, tokens_S, lengths_S, ids_B, positions_B, ends_B, num_rows, ROWS=_ROWS, PDL=pdl,
-            **({"launch_pdl": True} if pdl else {}),
+            slots_B, tokens_S, lengths_S, ids_B, positions_B, ends_B, num_rows, ROWS=_ROWS, **checks.overlap(slots_B.device),
         )  # fmt: skip
 
 
@@ -88,33 +86,27 @@ def end_step(
     lengths_S: torch.Tensor,
     out_B: torch.Tensor,
 ) -> None:
-    """Each row's slot has its sampled token next, and `ends_B` rows, if its limit allows them; `out_B` is for the host to read.
+    """Advance each row's slot to its sampled token and `ends_B` rows, if its limit allows. `out_B` has the tokens for the host.
 
-    A row that may not move keeps its slot as it is and gives IDLE; so does one of slot 0. A sampled token below 0 says
-    something to the host; the slot gets token 0 then. No slot but 0 stands in two rows. All int32, on one device.
+    A row that may not advance, or is of slot 0, leaves its slot as it is and gives IDLE. A sampled token below 0 is a code for
+    the host: the slot gets token 0. No slot but 0 is in two rows. All int32, on one device.
     Cost: one launch; safe under capture. Raises: ValueError naming the argument.
     """
     num_rows, num_slots = _check(slots_B, tokens_S, lengths_S)
     for name, tensor in (("sampled_B", sampled_B), ("ends_B", ends_B), ("out_B", out_B)):
-        _int32(name, tensor, num_rows, slots_B.device)
-    _int32("limit_S", limit_S, num_slots, slots_B.device)
-    pdl = checks.launches_dependents(slots_B.device)
+        checks.exactly(name, tensor, torch.int32, (num_rows,), slots_B.device)
+    checks.exactly("limit_S", limit_S, torch.int32, (num_slots,), slots_B.device)
     with checks.on_device(slots_B.device):
         _end[(triton.cdiv(num_rows, _ROWS),)](
-            slots_B, sampled_B, ends_B, limit_S, tokens_S, lengths_S, out_B, num_rows, IDLE=IDLE, ROWS=_ROWS, PDL=pdl,
-            **({"launch_pdl": True} if pdl else {}),
+            slots_B, sampled_B, ends_B, limit_S, tokens_S, lengths_S, out_B, num_rows, IDLE=IDLE, ROWS=_ROWS,
+            **checks.overlap(slots_B.device),
         )  # fmt: skip
 
 
 def _check(slots_B: torch.Tensor, tokens_S: torch.Tensor, lengths_S: torch.Tensor) -> tuple[int, int]:
     checks.runnable("slots_B", slots_B.device)
     num_rows, num_slots = slots_B.shape[0], tokens_S.shape[0]
-    _int32("slots_B", slots_B, num_rows, slots_B.device)
-    _int32("tokens_S", tokens_S, num_slots, slots_B.device)
-    _int32("lengths_S", lengths_S, num_slots, slots_B.device)
+    checks.exactly("slots_B", slots_B, torch.int32, (num_rows,), slots_B.device)
+    for name, tensor in (("tokens_S", tokens_S), ("lengths_S", lengths_S)):
+        checks.exactly(name, tensor, torch.int32, (num_slots,), slots_B.device)
     return num_rows, num_slots
-
-
-def _int32(name: str, tensor: torch.Tensor, size: int, device: torch.device) -> None:
-    if tensor.dtype != torch.int32 or tensor.shape != (size,) or tensor.device != device or not tensor.is_contiguous():
-        checks.refuse(name, f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}", f"int32 [{size}] on {device}")

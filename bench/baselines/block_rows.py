@@ -1,4 +1,4 @@
-"""Attention over blocks: the block-table twins of the kernels, or on a CPU rows gathered into a tensor for torch's own.
+"""Attention over blocks: by the kernels under a block table, or on a CPU rows gathered into a tensor for torch's own.
 
 Legend: N tokens of the step, B sequences, H query heads, K kv heads, D head dimension, T rows, P blocks, U rows of a block.
 """
@@ -25,45 +25,46 @@ class BlockRows:
 
     def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
         """See KVRows.append."""
-        from vmmkv.kernels.attention.paged import paged_append
+        from vmmkv.kernels.attention.append import append
 
         k_PUKD, v_PUKD = self._planes[layer]
-        places = batch.slots_N, batch.positions_N, self._tables_SC, self._limit
+        places = batch.slots_N, batch.positions_N, self._limit
         if rotary is None:
-            paged_append(k_NKD, v_NKD, k_PUKD, v_PUKD, *places)
+            append(k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC)
         else:
-            paged_append(
-                k_NKD, v_NKD, k_PUKD, v_PUKD, *places,
+            append(
+                k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC,
                 q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
                 q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
             )  # fmt: skip
 
     def decode(self, layer: int, q_BHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None) -> torch.Tensor:
         """See KVRows.decode."""
-        from vmmkv.kernels.attention.paged import paged_decode
+        from vmmkv.kernels.attention.decode import decode
 
-        planes = self._planes[layer]
-        return paged_decode(q_BHD, *planes, batch.lengths_B, batch.slots_B, self._tables_SC, scale=scale, window=window)
+        where = *self._planes[layer], batch.lengths_B, batch.slots_B
+        return decode(q_BHD, *where, tables_SC=self._tables_SC, scale=scale, window=window)
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
         """See KVRows.prefill."""
-        from vmmkv.kernels.attention.paged import paged_prefill
+        from vmmkv.kernels.attention.prefill import prefill
 
         assert batch.query_starts is not None, "a decode step"
         runs = batch.query_starts, batch.lengths_B, batch.slots_B
-        return paged_prefill(q_NHD, *self._planes[layer], *runs, self._tables_SC, scale=scale, window=window)
+        return prefill(q_NHD, *self._planes[layer], *runs, tables_SC=self._tables_SC, scale=scale, window=window)
 
     def cascade(
         self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
     ) -> torch.Tensor:
         """See KVRows.cascade."""
-        from vmmkv.kernels.attention.paged import paged_cascade
+        from vmmkv.kernels.attention.cascade import cascade
 
-        return paged_cascade(
-            q_BHD, *self._planes[layer], batch.lengths_B, batch.slots_B, self._tables_SC, group_starts_G1=shared.starts_G1,
-            leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
+        return cascade(
+            q_BHD, *self._planes[layer], batch.lengths_B, batch.slots_B, tables_SC=self._tables_SC,
+            group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G,
+            firsts_B=shared.firsts_B, scale=scale,
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:

@@ -27,7 +27,7 @@ def prefill_as_over_blocks(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what `paged_prefill` gives over the same rows."""
+    """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
     from vmmkv.kernels import checks
     from vmmkv.kernels.attention.kv_memory import kv_memory
     from vmmkv.kernels.attention.prefill import launch_prefill, prefill_tiling

@@ -5,7 +5,6 @@ Legend: L layers, N tokens, H query heads, K kv heads, D head dim, R = D / 2 ang
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -93,7 +92,6 @@ class Append:
 
     def _pass(self) -> Callable[[], object]:
         from vmmkv.kernels.attention.append import append
-        from vmmkv.kernels.attention.paged import paged_append
 
         new, memory = self.new, self.memory
         slots = torch.tensor(memory.slots, dtype=torch.int32, device=new.positions_N.device)
@@ -103,10 +101,10 @@ class Append:
 
         def run_pass() -> None:
             for layer, planes in enumerate(memory.layers):
-                write = append if memory.tables_SC is None else partial(paged_append, tables_SC=memory.tables_SC)
-                write(
+                append(
                     *(new.k_LNKD[layer], new.v_LNKD[layer], planes.k, planes.v, slots_N, new.positions_N),
                     limit_S=limit_S,
+                    tables_SC=memory.tables_SC,
                     q_NHD=new.q_LNHD[layer] if self.rope else None,
                     cos_TR=new.cos_TR if self.rope else None,
                     sin_TR=new.sin_TR if self.rope else None,

@@ -50,51 +50,24 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
 
 
 def bind_decode(batch: Batch, copy: int) -> Attend:
-    """`decode`, or `paged_decode` over blocks."""
-    lengths_B, slots_B, tables_SC = batch.lengths_B, batch.slots_B(copy), batch.memory.tables_SC
-    if tables_SC is not None:
-        from vmmkv.kernels.attention.paged import paged_decode
-
-        return lambda planes, out: paged_decode(
-            batch.q_NHD,
-            planes.k,
-            planes.v,
-            lengths_B,
-            slots_B,
-            tables_SC,
-            out=out,
-            k_scale=planes.k_scale,
-            v_scale=planes.v_scale,
-        )
+    """`decode`, over slots or over blocks."""
     from vmmkv.kernels.attention.decode import decode
 
+    where = (batch.lengths_B, batch.slots_B(copy))
+    tables_SC = batch.memory.tables_SC
     return lambda planes, out: decode(
-        batch.q_NHD, planes.k, planes.v, lengths_B, slots_B, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale
+        batch.q_NHD, planes.k, planes.v, *where, tables_SC=tables_SC, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale
     )
 
 
 def bind_prefill(batch: Batch, copy: int) -> Attend:
-    """`prefill`, or `paged_prefill` over blocks."""
-    starts, lengths_B, slots_B, tables_SC = batch.query_starts, batch.lengths_B, batch.slots_B(copy), batch.memory.tables_SC
-    if tables_SC is not None:
-        from vmmkv.kernels.attention.paged import paged_prefill
-
-        return lambda planes, out: paged_prefill(
-            batch.q_NHD,
-            planes.k,
-            planes.v,
-            starts,
-            lengths_B,
-            slots_B,
-            tables_SC,
-            out=out,
-            k_scale=planes.k_scale,
-            v_scale=planes.v_scale,
-        )
+    """`prefill`, over slots or over blocks."""
     from vmmkv.kernels.attention.prefill import prefill
 
+    where = (batch.query_starts, batch.lengths_B, batch.slots_B(copy))
+    tables_SC = batch.memory.tables_SC
     return lambda planes, out: prefill(
-        batch.q_NHD, planes.k, planes.v, starts, lengths_B, slots_B, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale
+        batch.q_NHD, planes.k, planes.v, *where, tables_SC=tables_SC, out=out, k_scale=planes.k_scale, v_scale=planes.v_scale
     )
 
 

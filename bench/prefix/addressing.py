@@ -9,7 +9,7 @@ K kv heads, D head dim, R = D / 2 angles.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -114,22 +114,24 @@ class Blocks:
         sin_TR: torch.Tensor,
     ) -> None:
         """See Addressing.append."""
-        from vmmkv.kernels.attention.paged import paged_append
+        from vmmkv.kernels.attention.append import append
 
         k, v = self._planes[layer]
-        where = (rows.slots_N, rows.positions_N, self._tables_SC, self._limit_S)
-        paged_append(k_NKD, v_NKD, k, v, *where, q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR)
+        where = (rows.slots_N, rows.positions_N, self._limit_S)
+        append(k_NKD, v_NKD, k, v, *where, tables_SC=self._tables_SC, q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR)
 
     def attend(self, layer: int, q_NHD: torch.Tensor, rows: NewRows) -> torch.Tensor:
         """See Addressing.attend."""
-        from vmmkv.kernels.attention.paged import paged_decode, paged_prefill
+        from vmmkv.kernels.attention.decode import decode
+        from vmmkv.kernels.attention.prefill import prefill
 
         k, v = self._planes[layer]
-        workspace, tables_SC = self._workspace.of(q_NHD, k, self._tables_SC), self._tables_SC
-        slots_B, lengths_B, limit_S = rows.slots_B, rows.lengths_B, self._limit_S
+        where = (rows.lengths_B, rows.slots_B)
+        workspace = self._workspace.of(q_NHD, k, self._tables_SC)
+        options: dict[str, Any] = {"tables_SC": self._tables_SC, "limit_S": self._limit_S, "workspace": workspace}
         if rows.starts is None:
-            return paged_decode(q_NHD, k, v, lengths_B, slots_B, tables_SC, limit_S=limit_S, workspace=workspace)
-        return paged_prefill(q_NHD, k, v, rows.starts, lengths_B, slots_B, tables_SC, limit_S=limit_S, workspace=workspace)
+            return decode(q_NHD, k, v, *where, **options)
+        return prefill(q_NHD, k, v, rows.starts, *where, **options)
 
 
 class _Workspace:

@@ -1,8 +1,10 @@
 """Append: norm, rotate, quantise and write new tokens' K and V into their slots, in place, in one launch.
 
-Legend: N new tokens, S slots, T rows of a slot, P blocks, U rows of a block, C columns of a block table, H query heads,
-K kv heads, D head dim, W payload width in elements, R = D / 2 angles. A *vector* is one head of one token.
-Prefixes: p_ pointer, i_ index, m_ mask.
+A *vector* is one head of one token. A tile of vectors is two tiles of their halves, elements j and j + D / 2, so that neither
+the rotation nor int4 moves an element between threads.
+
+Legend: N new tokens, S slots, T rows of a slot, P blocks, U rows of a block, C columns of a block table, H query heads, K kv
+heads, D head dim, W payload width in elements, R = D / 2 angles. Prefixes: p_ pointer, i_ index, m_ mask.
 """
 
 import functools
@@ -14,32 +16,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import kv_memory
+from vmmkv.kernels.norm import prefetch
 from vmmkv.kernels.quantise import TOKEN_SCALE_MAX, TOKEN_SCALE_MIN
 from vmmkv.units import ceil_div
 
-# -------- vectors
-# Inside append: what becomes of a vector, the D elements of one head of one token: normed, rotated, quantised, stored.
-#
-# A tile of vectors is two tiles of their halves, elements j and j + D / 2, so that neither the rotation nor int4 moves an
-# element between threads. Prefixes: p_ pointer, i_ index, m_ mask.
+_PROGRAM_BYTES = 4096
+"""Bytes of K in a program that only copies: two 16-byte loads for each of its 128 threads."""
+
+_HALF_BYTES = 2048
+"""Bytes of one half of K's vectors in a program that computes: one 16-byte load a thread, four with V and the other halves."""
 
 _SCALE_MIN = tl.constexpr(TOKEN_SCALE_MIN)
 _SCALE_MAX = tl.constexpr(TOKEN_SCALE_MAX)
-_LINE_BYTES = tl.constexpr(128)
-
-
-@triton.jit
-def prefetch(p_first, BYTES: tl.constexpr):
-    """Ask for the lines of `BYTES` bytes in L2, before they are loaded. Not in the interpreter.
-
-    Safe before `gdc_wait`, where a load is not: all writes meet in L2, so that no stale line can be kept there.
-    """
-    num_lines: tl.constexpr = (BYTES + _LINE_BYTES - 1) // _LINE_BYTES
-    i_line = tl.minimum(tl.arange(0, triton.next_power_of_2(num_lines)), num_lines - 1)
-    addresses = p_first.to(tl.int64) + i_line * _LINE_BYTES
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -62,7 +50,7 @@ def rotate(low, high, cos, sin):
 
 @triton.jit
 def _payload(x, KIND: tl.constexpr, CAST: tl.constexpr):
-    """A scaled and clamped float32 as the payload's bits in an integer: its byte in fp8 and int8, its nibble in int4."""
+    """The payload's bits of a scaled and clamped float32, as an integer: a byte in fp8 and int8, a nibble in int4."""
     if KIND == "fp8":
         if CAST:
             return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -85,7 +73,7 @@ def store_vectors(
     p_row, p_scale, m_v, mask, low, high, i_d, i_h, stride_h,
     HALF: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Two halves of vectors to [vectors] pointers to their rows; `p_scale` points to a scale each, to write or to read."""
+    """Quantise and store two halves of vectors at [vectors] pointers to rows. Token scales are written, head scales read."""
     pointers = (p_row + i_h * stride_h)[:, None] + i_d
     if KIND is None:
         dtype: tl.constexpr = p_row.dtype.element_ty
@@ -111,20 +99,11 @@ def store_vectors(
             tl.store(pointers + HALF, high.to(tl.uint8), mask=mask)
 
 
-# -------- append
-
-_PROGRAM_BYTES = 4096
-"""Bytes of K that a program moves when nothing is computed: two 16-byte loads for each of its 128 threads."""
-
-_HALF_BYTES = 2048
-"""Bytes of one half of K's vectors in a program that computes: one 16-byte load a thread, four with V and the other halves."""
-
-
 @triton.jit
 def _rows(
     i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK: tl.constexpr
 ):
-    """Where tokens `i_n` go: index of the slot or block, row in it, position, and whether it is written at all."""
+    """Destination of tokens `i_n`: index of the slot or block, row in it, position, and whether it is written at all."""
     slot = tl.load(p_slots + i_n, mask=m_n, other=-1).to(tl.int64)
     position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
     limit = tl.load(p_limits + slot, mask=(slot >= 0) & (slot < num_slots), other=0)
@@ -144,9 +123,9 @@ def _write(
     stride_ks, stride_kt, stride_kk, stride_vs, stride_vt, stride_vk, stride_table,
     K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each, as they are."""
+    """Copy alone. Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each."""
     if PDL:
-        # Before any load: slots and positions may be what the step before has just written.
+        # Before any load: the kernel before may have written slots and positions.
         gdc_wait()
         gdc_launch_dependents()
     i_n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -156,7 +135,7 @@ def _write(
     i_h = (i_e // D).to(tl.int64)
     i_d = i_e % D
     n_64 = i_n.to(tl.int64)
-    # Loaded before it is known who is written: the loads then do not wait for the slots' limits.
+    # Loaded before it is known which tokens are written, so that the loads do not wait for the slots' limits.
     mask = m_n[:, None] & m_e
     k_new = tl.load(p_k_new + (n_64 * stride_kn)[:, None] + (i_h * stride_kh + i_d)[None, :], mask=mask)
     v_new = tl.load(p_v_new + (n_64 * stride_vn)[:, None] + (i_h * stride_vh + i_d)[None, :], mask=mask)
@@ -179,9 +158,9 @@ def _rotate_and_write(
     scale_stride_ks, scale_stride_kt, scale_stride_vs, scale_stride_vt, scale_stride_h,
     K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
     VECTORS: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, TOKEN_SCALE: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_Q: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr,
+    CAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: vectors [p, p + 1) * VECTORS of K and V; those from `num_kv_programs` on take vectors of q instead."""
+    """Program p: vectors [p, p + 1) * VECTORS of K and V. Programs from `num_kv_programs` on take vectors of q instead."""
     i_d = tl.arange(0, HALF_PAD)[None, :]
     i_p = tl.program_id(0)
     if PDL:
@@ -189,10 +168,10 @@ def _rotate_and_write(
             prefetch(p_k_norm, 2 * HALF * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
         if p_q_norm is not None and i_p == num_kv_programs:
             prefetch(p_q_norm, 2 * HALF * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
-        # Before any load: slots and positions may be what the step before has just written.
+        # Before any load: the kernel before may have written slots and positions.
         gdc_wait()
         gdc_launch_dependents()
-    if HAS_Q and i_p >= num_kv_programs:
+    if p_q is not None and i_p >= num_kv_programs:
         i_v = (i_p - num_kv_programs) * VECTORS + tl.arange(0, VECTORS)
         m_n = i_v < num_tokens * H
         i_n = i_v // H
@@ -202,7 +181,7 @@ def _rotate_and_write(
         high = tl.load(p_vector + HALF, mask=mask, other=0.0).to(tl.float32)
         if p_q_norm is not None:
             low, high = normalise(low, high, p_q_norm, i_d, norm_eps, HALF)
-        if HAS_ROPE:
+        if p_cos is not None:
             position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
             mask = ((position >= 0) & (position < num_angles))[:, None] & (i_d < HALF)
             cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
@@ -228,8 +207,8 @@ def _rotate_and_write(
         )
         if p_k_norm is not None:
             k_low, k_high = normalise(k_low, k_high, p_k_norm, i_d, norm_eps, HALF)
-        if HAS_ROPE:
-            # Masked by what the position alone says: these loads do not wait for the limits either.
+        if p_cos is not None:
+            # Masked by the position alone, so that these loads do not wait for the limits either.
             m_angle = (position >= 0) & (position < num_angles)
             mask = m_angle[:, None] & (i_d < HALF)
             cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
@@ -249,6 +228,12 @@ def _rotate_and_write(
         store_vectors(p_v_row, p_v_scales, m_row, mask, v_low, v_high, i_d, i_h, stride_vk, HALF, KIND, QMAX, TOKEN_SCALE, CAST)
 
 
+@functools.cache
+def _casts_to_fp8(device: torch.device) -> bool:
+    """Has the device an instruction that rounds to e4m3? Bit arithmetic gives the same elsewhere."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def append(
     k_NKD: torch.Tensor,
     v_NKD: torch.Tensor,
@@ -258,6 +243,7 @@ def append(
     positions_N: torch.Tensor,
     limit_S: torch.Tensor,
     *,
+    tables_SC: torch.Tensor | None = None,
     q_NHD: torch.Tensor | None = None,
     cos_TR: torch.Tensor | None = None,
     sin_TR: torch.Tensor | None = None,
@@ -269,66 +255,37 @@ def append(
 ) -> None:
     """Write token n's K and V at `[slots_N[n], positions_N[n]]` of the arena views, where its limit allows it.
 
-    A token is written if its slot is in [0, S) and 0 <= position < min(limit_S[slot], T), and with rope, if the tables
-    have its position. Any other token is written nowhere, and its address is not touched. No two tokens of one call may
-    have the same slot and position.
+    A token is written if its slot is in [0, S) and 0 <= position < min(limit_S[slot], T), and with rope, if the tables have its
+    position. Any other token is written nowhere, and its address is not touched. No two tokens of one call may have the same
+    slot and position.
 
-    With `cos_TR` and `sin_TR` K is rotated before it is written: elements j and j + D / 2 by the angle of their position.
-    `q_NHD` is then rotated in place as well, whether or not its token is written; a query whose position the tables do not
-    have stays as it is. Arithmetic is float32.
+    With `tables_SC` K and V are blocks [P, U, K, W], as in `decode`, and the bytes those of slots. A token whose table entry is
+    not in [0, P) is written nowhere either.
 
-    With `q_norm_D` or `k_norm_D` each head of q (in place) or of K is RMS-normed before that, as Qwen3 does: by
-    1 / sqrt(mean of squares + norm_eps) in float32, rounded to the vectors' dtype, times the weight, rounded again.
+    With `q_norm_D` or `k_norm_D` each head of q (in place) or of K is RMS-normed, as Qwen3 does: by 1 / sqrt(mean of squares +
+    norm_eps) in float32, rounded to the vectors' dtype, times the weight, rounded again.
 
-    Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`: token scales, float16
-    [S, T, K], are computed and written beside the payload; head scales, positive float32 [K] for fp8, are read.
+    With `cos_TR` and `sin_TR` K is rotated then: elements j and j + D / 2 by the angle of their position. `q_NHD` is rotated in
+    place as well, whether or not its token is written. A query whose position the tables do not have stays as it is. Arithmetic
+    is float32.
 
-    k_NKD, v_NKD, q_NHD: new vectors in fp16, bf16 or fp32, finite. k_STKW, v_STKW: views of all slots, of any strides; of
-    k_NKD's dtype or a payload's. slots_N, positions_N: int32 or int64 on the device. limit_S: int32 on the device, one a
-    slot. cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
+    Views of a quantised payload (see quantise.py) are quantised into, with `k_scale` and `v_scale`. Token scales, float16 [S,
+    T, K] (over blocks [P, U, K]), are computed and written beside the payload. Head scales, positive float32 [K] for fp8, are
+    read.
+
+    - k_NKD, v_NKD, q_NHD: new vectors in fp16, bf16 or fp32, finite.
+    - k_STKW, v_STKW: views of all slots, of any strides; of k_NKD's dtype or a payload's.
+    - slots_N, positions_N: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
+    - cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
 
     Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Compute capability 9 makes it ready
-    while the kernel before it still runs.
-    Raises: ValueError naming the argument.
+    while the kernel before it still runs. Raises: ValueError naming the argument.
     """
-    launch_append(
-        k_NKD, v_NKD, k_STKW, v_STKW, slots_N, positions_N, limit_S,
-        q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, k_scale=k_scale, v_scale=v_scale,
-        q_norm_D=q_norm_D, k_norm_D=k_norm_D, norm_eps=norm_eps,
-    )  # fmt: skip
-
-
-@functools.cache
-def _casts_to_fp8(device: torch.device) -> bool:
-    """Does the device round to e4m3 in one instruction? Bit arithmetic gives the same elsewhere."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def launch_append(
-    k_NKD: torch.Tensor,
-    v_NKD: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots_N: torch.Tensor,
-    positions_N: torch.Tensor,
-    limit_S: torch.Tensor,
-    *,
-    q_NHD: torch.Tensor | None,
-    cos_TR: torch.Tensor | None,
-    sin_TR: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    q_norm_D: torch.Tensor | None = None,
-    k_norm_D: torch.Tensor | None = None,
-    norm_eps: float = 0.0,
-    tables_SC: torch.Tensor | None = None,
-) -> None:
-    """What `append` and `paged_append` share: everything but `tables_SC`."""
     device = k_NKD.device
     checks.runnable("k_NKD", device)
     if k_NKD.dtype not in checks.FLOAT_DTYPES:
         checks.refuse("k_NKD", f"of {k_NKD.dtype}", "float16, bfloat16 or float32")
-    memory = kv_memory(k, v, k_scale, v_scale, tables_SC, k_NKD.dtype, device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, k_NKD.dtype, device)
     num_kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
     num_tokens = k_NKD.shape[0] if k_NKD.dim() == 3 else 0
     shape = (num_tokens, num_kv_heads, head_dim)
@@ -352,7 +309,7 @@ def launch_append(
         return
     itemsize = k_NKD.element_size()
     indices = (slots_N, positions_N, limit_S, tables_SC)
-    sizes = (num_tokens, memory.num_slots, memory.num_rows, k.shape[0])
+    sizes = (num_tokens, memory.num_slots, memory.num_rows, memory.k.shape[0])
     overlap = checks.overlap(device)
     if is_plain:
         most = _PROGRAM_BYTES // itemsize
@@ -378,7 +335,7 @@ def launch_append(
             0 if cos_TR is None else cos_TR.stride(0), 0 if sin_TR is None else sin_TR.stride(0), *memory.strides[6:],
             K=num_kv_heads, H=num_heads, HALF=head_dim // 2, HALF_PAD=half_pad, BLOCK=memory.block,
             VECTORS=vectors, KIND=memory.kind, QMAX=memory.qmax, TOKEN_SCALE=memory.scale == "token",
-            HAS_ROPE=num_angles is not None, HAS_Q=q_NHD is not None, CAST=_casts_to_fp8(device), num_warps=4,
+            CAST=_casts_to_fp8(device), num_warps=4,
             # A fused multiply-add would round a rotation otherwise than the reference does.
             enable_fp_fusion=False, **overlap,
         )  # fmt: skip

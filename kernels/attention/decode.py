@@ -1,15 +1,20 @@
 """Decode attention: one new query for each sequence, over contiguous slots or over blocks.
 
-Split-KV in two launches, after Flash-Decoding (Dao et al., 2023) and Stream-K (Osama et al., 2023). A sequence's rows are
-cut into *tiles*. The tiles of all sequences, one behind the other, are dealt in equal runs to *lanes*, each of which is a
-program for every kv head: so every program has the same work whatever the lengths are, the host reads none of them, and
-one captured graph serves all. The first launch (decode_tiles.py) sums the tiles up, writes the output of a sequence
-that lies in one lane, and leaves partials of the others; the second (decode_merge.py) merges those. What is summed up
-with what, and in which order, follows from a sequence's own length (lanes.py): its result is bit for bit the same in any
-batch and on any number of programs.
+Split-KV in two launches, after Flash-Decoding (Dao et al., 2023) and Stream-K (Osama et al., 2023). Each sequence's rows are
+cut into *tiles*. The tiles of all sequences, one behind the other, are divided into equal *splits*. A split is one program for
+each kv head, so every program has the same work whatever the lengths are. The host reads no length, and one captured graph
+serves all.
 
-Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, D head dim, W payload width (D, or
-D / 2 bytes), P physical blocks, U rows of a block, C columns of a block table.
+1. `attend_tiles` sums up the tiles. It writes the output of a sequence that lies in one split, and leaves partials of the
+   others.
+2. `merge_partials` merges those.
+
+What is summed up with what, and in which order, follows from a sequence's own length (split_kv.py). So its result is the same
+bit for bit in any batch and on any number of programs.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D,
+or D / 2 bytes), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms
+are to base 2: log2(e) is folded into the scale.
 """
 
 import functools
@@ -20,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import (
@@ -28,6 +32,7 @@ from vmmkv.kernels.attention.kv_memory import (
     blocks_of,
     dequantise,
     dequantise_nibbles,
+    descriptor,
     kv_memory,
     load_tile,
     row_pointers,
@@ -40,45 +45,48 @@ from vmmkv.kernels.attention.split_kv import (
     chunk_tiles_of,
     divisor_of,
     is_single,
-    lane_begins,
-    lane_tiles_of,
     leaf_bits_of,
     merge,
     output_row,
+    resident_splits,
     sequence_at,
     sequence_of,
     span,
     span_inputs,
     span_of,
+    split_begins,
+    split_tiles_of,
     weights_of,
 )
 from vmmkv.kernels.quantise import QMAX, Kind
 from vmmkv.units import ceil_div
 
-# -------- tiling
-# How decode cuts a shape into tiles, chunks and lanes.
+MAX_SEQUENCES = 4096
+"""Every program sums up the tiles of all sequences in its registers."""
+MAX_GROUP = 64
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How one shape is cut; it depends on head counts, head size and dtypes, never on the batch."""
+    """How one shape is cut. It depends on head counts, head dim and dtypes, never on the batch."""
 
     tile_rows: int
     """Rows in one step of the inner loop."""
     chunk_tiles: int
-    """Tiles whose leaves are merged one after the other (lanes.py); a lane that has all of a chunk leaves one partial of it."""
+    """Tiles of a chunk (split_kv.py). A split that has all of a chunk leaves one partial of it."""
     short_tiles: int
-    """Tiles of a sequence up to which a leaf is one tile (lanes.py)."""
+    """Tiles of a sequence up to which a leaf is one tile (split_kv.py)."""
     max_chunks: int = 16
-    """A sequence of more has chunks of twice, three times, ... as many tiles, which bounds the workspace."""
+    """A longer sequence has chunks of twice, three times, ... as many tiles, which bounds the workspace."""
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
     """Of a thread; None leaves it to the compiler."""
     programs_per_sm: int = 1
-    """As many as are resident together: a program that starts late ends late."""
+    """Programs that are resident together: one that starts late ends late."""
     query_with_tiles: bool = False
-    """Load the query as early as each tile, and not when a sequence's first tile is there; never beside quantised tiles."""
+    """Load the query with every tile, by TMA, instead of with a sequence's first tile; never beside quantised tiles."""
 
     def __post_init__(self) -> None:
         assert self.chunk_tiles % (1 << MAX_LEAF_BITS) == 0, "a leaf would lie in two chunks"
@@ -86,13 +94,13 @@ class Tiling:
 
 @functools.cache
 def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payload_bytes: int) -> Tiling:
-    """The tiling of a shape. `itemsize` is that of the query, `payload_bytes` those of a head's K in a row.
+    """The tiling of a shape. `itemsize` is that of the query, `payload_bytes` those of one head's K in a row.
 
-    tile_rows: 32 KiB of K in the query's dtype: two tiles of K and V each, and an SM's shared memory has room for one program.
-    Quantised K and V are bound by what dequantising costs, and want more programs instead. In float32, whose dots run
-    without tensor cores: 16 rows and 8 warps, since more spills registers.
-    chunk_tiles: 8192 rows. short_tiles: as many leaves as occupy the SMs with one sequence, and no more to merge than that.
-    query_with_tiles: where it is small beside a tile; what is bound by registers or instructions would gain nothing.
+    - tile_rows: 32 KiB of K in the query's dtype. Two tiles of K and of V fill an SM's shared memory with one program. float32
+      has dots without tensor cores: 16 rows and 8 warps, since more spills registers.
+    - programs_per_sm: quantised K and V are bound by the cost of dequantising, and gain from more programs.
+    - chunk_tiles: 8192 rows. short_tiles: enough leaves for one sequence to occupy the SMs, and no more to merge.
+    - query_with_tiles: where the query is small beside a tile. Launches bound by registers or instructions gain nothing.
     """
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     exact = itemsize == 4
@@ -112,100 +120,88 @@ def tiling(num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, payl
     )
 
 
-# -------- decode launches
-# What decode's two launches are given besides tensors and strides. It follows from shapes, types and options alone.
-#
-# A step that no graph has captured is bound by the host, which would work all of this out again for each layer of a model.
-
-_MOST_KEPT = 1024
-"""A batch of each size has launches of its own; over tensors that grow with their tokens, so has every step."""
+_MAX_KEPT_LAUNCHES = 1024
+"""A key for each batch size; with tensors that grow with their tokens, one for each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the first launch leaves for the second: a partial for each chunk, and for each tile that is kept apart."""
+    """Size of the memory between the launches: a partial for each chunk, and for each leaf that is kept apart."""
 
     max_chunks: int
-    """Of a sequence."""
+    """Chunks of a sequence."""
     max_apart: int
-    """Tiles of a lane."""
+    """Leaves that a split keeps apart."""
     num_partials: int
 
     @classmethod
-    def of(cls, cut: Tiling, num_sequences: int, num_rows: int, num_lanes: int) -> "Workspace":
-        """Enough for any lengths of so many sequences in slots of so many rows."""
+    def of(cls, cut: Tiling, num_sequences: int, num_rows: int, num_splits: int) -> "Workspace":
+        """The size that is enough for any lengths of the sequences."""
         most_tiles = ceil_div(num_rows, cut.tile_rows)
         max_chunks = max(1, min(cut.max_chunks, ceil_div(most_tiles, cut.chunk_tiles)))
         largest_chunk = cut.chunk_tiles * ceil_div(most_tiles, cut.chunk_tiles * max_chunks)
         max_apart = max(2 * cut.short_tiles, ceil_div(largest_chunk, 1 << MAX_LEAF_BITS))
-        return cls(max_chunks, max_apart, num_sequences * max_chunks + num_lanes * max_apart)
+        return cls(max_chunks, max_apart, num_sequences * max_chunks + num_splits * max_apart)
 
     def elements(self, num_heads: int, head_dim: int) -> int:
-        """Output, peak and total of every query head."""
+        """float32 elements: output, peak and total of every query head."""
         return self.num_partials * num_heads * (head_dim + 2)
 
 
 class Call(NamedTuple):
-    """All that the launches follow from; see decode.py for what the names of its tensors mean."""
+    """The key of `launches_of`: shapes, types and options."""
 
     cut: Tiling
-    num_lanes: int
+    num_splits: int
     num_sequences: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     width: int
-    """Of a payload, in elements as they are stored."""
+    """Elements of a payload as they are stored."""
     num_rows: int
-    """Of a slot."""
     block: int
     kind: Kind | None
     scale: str
     has_paired_scales: bool
     is_exact: bool
-    """Are the queries float32?"""
+    """The queries are float32."""
     by_tma: bool
     overlaps: bool
-    """Does the second launch begin while the first one runs, and wait inside?"""
+    """Programmatic dependent launch: a kernel is made ready while the one before it still runs, and waits inside."""
     has_softcap: bool
-    has_limit: bool
-    has_starts: bool
-    has_firsts: bool
-    has_lse: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """How both kernels are launched."""
+    """Grids and constants of both launches."""
 
     space: Workspace
     elements: int
-    """float32 that the workspace has."""
+    """float32 elements of the workspace."""
     rows_box: list[int]
-    """One tile of one kv head of one slot, for the tensor memory accelerator."""
+    """TMA box: one tile of one kv head of one slot."""
     query_box: list[int] | None
-    """The queries of a kv head, padded by the next one's; None if they are not loaded with the tiles."""
+    """TMA box: the queries of a kv head, padded by those of the next; None if they are not loaded with the tiles."""
     tiles_grid: tuple[int]
     tiles: dict[str, Any]
-    """Constants and resources of the first kernel."""
     merge_grid: tuple[int, int]
     merge: dict[str, Any]
-    """Those of the second."""
 
 
-@functools.lru_cache(maxsize=_MOST_KEPT)
+@functools.lru_cache(maxsize=_MAX_KEPT_LAUNCHES)
 def launches_of(call: Call) -> Launches:
-    """Of a call whose shapes have been checked."""
+    """What both kernels are launched with, besides tensors and strides, for checked shapes.
+
+    Cached: a step outside a graph is bound by the host, which would work this out again for each layer of a model.
+    """
     cut, group = call.cut, call.num_heads // call.num_kv_heads
-    space = Workspace.of(cut, call.num_sequences, call.num_rows, call.num_lanes)
+    space = Workspace.of(cut, call.num_sequences, call.num_rows, call.num_splits)
     common: dict[str, Any] = {
-        "B_PAD": _padded(call.num_sequences), "G": group, "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
+        "B_PAD": checks.padded(call.num_sequences), "G": group, "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
         "SHORT_TILES": cut.short_tiles, "QMAX": 1.0 if call.kind is None else QMAX[call.kind], "SCALE": call.scale,
-        "HAS_LIMIT": call.has_limit, "HAS_STARTS": call.has_starts, "HAS_FIRSTS": call.has_firsts, "HAS_LSE": call.has_lse,
-        "PDL": call.overlaps,
+        **checks.overlap_options(call.overlaps),
     }  # fmt: skip
-    if call.overlaps:
-        common["launch_pdl"] = True
     # A table's entries are loaded a stage before the rows that they name: Triton makes two stages of each.
     num_stages = 2 * cut.num_stages - 1 if call.block else cut.num_stages
     resources: dict[str, Any] = {"num_warps": cut.num_warps, "num_stages": num_stages}
@@ -216,36 +212,24 @@ def launches_of(call: Call) -> Launches:
     return Launches(
         space=space,
         elements=space.elements(call.num_heads, call.head_dim),
-        rows_box=[1, cut.tile_rows, 1, _padded(call.width)],
-        query_box=[1, _padded(group), _padded(call.head_dim)] if query_with_tiles else None,
-        tiles_grid=(call.num_lanes * call.num_kv_heads,),
+        rows_box=[1, cut.tile_rows, 1, checks.padded(call.width)],
+        query_box=[1, checks.padded(group), checks.padded(call.head_dim)] if query_with_tiles else None,
+        tiles_grid=(call.num_splits * call.num_kv_heads,),
         tiles={
-            "K": call.num_kv_heads, "G_PAD": _padded(group), "W": call.width, "W_PAD": _padded(call.width),
+            "K": call.num_kv_heads, "G_PAD": checks.padded(group), "W": call.width, "W_PAD": checks.padded(call.width),
             "BLOCK": call.block, "TMA": call.by_tma,
             "PACKED": call.kind is not None and not checks.INTERPRETED and not call.is_exact,
             "PAIRED": call.has_paired_scales, "KIND": call.kind or "", "HAS_SOFTCAP": call.has_softcap,
             "QUERY_WITH_TILES": query_with_tiles, **resources, **common,
         },
-        # A border between lanes lies in at most one sequence.
-        merge_grid=(min(call.num_sequences, call.num_lanes), call.num_heads),
+        # A border between splits lies in at most one sequence, so there are no more to merge.
+        merge_grid=(min(call.num_sequences, call.num_splits), call.num_heads),
         merge={
-            "H": call.num_heads, "D": call.head_dim, "D_PAD": _padded(call.head_dim),
+            "H": call.num_heads, "D": call.head_dim, "D_PAD": checks.padded(call.head_dim),
             "STEP": rows_of_partials, "UNROLL": 15 if rows_of_partials <= 2 else 8,
             "num_warps": max(1, min(4, rows_of_partials // 2)), **common,
         },
     )  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    """As a tensor core's tile has it: a power of two, 16 or more."""
-    return max(16, int(triton.next_power_of_2(size)))
-
-
-# -------- decode tiles
-# Decode's first launch: the tiles of all sequences, summed up lane by lane, into partials. See decode.py and lanes.py.
-#
-# Legend: H query heads, K kv heads, G = H / K, W payload width. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to
-# base 2 throughout: log2(e) is folded into the scale.
 
 
 @triton.jit
@@ -302,14 +286,13 @@ def attend_tiles(
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     QMAX: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr,
     QUERY_WITH_TILES: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, kv head): the tiles of that lane, its partials into the workspace.
+    """First launch. Program (split, kv head): the tiles of that split, its partials into the workspace.
 
-    Neighbouring programs take the kv heads of the same rows, which are neighbours in memory. One loop goes over all tiles
-    of the lane, whosever they are, so that the loads of the next ones are always under way, those of the next sequence's
-    bounds and query with them.
+    Neighbouring programs take the kv heads of the same rows, which are neighbours in memory. One loop goes over all tiles of
+    the split, across sequences. So the loads of the next tile, of the next sequence's bounds and of its query are always under
+    way.
     """
     if PDL:
         gdc_wait()
@@ -318,19 +301,17 @@ def attend_tiles(
     H: tl.constexpr = K * G
     DTYPE: tl.constexpr = p_out.dtype.element_ty
     i_kv = tl.program_id(0) % K
-    lane = tl.program_id(0) // K
-    num_lanes = tl.num_programs(0) // K
+    split = tl.program_id(0) // K
+    num_splits = tl.num_programs(0) // K
     i_b = tl.arange(0, B_PAD)
-    slots, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
-        window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-    )  # fmt: skip
+    batch = (p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window)
+    slots, starts, ends = span(i_b, i_b < num_sequences, batch)
     nums_tiles = tl.cdiv(ends - starts, TILE)
     tile_ends = tl.cumsum(nums_tiles, 0)
     num_tiles = tl.sum(nums_tiles, 0)
-    lane_size = lane_tiles_of(num_tiles, num_lanes)
-    lane_start, lane_end = lane_begins(
-        tl.minimum(lane * lane_size, num_tiles), tl.minimum((lane + 1) * lane_size, num_tiles), tile_ends, SHORT_TILES
+    split_size = split_tiles_of(num_tiles, num_splits)
+    split_start, split_end = split_begins(
+        tl.minimum(split * split_size, num_tiles), tl.minimum((split + 1) * split_size, num_tiles), tile_ends, SHORT_TILES
     )
 
     i_g = tl.arange(0, G_PAD)
@@ -339,12 +320,12 @@ def attend_tiles(
     i_h = tl.cast(i_kv, tl.int64) * G + i_g
     m_gw = (i_g < G)[:, None] & (i_w < W)[None, :]
     num_chunks = tl.cast(num_sequences, tl.int64) * max_chunks
-    num_partials = num_chunks + num_lanes * max_apart
+    num_partials = num_chunks + num_splits * max_apart
     p_peaks = p_workspace + num_partials * (H * W * HALVES)
     p_totals = p_peaks + num_partials * H
     # Of the sequence that the loop is at.
     b, sequence_start, sequence_end, slot, start, end = sequence_of(
-        lane_start, tile_ends, nums_tiles, slots, starts, ends, TILE
+        split_start, tile_ends, nums_tiles, slots, starts, ends, TILE
     )
     bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
@@ -354,50 +335,38 @@ def attend_tiles(
     if SCALE == "head":
         scale_log2 *= tl.load(p_k_scale + i_kv)
 
-    i_q = tl.load(p_query_starts + b) if HAS_STARTS else b
+    i_q = tl.load(p_query_starts + b) if p_query_starts is not None else b
     if not QUERY_WITH_TILES:
-        # A lane without tiles has no sequence either.
-        m_query = (i_g < tl.where(lane_start < lane_end, G, 0))[:, None] & (i_w < W)[None, :]
+        # A split without tiles has no sequence either.
+        m_query = (i_g < tl.where(split_start < split_end, G, 0))[:, None] & (i_w < W)[None, :]
         q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES)
     # Of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
     next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
     later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
-    length, limit, first, query, next_query = span_inputs(
-        b + 1, b + 1 < num_sequences, next_slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots,
-        HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-    )  # fmt: skip
+    length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_high = acc
     peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
     leaf, leaf_high, leaf_peak, leaf_total = acc, acc, peak, total
-    for i_tile in range(lane_start, lane_end):
+    for i_tile in range(split_start, split_end):
         if i_tile >= sequence_end:
             b += 1
-            i_q = query if HAS_STARTS else b
+            i_q = query if p_query_starts is not None else b
             sequence_start = sequence_end
             slot = next_slot.to(tl.int64)
             next_slot = later_slot
-            start, end = span_of(
-                slot, length, limit, first, query, next_query, num_queries, num_slots, num_rows, window,
-                HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-            )  # fmt: skip
+            start, end = span_of(slot, length, limit, first, query, next_query, batch)
             if end <= start:
                 # It has no rows: on to the next that has some.
-                b, sequence_start, sequence_end, slot, start, end = sequence_at(
-                    i_tile, tile_ends, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots,
-                    num_rows, window, TILE, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-                )  # fmt: skip
+                b, sequence_start, sequence_end, slot, start, end = sequence_at(i_tile, tile_ends, batch, TILE)
                 next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
-                i_q = tl.load(p_query_starts + b) if HAS_STARTS else b
+                i_q = tl.load(p_query_starts + b) if p_query_starts is not None else b
             sequence_end = sequence_start + tl.cdiv(end - start, TILE)
             bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
             chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
         # With every tile: the sequence may have no other, and a load under a condition would be waited for at its end.
-        length, limit, first, query, next_query = span_inputs(
-            b + 1, b + 1 < num_sequences, next_slot, p_lengths, p_limits, p_query_starts, p_firsts, num_slots,
-            HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-        )  # fmt: skip
+        length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
         later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
         # The last tile is moved back to end with the sequence: what it shares with the one before is masked.
         row = start + (i_tile - sequence_start) * TILE
@@ -410,7 +379,7 @@ def attend_tiles(
             q = p_q.load([tl.cast(i_q, tl.int32), i_kv * G, 0]).reshape(G_PAD, W_PAD)
             q_high = q
         elif i_tile == sequence_start:
-            # Apart from the look-up above, which is needed for the loads to come and so is done long before.
+            # Apart from the look-up above: that one is needed for the loads to come, and so is done long before.
             q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W, HALVES)
         i_s = slot if BLOCK == 0 else blocks_of(p_tables + slot * stride_table, row, m_t, TILE, BLOCK)
         if TMA:
@@ -467,23 +436,23 @@ def attend_tiles(
             leaf_total = tl.zeros([G_PAD], tl.float32)
 
             chunk = tile // chunk_size
-            is_apart = sequence_start + chunk * chunk_size < lane_start
-            chunk_end = tl.minimum(sequence_start + (chunk + 1) * chunk_size, tl.minimum(sequence_end, lane_end))
+            is_apart = sequence_start + chunk * chunk_size < split_start
+            chunk_end = tl.minimum(sequence_start + (chunk + 1) * chunk_size, tl.minimum(sequence_end, split_end))
             if is_apart | (i_tile + 1 == chunk_end):
                 if (not is_apart) & (i_tile + 1 == sequence_end) & (chunk == 0):
-                    # The lane has all of the sequence: there is nothing to merge.
-                    p_row = output_row(p_out, b, p_query_starts, stride_ob, HAS_STARTS)
+                    # The split has the whole sequence: there is nothing to merge.
+                    p_row = output_row(p_out, b, p_query_starts, stride_ob)
                     p_row += (i_h * stride_oh)[:, None] + i_w[None, :]
                     divisor = divisor_of(total, i_kv, p_v_scale, QMAX, SCALE)[:, None]
                     tl.store(p_row, (acc / divisor).to(DTYPE), mask=m_gw)
                     if HALVES == 2:
                         tl.store(p_row + W, (acc_high / divisor).to(DTYPE), mask=m_gw)
-                    if HAS_LSE:
+                    if p_lse is not None:
                         tl.store(p_lse + tl.cast(b, tl.int64) * H + i_h, peak + tl.log2(total), mask=i_g < G)
                 else:
                     i_partial = tl.cast(b, tl.int64) * max_chunks + chunk
                     if is_apart:
-                        i_partial = num_chunks + lane * max_apart + ((i_tile - lane_start) >> bits)
+                        i_partial = num_chunks + split * max_apart + ((i_tile - split_start) >> bits)
                     i_partial = i_partial * H + i_h
                     p_acc = p_workspace + (i_partial * (W * HALVES))[:, None] + i_w[None, :]
                     tl.store(p_acc, acc, mask=m_gw)
@@ -495,12 +464,6 @@ def attend_tiles(
                 acc_high = acc
                 peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
                 total = tl.zeros([G_PAD], tl.float32)
-
-
-# -------- decode merge
-# Decode's second launch: the partials of each sequence, merged in their order. See decode.py and lanes.py.
-#
-# Legend: H query heads, K kv heads, G = H / K, D head dim. Prefixes: p_ pointer, i_ index, m_ mask.
 
 
 @triton.jit
@@ -515,15 +478,15 @@ def _load_partial(p_workspace, p_peaks, p_totals, i_partial, m_partial, i_d, D: 
 @triton.jit
 def _load_chunk(
     p_workspace, p_peaks, p_totals, i_chunk, m_chunk, chunks_before, tiles_before, max_apart,
-    sequence_start, num_tiles, chunk_size, lane_size, bits, h, i_d, H: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
+    sequence_start, num_tiles, chunk_size, split_size, bits, h, i_d, H: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of which several lanes may have a part: the first one's partial, merged with the leaves kept apart."""
+    """Chunks that may span several splits: the first split's partial, merged with the leaves that later ones kept apart."""
     chunk_starts = sequence_start + i_chunk * chunk_size
     chunk_ends = tl.minimum(chunk_starts + chunk_size, sequence_start + num_tiles)
-    # The lane with the chunk's first leaf has its head; the leaves from the next lane's begin on are apart.
-    lanes = (tl.minimum(chunk_starts + (1 << bits), chunk_ends) - 1) // lane_size + 1
-    apart = sequence_start + (((lanes * lane_size - sequence_start) >> bits) << bits)
-    nums_apart = tl.where(m_chunk & (lanes * lane_size < chunk_ends), ((chunk_ends - apart - 1) >> bits) + 1, 0)
+    # The split with the chunk's first leaf has its head; the leaves from the next split's begin on are apart.
+    splits = (tl.minimum(chunk_starts + (1 << bits), chunk_ends) - 1) // split_size + 1
+    apart = sequence_start + (((splits * split_size - sequence_start) >> bits) << bits)
+    nums_apart = tl.where(m_chunk & (splits * split_size < chunk_ends), ((chunk_ends - apart - 1) >> bits) + 1, 0)
     acc, peak, total = _load_partial(p_workspace, p_peaks, p_totals, (chunks_before + i_chunk) * H + h, m_chunk, i_d, D)
     for first in range(0, tl.max(nums_apart, 0), UNROLL):
         # All loads of a step are under way before the first is used.
@@ -531,10 +494,10 @@ def _load_chunk(
         for i_unrolled in tl.static_range(UNROLL):
             i_apart = first + i_unrolled
             leaves = apart + (i_apart << bits)
-            # A lane numbers the leaves that it keeps apart from its begin.
-            lanes = (tl.minimum(leaves + (1 << bits), chunk_ends) - 1) // lane_size
-            begins = sequence_start + (((lanes * lane_size - sequence_start) >> bits) << bits)
-            i_partial = (tiles_before + lanes * max_apart + ((leaves - begins) >> bits)) * H + h
+            # A split numbers the leaves that it keeps apart from its begin.
+            splits = (tl.minimum(leaves + (1 << bits), chunk_ends) - 1) // split_size
+            begins = sequence_start + (((splits * split_size - sequence_start) >> bits) << bits)
+            i_partial = (tiles_before + splits * max_apart + ((leaves - begins) >> bits)) * H + h
             part = _load_partial(p_workspace, p_peaks, p_totals, i_partial, i_apart < nums_apart, i_d, D)
             parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred tuples)
         for i_unrolled in tl.static_range(UNROLL):
@@ -545,46 +508,34 @@ def _load_chunk(
     return acc, peak, total
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_sequences",
-        "num_queries",
-        "num_slots",
-        "num_rows",
-        "num_lanes",
-        "max_chunks",
-        "max_apart",
-        "window",
-    ]
-)
+@triton.jit(do_not_specialize=[
+    "num_sequences", "num_queries", "num_slots", "num_rows", "num_splits", "max_chunks", "max_apart", "window",
+])  # fmt: skip
 def merge_partials(
     p_out, p_lse, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, p_v_scale, p_workspace,
-    window, num_sequences, num_queries, num_slots, num_rows, num_lanes, max_chunks, max_apart, stride_ob, stride_oh,
+    window, num_sequences, num_queries, num_slots, num_rows, num_splits, max_chunks, max_apart, stride_ob, stride_oh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, B_PAD: tl.constexpr,
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr,
-    STEP: tl.constexpr, UNROLL: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_FIRSTS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, UNROLL: tl.constexpr, QMAX: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, h): one query head of the sequences j, j + num_programs, ... of those that are to be merged.
+    """Second launch. Program (j, h): one query head of the sequences j, j + num_programs, ... of those that are to be merged.
 
-    Those of a chunk in the order of its tiles, then the chunks. Where sequences are short nearly none is to be merged, and
-    programs that only find that out would take as long as some hundred rows.
+    Leaves of a chunk are merged in the order of their tiles, then the chunks. There is no program for each sequence: where
+    sequences are short nearly none is to be merged, and finding that out costs as much as a hundred rows.
     """
     h = tl.program_id(1)
     i_b = tl.arange(0, B_PAD)
-    _, starts, ends = span(
-        i_b, i_b < num_sequences, p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows,
-        window, HAS_LIMIT, HAS_STARTS, HAS_FIRSTS,
-    )  # fmt: skip
+    batch = (p_lengths, p_slots, p_limits, p_query_starts, p_firsts, num_queries, num_slots, num_rows, window)
+    _, starts, ends = span(i_b, i_b < num_sequences, batch)
     nums_tiles = tl.cdiv(ends - starts, TILE)
     tile_ends = tl.cumsum(nums_tiles, 0)
-    lane_size = lane_tiles_of(tl.sum(nums_tiles, 0), num_lanes)
-    # The first launch wrote the output of who has one chunk, whose first leaf and last tile one lane has.
+    split_size = split_tiles_of(tl.sum(nums_tiles, 0), num_splits)
+    # The first launch wrote the output of sequences of one chunk, whose first leaf and last tile lie in one split.
     last_tiles = tile_ends - nums_tiles + tl.minimum(1 << leaf_bits_of(nums_tiles, SHORT_TILES), nums_tiles) - 1
     is_one_chunk = (nums_tiles > 0) & (nums_tiles <= chunk_tiles_of(nums_tiles, max_chunks, CHUNK_TILES))
-    is_written = is_one_chunk & (last_tiles // lane_size == (tile_ends - 1) // lane_size)
+    is_written = is_one_chunk & (last_tiles // split_size == (tile_ends - 1) // split_size)
     m_merged = (i_b < num_sequences) & (is_written == 0)
-    if HAS_STARTS:
+    if p_query_starts is not None:
         queries = tl.load(p_query_starts + i_b, mask=m_merged, other=0)
         next_queries = tl.load(p_query_starts + i_b + 1, mask=m_merged, other=0)
         m_merged = m_merged & is_single(queries, next_queries, num_queries)
@@ -594,7 +545,7 @@ def merge_partials(
         # Before any return: what comes next may wait for this launch alone.
         gdc_wait()
         gdc_launch_dependents()
-    num_entries = tl.cast(num_sequences, tl.int64) * max_chunks + num_lanes * max_apart
+    num_entries = tl.cast(num_sequences, tl.int64) * max_chunks + num_splits * max_apart
     p_peaks = p_workspace + num_entries * (H * D)
     p_totals = p_peaks + num_entries * H
     i_d = tl.arange(0, D_PAD)
@@ -616,7 +567,7 @@ def merge_partials(
             m_chunk = i_chunk < num_chunks
             acc, peak, total = _load_chunk(
                 p_workspace, p_peaks, p_totals, i_chunk, m_chunk, chunks_before, tiles_before, max_apart,
-                sequence_start, num_tiles, chunk_size, lane_size, bits, h, i_d, H, D, UNROLL,
+                sequence_start, num_tiles, chunk_size, split_size, bits, h, i_d, H, D, UNROLL,
             )  # fmt: skip
             new_peak = tl.maximum(out_peak, tl.max(peak, 0))
             weights = tl.exp2(peak - new_peak)
@@ -624,45 +575,24 @@ def merge_partials(
             out = out * rescale + tl.sum(acc * weights[:, None], 0)
             out_total = out_total * rescale + tl.sum(total * weights, 0)
             out_peak = new_peak
-        p_row = output_row(p_out, b, p_query_starts, stride_ob, HAS_STARTS) + tl.cast(h, tl.int64) * stride_oh + i_d
+        p_row = output_row(p_out, b, p_query_starts, stride_ob) + tl.cast(h, tl.int64) * stride_oh + i_d
         out /= tl.where(num_tiles > 0, divisor_of(out_total, h // G, p_v_scale, QMAX, SCALE), 1.0)
         tl.store(p_row, out.to(p_out.dtype.element_ty), mask=i_d < D)
-        if HAS_LSE:
+        if p_lse is not None:
             lse = out_peak + tl.log2(tl.where(num_tiles > 0, out_total, 1.0))
             tl.store(p_lse + tl.cast(b, tl.int64) * H + h, tl.where(num_tiles > 0, lse, float("-inf")))
 
 
-# -------- decode
-
-MAX_SEQUENCES = 4096
-"""Every program sums up the tiles of all sequences in its registers."""
-
-MAX_GROUP = 64
-MAX_HEAD_DIM = 256
-
-_INTERPRETED_PROGRAMS = 4
-MAX_DESCRIPTOR_STRIDE_BYTES = 2**40
-
-
-@functools.cache
-def _num_lanes(device: torch.device, num_kv_heads: int, programs_per_sm: int) -> int:
-    """As many lanes as are resident together; a lane is a program for each kv head."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROGRAMS
-    resident = torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
-    return max(1, resident // num_kv_heads)
-
-
 def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch.Tensor | None = None) -> int:
-    """float32 elements that `decode` needs as its workspace for tensors like these, whatever the lengths.
+    """float32 elements of the workspace of `decode` for tensors like these, whatever the lengths.
 
-    k: the views of all slots, or of all blocks with `tables_SC`, on the device that they will be used on.
+    k: the views of all slots, or with `tables_SC` of all blocks, on the device that they will be used on.
     """
     num_sequences, num_heads, head_dim = q_BHD.shape
     cut = tiling(num_heads, k.shape[2], head_dim, q_BHD.element_size(), k.shape[3] * k.element_size())
     num_rows = k.shape[1] if tables_SC is None else tables_SC.shape[1] * k.shape[1]
-    num_lanes = _num_lanes(q_BHD.device, k.shape[2], cut.programs_per_sm)
-    return Workspace.of(cut, num_sequences, num_rows, num_lanes).elements(num_heads, head_dim)
+    splits = resident_splits(q_BHD.device, k.shape[2], cut.programs_per_sm)
+    return Workspace.of(cut, num_sequences, num_rows, splits).elements(num_heads, head_dim)
 
 
 def decode(
@@ -672,6 +602,7 @@ def decode(
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
+    tables_SC: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     limit_S: torch.Tensor | None = None,
@@ -685,27 +616,31 @@ def decode(
 ) -> torch.Tensor:
     """Attend from one new query of each sequence to the rows of its slot. Returns [B, H, D] of q's dtype (`out` if given).
 
-    Sequence b attends to the rows [max(0, lengths_B[b] - window), lengths_B[b]) of slot slots_B[b]; the length counts the
-    new token's own row, appended before. No other row is loaded. A length of 0, or a slot outside [0, S), gives zeros. With
-    `limit_S` rows at and past limit_S[slot] are not loaded either, nor ever those past T: a sequence that has passed its
-    limit idles, and what comes out for it is to be dropped.
+    Sequence b attends to the rows [max(0, lengths_B[b] - window), lengths_B[b]) of slot slots_B[b]. The length counts the new
+    token's own row, appended before. No other row is loaded, nor any at or past limit_S[slot] or T. A length of 0, or a slot
+    outside [0, S), gives zeros. The output of a sequence that has passed its limit is to be dropped.
 
-    With `firsts_B` sequence b attends to none of the rows before firsts_B[b], clamped to [0, length], either. Up to a tile of
-    them may be touched, which are to be mapped and finite, and are not used. With `lse_BH` it writes by what the output merges
-    with that of other rows: log2(sum(exp(score))) over the scaled and capped scores; -inf where there are no rows.
+    With `tables_SC` K and V are blocks [P, U, K, W]: row t of slot s is at [tables_SC[s, t // U], t % U], and T is C * U. The
+    bits are those of slots. Table entries of rows that are not read are never loaded.
 
-    q_BHD: fp16, bf16 or fp32. k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of the same dtype, or
-    quantised (see quantise.py) with `k_scale` and `v_scale`: float16 [S, T, K], or for fp8 also float32 [K].
-    lengths_B, slots_B: int32 or int64 on the device. limit_S: int32 on the device, one a slot. scale: 1 / sqrt(D) if None.
-    softcap: scores become softcap * tanh(score / softcap). firsts_B: int32 or int64 on the device. lse_BH: float32 [B, H],
-    contiguous. workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap; if None it
-    comes from torch's allocator, which is right under graph capture as well.
+    With `firsts_B` sequence b skips the rows before firsts_B[b], clamped to [0, length]. Up to a tile of them may be touched:
+    they must be mapped and finite. `lse_BH` receives log2(sum(exp(score))) over the scaled and capped scores, -inf where there
+    are no rows. By it the output merges with that of other rows.
+
+    - q_BHD: fp16, bf16 or fp32.
+    - k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of q's dtype, or quantised (see quantise.py).
+    - k_scale, v_scale: of quantised K and V: float16 [S, T, K] (over blocks [P, U, K]), or for fp8 also float32 [K].
+    - lengths_B, slots_B, firsts_B: int32 or int64 on the device. limit_S: int32, one a slot. tables_SC: int32, rows contiguous.
+    - scale: 1 / sqrt(D) if None. softcap: scores become softcap * tanh(score / softcap).
+    - lse_BH: float32 [B, H], contiguous.
+    - workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap. If None it comes from
+      torch's allocator, which is right under graph capture as well.
 
     Cost: two launches, no synchronisation; safe while a graph is captured, and the graph serves every length.
     Raises: ValueError naming the argument.
     """
     checks.runnable("q_BHD", q_BHD.device)
-    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, None, q_BHD.dtype, q_BHD.device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_BHD.dtype, q_BHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     return launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, workspace, firsts_B, lse_BH)
 
@@ -722,54 +657,37 @@ def launch_decode(
     firsts_B: torch.Tensor | None = None,
     lse_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode` over any memory."""
+    """`decode` over memory and options that are checked already."""
     device = q_BHD.device
-    if q_BHD.dim() != 3:
-        checks.refuse("q_BHD", f"of shape {tuple(q_BHD.shape)}", "3 dimensions: [sequences, query heads, head dim]")
+    memory.check_queries("q_BHD", q_BHD, "sequences")
     num_sequences, num_heads, _ = q_BHD.shape
-    memory.check_head_dim("q_BHD", q_BHD.shape[2])
-    shape = (num_sequences, num_heads, memory.head_dim)
-    checks.vectors("q_BHD", q_BHD, shape, q_BHD.dtype, device)
-    if num_sequences > MAX_SEQUENCES:
-        checks.refuse("q_BHD", f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
-    checks.index("lengths_B", lengths_B, num_sequences, device)
-    checks.index("slots_B", slots_B, num_sequences, device)
-    if limit_S is not None:
-        checks.limits("limit_S", limit_S, memory.num_slots, device)
+    check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S, memory.num_slots, device)
     if firsts_B is not None:
         checks.index("firsts_B", firsts_B, num_sequences, device)
     if lse_BH is not None:
-        _check_lse(lse_BH, (num_sequences, num_heads), device)
-    if out is None:
-        out = torch.empty(shape, dtype=q_BHD.dtype, device=device)
-    else:
-        checks.vectors("out", out, shape, q_BHD.dtype, device)
+        checks.exactly("lse_BH", lse_BH, torch.float32, (num_sequences, num_heads), device)
+    out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
     if num_sequences > 0:
         attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, workspace, firsts_B, lse_BH)
     return out
 
 
-def _check_lse(lse_BH: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    if lse_BH.device != device:
-        checks.refuse("lse_BH", f"on {lse_BH.device}", f"a tensor on {device}, where the others are")
-    if lse_BH.dtype != torch.float32 or lse_BH.shape != shape or not lse_BH.is_contiguous():
-        contiguous = "contiguous" if lse_BH.is_contiguous() else "not contiguous"
-        given = f"{lse_BH.dtype} of shape {tuple(lse_BH.shape)}, {contiguous}"
-        checks.refuse("lse_BH", given, f"contiguous float32 of shape {shape}: a number for each query head")
-
-
-def _descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    """A tensor for the tensor memory accelerator, in such boxes.
-
-    The strides of dimensions of size 1, which are never followed, are made what a descriptor takes.
-    """
-    shape = list(tensor.shape)
-    strides = list(tensor.stride())
-    if 1 in shape:
-        unfollowed = checks.ALIGNMENT_BYTES
-        strides = [stride if size > 1 else unfollowed for size, stride in zip(shape, strides, strict=True)]
-        strides[-1] = 1
-    return TensorDescriptor(tensor, shape, strides, box)
+def check_sequences(
+    argument: str,
+    num_sequences: int,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    limit_S: torch.Tensor | None,
+    num_slots: int,
+    device: torch.device,
+) -> None:
+    """Refuse too many sequences, and lengths, slots or limits that are not as all attention takes them."""
+    if num_sequences > MAX_SEQUENCES:
+        checks.refuse(argument, f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
+    checks.index("lengths_B", lengths_B, num_sequences, device)
+    checks.index("slots_B", slots_B, num_sequences, device)
+    if limit_S is not None:
+        checks.limits("limit_S", limit_S, num_slots, device)
 
 
 def attend_singles(
@@ -785,34 +703,32 @@ def attend_singles(
     firsts_B: torch.Tensor | None = None,
     lse_BH: torch.Tensor | None = None,
 ) -> None:
-    """The two launches, of checked arguments. With `query_starts` (B + 1) the sequences that have one query in `q_NHD`.
+    """The two launches, of checked arguments. With `query_starts` (B + 1), of the sequences that have one query in `q_NHD`.
 
-    Then there is no `lse_BH`: it has a row for each sequence, not for each query.
+    `lse_BH` has a row for each sequence, not for each query: it is not given together with `query_starts`.
     """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
     num_sequences, num_kv_heads, num_rows, block = lengths_B.shape[0], memory.num_kv_heads, memory.num_rows, memory.block
     checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
     cut = tiling(num_heads, num_kv_heads, head_dim, q_NHD.element_size(), memory.payload_bytes)
-    checks.tile_offsets("k_PUKW" if block else "k_STKW", memory.k, block or cut.tile_rows)
-    checks.tile_offsets("v_PUKW" if block else "v_STKW", memory.v, block or cut.tile_rows)
-    num_lanes = _num_lanes(device, num_kv_heads, cut.programs_per_sm)
-    by_tma = _can_describe(memory, cut, options.rows_seen)
+    memory.check_tile_offsets(cut.tile_rows)
+    splits = resident_splits(device, num_kv_heads, cut.programs_per_sm)
+    # Rows before a window may be unmapped, and the last tile is moved back: a window narrower than a tile is read by pointers.
+    by_tma = options.rows_seen >= cut.tile_rows and memory.fits_tma()
     launches = launches_of(
         Call(
-            cut, num_lanes, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
+            cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
             memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
-            options.softcap_log2 > 0.0, limit_S is not None, query_starts is not None, firsts_B is not None, lse_BH is not None,
+            options.softcap_log2 > 0.0,
         )
     )  # fmt: skip
-    if workspace is None:
-        workspace = torch.empty(launches.elements, dtype=torch.float32, device=device)
-    else:
-        checks.workspace("workspace", workspace, launches.elements, device)
+    workspace = checks.workspace(workspace, launches.elements, device)
     k, v, q, space = memory.k, memory.v, q_NHD, launches.space
     with checks.on_device(device):
         attend_tiles[launches.tiles_grid](
-            q if launches.query_box is None else _descriptor(q, launches.query_box),
-            _descriptor(k, launches.rows_box) if by_tma else k, _descriptor(v, launches.rows_box) if by_tma else v,
+            q if launches.query_box is None else descriptor(q, q.shape, q.stride(), launches.query_box),
+            descriptor(k, k.shape, k.stride(), launches.rows_box) if by_tma else k,
+            descriptor(v, v.shape, v.stride(), launches.rows_box) if by_tma else v,
             memory.k_scale, memory.v_scale, memory.tables_SC,
             lengths_B, slots_B, limit_S, query_starts, firsts_B, out_NHD, lse_BH, workspace,
             options.scale_log2, options.softcap_log2, options.rows_seen, num_sequences, q.shape[0],
@@ -822,19 +738,6 @@ def attend_singles(
         )  # fmt: skip
         merge_partials[launches.merge_grid](
             out_NHD, lse_BH, lengths_B, slots_B, limit_S, query_starts, firsts_B, memory.v_scale, workspace,
-            options.rows_seen, num_sequences, q.shape[0], memory.num_slots, num_rows, num_lanes,
+            options.rows_seen, num_sequences, q.shape[0], memory.num_slots, num_rows, splits,
             space.max_chunks, space.max_apart, out_NHD.stride(0), out_NHD.stride(1), **launches.merge,
         )  # fmt: skip
-
-
-def _can_describe(memory: KVMemory, cut: Tiling, rows_seen: int) -> bool:
-    """Can the tensor memory accelerator load the tiles?
-
-    It loads whole tiles. A sequence's last one is moved back to end where the sequence ends; rows before the slot's first
-    are not touched by the hardware, but rows before a window would be, if the window is less than a tile. Those before a first
-    row that is given are the sequence's own.
-    """
-    strides = (*memory.k.stride(), *memory.v.stride())
-    widest_bytes = max(strides) * memory.k.element_size()
-    fits = not memory.block and rows_seen >= cut.tile_rows and widest_bytes < MAX_DESCRIPTOR_STRIDE_BYTES
-    return fits and checks.has_tma(memory.k.device)

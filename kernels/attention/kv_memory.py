@@ -1,28 +1,33 @@
-"""K and V of one layer as kernels take them: payloads and scales, in slots or in blocks; checked once for every kernel.
+"""K and V of one layer as kernels take them, in slots or in blocks: checked once, and how a tile of them is found and loaded.
 
-Legend: S slots, T rows of a slot, K kv heads, D head dim, W payload width in elements (D; D / 2 bytes in int4),
-P physical blocks, U rows of a block, C columns of a block table.
+A tile is TILE rows of one kv head. Its rows lie `stride_t` apart in a slot, or in the blocks that a table names. That is the
+only difference between a kernel over slots and the same over blocks (`BLOCK`: 0 for slots, else the rows of a block).
+
+Legend: S slots (in kernels also physical blocks), T rows of a slot, K kv heads, D head dim, W payload width in elements (D, or
+D / 2 bytes for int4), P physical blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_
+mask.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.quantise import HEAD_SCALE_DTYPE, PAYLOAD_DTYPES, QMAX, TOKEN_SCALE_DTYPE, Kind, kind_of
 
-# -------- memory
-
 _INT32_END = 2**31
+_TMA_STRIDE_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemory:
-    """One layer's K and V, and how a kernel finds a row in them: `kind`, `scale` and `block` pick its code.
+    """One layer's K and V, and how a kernel finds a row in them.
 
-    The row t of slot s is at [s, t] of the views, or at [tables_SC[s, t // block], t % block] if there are tables.
+    Row t of slot s is at [s, t] of the views, or at [tables_SC[s, t // block], t % block] if there are tables.
     """
 
     k: torch.Tensor
@@ -31,12 +36,12 @@ class KVMemory:
     v_scale: torch.Tensor | None
     tables_SC: torch.Tensor | None
     kind: Kind | None
-    """None: stored as it is, in the query's dtype."""
+    """None: not quantised, of the query's dtype."""
     head_dim: int
 
     @property
     def num_slots(self) -> int:
-        """Sequences that there are addresses for."""
+        """S."""
         return (self.k if self.tables_SC is None else self.tables_SC).shape[0]
 
     @property
@@ -63,7 +68,7 @@ class KVMemory:
 
     @property
     def has_paired_scales(self) -> bool:
-        """Does each head's scale of V follow that of K, so that one load of 4 bytes has both?"""
+        """The scale of V follows that of K for each head, so that one load of 4 bytes has both."""
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is None or v_scale is None or self.scale != "token":
             return False
@@ -80,11 +85,33 @@ class KVMemory:
         """Bytes of one head's K in a row."""
         return self.k.shape[3] * self.k.element_size()
 
-    def check_head_dim(self, argument: str, head_dim: int) -> None:
-        """Refuse queries of another head dim, and say where that comes from."""
+    def check_queries(self, argument: str, q_NHD: torch.Tensor, rows: str) -> None:
+        """Refuse anything but aligned [rows, query heads, D] where K and V are."""
+        if q_NHD.dim() != 3:
+            checks.refuse(argument, f"of shape {tuple(q_NHD.shape)}", f"3 dimensions: [{rows}, query heads, head dim]")
+        head_dim = q_NHD.shape[2]
         if head_dim != self.head_dim:
             halves = ": two elements in each byte of int4" if self.kind == "int4" else ""
             checks.refuse(argument, f"of head dim {head_dim}", f"{self.head_dim}, which K and V have{halves}")
+        checks.vectors(argument, q_NHD, q_NHD.shape, q_NHD.dtype, self.k.device)
+
+    def check_tile_offsets(self, tile_rows: int) -> None:
+        """Refuse a row stride by which an offset inside one tile (or block) would leave 32 bits."""
+        rows = self.block or tile_rows
+        for argument, plane in (("k_STKW", self.k), ("v_STKW", self.v)):
+            if plane.stride(1) * rows >= _INT32_END:
+                given = f"strided by {plane.stride(1)} elements from row to row"
+                checks.refuse(argument, given, f"at most {_INT32_END // rows - 1} elements")
+
+    def fits_tma(self) -> bool:
+        """Can the tensor memory accelerator load tiles? Not of blocks, nor by strides of 2**40 bytes and more.
+
+        It loads whole tiles, so a sequence's last tile is moved back to end where the sequence ends. Rows before row 0 of a
+        slot are outside the tensor: they are filled with zeros, and no memory is touched.
+        """
+        if self.block or not checks.has_tma(self.k.device):
+            return False
+        return max(*self.k.stride(), *self.v.stride()) * self.k.element_size() < _TMA_STRIDE_BYTES
 
     @property
     def stride_table(self) -> int:
@@ -114,8 +141,7 @@ def kv_memory(
         checks.refuse("the dtype of the query or of the new rows", dtype, "float16, bfloat16 or float32")
     if checks.INTERPRETED and dtype == torch.bfloat16:
         checks.refuse("the dtype", dtype, "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
-    suffix = "STK" if tables_SC is None else "PUK"
-    name_k, name_v = f"k_{suffix}W", f"v_{suffix}W"
+    name_k, name_v = "k_STKW", "v_STKW"
     if k.dim() != 4:
         wanted = "[slots, rows, kv heads, head dim]" if tables_SC is None else "[blocks, rows of a block, kv heads, head dim]"
         checks.refuse(name_k, f"of shape {tuple(k.shape)}", f"4 dimensions: {wanted}")
@@ -188,13 +214,17 @@ def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor, kind: Kind | N
         checks.refuse(name, given, f"{TOKEN_SCALE_DTYPE} of shape {tuple(k.shape[:3])}, a scale for each token and head")
 
 
-# -------- tiles
-# Tiles of K and V: where their rows lie, how they are loaded, what quantised ones mean. For use inside kernels.
-#
-# A tile is TILE rows of one kv head. Its rows lie `stride_t` apart in a slot, or in the blocks that a table names: that is
-# the only difference between a kernel and its block-table twin (`BLOCK`: 0 for slots, else the rows of a block).
-#
-# Legend: S slots (or physical blocks), D head dim, W payload width in elements: D, and D / 2 bytes for int4.
+def descriptor(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], box: list[int]) -> TensorDescriptor:
+    """Memory of this shape for the tensor memory accelerator, loaded in boxes.
+
+    The strides of dimensions of size 1, which are never followed, are made what a descriptor takes.
+    """
+    strides = list(strides)
+    if 1 in shape:
+        unfollowed = checks.ALIGNMENT_BYTES
+        strides = [stride if size > 1 else unfollowed for size, stride in zip(shape, strides, strict=True)]
+        strides[-1] = 1
+    return TensorDescriptor(base, list(shape), strides, box)
 
 
 @triton.jit
@@ -215,12 +245,12 @@ def row_pointers(p, i_s, row, stride_s, stride_t, TILE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def load_tile(p_rows, m_t, W: tl.constexpr, W_PAD: tl.constexpr):
-    """[TILE, W_PAD] from pointers to rows. Rows that the mask has off are not loaded, but zero."""
+    """[TILE, W_PAD] from pointers to rows. Rows whose mask is off are zeros, and not loaded."""
     i_w = tl.arange(0, W_PAD)[None, :]
     return tl.load(p_rows[:, None] + i_w, mask=m_t[:, None] & (i_w < W), other=0)
 
 
-# Four bytes of a payload as four elements in two registers; what `dequantise` spells out, two elements an instruction.
+# Four bytes of a payload as four elements in two registers: `dequantise` at two elements an instruction.
 _INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 t, a, b;
 prmt.b32 t, $2, 0, 0x4140;
@@ -288,10 +318,10 @@ _INT4_TO_FP16 = tl.constexpr(_INT4_TO_2X16.replace("ZERO", "0x64086408").replace
 def unpack(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr):
     """`dequantise` in a GPU's own packed instructions.
 
-    IN_PLACE: in the layout in which the bytes are loaded, and not in that of the dot that takes them: where the dot needs
-    them transposed, moving bytes one by one would cost more than moving what they mean, two by two.
+    IN_PLACE: in the layout in which the bytes are loaded, not in that of the dot. Where the dot needs them transposed, moving
+    single bytes would cost more than moving pairs of dequantised elements.
     """
-    # What has effects is not moved behind a change of layout.
+    # Triton does not move an impure operation behind a change of layout.
     if tl.bfloat16 == DTYPE:
         ASM: tl.constexpr = _INT8_TO_BF16 if KIND == "int8" else _FP8_TO_BF16
         return tl.inline_asm_elementwise(ASM, "=r,=r,r", [payload], dtype=tl.bfloat16, is_pure=not IN_PLACE, pack=4)
@@ -315,10 +345,10 @@ def unpack_nibbles(payload, DTYPE: tl.constexpr, IN_PLACE: tl.constexpr):
 
 @triton.jit
 def dequantise(payload, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """What the bytes of fp8 (e4m3) and int8 mean, exactly, in DTYPE; without a KIND the tile itself.
+    """The values of fp8 (e4m3) and int8 bytes, exactly, in DTYPE; without a KIND the tile itself.
 
-    By bits: the payload becomes the top of the mantissa of a float with a known exponent, and one operation takes the
-    surplus away. That costs fewer instructions than the conversions, which run at a fraction of the rate.
+    By bits: the payload becomes the top of the mantissa of a float with a known exponent, and one operation takes the surplus
+    away. That is fewer instructions than the conversions, which run at a fraction of the rate.
     """
     if KIND == "fp8":
         # Sign, exponent and mantissa shifted into place; the exponents' biases differ by 2**8, or 2**120.

@@ -1,12 +1,13 @@
-"""Prefill attention: many new queries of each sequence, over contiguous slots or under a block table.
+"""Prefill attention: many new queries of each sequence, causal, over contiguous slots or over blocks.
 
-FlashAttention-2's loop (Dao, 2023): a program owns a tile of queries of one sequence and walks the keys that they see with
-an online softmax. Queries start anywhere in their sequence (a chunk) and the sequences of a launch have any counts and
-lengths: the device reads them all, so one captured graph serves all. A sequence with one query goes through decode's launches.
-On Hopper plain bf16 slots with heads of 128 have a kernel of their own: see prefill_hopper.py.
+FlashAttention-2's loop (Dao, 2023): a program owns a tile of queries of one sequence, and walks the keys that they see with an
+online softmax. Queries start anywhere in their sequence (a chunk). The sequences of a launch have any counts and lengths: the
+device reads them, so one captured graph serves all. Sequences of one query go through decode's launches. On Hopper plain bf16
+slots with heads of 128 have a kernel of their own: see prefill_hopper.py.
 
-Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, U rows of a
-block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D head dim, W payload width (D,
+or D / 2 bytes), P blocks, U rows of a block, C columns of a block table. Prefixes: p_ pointer, i_ index, m_ mask. Logarithms
+are to base 2: log2(e) is folded into the scale.
 """
 
 import functools
@@ -18,16 +19,13 @@ import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES, attend_singles
+from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, attend_singles, check_sequences
 from vmmkv.kernels.attention.kv_memory import KVMemory, dequantise, dequantise_nibbles, kv_memory
-
-# -------- prefill tiling
-# How prefill cuts a shape into programs and steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiling:
-    """How a launch is cut; it depends on head size and dtypes, never on the batch."""
+    """How a launch is cut. It depends on head dim and dtypes, never on the batch."""
 
     tokens: int = 128
     """Queries in a program's tile."""
@@ -41,9 +39,9 @@ class PrefillTiling:
 def prefill_tiling(head_dim: int, itemsize: int, kind: str) -> PrefillTiling:
     """The tiling of a shape; slots and blocks have the same `tile_rows`, and so the same bits.
 
-    128 queries are what two groups of four warps multiply together; their keys are as many as leave the registers enough for
-    scores, weights and output, and shared memory enough for three stages: fewer for wide heads and for quantised ones, which
-    pass through registers. float32 is multiplied without tensor cores.
+    Two groups of four warps multiply 128 queries together. The number of keys leaves registers for scores, weights and output,
+    and shared memory for three stages. It is smaller for wide heads, and for quantised ones, which pass through registers.
+    float32 is multiplied without tensor cores.
     """
     wide = head_dim > 128
     if itemsize == 4:
@@ -51,11 +49,6 @@ def prefill_tiling(head_dim: int, itemsize: int, kind: str) -> PrefillTiling:
     if kind:
         return PrefillTiling(tokens=64 if wide else 128, tile_rows=32 if wide or kind == "int4" else 64, num_stages=2)
     return PrefillTiling(num_stages=2) if wide else PrefillTiling()
-
-
-# -------- prefill
-
-_NO_WINDOW = 2**31 - 1
 
 
 @triton.jit
@@ -81,14 +74,16 @@ def _load_rows(
 
 @triton.jit
 def _uniform(x):
-    """The same number, by a reduction: of this the compiler knows that it is the same in all threads, and of what was loaded
-    it does not. Then the addresses and counters of a loop are worked out once for a warp: a tenth of its instructions less."""
+    """The same number, by a reduction: the compiler then knows that all threads have it, which it does not of a loaded value.
+
+    It computes a loop's addresses and counters once for a warp, which saves a tenth of its instructions.
+    """
     return tl.max(x + tl.zeros([32], tl.int32), 0)
 
 
 @triton.jit
 def _values(payload, DTYPE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, D_PAD: tl.constexpr):
-    """What a tile's payload means, less its scales: [TILE, D_PAD] of the queries' type."""
+    """A tile's payload dequantised, without its scales: [TILE, D_PAD] of the queries' type."""
     if KIND == "int4":
         low, high = dequantise_nibbles(payload, DTYPE)
         return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [TILE, D_PAD])
@@ -105,12 +100,12 @@ def _prefill(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr,
     B_PAD: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, SCALE: tl.constexpr, QMAX: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of TOKENS queries of a sequence, under one query head.
 
     Sequence b has the tiles from query_starts[b] // TOKENS + b on: at least as many as it needs, found without a prefix sum.
-    Programs with no queries end at once. Late tiles see the most keys and start first; neighbouring programs take the heads of
+    Programs without queries end at once. Late tiles see the most keys and start first. Neighbouring programs take the heads of
     one tile, which share their keys in L2.
     """
     i_tile = num_tiles - 1 - tl.program_id(0) // H
@@ -125,14 +120,14 @@ def _prefill(
     length = tl.load(p_lengths + b)
     slot = tl.load(p_slots + b).to(tl.int64)
     i_first = (i_tile - (start // TOKENS + b)) * TOKENS
-    # A single query is decode's, and a start below 0 nobody's.
+    # A single query is decode's, and a start below 0 is no sequence's.
     if (i_first >= count) | (count == 1) | (start < 0):
         return
     count = tl.minimum(count, num_queries - start)
     m_slot = (slot >= 0) & (slot < num_slots)
     length = tl.minimum(tl.maximum(length, 0), 2147483647).to(tl.int32)
     end = tl.where(m_slot, tl.minimum(length, num_rows), 0)
-    if HAS_LIMIT:
+    if p_limits is not None:
         end = tl.minimum(end, tl.load(p_limits + slot, mask=m_slot, other=0))
     slot = tl.where(m_slot, slot, 0)
 
@@ -170,11 +165,11 @@ def _prefill(
     elif SCALE == "head":
         scale_log2 *= tl.load(p_k_scale + i_kv)
 
-    # The online softmax (Milakov & Gimelshein, 2018), over the keys that a window cuts, those that all queries see, and those
-    # that the diagonal cuts. A query that sees nothing of a tile stays exactly as it was.
+    # The online softmax (Milakov & Gimelshein, 2018) in three parts: keys that a window cuts, keys that all queries see, and
+    # keys that the diagonal cuts. A query that sees nothing of a tile stays exactly as it was.
     acc = tl.zeros([TOKENS, D_PAD], tl.float32)
     peak = tl.full([TOKENS], float("-inf"), tl.float32)
-    # Each over every eighth key: what a thread holds of a row, so that no other is asked before the end.
+    # Each over every eighth key: the part of a row that one thread holds, so that threads exchange nothing before the end.
     totals = tl.zeros([TOKENS, 8], tl.float32)
     factor = 1.0 if HAS_SOFTCAP else scale_log2
     for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
@@ -203,7 +198,7 @@ def _prefill(
             totals = totals * rescale[:, None] + tl.sum(tl.reshape(weights, [TOKENS, TILE // 8, 8]), 1)
             if SCALE == "token":
                 v_scale = _load_rows(p_v_scale, p_table, slot, stride_vss, stride_vst, row, first, end, TILE, BLOCK, part != 1)
-                # Times QMAX, which the output is divided by, so that float16 holds what a small scale leaves of a weight.
+                # Times QMAX, by which the output is divided: float16 then holds a weight times a small scale.
                 weights *= (v_scale.to(tl.float32) * QMAX)[None, :]
             v = _load_rows(p_v, p_table, slot, stride_vs, stride_vt, row, first, end, TILE, BLOCK, part != 1, W, W_PAD)
             v = _values(v, q.dtype, KIND, TILE, D_PAD)
@@ -229,6 +224,7 @@ def prefill(
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
+    tables_SC: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     limit_S: torch.Tensor | None = None,
@@ -241,33 +237,31 @@ def prefill(
     """Attend from the last tokens of each sequence to the rows of its slot, causally. Returns [N, H, D] (`out` if given).
 
     Sequence b has the queries [query_starts[b], query_starts[b + 1]) of `q_NHD`, any number of them, at the positions that end
-    with lengths_B[b] - 1: lengths count the queries' own rows, appended before. The query at position p attends to the rows
-    [max(0, p + 1 - window), p + 1) of slot slots_B[b]. No other row is loaded. A slot outside [0, S) gives zeros. Rows at and
-    past limit_S[slot] are not loaded either, nor ever those past T: what comes out for queries there is to be dropped.
-    Queries past query_starts[B] belong to nobody, and their output is not written.
+    with lengths_B[b] - 1. Lengths count the queries' own rows, appended before. The query at position p attends to the rows
+    [max(0, p + 1 - window), p + 1) of slot slots_B[b]. No other row is loaded, nor any at or past limit_S[slot] or T: the
+    output of queries there is to be dropped. A slot outside [0, S) gives zeros. Queries past query_starts[B] have no sequence,
+    and no output.
 
-    q_NHD: fp16, bf16 or fp32. k_STKW, v_STKW: views of all slots as `cache.k(layer)` gives them, of the same dtype, or
-    quantised (see quantise.py) with `k_scale` and `v_scale`: float16 [S, T, K], or for fp8 also float32 [K].
-    query_starts: int32 [B + 1] on the device, from 0 and not descending. lengths_B, slots_B: int32 or int64 on the device.
-    limit_S: int32 on the device, one a slot. scale: positive, 1 / sqrt(D) if None. softcap: scores become
-    softcap * tanh(score / softcap). workspace: of `decode`, float32, at least its `workspace_elements(...)` for B queries, not
-    shared by launches that may overlap; if None it comes from torch's allocator.
+    With `tables_SC` K and V are blocks, as in `decode`: bit for bit the same, but where slots have the kernel for Hopper.
 
-    Cost: three launches, or four by the kernel for Hopper; no synchronisation; safe while a graph is captured, and the graph
-    serves all counts and lengths.
-    Sequences of one query, which the device finds, are attended to by decode's two: spread over the whole device, and bit for
-    bit what `decode` gives.
-    Raises: ValueError naming the argument.
+    - query_starts: int32 [B + 1] on the device, from 0 and not descending.
+    - scale: positive, 1 / sqrt(D) if None.
+    - workspace: that of `decode` for B queries.
+    - The others are as for `decode`.
+
+    Cost: three launches, or four with the kernel for Hopper; no synchronisation; safe while a graph is captured, and the graph
+    serves all counts and lengths. The device finds the sequences of one query. Decode's two launches attend to them, spread
+    over the whole device, with the bits of `decode`. Raises: ValueError naming the argument.
     """
     checks.runnable("q_NHD", q_NHD.device)
-    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, None, q_NHD.dtype, q_NHD.device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, softcap, memory.head_dim)
     return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace)
 
 
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
-    """prefill_hopper.py where the device is a Hopper. It is imported there alone: Gluon is no part of the interpreter."""
+    """prefill_hopper.py where the device is a Hopper. It is imported only there: Gluon is no part of the interpreter."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     from vmmkv.kernels.attention import prefill_hopper
@@ -288,37 +282,23 @@ def launch_prefill(
     *,
     cut: PrefillTiling | None = None,
 ) -> torch.Tensor:
-    """`prefill` over any memory. cut: of the kernel in this file, which then attends also where that for Hopper would."""
+    """`prefill` over memory and options that are checked already. With `cut` the kernel of this file runs, on Hopper too."""
     device = q_NHD.device
-    if q_NHD.dim() != 3:
-        checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [queries, query heads, head dim]")
-    num_queries, num_heads, _ = q_NHD.shape
-    memory.check_head_dim("q_NHD", q_NHD.shape[2])
-    head_dim, num_sequences = memory.head_dim, lengths_B.shape[0] if lengths_B.dim() == 1 else 0
-    shape = (num_queries, num_heads, head_dim)
-    checks.vectors("q_NHD", q_NHD, shape, q_NHD.dtype, device)
+    memory.check_queries("q_NHD", q_NHD, "queries")
+    num_queries, num_heads, head_dim = q_NHD.shape
+    num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
     group = checks.heads("q_NHD", num_heads, memory.num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
-    if num_sequences > MAX_SEQUENCES:
-        checks.refuse("lengths_B", f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
-    checks.index("lengths_B", lengths_B, num_sequences, device)
-    checks.index("slots_B", slots_B, num_sequences, device)
+    check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S, memory.num_slots, device)
     checks.index("query_starts", query_starts, num_sequences + 1, device)
     if query_starts.dtype != torch.int32:
         checks.refuse("query_starts", f"of {query_starts.dtype}", "int32")
-    if limit_S is not None:
-        checks.limits("limit_S", limit_S, memory.num_slots, device)
-    if out is None:
-        out = torch.empty(shape, dtype=q_NHD.dtype, device=device)
-    else:
-        checks.vectors("out", out, shape, q_NHD.dtype, device)
+    out = checks.output(out, q_NHD.shape, q_NHD.dtype, device)
     if num_queries == 0 or num_sequences == 0:
         return out
 
     hopper = _hopper(device) if cut is None else None
     cut = cut or prefill_tiling(head_dim, q_NHD.element_size(), memory.kind or "")
-    suffix = "PUKW" if memory.block else "STKW"
-    checks.tile_offsets(f"k_{suffix}", memory.k, memory.block or cut.tile_rows)
-    checks.tile_offsets(f"v_{suffix}", memory.v, memory.block or cut.tile_rows)
+    memory.check_tile_offsets(cut.tile_rows)
     num_tiles = num_queries // cut.tokens + num_sequences
     width = memory.k.shape[3]
     width_padded = max(16 if memory.kind != "int4" else 8, triton.next_power_of_2(width))
@@ -326,7 +306,7 @@ def launch_prefill(
     if hopper is not None and hopper.applies(q_NHD, memory, options):
         hopper.launch_prefill_hopper(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out)
         return out
-    # Under a table the pipeline has two loads, one after the other, where it has one in slots.
+    # Over blocks the pipeline has two loads, one after the other, where it has one in slots.
     num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
     with checks.on_device(device):
         _prefill[(num_tiles * num_heads,)](
@@ -337,10 +317,9 @@ def launch_prefill(
             q_NHD.stride(0), q_NHD.stride(1), *memory.strides, out.stride(0), out.stride(1), memory.stride_table,
             H=num_heads, G=group, D=head_dim, W=width,
             D_PAD=width_padded * (head_dim // width), W_PAD=width_padded,
-            B_PAD=max(16, triton.next_power_of_2(num_sequences)), TOKENS=cut.tokens, TILE=cut.tile_rows,
+            B_PAD=checks.padded(num_sequences), TOKENS=cut.tokens, TILE=cut.tile_rows,
             BLOCK=memory.block, KIND=memory.kind or "", SCALE=memory.scale, QMAX=memory.qmax,
-            HAS_LIMIT=limit_S is not None, HAS_WINDOW=options.rows_seen < _NO_WINDOW,
-            HAS_SOFTCAP=options.softcap_log2 > 0.0, STAGES=num_stages,
+            HAS_WINDOW=options.rows_seen < checks.NO_WINDOW, HAS_SOFTCAP=options.softcap_log2 > 0.0, STAGES=num_stages,
             num_warps=cut.num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out

@@ -1,10 +1,30 @@
-"""Prefill attention on Hopper: plain bf16 slots with heads of 128, without window or softcap. See prefill_hopper_loop.py.
+"""Prefill attention on Hopper: plain bf16 slots with heads of 128, without window or softcap. In Gluon.
 
-Descriptors: K and V have two each. One is the slots as they are, for whole tiles. The other ends where the tile's sequence
-does, wherever that is, so that rows past it are neither read, as their pages may be unmapped, nor left as they are, as 0 * NaN
-is NaN: of 2**30 virtual rows the tile takes the last. Where these are is corrected by two more dimensions: a step of the one is
-2**34 - a row, of which 2**30 steps wrap around all 2**64 elements (Triton's ragged descriptors do the same), and a step of the
-other is a row.
+After FlashAttention-3 (Shah et al., 2024). A program takes *pieces*: 128 queries of a sequence under one query head. Three
+parts of it run side by side: a loading warp, and two groups of four warps that multiply. The loading warp walks the same tiles
+as the groups, and keeps rings of K and V full through the tensor memory accelerator (TMA). Each group has 64 of the queries. It
+orders its products so that the tensor cores have work while it takes exponentials: the scores of the next tile of keys are
+asked for before this tile's weights are multiplied with V, and the groups take turns at asking.
+
+The parts talk through barriers in shared memory, a pair of `ready` and `free` for every place of a ring:
+
+- q: two places, each of a piece's 128 queries and its note (which piece it is), so that the next piece is loaded ahead. Ready
+  by two arrivals: one that expects the bytes, and one when the note is written.
+- k, v: two places each, of a tile of keys or values. Ready when the bytes have come.
+- free: two arrivals, one of each group when it has done with the place. K is free before V, as soon as there are scores.
+- turn: one for each group. The other group arrives at it when it has asked for its products.
+
+The n-th use of a place waits for phase n of its `ready`, of parity n & 1. To fill the place, the loader waits for phase n - 1
+of its `free`, of parity (n & 1) ^ 1, which in a new barrier counts as passed. Each part counts for itself, since all walk the
+same tiles.
+
+K and V have two descriptors each. One is the slots as they are, for whole tiles. The other ends where the tile's sequence does:
+rows past it are not read, since their pages may be unmapped, and come as zeros, since 0 * NaN is NaN. It takes the last of
+2**30 virtual rows. Two more dimensions move them to the right place: a step of one is 2**34 - a row, of which 2**30 steps wrap
+around all 2**64 elements (as in Triton's ragged descriptors), and a step of the other is a row.
+
+Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim. Prefixes: p_
+pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is folded into the scale.
 """
 
 import functools
@@ -18,37 +38,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import KVMemory
 
-# -------- prefill hopper loop
-# The three parts of a program of prefill on Hopper: one warp that loads, and two groups of four that multiply.
-#
-# After FlashAttention-3 (Shah et al., 2024). The loading warp walks the same tiles as the others and keeps rings of K and V
-# full through the tensor memory accelerator. Each group has 64 queries of a tile of 128, and orders its products so that the
-# tensor cores have work while it takes exponentials: the scores of the next tile of keys are asked for before this tile's
-# weights are multiplied with V, and the groups take turns at asking.
-#
-# The parts talk through barriers in shared memory, each a pair of `ready` and `free` for every place of a ring:
-#
-# - q: two places, of a piece's 128 queries and its note (which piece it is), so that the next piece is loaded while this one is
-#   worked at. Ready by two arrivals: that which expects the bytes, and one when the note is written.
-# - k, v: two places each, of a tile of keys or values. Ready when the bytes have come.
-# - free: two arrivals, of either group when it has done with the place. K is free before V: as soon as there are scores.
-# - turn: one for each group, which the other arrives at when it has asked for its products.
-#
-# The n-th use of a place waits for the phase n of its `ready`, of parity n & 1, and to fill it for the phase n - 1 of its
-# `free`, of parity (n & 1) ^ 1: in a new barrier that counts as passed. Each part counts for itself, since all walk the
-# same tiles.
-#
-# Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, G = H / K, D = 128 head dim.
-# Prefixes: p_ pointer, i_ index, m_ mask. Logarithms are to base 2: log2(e) is in the scale.
-
 TOKENS: gl.constexpr = gl.constexpr(128)  # queries of a program's tile
-GROUP_TOKENS: gl.constexpr = gl.constexpr(64)  # of them one group's: what its four warps multiply together
+GROUP_TOKENS: gl.constexpr = gl.constexpr(64)  # queries of one group
 TILE: gl.constexpr = gl.constexpr(128)  # keys in one step
 HEAD_DIM: gl.constexpr = gl.constexpr(128)
 Q_STAGES: gl.constexpr = gl.constexpr(2)  # pieces whose queries are in shared memory
 STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K, and as many of V
-SEQUENCES: gl.constexpr = gl.constexpr(128)  # whose starts the loading warp looks at together
-RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # of the descriptors that end where a sequence does: see prefill_hopper.py
+SEQUENCES: gl.constexpr = gl.constexpr(128)  # sequences whose starts the loading warp reads together
+RAGGED_ROWS: gl.constexpr = gl.constexpr(2**30)  # virtual rows of the descriptors that end where a sequence does
 EMPTY: gl.constexpr = gl.constexpr(float("-inf"))
 _ask = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # in Triton 3.6
 
@@ -67,8 +64,8 @@ def _piece_of(
 ):  # fmt: skip
     """A piece: (query head, slot, first query's row in q, queries left, its position, end of keys, end of those all see).
 
-    Queries left are 0 or less if the piece is nobody's, or a single query's, which is decode's. Late tiles see the most keys
-    and come first; neighbouring pieces are the heads of one tile, which share their keys in L2: prefill.py's order.
+    Queries left are 0 or less if the piece has no sequence, or one of a single query, which is decode's. The order is that of
+    prefill.py: late tiles, which see the most keys, come first, and neighbouring pieces are the heads of one tile.
     """
     i_tile = num_tiles - 1 - i_work // H
     everywhere: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
@@ -105,7 +102,7 @@ def _piece_of(
 
 @gluon.jit
 def _post(note, i_head, i_row, left, position, end, full_end):
-    """Write what the groups need to know of a piece."""
+    """Write a piece's note for the groups."""
     i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     words = gl.where(i == 0, i_head, gl.where(i == 1, i_row, gl.where(i == 2, left, 0)))
     words = gl.where(i == 3, position, gl.where(i == 4, end, gl.where(i == 5, full_end, words)))
@@ -120,7 +117,7 @@ def _word(words, i: gl.constexpr):
 
 @gluon.jit
 def _read(note):
-    """What `_post` wrote."""
+    """Read the note of `_post`."""
     words = note.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3), _word(words, 4), _word(words, 5)
 
@@ -142,10 +139,10 @@ def load_part(
     descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk, num_work,
     H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: takes pieces, tells the groups of each, and loads its keys from the last tile to the first.
+    """The loading warp: takes pieces, posts each to the groups, and loads its keys from the last tile to the first.
 
-    A program's first piece is its own; then it takes whichever is next, so that long and short ones even out. The warp is as
-    far ahead as the rings have room. In the end it tells of a piece without queries.
+    A program's first piece is its own. Then it takes the next from a common count, so that long and short ones even out. The
+    warp is as far ahead as the rings have room. In the end it posts a piece without queries.
     """
     desc_q, desc_k, desc_v, desc_k_end, desc_v_end = descs
     p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows = batch
@@ -192,7 +189,7 @@ def load_part(
 
 @gluon.jit
 def _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout: gl.constexpr, MASKED: gl.constexpr):
-    """One step of the online softmax (Milakov & Gimelshein, 2018): (weights, rescale of what was before, peak, totals)."""
+    """One step of the online softmax (Milakov & Gimelshein, 2018): (weights, rescale of the sums before, peak, totals)."""
     if MASKED:
         i_t = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
         scores = gl.where(i_t[None, :] <= (newest_seen - row)[:, None], scores, EMPTY)
@@ -201,7 +198,8 @@ def _softmax(scores, peak, totals, newest_seen, row, scale_log2, layout: gl.cons
     shift = gl.where(new_peak == EMPTY, 0.0, new_peak) if MASKED else new_peak
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     rescale = gl.exp2(peak - shift)
-    # Each total over every eighth key: what a thread holds of a row, so that no other is asked before the end.
+    # Each total over every eighth key: the part of a row that one thread holds, so that threads exchange nothing before the
+    # end.
     parts = gl.sum(gl.reshape(weights, [GROUP_TOKENS, TILE // 8, 8]), 1)
     totals = totals * gl.convert_layout(rescale, gl.SliceLayout(1, totals.type.layout))[:, None] + parts
     return weights, rescale, new_peak, totals
@@ -316,14 +314,11 @@ def multiply_part(
         i_head, i_row, left, position, end, full_end = _read(notes.index(i_q % Q_STAGES))
 
 
-# -------- prefill hopper
-
 _ENDLESS = 0x7FFF0000  # steps of the two dimensions that place the virtual rows
 _WRAP = 2**34  # elements: 2**30 steps of so many are a whole number of times around
 _MAX_STRIDE_BYTES = 2**40
 _MAX_COLUMNS = 2**31
-_NO_WINDOW = 2**31 - 1
-_REGISTERS = gl.constexpr(240)  # of a thread that multiplies; with those of the loading warp all that there are
+_REGISTERS = gl.constexpr(240)  # of a thread that multiplies; with those of the loading warp, all of an SM's
 _LOAD_REGISTERS = gl.constexpr(24)
 
 
@@ -347,7 +342,7 @@ def prefill_kernel(
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HEAD_DIM], desc_q.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, HEAD_DIM], desc_q.layout)
     notes = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Ready when the bytes have come, and queries when their note has too; free when both groups have said so.
+    # Ready when the bytes have come, and queries when their note has too; free when both groups have arrived.
     q_bars = _barriers(Q_STAGES, 2), _barriers(Q_STAGES, 2)
     k_bars = _barriers(STAGES, 1), _barriers(STAGES, 2)
     v_bars = _barriers(STAGES, 1), _barriers(STAGES, 2)
@@ -379,12 +374,9 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def applies(q_NHD: torch.Tensor, memory: KVMemory, options: checks.AttentionOptions) -> bool:
-    """Is this what the kernel is for, on a device of compute capability 9.0?
-
-    It depends on the memory and on what the queries are, never on batch or lengths: so that a query's bits do not either.
-    """
+    """Can this kernel attend, on compute capability 9.0? Never by batch or lengths, since a query's bits depend on it."""
     is_plain = memory.kind is None and not memory.block and q_NHD.dtype == torch.bfloat16 and memory.head_dim == HEAD_DIM.value
-    is_open = options.softcap_log2 == 0.0 and options.rows_seen == _NO_WINDOW
+    is_open = options.softcap_log2 == 0.0 and options.rows_seen == checks.NO_WINDOW
     return is_plain and is_open and memory.num_rows < RAGGED_ROWS.value and all(map(_fits, (q_NHD, memory.k, memory.v)))
 
 
@@ -415,7 +407,7 @@ def _rows_descriptor(q_NHD: torch.Tensor) -> TensorDescriptor:
 
 
 def _plane_descriptors(x_STKD: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """K or V of all slots, in boxes of a tile of a head: the slots as they are, and to end anywhere. See the top.
+    """K or V of all slots, in boxes of a tile of a head: the slots as they are, and to end anywhere.
 
     The stride of a dimension of size 1, which is never followed, is made what a descriptor takes.
     """
@@ -440,8 +432,8 @@ def launch_prefill_hopper(
 ) -> None:
     """`launch_prefill` where `applies`, of checked arguments, into `out_NHD`; not the sequences of one query.
 
-    Cost: two launches, one of which zeroes the count of the pieces that are taken. Safe while a graph is captured: the count is
-    then the graph's own, and zeroed on every replay.
+    Cost: two launches, one of which zeroes the count of pieces. Safe while a graph is captured: the count is then the graph's
+    own, and zeroed on every replay.
     """
     device = q_NHD.device
     num_sequences = lengths_B.shape[0]

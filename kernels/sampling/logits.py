@@ -1,6 +1,9 @@
-"""Penalties and biases, added to logits in place before they are sampled from, in one launch.
+"""Changes to logits before they are sampled from, in place: penalties and biases; token masks. One launch each.
 
-Legend: B rows of the batch, V vocabulary, S slots, R rows of state. Prefixes: p_ pointer, i_ index, m_ mask.
+Bit i of a mask's word w is token 32 * w + i, as in xgrammar's bitmasks.
+
+Legend: B rows of the batch, G masks, W words of a mask, V vocabulary, S slots, R rows of state. Prefixes: p_ pointer, i_ index,
+m_ mask.
 """
 
 import torch
@@ -9,8 +12,6 @@ import triton.language as tl
 
 from vmmkv.kernels import checks
 from vmmkv.units import ceil_div
-
-# -------- apply_penalties
 
 _TILE = 2048
 
@@ -56,12 +57,14 @@ def apply_penalties(
     prompt_RV: torch.Tensor,
     bias_RV: torch.Tensor | None,
 ) -> None:
-    """Change the logits of row b, in place, by what slot slots_B[b] asks for; arithmetic in float32, rounded once.
+    """Apply the penalties and biases of slot slots_B[b] to the logits of row b, in place. In float32, rounded once.
 
-    Row state_row_S[slot] of the state is the slot's; row 0 is nobody's, and leaves its logits as they are. Tokens of the
-    prompt (prompt_RV, uint8) or generated before (counts_RV, int32) have their logits divided by the repetition penalty,
-    or multiplied if they are negative (Keskar et al., 2019); then, as OpenAI defines them, frequency_S times the count and
-    presence_S for any count are taken off; then bias_RV (float32) is added.
+    Row state_row_S[slot] of the state is the slot's. State row 0 means none, and leaves the logits as they are. In this order:
+
+    1. Logits of tokens in the prompt (prompt_RV, uint8) or generated before (counts_RV, int32) are divided by the repetition
+       penalty, or multiplied if they are negative (Keskar et al., 2019).
+    2. frequency_S times the count, and presence_S for any count, are subtracted (as OpenAI defines them).
+    3. bias_RV (float32) is added.
 
     logits_BV: fp16, bf16 or fp32; elements contiguous. slots_B: int32 or int64. state_row_S: int32; penalties: float32.
 
@@ -82,9 +85,7 @@ def apply_penalties(
         ("prompt_RV", prompt_RV, torch.uint8, state),
         ("bias_RV", counts_RV if bias_RV is None else bias_RV, torch.int32 if bias_RV is None else torch.float32, state),
     ):
-        if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
-            given = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-            checks.refuse(name, given, f"contiguous {dtype} of shape {shape} on {device}")
+        checks.exactly(name, tensor, dtype, shape, device)
     if num_rows == 0:
         return
     with checks.on_device(device):
@@ -93,12 +94,6 @@ def apply_penalties(
             num_slots, num_state_rows, num_tokens, logits_BV.stride(0), TILE=_TILE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
-
-# -------- token mask
-# What a grammar does not allow, out of the logits, in one launch.
-#
-# Bit i of a mask's word w is token 32 * w + i, as in xgrammar's bitmasks. Legend: B rows of the batch, G of them that follow a
-# grammar, V vocabulary, W words of a mask. Prefixes: p_ pointer, i_ index, m_ mask.
 
 _TILE_WORDS = 64
 
@@ -121,8 +116,7 @@ def _apply_token_mask(p_logits, p_rows, p_words, num_rows, num_tokens, num_words
 def apply_token_mask(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: torch.Tensor) -> None:
     """Set the logits of row rows_G[g] to -inf, in place, of all tokens whose bit in words_GW[g] is 0.
 
-    Allowed logits stay as they are, and are not read. The mask of a row that there is not, -1 for one, is
-    passed over.
+    Allowed logits stay as they are, and are not read. A mask whose row does not exist, such as -1, is skipped.
 
     logits_BV: fp16, bf16 or fp32; elements contiguous. rows_G: int32 or int64, no row twice. words_GW: contiguous int32 with
     W = ceil(V / 32) or more.

@@ -1,8 +1,8 @@
-"""The arithmetic of sampling in plain torch: what a random number, a logarithm and a weight are, to the bit.
+"""The arithmetic of sampling in plain torch: random numbers, logarithms and weights, to the bit.
 
-Each function here has a twin in `sample_math.py` that does the same operations in the same order in a kernel: integers, and
-float32 additions and multiplications that are each rounded alone. So the same logits give the same token on every device,
-and a library's logarithm, which differs in the last bit from one device to the next, decides nothing.
+Each function here has a twin in `sample.py` that does the same operations in the same order in a kernel: integers, and float32
+additions and multiplications that are each rounded alone. So the same logits give the same token on every device. A library's
+logarithm, which differs in the last bit between devices, decides nothing.
 
 Random numbers are counter-based (Philox 4x32-10, Salmon et al., SC 2011): those of one token id are a function of the seed,
 the position and the id.
@@ -45,7 +45,7 @@ LN_2_LOW: Final = 1.428606765330187e-06
 EXP: Final = (0.0013926926767453551, 0.008363774046301842, 0.04166654869914055, 0.16666573286056519, 0.5)
 """exp(r) = 1 + r + r**2 * polynomial(r) for |r| <= log(2) / 2, highest power first; a Chebyshev interpolation."""
 COLDEST_EXPONENT: Final = -64.0
-"""exp of it is no weight, and what is below is taken as this."""
+"""exp of it has weight 0; smaller exponents are taken as this."""
 
 WEIGHT_BITS: Final = 40
 """A weight is an integer, 2**40 for the likeliest token: sums of integers do not depend on their order."""
@@ -82,7 +82,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 def gumbel(words_RV: torch.Tensor) -> torch.Tensor:
     """-log(-log(u)) in float32, with u = 1 - (word + 1/2) / 2**32; from -3.2 to 22.9.
 
-    Which of them plus its logit is the largest is a draw from softmax(logits) (Gumbel, 1954).
+    The index of the largest sum of these and logits is a draw from softmax(logits) (Gumbel, 1954).
     """
     scale = 2.0**-32
     below = (words_RV.float() + 0.5) * scale  # 1 - u; each of the two is exact where it is small

@@ -1,9 +1,23 @@
 """Sampling: from logits to token ids, with each sequence's own parameters, in two launches that need nothing from the host.
 
-What is computed is said in `reference.py`, which gives the same tokens; how, in `sample_draw.py` (the first launch)
-and `sample_settle.py` (the second).
+`reference.sample` says what is computed, and gives the same tokens. A *key* is a float's order as an int32.
 
-Legend: B rows of the batch, V vocabulary, S slots.
+1. `draw_parts` reads all logits once, spread over the vocabulary. Each program finds the largest logits / temperature + noise
+   of its part. Ties go to the lower id, so it does not matter how a row is cut.
+2. `pick_tokens`, one program a row, takes the largest of the parts and applies the filters.
+
+Nothing is sorted, and no threshold of top-p is looked for. If the filters keep the token drawn from all, it is the largest over
+what they keep too. If they do not, they keep no less likely token either, and the draw goes on among the more likely ones with
+the same noise. So the token is the one that a sort would have led to. A token that top-p drops comes up with a probability of
+at most 1 - p, and each draw halves, on average, what is left.
+
+- top-p keeps a token if the weights of the more likely tokens come to less than p of the weights that top-k left.
+- top-k's threshold is found by counting tokens in 8 bins of keys, then in 8 bins of the one that has the k-th, and so on.
+
+The largest logits of the groups, left by the first launch, say which groups a pass over the row has to read.
+
+Legend: B rows of the batch, V vocabulary, S slots; in kernels G groups of a row, R groups of a tile. Prefixes: p_ pointer, i_
+index, m_ mask.
 """
 
 import torch
@@ -15,10 +29,7 @@ from vmmkv.kernels import checks, reference
 from vmmkv.kernels.sampling import noise
 from vmmkv.units import ceil_div
 
-# -------- sample math
-# Inside the sampling kernels: the twins of `noise.py`, operation by operation. They are launched without fused multiply-adds.
-#
-# A *key* is a float's order as an int32. Prefixes: i_ index.
+# The twins of noise.py, operation by operation; launched without fused multiply-adds.
 
 GROUP = tl.constexpr(noise.GROUP)
 QUARTER = tl.constexpr(noise.QUARTER)
@@ -91,7 +102,7 @@ def log(x):
 
 @triton.jit
 def gumbel(words):
-    """Of uint32 words."""
+    """-log(-log(u)) of uint32 words; see `noise.gumbel`."""
     below = (words.to(tl.float32) + 0.5) * (2.0**-32)
     above = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * (2.0**-32)
     fraction, exponent = _split(above)
@@ -101,7 +112,7 @@ def gumbel(words):
 
 @triton.jit
 def weights(logits, peak, inverse_temperature):
-    """int64; what is past the vocabulary is -inf, and weighs nothing."""
+    """int64 weights; see `noise.weights`. Past the vocabulary logits are -inf, of weight 0."""
     x = tl.where(logits == peak, 0.0, (logits - peak) * inverse_temperature)
     x = tl.maximum(x, _COLDEST_EXPONENT)
     exponent = tl.floor(x * _LOG2_E + 0.5)
@@ -112,7 +123,7 @@ def weights(logits, peak, inverse_temperature):
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of float32; of both zeros the same."""
+    """int32 in the order of float32; the same for both zeros."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -123,14 +134,6 @@ def first_of_largest(values, tokens):
     largest = tl.max(values)
     return largest, tl.min(tl.where(values == largest, tokens, NO_TOKEN))
 
-
-# -------- sample draw
-# Inside `sample`: the launch that reads all logits once, spread over the vocabulary, and the tile that it works on.
-#
-# Program (p, b) finds the largest of its part of row b: of the logits, or with noise, of logits / temperature + noise. Which of
-# equal ones is first is settled by their ids, so that it does not matter how a row is cut.
-#
-# Legend: R groups of a tile. Prefixes: p_ pointer, i_ index, m_ mask.
 
 COLDEST = tl.constexpr(reference.COLDEST)
 _NOT_A_NUMBER = tl.constexpr(reference.NOT_A_NUMBER)
@@ -171,7 +174,7 @@ def _draw_part(
     m_nan = tl.full([ROWS, QUARTER], 0, tl.int1)
     for i_first in range(first, end, ROWS):
         i_g = i_first + tl.arange(0, ROWS)
-        # Groups of the next program are taken as well: whoever has the largest, it is the same.
+        # Groups of the next program are included: the largest of all is the same.
         best, best_ids, m_nan, maxima = draw_groups(
             p_row, i_g, num_tokens, inverse_temperature, position, seed, LEAST_KEY, best, best_ids, m_nan, NOISE
         )
@@ -186,7 +189,7 @@ def draw_parts(
     num_slots, num_tokens, num_groups, part_groups, num_parts, stride,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, b): the largest sum of groups [p, p + 1) * part_groups of row b, its id, and the groups' largest logits."""
+    """First launch. Program (p, b): the largest sum of part p of row b, its id, and the largest logit of each of its groups."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -238,30 +241,15 @@ def argmax_parts(
     tl.store(p_ids + b * num_parts + i_part, token)
 
 
-# -------- sample pick_tokens
-# Inside `sample`: the launch that settles each row, a program a row: which token is drawn, and whether the filters keep it.
-#
-# Nothing is sorted, and no threshold of top-p is looked for. The largest sum over all tokens is drawn first; if the filters
-# keep its token, it is the largest over what they keep too. If they do not, no less likely token is kept either, and the draw
-# goes on among those more likely, with the same noise: so that the token is just the one that a sort would have led to. A token
-# that top-p drops comes up with a probability of at most 1 - p, and each draw halves, on average, what is left.
-#
-#     top-p keeps it     if the weights of the more likely tokens come to less than p of the weights that top-k left
-#     top-k's threshold  by counting tokens in 8 bins of keys, then in 8 bins of the one that has the k-th, and so on
-#
-# The largest logits of the groups, which `draw_parts` left, say which groups a pass over the row has to read.
-#
-# Legend: G groups of a row, R groups of a tile. Prefixes: p_ pointer, i_ index, m_ mask.
-
 _LEAST_NORMAL = tl.constexpr(reference.LEAST_NORMAL)
 
 _BIN_BITS = tl.constexpr(3)
 _NUM_BINS = tl.constexpr(8)
 _COUNT_BITS = tl.constexpr(8)
-"""Of a bin's count in a lane of the tile: the counts of all bins are one int64."""
+"""Bits of one bin's count: a place of the tile has the counts of all bins in one int64."""
 _COUNT_MASK = tl.constexpr(2**8 - 1)
 MAX_TILES = 2**8 - 1
-"""That a lane can count."""
+"""The most that one place of the tile can count."""
 
 
 @triton.jit
@@ -313,7 +301,7 @@ def _draw_from(
             p_row, i_listed, num_tokens, inverse_temperature, position, seed, cut, best, best_ids, m_nan, True
         )
     _, token = first_of_largest(best, best_ids)
-    # Sums that have left float32 at the bottom are no draw: then token 0 stands, and nothing is looked for any more.
+    # Sums below float32 are no draw: then token 0 stands, and the search ends.
     key = key_of(tl.load(p_row + token, mask=token != NO_TOKEN, other=0.0).to(tl.float32))
     return tl.where(token == NO_TOKEN, 0, token), tl.where(token == NO_TOKEN, peak_key, key)
 
@@ -365,7 +353,7 @@ def _filter(
     p_row, p_list, p_maxima, token, temperature, top_k, top_p, min_p, position, seed, num_groups, num_tokens,
     G_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn from what top-k, top-p and min-p keep, if `token` is drawn from all."""
+    """The token drawn from those that top-k, top-p and min-p keep, given the `token` drawn from all."""
     i_g = tl.arange(0, G_PAD)
     m_g = i_g < num_groups
     maxima = tl.load(p_maxima + i_g, mask=m_g, other=float("-inf"))
@@ -404,7 +392,7 @@ def pick_tokens(
     num_slots, num_tokens, num_groups, num_parts, stride,
     PARTS_PAD: tl.constexpr, G_PAD: tl.constexpr, ROWS: tl.constexpr, FILTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program b: the token of row b."""
+    """Second launch. Program b: the token of row b."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -434,13 +422,11 @@ def pick_tokens(
     tl.store(p_out + b, token)
 
 
-# -------- sample
-
 MAX_VOCABULARY = 2**20
-"""The second launch keeps a number for each 1024 ids of it in registers."""
+"""The second launch keeps a number for each 1024 ids in registers."""
 
 _PROGRAMS = 1024
-"""Of the first launch, about: 8 for each multiprocessor of an H200."""
+"""Programs of the first launch, about: 8 for each multiprocessor of an H200."""
 _DRAW_ROWS, _DRAW_WARPS = 4, 4
 _ARGMAX_TILE, _ARGMAX_WARPS = 4096, 8
 _PICK_ROWS, _PICK_WARPS = 8, 16
@@ -473,7 +459,7 @@ def argmax(logits_BV: torch.Tensor, *, out: torch.Tensor | None = None) -> torch
         pick_tokens[(num_rows,)](
             None, None, None, None, None, None, None, None, None, sums_BP, ids_BP, None, out,
             0, num_tokens, 0, num_parts, 0,
-            PARTS_PAD=_padded(num_parts), G_PAD=16, ROWS=1, FILTERS=False, num_warps=1, **checks.overlap(device),
+            PARTS_PAD=checks.padded(num_parts), G_PAD=16, ROWS=1, FILTERS=False, num_warps=1, **checks.overlap(device),
         )  # fmt: skip
     return out
 
@@ -492,17 +478,16 @@ def sample(
 ) -> torch.Tensor:
     """[B] int32 token ids: of row b with the parameters of slot slots_B[b], behind positions_B[b] tokens.
 
-    Row by row the token of `reference.sample`, whatever the other rows are. A row whose slot is not in [0, S) is
-    greedy; one with a NaN gives NOT_A_NUMBER (-1).
+    The token of `reference.sample`, whatever the other rows are. A row whose slot is not in [0, S) is greedy. A row with a NaN
+    gives NOT_A_NUMBER (-1).
 
-    logits_BV: fp16, bf16 or fp32; rows of any stride, elements contiguous. slots_B, positions_B: int32 or int64.
-    temperature_S: float32; below COLDEST the row is greedy. top_k_S: int32; 0, or V and more, keep all. top_p_S: float32; 1
-    keeps all. min_p_S: float32; 0 keeps all. seed_S: int64. All of them contiguous and on the logits' device.
+    logits_BV: fp16, bf16 or fp32; rows of any stride, elements contiguous. slots_B, positions_B: int32 or int64. temperature_S:
+    float32; below COLDEST the row is greedy. top_k_S: int32; 0, or V and more, keep all. top_p_S: float32; 1 keeps all.
+    min_p_S: float32; 0 keeps all. seed_S: int64. All contiguous and on the logits' device.
 
-    Cost: two launches, no synchronisation; allocates scratch; safe while a graph is captured, and the graph serves whatever
-    the parameters are when it is replayed. The first reads all logits; the second, in rows that are filtered, those groups
-    of 1024 of them that may matter, some times over.
-    Raises: ValueError naming the argument.
+    Cost: two launches, no synchronisation; allocates scratch; safe while a graph is captured, and the graph serves any
+    parameters. The first launch reads all logits. The second reads, in filtered rows, the groups of 1024 that may matter, some
+    times over. Raises: ValueError naming the argument.
     """
     num_rows, num_tokens, out = _check(logits_BV, out)
     device = logits_BV.device
@@ -516,7 +501,7 @@ def sample(
         ("min_p_S", min_p_S, torch.float32),
         ("seed_S", seed_S, torch.int64),
     ):
-        _vector(name, tensor, num_slots, dtype, device)
+        checks.exactly(name, tensor, dtype, (num_slots,), device)
     if num_rows == 0:
         return out
     num_groups = ceil_div(num_tokens, noise.GROUP)
@@ -538,20 +523,16 @@ def sample(
             logits_BV, slots_B, positions_B, temperature_S, top_k_S, top_p_S, min_p_S, seed_S,
             maxima_BG, sums_BP, ids_BP, list_BG, out, *sizes, num_parts, logits_BV.stride(0),
             # Parts are no more than groups: padded alike, the kernel is compiled once for all batch sizes.
-            PARTS_PAD=_padded(num_groups), G_PAD=_padded(num_groups), ROWS=_PICK_ROWS, FILTERS=True,
+            PARTS_PAD=checks.padded(num_groups), G_PAD=checks.padded(num_groups), ROWS=_PICK_ROWS, FILTERS=True,
             num_warps=_PICK_WARPS, **options,
         )  # fmt: skip
     return out
 
 
 def _parts(num_rows: int, num_units: int) -> tuple[int, int]:
-    """In how many units a program takes, and how many programs, a row is cut."""
+    """How a row is cut: units of a program, and programs."""
     part_units = ceil_div(num_units, max(1, min(_PROGRAMS // num_rows, num_units)))
     return part_units, ceil_div(num_units, part_units)
-
-
-def _padded(size: int) -> int:
-    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _check(logits_BV: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, torch.Tensor]:
@@ -572,11 +553,5 @@ def _check(logits_BV: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int,
         checks.refuse("logits_BV", given, "a contiguous last dimension: stride 1")
     if out is None:
         return num_rows, num_tokens, torch.empty(num_rows, dtype=torch.int32, device=logits_BV.device)
-    _vector("out", out, num_rows, torch.int32, logits_BV.device)
+    checks.exactly("out", out, torch.int32, (num_rows,), logits_BV.device)
     return num_rows, num_tokens, out
-
-
-def _vector(name: str, tensor: torch.Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    if tensor.dtype != dtype or tensor.shape != (size,) or tensor.device != device or not tensor.is_contiguous():
-        given = f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-        checks.refuse(name, given, f"contiguous {dtype} of shape ({size},) on {device}")

@@ -10,13 +10,12 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.kernels.cases import LENGTHS, NAN, Case, assert_right, make_case
-from tests.kernels.memories import FORMATS, Memory
+from tests.kernels.cases import FORMATS, LENGTHS, NAN, Case, Memory, make_case
 from tests.kernels.test_cascade import Group, share
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.cascade import workspace_elements
-from vmmkv.kernels.attention.paged import paged_cascade, paged_decode
+from vmmkv.kernels.attention.cascade import cascade, workspace_elements
+from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import Kind
 
@@ -40,13 +39,13 @@ quantised = pytest.mark.parametrize(("kind", "scale"), FORMATS[1:])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_decode_is_right_at_every_shape_and_length(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     case = make_case((*LENGTHS, 4097), heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
-    assert_right(case.decode(out=case.poisoned_out()), case)
+    case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 11, 16, 17, 64])
 def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
     case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
-    assert_right(case.decode(out=case.poisoned_out()), case)
+    case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=dtype_name)
@@ -54,8 +53,8 @@ def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
 def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     lengths = [0, 1, 63, 64, 1063, 5000]
     case = make_case(lengths, heads=8, kv_heads=4, head_dim=128, dtype=dtype, device=DEVICE, window=window)
-    out = case.decode(window=window, softcap=softcap, out=case.poisoned_out())
-    assert_right(out, case, window=window, softcap=softcap)
+    out = case.attend(window=window, softcap=softcap)
+    case.assert_right(out, window=window, softcap=softcap)
 
 
 @quantised
@@ -69,7 +68,7 @@ def test_quantised_rows_mean_what_their_bits_say(
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = make_case(LENGTHS, kind=kind, scale=scale, device=DEVICE, **shape)
-    assert_right(case.decode(out=case.poisoned_out()), case)
+    case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
@@ -77,32 +76,32 @@ def test_quantised_rows_mean_what_their_bits_say(
 def test_blocks_give_the_bits_of_slots(block: int, window: int | None) -> None:
     lengths = [0, 1, 17, 64, 1000, 3000]
     case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE, window=window)
-    assert torch.equal(case.paged_decode(block, window=window, out=case.poisoned_out()), case.decode(window=window))
+    assert torch.equal(case.attend_in_blocks(block, window=window), case.attend(window=window))
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=dtype_name)
 def test_blocks_give_the_bits_of_slots_in_other_dtypes(dtype: torch.dtype) -> None:
     case = make_case([1, 17, 3000], heads=9, kv_heads=3, head_dim=64, dtype=dtype, device=DEVICE)
-    assert torch.equal(case.paged_decode(16, out=case.poisoned_out()), case.decode())
+    assert torch.equal(case.attend_in_blocks(16), case.attend())
 
 
 @quantised
 def test_quantised_blocks_give_the_bits_of_slots(kind: Kind, scale: str) -> None:
     lengths = [0, 17, 1000, 3000]
     case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
-    assert torch.equal(case.paged_decode(16, out=case.poisoned_out()), case.decode())
+    assert torch.equal(case.attend_in_blocks(16), case.attend())
 
 
-SHARERS = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
-"""Lengths of the three groups, of more than one problem, one, and less than a tile; and of who is in none."""
+SHARING = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
+"""Lengths of the three groups, of more than one problem, one, and less than a tile; and of sequences in none."""
 GROUPS = [Group(40, 1000), Group(3, 131, leader=None), Group(2, 7)]
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64])
 def test_a_prefix_in_blocks_gives_the_bits_of_slots(block: int) -> None:
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
-    shared = share(SHARERS, GROUPS, DEVICE, shape=shape)
-    out = paged_cascade(*shared.in_blocks(block), out=shared.case.poisoned_out())
+    shared = share(SHARING, GROUPS, DEVICE, shape=shape)
+    out = shared.cascade_in_blocks(block)
     shared.assert_right(out)
     assert torch.equal(out, shared.cascade())
 
@@ -121,8 +120,8 @@ def test_a_prefix_in_blocks_gives_the_bits_of_slots_at_other_shapes(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    shared = share(SHARERS, GROUPS, DEVICE, shape=shape, **options)
-    out = paged_cascade(*shared.in_blocks(16), **options, out=shared.case.poisoned_out())
+    shared = share(SHARING, GROUPS, DEVICE, shape=shape, **options)
+    out = shared.cascade_in_blocks(16, **options)
     shared.assert_right(out)
     assert torch.equal(out, shared.cascade(**options))
 
@@ -134,16 +133,17 @@ def test_one_captured_graph_serves_every_table_and_grouping() -> None:
         share(lengths, groups, DEVICE, shape=shape, spare_groups=3 - len(groups))
         for groups in ([Group(4, 300)], [Group(2, 130), Group(2, 64)], [Group(1, 0), Group(2, 77), Group(1, 300)], [])
     )
-    arguments = [tensor.clone() for tensor in first.in_blocks(16)]
-    workspace = torch.empty(workspace_elements(first.case.q_BHD, arguments[1], tables_SC=arguments[5]), device=DEVICE)
-    out = paged_cascade(*arguments, workspace=workspace, out=first.case.poisoned_out())
+    arguments = {name: tensor.clone() for name, tensor in first.in_blocks(16).items()}
+    elements = workspace_elements(first.case.q_NHD, arguments["k_STKD"], tables_SC=arguments["tables_SC"])
+    workspace = torch.empty(elements, device=DEVICE)
+    out = cascade(**arguments, workspace=workspace, out=first.case.poisoned_out())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_cascade(*arguments, workspace=workspace, out=out)
+        cascade(**arguments, workspace=workspace, out=out)
     for shared in (*others, first):
-        for captured, given in zip(arguments, shared.in_blocks(16), strict=True):
-            captured.copy_(given)
+        for name, given in shared.in_blocks(16).items():
+            arguments[name].copy_(given)
         out.fill_(NAN)
         graph.replay()
         shared.assert_right(out)
@@ -154,39 +154,39 @@ def test_one_captured_graph_serves_every_table_and_grouping() -> None:
 def test_pointers_give_the_bits_of_descriptors(kind: Kind | None, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [0, 1, 17, 1000, 3000]
     case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
-    expected = case.decode(out=case.poisoned_out())
+    expected = case.attend()
     monkeypatch.setattr(checks, "has_tma", lambda device: False)
-    assert torch.equal(case.decode(out=case.poisoned_out()), expected)
+    assert torch.equal(case.attend(), expected)
 
 
 @pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[1]])
 def test_long_sequences_beside_short_ones(kind: Kind | None, scale: str) -> None:
     lengths = [40_000, *[300] * 30, 17_000, 0]
     case = make_case(lengths, kind=kind, scale=scale, heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
-    together = case.decode()
-    assert_right(together, case)
+    together = case.attend()
+    case.assert_right(together)
     for b in (0, 1, 31, 32):
-        assert torch.equal(case.only(b).decode()[0], together[b])
-    assert torch.equal(case.decode(), together)
+        assert torch.equal(case.only(b).attend()[0], together[b])
+    assert torch.equal(case.attend(), together)
 
 
-def test_the_bits_do_not_depend_on_the_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_do_not_depend_on_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [9000, 1, 0, 4097, *range(100, 2000, 77)]
     case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
-    expected = case.decode()
-    assert_right(expected, case)
-    for num_lanes in (1, 2, 7, 16, 100, 1000):
-        monkeypatch.setattr("vmmkv.kernels.attention.decode._num_lanes", lambda *_, num_lanes=num_lanes: num_lanes)
-        assert torch.equal(case.decode(out=case.poisoned_out()), expected), f"{num_lanes} lanes"
+    expected = case.attend()
+    case.assert_right(expected)
+    for num_splits in (1, 2, 7, 16, 100, 1000):
+        monkeypatch.setattr("vmmkv.kernels.attention.decode.resident_splits", lambda *_, num_splits=num_splits: num_splits)
+        assert torch.equal(case.attend(), expected), f"{num_splits} splits"
 
 
 def test_rows_at_and_past_the_limit_are_not_read() -> None:
     case = make_case([40, 17, 1000], heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
     limit_S = torch.full((case.num_slots,), 5000, dtype=torch.int32, device=DEVICE)
     limit_S[case.slots_B[0]], limit_S[case.slots_B[1]] = 40, 0
-    expected = case.decode()
+    expected = case.attend()
     past = dataclasses.replace(case, lengths_B=torch.tensor([90, 17, 1000], device=DEVICE))
-    for out in (past.decode(limit_S=limit_S), past.paged_decode(16, limit_S=limit_S)):
+    for out in (past.attend(limit_S=limit_S), past.attend_in_blocks(16, limit_S=limit_S)):
         assert torch.equal(out[0], expected[0])
         assert out[1].eq(0.0).all()
         assert torch.equal(out[2], expected[2])
@@ -207,7 +207,7 @@ def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
     assert memory.k.stride(0) > 2**31
     assert memory.k.stride(1) * 32_769 > 2**31
     case = Case(
-        q_BHD=torch.randn(3, 32, 128, device=DEVICE).bfloat16(),
+        q_NHD=torch.randn(3, 32, 128, device=DEVICE).bfloat16(),
         memory=memory,
         lengths_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         slots_B=torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE),
@@ -221,12 +221,13 @@ def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
         assert torch.equal(memory.v[slot, positions_N], v_NKD)
         assert memory.k[slot, length:].isnan().all()
         assert memory.v[slot, length:].isnan().all()
-    out = case.decode(limit_S=limit_S, out=case.poisoned_out())
-    assert_right(out, case)
+    out = case.attend(limit_S=limit_S)
+    case.assert_right(out)
     # The same rows as blocks that lie in the arena where they are: row t of slot s in block s * 2064 + t // 16.
     k_PUKW, v_PUKW = (view.unflatten(1, (-1, 16)).flatten(0, 1) for view in (memory.k, memory.v))
     tables_SC = torch.arange(3 * num_rows // 16, dtype=torch.int32, device=DEVICE).view(3, -1)
-    assert torch.equal(paged_decode(case.q_BHD, k_PUKW, v_PUKW, case.lengths_B, case.slots_B, tables_SC), out)
+    where = (case.lengths_B, case.slots_B)
+    assert torch.equal(decode(case.q_NHD, k_PUKW, v_PUKW, *where, tables_SC=tables_SC), out)
 
     starts = torch.tensor([0, 40, 41, 60], dtype=torch.int32, device=DEVICE)
     q_NHD = torch.randn(60, 32, 128, device=DEVICE).bfloat16()
@@ -241,4 +242,4 @@ def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
 def test_launches_go_to_the_tensors_device_not_the_current_one() -> None:
     case = make_case([63, 1000], heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=torch.device("cuda", 1))
     with torch.cuda.device(0):
-        assert_right(case.decode(out=case.poisoned_out()), case)
+        case.assert_right(case.attend())

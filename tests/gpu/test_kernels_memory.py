@@ -11,11 +11,10 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.kernels.cases import NAN, assert_right, make_case
+from tests.kernels.cases import NAN, make_case
 from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.decode import decode, workspace_elements
-from vmmkv.kernels.attention.paged import paged_append, paged_decode
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.copy import copy_rows
 from vmmkv.layout import KVType
@@ -46,7 +45,7 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
     memory = case.memory
     limit_S = torch.full((case.num_slots,), 3000, dtype=torch.int32, device=DEVICE)
     k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=DEVICE).bfloat16()
-    elements = workspace_elements(case.q_BHD, memory.k)
+    elements = workspace_elements(case.q_NHD, memory.k)
     workspace = torch.empty(elements, device=DEVICE) if own_workspace else None
     out = case.poisoned_out()
     prompt_NHD = torch.randn(700, 32, 128, device=DEVICE).bfloat16()
@@ -55,7 +54,7 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
 
     def step() -> None:
         append(k_NKD, v_NKD, memory.k, memory.v, case.slots_B, case.lengths_B - 1, limit_S)
-        case.decode(limit_S=limit_S, out=out, workspace=workspace)
+        case.attend(limit_S=limit_S, out=out, workspace=workspace)
         where = (starts, case.lengths_B, case.slots_B)
         prefill(prompt_NHD, memory.k, memory.v, *where, limit_S=limit_S, out=prompt_out, workspace=workspace)
 
@@ -77,8 +76,8 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
         out.fill_(NAN)
         prompt_out.fill_(NAN)
         graph.replay()
-        assert torch.equal(out, case.decode())
-        assert_right(out, case)
+        assert torch.equal(out, case.attend())
+        case.assert_right(out)
         used = sum(counts)
         where = (starts, case.lengths_B, case.slots_B)
         assert torch.equal(prompt_out[:used], prefill(prompt_NHD, memory.k, memory.v, *where)[:used])
@@ -108,9 +107,9 @@ def test_a_captured_copy_serves_every_range() -> None:
         assert torch.equal(rows_STE, expected)
 
 
-@pytest.mark.parametrize("lengths", [[100] * 16, [5000] * 48, [9000]], ids=["one tile", "one lane", "many lanes"])
-def test_what_comes_next_sees_the_whole_output(lengths: list[int]) -> None:
-    """The second launch starts before the first ends; whoever comes behind it comes behind both."""
+@pytest.mark.parametrize("lengths", [[100] * 16, [5000] * 48, [9000]], ids=["one tile", "one split", "many splits"])
+def test_the_next_kernel_sees_the_whole_output(lengths: list[int]) -> None:
+    """The second launch starts before the first ends; a kernel behind it comes behind both."""
     case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE)
     expected = decode(*case.arguments)
     out, seen = torch.empty_like(expected), torch.empty(8, *expected.shape, dtype=expected.dtype, device=DEVICE)
@@ -137,10 +136,11 @@ def test_the_host_waits_for_nothing(head_dim: int) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         append(k_NKD, k_NKD, memory.k, memory.v, case.slots_B, positions_N, limit_S)
-        case.decode(limit_S=limit_S)
-        prefill(case.q_BHD, memory.k, memory.v, starts, case.lengths_B, case.slots_B, limit_S=limit_S)
-        paged_append(k_NKD, k_NKD, blocks.k, blocks.v, case.slots_B, positions_N, tables_SC, limit_S)
-        paged_decode(case.q_BHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, tables_SC, limit_S=limit_S)
+        decode(*case.arguments, limit_S=limit_S)
+        prefill(case.q_NHD, memory.k, memory.v, starts, case.lengths_B, case.slots_B, limit_S=limit_S)
+        options = {"tables_SC": tables_SC, "limit_S": limit_S}
+        append(k_NKD, k_NKD, blocks.k, blocks.v, case.slots_B, positions_N, **options)
+        decode(case.q_NHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, **options)
         copy_rows(memory.bytes_STE, case.slots_B[:1], case.slots_B[1:], positions_N[:1], positions_N[:1])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -11,9 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from bench.baselines.common_prefill import prefill_as_over_blocks
-from tests.kernels.cases import NAN, make_case
-from tests.kernels.memories import FORMATS
-from tests.kernels.test_prefill import make_prompts
+from tests.kernels.cases import FORMATS, NAN, make_case
 from vmmkv.kernels.attention.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind
 
@@ -44,51 +42,51 @@ BF16_128 = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": BF16, "device":
     ],
 )
 def test_prefill_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
-    prompts.assert_right(prefill(*prompts.arguments, out=prompts.poisoned_out()))
+    case = make_case(LENGTHS, COUNTS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    case.assert_right(case.attend())
 
 
 def test_counts_and_offsets_around_every_tile() -> None:
     edges = (2, 63, 64, 65, 127, 128, 129, 191, 193, 256, 257)
     pairs = [(count, count + offset) for count in edges for offset in (0, 1, 63, 127, 128, 129, 500)]
-    prompts = make_prompts(*zip(*pairs, strict=True), **BF16_128)
-    prompts.assert_right(prefill(*prompts.arguments, out=prompts.poisoned_out()))
+    case = make_case([length for _, length in pairs], [count for count, _ in pairs], **BF16_128)
+    case.assert_right(case.attend())
 
 
 def test_strides_may_be_any() -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
-    expected = prefill(*prompts.arguments)[:USED]
-    wide = torch.full((prompts.q_NHD.shape[0], 13, 128), NAN, dtype=BF16, device=DEVICE)
-    wide[:, 2:10] = prompts.q_NHD
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
+    expected = case.attend()
+    wide = torch.full((case.q_NHD.shape[0], 13, 128), NAN, dtype=BF16, device=DEVICE)
+    wide[:, 2:10] = case.q_NHD
     # K and V with all heads of a slot one behind the other, and each head's rows together.
-    k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (prompts.k, prompts.v))
-    others = dataclasses.replace(prompts, q_NHD=wide[:, 2:10], k=k, v=v)
-    assert torch.equal(prefill(*others.arguments, out=prompts.poisoned_out())[:USED], expected)
+    k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (case.memory.k, case.memory.v))
+    others = dataclasses.replace(case, q_NHD=wide[:, 2:10], memory=dataclasses.replace(case.memory, k=k, v=v))
+    assert torch.equal(others.attend(), expected)
 
 
 def test_queries_before_the_first_row_see_nothing() -> None:
-    prompts = make_prompts([300, 70, 130, 2], [300, 70, 130, 2], **BF16_128)
-    expected = prefill(*prompts.arguments)
-    prompts.lengths_B[:] = torch.tensor([170, 0, -(2**31), 1])
-    out = prefill(*prompts.arguments, out=prompts.poisoned_out())
+    case = make_case([300, 70, 130, 2], [300, 70, 130, 2], **BF16_128)
+    expected = case.attend()
+    case.lengths_B[:] = torch.tensor([170, 0, -(2**31), 1])
+    out = case.attend()
     assert out[:130].eq(0.0).all()
     assert out[130:300].isfinite().all()
     assert out[300:501].eq(0.0).all()
     # A second query whose length is 1 sees one row, and gives its value.
-    assert torch.equal(out[501], prompts.v[prompts.slots_B[3], 0].repeat_interleave(4, 0))
+    assert torch.equal(out[501], case.memory.v[case.slots_B[3], 0].repeat_interleave(4, 0))
     assert not torch.equal(out[130:300], expected[130:300])
 
 
 def test_nothing_is_read_past_limits_or_outside_the_slots() -> None:
     counts, lengths = [300, 5, 200, 130, 129, 2], [1000, 17, 640, 500, 500, 400]
-    prompts = make_prompts(counts, lengths, **BF16_128)
-    expected = prefill(*prompts.arguments)
-    limit_S = torch.full((prompts.k.shape[0],), 100_000, dtype=torch.int32, device=DEVICE)
+    case = make_case(lengths, counts, **BF16_128)
+    expected = case.attend()
+    limit_S = torch.full((case.num_slots,), 100_000, dtype=torch.int32, device=DEVICE)
     for b, limit in ((0, 777), (1, 0)):
-        limit_S[prompts.slots_B[b]] = limit
-        prompts.k[prompts.slots_B[b], limit:], prompts.v[prompts.slots_B[b], limit:] = NAN, NAN
-    prompts.slots_B[3], prompts.slots_B[4] = -1, prompts.k.shape[0]
-    out = prefill(*prompts.arguments, limit_S=limit_S, out=prompts.poisoned_out())
+        limit_S[case.slots_B[b]] = limit
+        case.memory.k[case.slots_B[b], limit:], case.memory.v[case.slots_B[b], limit:] = NAN, NAN
+    case.slots_B[3], case.slots_B[4] = -1, case.num_slots
+    out = case.attend(limit_S=limit_S)
     assert torch.equal(out[:77], expected[:77])
     assert out[77:300].isfinite().all()
     assert out[300:305].eq(0.0).all()
@@ -97,34 +95,33 @@ def test_nothing_is_read_past_limits_or_outside_the_slots() -> None:
     assert torch.equal(out[764:766], expected[764:766])
     assert out[766:].isnan().all()
     # A length far past the last row.
-    prompts.lengths_B[5], limit_S[prompts.slots_B[5]] = 2**31 - 1, 400
-    assert prefill(*prompts.arguments, limit_S=limit_S)[:766].isfinite().all()
+    case.lengths_B[5], limit_S[case.slots_B[5]] = 2**31 - 1, 400
+    assert case.attend(limit_S=limit_S)[:766].isfinite().all()
 
 
 @pytest.mark.parametrize("num_sequences", [128, 129, 300, 4096])
 def test_any_number_of_sequences(num_sequences: int) -> None:
     counts = [(0, 1, 2, 3, 5)[b % 5] if b % 64 else 130 for b in range(num_sequences)]
-    prompts = make_prompts(
-        counts, [max(count, b % 150) for b, count in enumerate(counts)], **{**BF16_128, "kv_heads": 1, "heads": 2}
-    )
-    out = prefill(*prompts.arguments, out=prompts.poisoned_out())
+    lengths = [max(count, b % 150) for b, count in enumerate(counts)]
+    case = make_case(lengths, counts, **{**BF16_128, "kv_heads": 1, "heads": 2})
+    out = case.attend()
     if num_sequences <= 300:
-        prompts.assert_right(out)
+        case.assert_right(out)
     for b in (0, 2, 3, 64, 127, num_sequences - 1, num_sequences // 2):
-        start, count = int(prompts.starts[b]), counts[b]
+        start, count = int(case.starts[b]), counts[b]
         if count > 1:
-            assert torch.equal(prefill(*prompts.part(b, 0, count).arguments), out[start : start + count])
+            assert torch.equal(case.only(b, 0, count).attend(), out[start : start + count])
 
 
 def test_the_bits_are_the_same_on_every_run() -> None:
-    prompts = make_prompts([2000, 700, 0, 513, 1], [3000, 700, 10, 4000, 100], **{**BF16_128, "heads": 32, "kv_heads": 8})
-    used, expected = 3214, prefill(*prompts.arguments)
+    case = make_case([3000, 700, 10, 4000, 100], [2000, 700, 0, 513, 1], **{**BF16_128, "heads": 32, "kv_heads": 8})
+    expected = case.attend()
     for _ in range(50):
-        assert torch.equal(prefill(*prompts.arguments)[:used], expected[:used])
+        assert torch.equal(case.attend(), expected)
 
 
 def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
     module = _hopper(DEVICE)
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         assert module is None
@@ -132,24 +129,24 @@ def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.Monk
     assert module is not None
     launches = []
     monkeypatch.setattr(module, "launch_prefill_hopper", lambda *arguments: launches.append(arguments))
-    prefill(*prompts.arguments)
+    case.attend()
     assert len(launches) == 1
-    prefill(*prompts.arguments, window=50)
-    prefill(*prompts.arguments, softcap=50.0)
-    prompts.attend_paged(16)
+    case.attend(window=50)
+    case.attend(softcap=50.0)
+    case.attend_in_blocks(16)
     assert len(launches) == 1
 
 
 def test_the_kernel_of_all_devices_is_right_where_hopper_has_its_own() -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
-    prompts.assert_right(prefill_as_over_blocks(*prompts.arguments, out=prompts.poisoned_out()))
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
+    case.assert_right(prefill_as_over_blocks(*case.arguments)[:USED])
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (100, None), (500, 30.0), (None, 5.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE, window=window)
-    out = prefill(*prompts.arguments, window=window, softcap=softcap, out=prompts.poisoned_out())
-    prompts.assert_right(out, window=window, softcap=softcap)
+    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE, window=window)
+    out = case.attend(window=window, softcap=softcap)
+    case.assert_right(out, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -163,64 +160,64 @@ def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
 )
 def test_quantised_rows_mean_what_their_bits_say(kind: Kind, scale: str, head_dim: int, dtype: torch.dtype) -> None:
     shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "dtype": dtype}
-    prompts = make_prompts(COUNTS, LENGTHS, kind=kind, head_scale=scale == "head", device=DEVICE, **shape)
-    out = prefill(*prompts.arguments, **prompts.scales, out=prompts.poisoned_out())
-    prompts.assert_right(out)
-    assert torch.equal(prompts.attend_paged(16)[:USED], out[:USED])
+    case = make_case(LENGTHS, COUNTS, kind=kind, scale=scale, device=DEVICE, **shape)
+    out = case.attend()
+    case.assert_right(out)
+    assert torch.equal(case.attend_in_blocks(16), out)
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, FP16), (64, BF16)])
 def test_blocks_give_the_bits_of_slots(block: int, head_dim: int, dtype: torch.dtype) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype, device=DEVICE)
-    expected = prefill(*prompts.arguments)[:USED]
-    assert torch.equal(prompts.attend_paged(block, out=prompts.poisoned_out())[:USED], expected)
+    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    expected = case.attend()
+    assert torch.equal(case.attend_in_blocks(block), expected)
 
 
 @pytest.mark.parametrize("block", [1, 16, 128])
 def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(block: int) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, **BF16_128)
-    paged = prompts.attend_paged(block, out=prompts.poisoned_out())
-    prompts.assert_right(paged)
-    assert torch.equal(paged[:USED], prefill_as_over_blocks(*prompts.arguments)[:USED]), "by the same kernel the same bits"
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
+    paged = case.attend_in_blocks(block)
+    case.assert_right(paged)
+    assert torch.equal(paged, prefill_as_over_blocks(*case.arguments)[:USED]), "by the same kernel the same bits"
     if _hopper(DEVICE) is None:
-        assert torch.equal(paged[:USED], prefill(*prompts.arguments)[:USED])
+        assert torch.equal(paged, case.attend())
     # With a window both are the same kernel; a query that is alone in its launch is decode's.
     options = {"window": 100_000}
-    assert torch.equal(prompts.attend_paged(block, **options)[:USED], prefill(*prompts.arguments, **options)[:USED])
+    assert torch.equal(case.attend_in_blocks(block, **options), case.attend(**options))
     single = sum(COUNTS[:2])
-    assert torch.equal(paged[single], prefill(*prompts.arguments)[single])
+    assert torch.equal(paged[single], case.attend()[single])
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None) -> None:
-    prompts = make_prompts(COUNTS, LENGTHS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
-    together = prefill(*prompts.arguments, window=window)
-    first_query = int(prompts.starts[4])
+    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
+    together = case.attend(window=window)
+    first_query = int(case.starts[4])
     for first, stop in ((0, 2), (2, 131), (131, 290), (290, 300)):
-        alone = prefill(*prompts.part(4, first, stop).arguments, window=window)
+        alone = case.only(4, first, stop).attend(window=window)
         assert torch.equal(alone, together[first_query + first : first_query + stop])
 
 
 def test_a_query_rounds_the_same_wherever_its_chunk_is_cut() -> None:
-    prompts = make_prompts([700], [1500], **BF16_128)
-    together = prefill(*prompts.arguments)
-    wide = dataclasses.replace(prompts, lengths_B=prompts.lengths_B.long(), slots_B=prompts.slots_B.long())
-    assert torch.equal(prefill(*wide.arguments)[:700], together[:700])
+    case = make_case([1500], [700], **BF16_128)
+    together = case.attend()
+    wide = dataclasses.replace(case, lengths_B=case.lengths_B.long(), slots_B=case.slots_B.long())
+    assert torch.equal(wide.attend(), together)
     for size in (2, 37, 64, 128, 255):
         cuts = [*range(0, 699, size), 700]
         for first, stop in itertools.pairwise(cuts if size > 2 else [0, 2, 4, 350, 352, 698, 700]):
             if stop - first > 1:
-                assert torch.equal(prefill(*prompts.part(0, first, stop).arguments), together[first:stop])
+                assert torch.equal(case.only(0, first, stop).attend(), together[first:stop])
 
 
 def test_single_queries_have_the_bits_of_decode() -> None:
     case = make_case([1, 17, 1000, 3000], heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
     starts = torch.arange(5, dtype=torch.int32, device=DEVICE)
     q_BHD, k, v, lengths_B, slots_B = case.arguments
-    assert torch.equal(prefill(q_BHD, k, v, starts, lengths_B, slots_B), case.decode())
+    assert torch.equal(prefill(q_BHD, k, v, starts, lengths_B, slots_B), case.attend())
 
 
 def test_a_long_prompt_is_right() -> None:
-    prompts = make_prompts([4096], [12_000], heads=2, kv_heads=1, head_dim=128, dtype=BF16, device=DEVICE)
-    prompts.assert_right(prefill(*prompts.arguments, out=prompts.poisoned_out()))
+    case = make_case([12_000], [4096], heads=2, kv_heads=1, head_dim=128, dtype=BF16, device=DEVICE)
+    case.assert_right(case.attend())

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from tests.kernels import test_append
-from tests.kernels.memories import FORMATS, POISON, make_memory
+from tests.kernels.cases import FORMATS, POISON, make_memory
 from tests.kernels.test_append import ROWS, SLOTS, make_angles, make_tokens
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.append import append

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks, copy
-from vmmkv.kernels.attention import append, decode, paged, prefill
+from vmmkv.kernels.attention import append, cascade, decode, prefill
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -80,7 +80,8 @@ def pretend_to_have_a_gpu() -> None:
     checks.launches_dependents = lambda device: True  # type: ignore[assignment]
     checks.has_tma = lambda device: True  # type: ignore[assignment]
     append._casts_to_fp8 = lambda device: True  # type: ignore[assignment]
-    decode._num_lanes = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
+    for module in (decode, cascade):
+        module.resident_splits = lambda device, num_kv_heads, programs_per_sm: 33  # type: ignore[assignment]
     copy._num_programs = lambda device: 528  # type: ignore[assignment]
     if HAS_GLUON:
         from vmmkv.kernels.attention import prefill_hopper
@@ -112,27 +113,26 @@ class Model:
             self.scales = {"k_scale": k_scale, "v_scale": v_scale}
         elif kind:
             self.scales = dict.fromkeys(("k_scale", "v_scale"), empty(kv_heads, dtype=torch.float32))
-        self.tables = (empty(SLOTS, ROWS // block),) if block else ()
+        self.tables = {"tables_SC": empty(SLOTS, ROWS // block)} if block else {}
 
     def decode(self, index: torch.dtype = torch.int32, *, limit: bool = True, **options: Any) -> None:
         """Both launches."""
-        launch = paged.paged_decode if self.block else decode.decode
-        where = (empty(SLOTS, dtype=index), empty(SLOTS, dtype=index), *self.tables)
-        launch(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
+        where = (empty(SLOTS, dtype=index), empty(SLOTS, dtype=index))
+        options |= self.tables
+        decode.decode(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
 
     def prefill(self, index: torch.dtype = torch.int32, *, limit: bool = True, **options: Any) -> None:
         """Its launch, and those of decode for sequences of one query."""
-        launch = paged.paged_prefill if self.block else prefill.prefill
-        where = (empty(SLOTS + 1), empty(SLOTS, dtype=index), empty(SLOTS, dtype=index), *self.tables)
-        launch(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
+        where = (empty(SLOTS + 1), empty(SLOTS, dtype=index), empty(SLOTS, dtype=index))
+        options |= self.tables
+        prefill.prefill(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
 
     def append(self, index: torch.dtype = torch.int32, *, rope: bool = False) -> None:
         """Its one launch."""
-        launch = paged.paged_append if self.block else append.append
-        where = (empty(SLOTS, dtype=index), empty(SLOTS, dtype=index), *self.tables, empty(SLOTS))
+        where = (empty(SLOTS, dtype=index), empty(SLOTS, dtype=index), empty(SLOTS))
         angles = empty(ROWS, self.q_NHD.shape[2] // 2, dtype=torch.float32)
         options = {"q_NHD": self.q_NHD, "cos_TR": angles, "sin_TR": angles} if rope else {}
-        launch(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **options)
+        append.append(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **self.tables, **options)
 
 
 def main() -> None:

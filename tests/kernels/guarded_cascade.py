@@ -14,7 +14,7 @@ import torch
 
 from tests.kernels.guarded import Guarded, signal_of
 from vmmkv.kernels import reference
-from vmmkv.kernels.attention.paged import paged_cascade
+from vmmkv.kernels.attention.cascade import cascade
 
 BLOCK, HEAD_DIM, LENGTH, COLUMNS = 16, 64, 90, 6
 LEADER, FOLLOWER = 0, 1
@@ -46,10 +46,8 @@ class Guard:
 
     def attend(self, prefix_rows: int, first: int) -> torch.Tensor:
         """By the kernels, told that so many rows are the leader's, and that the follower's own begin there."""
-        where = index(LENGTH), index(FOLLOWER), self.tables_SC
-        return paged_cascade(
-            self.q_BHD, *self.kv, *where, index(0, 1), index(LEADER), index(prefix_rows), firsts_B=index(first)
-        )
+        where = index(LENGTH), index(FOLLOWER), index(0, 1), index(LEADER), index(prefix_rows)
+        return cascade(self.q_BHD, *self.kv, *where, tables_SC=self.tables_SC, firsts_B=index(first))
 
     def stay_within(self) -> None:
         """Up to the edge of what may be read, and not over it."""

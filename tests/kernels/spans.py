@@ -11,7 +11,6 @@ import torch
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.paged import paged_append, paged_decode, paged_prefill
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
@@ -141,8 +140,8 @@ class Span:
         if paged:
             start, end = self.rows
             k, v, scales = slot.blocks()
-            table = slot.table(start // slot.geometry.block, ceil_div(end, slot.geometry.block))
-            return (paged_prefill if self.count else paged_decode)(q_NHD, k, v, *where, table, **scales, **options)
+            options["tables_SC"] = slot.table(start // slot.geometry.block, ceil_div(end, slot.geometry.block))
+            return (prefill if self.count else decode)(q_NHD, k, v, *where, **scales, **options)
         return (prefill if self.count else decode)(q_NHD, slot.k, slot.v, *where, **slot.scales, **options)
 
     def compare(self, memory_of: MemoryOf, kind: Kind | None = None, *, paged: bool = False) -> None:
@@ -186,7 +185,8 @@ def write(slot: Slot, position: int, limit: int, table: torch.Tensor | None = No
         append(token_NKD, token_NKD, slot.k, slot.v, *where, **slot.scales)
     else:
         k, v, scales = slot.blocks()
-        paged_append(token_NKD, token_NKD, k, v, slot.index(0), slot.index(position), table, slot.index(limit), **scales)
+        where = (slot.index(0), slot.index(position), slot.index(limit))
+        append(token_NKD, token_NKD, k, v, *where, tables_SC=table, **scales)
 
 
 def write_at_the_limit(memory_of: MemoryOf, limit: int, kind: Kind | None, *, paged: bool) -> None:
@@ -213,7 +213,8 @@ def attention_strays(memory_of: MemoryOf, page: int) -> dict[str, Callable[[], o
         one = slot(0, end + page)
         k, v, _ = one.blocks()
         query = Span(length=1).query(one)
-        return paged_decode(query, k, v, one.index(end + 1), one.index(0), one.table(0, end // one.geometry.block))
+        table = one.table(0, end // one.geometry.block)
+        return decode(query, k, v, one.index(end + 1), one.index(0), tables_SC=table)
 
     def append_past(kind: Kind | None = None, *, entries: int = 0) -> Callable[[], object]:
         def run() -> None:

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import NAN
+from tests.kernels.cases import FORMATS, NAN, POISON, make_memory
 from tests.kernels.compiling import assert_compiles
-from tests.kernels.memories import FORMATS, POISON, make_memory
 from tests.kernels.test_checks import append_arguments, assert_refused, meta, misaligned, spread
 from tests.kernels.test_norm import assert_rounded_alike
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.append import append
-from vmmkv.kernels.attention.paged import paged_append
 from vmmkv.kernels.quantise import Kind, dequantise
 from vmmkv.units import ceil_div
 
@@ -89,7 +87,7 @@ def test_blocks_hold_bit_for_bit_what_slots_do(
     ours = make_memory((blocks, block), 3, 96, torch.float16, kind, scale, device)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).to(device)
     tables_SC = order[: SLOTS * columns].view(SLOTS, columns).int()
-    paged_append(k_NKD, v_NKD, ours.k, ours.v, slots_N, positions_N, tables_SC, limit_S, **options, **ours.scales)
+    append(k_NKD, v_NKD, ours.k, ours.v, slots_N, positions_N, limit_S, tables_SC=tables_SC, **options, **ours.scales)
     gathered = ours.bytes_STE[tables_SC.long()].flatten(1, 2)
     assert torch.equal(gathered[:, :ROWS], expected.bytes_STE[:SLOTS])
     assert (gathered[:, ROWS:] == POISON).all()
@@ -103,7 +101,7 @@ def test_a_token_whose_block_does_not_exist_is_written_nowhere(device: torch.dev
     tables_SC = torch.tensor([[-1, 2, 2**31 - 1]], dtype=torch.int32, device=device)
     limit_S = torch.full((1,), 12, dtype=torch.int32, device=device)
     slots_N, positions_N = torch.zeros(3, dtype=torch.int32, device=device), torch.tensor([0, 5, 11], device=device)
-    paged_append(token_NKD, token_NKD, memory.k, memory.v, slots_N, positions_N, tables_SC, limit_S)
+    append(token_NKD, token_NKD, memory.k, memory.v, slots_N, positions_N, limit_S, tables_SC=tables_SC)
     assert (memory.bytes_STE == POISON).all()
 
 

@@ -1,9 +1,11 @@
-"""Laws of cascade attention: what decode gives, whoever shares what with whom."""
+"""Laws of cascade attention: the result of decode, for every grouping, over slots and blocks."""
 
 import dataclasses
 import functools
 import itertools
-import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.kernels.cases import NAN, Case, make_case
-from tests.kernels.compiling import assert_compiles
-from vmmkv.kernels import checks, reference
+from tests.kernels.cases import NAN, NO_BLOCK, Case, make_case, some
+from vmmkv.kernels import reference
 from vmmkv.kernels.attention.cascade import CascadeTiling, cascade, firsts_of, workspace_elements
 
-SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
 
 
 class Group(NamedTuple):
@@ -39,11 +43,17 @@ class Shared:
     bound: float
 
     def cascade(self, **options: Any) -> torch.Tensor:
-        """By the kernels."""
-        return cascade(*self.case.arguments, *self.groups, **options)
+        """By the kernels, into poison."""
+        out = self.case.poisoned_out()
+        assert cascade(*self.case.arguments, *self.groups, **{"out": out, **options}) is options.get("out", out)
+        return options.get("out", out)
 
-    def in_blocks(self, block: int) -> tuple[torch.Tensor, ...]:
-        """Arguments of `paged_cascade`: the same rows in shuffled blocks; entries that nobody is to read name no block."""
+    def cascade_in_blocks(self, block: int, **options: Any) -> torch.Tensor:
+        """By the kernels, over the same rows in shuffled blocks."""
+        return cascade(**self.in_blocks(block), **{"out": self.case.poisoned_out(), **options})
+
+    def in_blocks(self, block: int) -> dict[str, torch.Tensor]:
+        """Arguments of `cascade` over the same rows in shuffled blocks; table entries not to be read name no block."""
         case, (starts_G1, leaders_G, rows_G) = self.case, self.groups
         blocks, tables_SC = case.memory.in_blocks(block)
         is_read_ST = torch.zeros(case.num_slots, tables_SC.shape[1] * block, dtype=torch.bool)
@@ -53,8 +63,9 @@ class Shared:
         for start, end, leader, rows in torch.stack([starts_G1[:-1], starts_G1[1:], leaders_G, rows_G], 1).tolist():
             if start < end:
                 is_read_ST[leader, :rows] = True
-        tables_SC[~is_read_ST.unflatten(1, (-1, block)).any(2).to(tables_SC.device)] = 2**31 - 1
-        return case.q_BHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, tables_SC, *self.groups
+        tables_SC[~is_read_ST.unflatten(1, (-1, block)).any(2).to(tables_SC.device)] = NO_BLOCK
+        arguments = (case.q_NHD, blocks.k, blocks.v, case.lengths_B, case.slots_B, *self.groups, tables_SC)
+        return dict(zip((*NAMES, "tables_SC"), arguments, strict=True))
 
     def assert_right(self, out_BHD: torch.Tensor) -> None:
         """The rule of FlashAttention's tests, as for decode."""
@@ -77,9 +88,9 @@ def share(
             prefix_TKD = view[slots[start], : group.rows].clone() if group.count else 0.0
             for slot in (*slots[start : start + group.count], leaders[-1]):
                 view[slot, : group.rows] = prefix_TKD
-    arguments = (case.q_BHD, *case.memory.values(), case.lengths_B, case.slots_B)
+    arguments = (case.q_NHD, *case.memory.values(), case.lengths_B, case.slots_B)
     truth = reference.decode(*arguments, **options)
-    peer = reference.decode(*arguments, **options, dtype=case.q_BHD.dtype)
+    peer = reference.decode(*arguments, **options, dtype=case.q_NHD.dtype)
     for start, group, leader in zip(starts, groups, leaders, strict=False):
         for slot in slots[start : start + group.count]:
             if slot != leader:
@@ -99,11 +110,12 @@ def share(
     )
 
 
-def cut_small(monkeypatch: pytest.MonkeyPatch, num_lanes: int, **changes: int) -> None:
-    """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many lanes."""
+def cut_small(monkeypatch: pytest.MonkeyPatch, num_splits: int, **changes: int) -> None:
+    """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many splits."""
     small = dataclasses.replace(CascadeTiling(queries=16, tile_rows=16, merged_parts=2), **changes)
     monkeypatch.setattr("vmmkv.kernels.attention.cascade.cascade_tiling", lambda *shape: small)
-    monkeypatch.setattr("vmmkv.kernels.attention.cascade._num_lanes", lambda *_: num_lanes)
+    for module in ("cascade", "decode"):
+        monkeypatch.setattr(f"vmmkv.kernels.attention.{module}.resident_splits", lambda *_: num_splits)
 
 
 @pytest.fixture
@@ -112,34 +124,20 @@ def cut_like(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return functools.partial(cut_small, monkeypatch)
 
 
-@pytest.fixture
-def by_pointers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on, tiles are loaded as on a GPU without a tensor memory accelerator."""
-    return lambda: monkeypatch.setattr(checks, "has_tma", lambda device: False)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
-    [
-        (4, 2, 64, torch.float16),
-        (9, 3, 64, torch.float16),
-        (3, 1, 80, torch.float16),
-        (2, 1, 96, torch.float16),
-        (4, 1, 128, torch.float16),
-        (3, 1, 256, torch.float16),
-        (2, 2, 64, torch.float32),
-        (3, 1, 80, torch.float32),
-        (64, 1, 16, torch.float16),
-    ],
-)
+    some(
+        [(9, 3, 64, torch.float16), (3, 1, 80, torch.float32), (3, 1, 256, torch.float16)],
+        [(4, 2, 64, torch.float16), (3, 1, 80, torch.float16), (2, 1, 96, torch.float16), (4, 1, 128, torch.float16),
+         (2, 2, 64, torch.float32), (64, 1, 16, torch.float16)],
+    ),
+)  # fmt: skip
 def test_cascade_is_right_at_every_shape(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    shared = share([200, 150, 140, 131, 1], [Group(2, 128), Group(2, 130)], device, shape=shape)
-    out = shared.case.poisoned_out()
-    assert shared.cascade(out=out) is out
-    shared.assert_right(out)
+    shared = share([140, 66, 70, 75, 1], [Group(2, 64), Group(2, 70)], device, shape=shape)
+    shared.assert_right(shared.cascade())
 
 
 GROUPINGS = {
@@ -153,26 +151,32 @@ GROUPINGS = {
     "led from elsewhere": ([100, 90, 80], [Group(3, 75, leader=None)]),
     "led by the last": ([100, 90, 80], [Group(3, 75, leader=2)]),
 }
+SPLITS = {"several problems": 5, "several": 2, "some without": 16, "one that ends in a tile": 1}
 
 
-@pytest.mark.parametrize("name", GROUPINGS)
-@pytest.mark.parametrize("num_lanes", [1, 2, 5, 16])
-def test_any_grouping_on_any_number_of_lanes_is_right(
-    num_lanes: int, name: str, cut_like: Callable[..., None], device: torch.device
+@pytest.mark.parametrize(
+    ("num_splits", "name"),
+    some(
+        [(SPLITS.get(name, 3), name) for name in GROUPINGS],
+        [(count, name) for name in GROUPINGS for count in (1, 2, 5, 16) if count != SPLITS.get(name)],
+    ),
+)
+def test_any_grouping_on_any_number_of_splits_is_right(
+    num_splits: int, name: str, cut_like: Callable[..., None], device: torch.device
 ) -> None:
-    cut_like(num_lanes)
+    cut_like(num_splits)
     shared = share(*GROUPINGS[name], device)
-    shared.assert_right(shared.cascade(out=shared.case.poisoned_out()))
+    shared.assert_right(shared.cascade())
 
 
 @pytest.mark.parametrize("changes", [{"least_tiles": 3}, {"merged_elements": 64}, {"merged_elements": 8192, "merged_parts": 7}])
 def test_any_cut_is_right(changes: dict[str, int], cut_like: Callable[..., None], device: torch.device) -> None:
     cut_like(4, **changes)
-    shared = share(*GROUPINGS["several"], device, shape={**SMALL, "heads": 6})
-    shared.assert_right(shared.cascade(out=shared.case.poisoned_out()))
+    shared = share(*GROUPINGS["led by the last"], device, shape={**SMALL, "heads": 3})
+    shared.assert_right(shared.cascade())
 
 
-@pytest.mark.parametrize("name", ["one that ends in a tile", "less than a tile", "several"])
+@pytest.mark.parametrize("name", some(["one that ends in a tile", "less than a tile"], ["several"]))
 def test_by_pointers_no_row_of_a_prefix_is_touched_but_the_leaders(
     name: str, cut_like: Callable[..., None], by_pointers: Callable[[], None], device: torch.device
 ) -> None:
@@ -185,34 +189,37 @@ def test_by_pointers_no_row_of_a_prefix_is_touched_but_the_leaders(
     assert torch.equal(out, expected)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of what is touched and masked
-@pytest.mark.parametrize("options", [{"softcap": 5.0, "scale": 0.7}, {"scale": 0.02}])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of rows that are touched and masked
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float16, {"softcap": 5.0, "scale": 0.7}), (torch.float32, {"scale": 0.02})]
+)
 def test_scores_are_scaled_and_capped(
     dtype: torch.dtype, options: dict[str, float], cut_like: Callable[..., None], device: torch.device
 ) -> None:
     cut_like(3)
-    shared = share(*GROUPINGS["several"], device, shape={**SMALL, "dtype": dtype}, **options)
+    shared = share(*GROUPINGS["led by the last"], device, shape={**SMALL, "dtype": dtype}, **options)
     shared.assert_right(shared.cascade(**options))
+    assert torch.equal(shared.cascade_in_blocks(16, **options), shared.cascade(**options))
 
 
-@pytest.mark.parametrize("row", [0, 15, 63, 64, 89])
+@pytest.mark.parametrize("row", some([0, 63, 64], [15, 89]))
 def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(
     row: int, cut_like: Callable[..., None], device: torch.device
 ) -> None:
     cut_like(3)
-    shared = share([90, 90], [Group(2, 64)], device, shape={**SMALL, "heads": 2, "dtype": torch.float32})
+    shared = share([90, 90], [Group(2, 64)], device, shape={**SMALL, "kv_heads": 2, "dtype": torch.float32})
     case = shared.case
     for b, slot in enumerate(case.slots_B.tolist() if row >= 64 else [int(shared.groups[1][0])]):
-        case.memory.k[slot, row] = 100 * case.q_BHD[b]
+        case.memory.k[slot, row] = 100 * case.q_NHD[b]
         case.memory.v[slot, row] = 5.0
-    out = shared.cascade()
-    torch.testing.assert_close(out if row >= 64 else out[:1], torch.full_like(out if row >= 64 else out[:1], 5.0))
+    out = shared.cascade() if row >= 64 else shared.cascade()[:1]
+    torch.testing.assert_close(out, torch.full_like(out, 5.0))
 
 
-def test_who_is_in_no_group_has_the_bits_of_decode(device: torch.device) -> None:
+def test_a_sequence_in_no_group_has_the_bits_of_decode(device: torch.device) -> None:
     shared = share([150, 140, 130, 70, 0], [Group(2, 100), Group(1, 0)], device)
-    assert torch.equal(shared.cascade()[2:], shared.case.decode()[2:])
+    assert torch.equal(shared.cascade()[2:], shared.case.attend()[2:])
+    assert torch.equal(shared.cascade_in_blocks(5)[2:], shared.case.attend()[2:])
 
 
 def test_an_idle_sequence_gives_zeros(device: torch.device) -> None:
@@ -221,37 +228,44 @@ def test_an_idle_sequence_gives_zeros(device: torch.device) -> None:
     shared.case.lengths_B[0] = 0
     shared.case.slots_B[1] = -1
     shared.case.slots_B[3] = shared.case.num_slots
-    out = shared.cascade(out=shared.case.poisoned_out())
+    out = shared.cascade()
     idle = torch.tensor([0, 1, 3], device=device)
     assert torch.equal(out[idle], torch.zeros_like(out[idle]))
     assert torch.equal(out[2], expected[2])
 
 
 def test_a_leader_that_is_no_slot_is_not_read(device: torch.device) -> None:
-    shared = share([150, 140, 50], [Group(2, 100)], device)
+    shared = share([90, 80, 50], [Group(2, 64)], device)
     expected = shared.cascade()
     for leader in (-1, shared.case.num_slots, 2**31 - 1):
+        arguments = shared.in_blocks(16)
+        arguments["leaders_G"][0] = leader
+        assert cascade(**arguments).isfinite().all()
         shared.groups[1][0] = leader
         out = shared.cascade()
         assert out.isfinite().all()
         assert torch.equal(out[2], expected[2])
+        shared.groups[1][0] = shared.case.slots_B[0]
 
 
-def test_rows_at_and_past_a_limit_are_not_read(cut_like: Callable[..., None], device: torch.device) -> None:
+def test_rows_and_entries_at_and_past_a_limit_are_not_read(cut_like: Callable[..., None], device: torch.device) -> None:
     cut_like(3)
-    shared = share([150, 140, 50], [Group(2, 100, leader=None)], device)
+    shared = share([80, 72, 50], [Group(2, 70, leader=None)], device)
     leader = int(shared.groups[1][0])
     limit_S = torch.full((shared.case.num_slots,), 1000, dtype=torch.int32, device=device)
-    limit_S[leader] = 100
+    limit_S[leader] = 70
     expected = shared.cascade(limit_S=limit_S)
     shared.assert_right(expected)
-    for view in (shared.case.memory.k, shared.case.memory.v):
-        view[leader, 70:] = NAN
-    for limit in (70, 16, 3, 0, -5):
+    blocks = shared.in_blocks(7)
+    for limit in (42, 3, 0, -5):
         limit_S[leader] = limit
+        blocks["tables_SC"][leader, -(-max(limit, 0) // 7) :] = NO_BLOCK
+        for view in (shared.case.memory.k, shared.case.memory.v):
+            view[leader, max(limit, 0) :] = NAN
         out = shared.cascade(limit_S=limit_S)
         assert out.isfinite().all()
         assert torch.equal(out[2], expected[2])
+        assert torch.equal(cascade(**blocks, limit_S=limit_S), out)
 
 
 def test_groups_past_the_batch_or_the_slot_are_cut(device: torch.device) -> None:
@@ -274,81 +288,60 @@ def test_the_firsts_may_be_given_and_of_64_bits(device: torch.device) -> None:
     assert torch.equal(cascade(*shared.case.arguments, no_groups[0], no_groups[1], no_groups[1])[5:], shared.cascade()[5:])
 
 
-@pytest.mark.parametrize("num_lanes", [1, 5])
+@pytest.mark.parametrize("block", [0, 16])
 def test_the_workspace_is_as_large_as_said_and_may_hold_anything(
-    num_lanes: int, cut_like: Callable[..., None], device: torch.device
+    block: int, cut_like: Callable[..., None], device: torch.device
 ) -> None:
-    cut_like(num_lanes)
-    shared = share(*GROUPINGS["several problems"], device, shape={**SMALL, "heads": 6})
-    needed = workspace_elements(shared.case.q_BHD, shared.case.memory.k)
+    cut_like(5)
+    shared = share([60 + b for b in range(9)], [Group(9, 60)], device, shape={**SMALL, "heads": 3})
+    arguments = shared.in_blocks(block) if block else dict(zip(NAMES, (*shared.case.arguments, *shared.groups), strict=True))
+    needed = workspace_elements(shared.case.q_NHD, arguments["k_STKD"], tables_SC=arguments.get("tables_SC"))
     memory = torch.full((needed + 64,), NAN, device=device)
-    shared.assert_right(shared.cascade(workspace=memory[:needed]))
+    shared.assert_right(cascade(**arguments, workspace=memory[:needed]))
     assert memory[needed:].isnan().all()
     with pytest.raises(ValueError, match=f"workspace is .* at least {needed} contiguous"):
-        shared.cascade(workspace=memory[: needed - 1])
+        cascade(**arguments, workspace=memory[: needed - 1])
 
 
 def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
     shared = share([5], [], device)
     none = torch.empty(0, dtype=torch.int32, device=device)
-    case = shared.case
-    assert cascade(case.q_BHD[:0], case.memory.k, case.memory.v, none, none, *shared.groups).shape == (0, 4, 64)
+    empty = {"q_BHD": shared.case.q_NHD[:0], "lengths_B": none, "slots_B": none}
+    assert cascade(**(shared.in_blocks(16) | empty)).shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "wanted"),
-    [
-        ("q_BHD", lambda q: q[0], "3 dimensions"),
-        ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-        ("q_BHD", lambda q: q[..., :32], "64"),
-        ("k_STKD", lambda k: k.view(torch.int8), "quantised"),
-        ("k_STKW", lambda k: k.float(), "float16"),
-        ("v_STKW", lambda v: v[:, :-1], "(4, "),
-        ("lengths_B", lambda lengths: lengths.float(), "int32"),
-        ("slots_B", lambda slots: slots.repeat(2), "(2,)"),
-        ("group_starts_G1", lambda starts: starts[:-1], "(5,)"),
-        ("group_starts_G1", lambda starts: starts.long(), "int32"),
-        ("leaders_G", lambda leaders: leaders.long(), "int32"),
-        ("leaders_G", lambda leaders: leaders.to("meta"), "the host never reads it"),
-        ("prefix_rows_G", lambda rows: rows.float(), "int32"),
-        ("prefix_rows_G", lambda rows: rows.repeat(2000), "at most 4096"),
-        ("firsts_B", lambda _: torch.zeros(3, dtype=torch.int32), "(2,)"),
-        ("limit_S", lambda _: torch.zeros(2, dtype=torch.int32), "(4,)"),
-        ("softcap", lambda _: math.inf, "positive"),
-        ("scale", lambda _: -1.0, "positive"),
-        ("out", lambda _: torch.zeros(2, 4, 64), "float16"),
-        ("workspace", lambda _: torch.zeros(5), "at least"),
-    ],
+    ("name", "block"),
+    some(
+        [("one that ends in a tile", 5), ("less than a tile", 5), ("several", 16), ("led from elsewhere", 5)],
+        [("one that ends in a tile", 16), ("several", 1), ("several", 64), ("led by the last", 16)],
+    ),
 )
-def test_cascade_names_the_argument_it_refuses(name: str, spoil: Any, wanted: str, device: torch.device) -> None:
-    shared = share([9, 8], [Group(2, 5)], device)
-    names = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
-    arguments: dict[str, Any] = dict(zip(names, (*shared.case.arguments, *shared.groups), strict=True))
-    given = name.replace("STKW", "STKD")
-    spoilt = spoil(arguments.get(given))
-    arguments[given] = spoilt.to(device) if name in ("firsts_B", "limit_S", "out", "workspace") else spoilt
-    with pytest.raises(ValueError) as refusal:
-        cascade(**arguments)
-    assert str(refusal.value).startswith(f"{name} is ")
-    assert wanted in str(refusal.value)
+def test_blocks_give_the_bits_of_slots(name: str, block: int, cut_like: Callable[..., None], device: torch.device) -> None:
+    """The sequences' own rows of a prefix are poison, and the table entries for those name no block."""
+    cut_like(3)
+    expected = share(*GROUPINGS[name], device).cascade()
+    shared = share(*GROUPINGS[name], device, poison=NAN)
+    out = shared.cascade_in_blocks(block)
+    shared.assert_right(out)
+    assert torch.equal(out, expected)
 
 
-def test_cascade_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    statements = """
-from vmmkv.kernels.attention import cascade as module
-from vmmkv.kernels.attention.cascade import cascade
-from vmmkv.kernels.attention.paged import paged_cascade
-module._num_lanes = lambda device, num_kv_heads, programs_per_sm: 16
+def test_sequences_may_name_the_same_blocks(device: torch.device) -> None:
+    """As engines have them: a shared prefix is the same blocks in every table, and the leader is any of its sequences."""
+    shared = share([90, 70, 64], [Group(3, 64)], device)
+    expected = shared.cascade()
+    arguments = shared.in_blocks(16)
+    slots_B, tables_SC = arguments["slots_B"], arguments["tables_SC"]
+    tables_SC[slots_B.long(), :4] = tables_SC[slots_B[0].long(), :4].clone()
+    for leader in slots_B.tolist():
+        arguments["leaders_G"][0] = leader
+        assert torch.equal(cascade(**arguments), expected)
 
-def run(*shape, block=0, **options):
-    model = Model(*shape, block=block)
-    rows, groups = (empty(64) for _ in range(2)), (empty(9), empty(8), empty(8))
-    launch = paged_cascade if block else cascade
-    launch(model.q_NHD, *model.kv, *rows, *model.tables, *groups, firsts_B=empty(64), **options)
 
-run(32, 8, 128, torch.bfloat16, limit_S=empty(64))
-run(32, 8, 128, torch.bfloat16, limit_S=empty(64), block=16)
-run(9, 3, 64, torch.float16, softcap=30.0)
-run(4, 1, 80, torch.float32)
-"""
-    assert_compiles(statements, tmp_path)
+def test_a_table_is_not_touched_but_for_the_rows_that_are_attended_to() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kernels.guarded_cascade"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == "done\n"

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import NAN, Case, make_case
-from tests.kernels.memories import make_memory
+from tests.kernels.cases import NAN, Case, make_case, make_memory
 from vmmkv.kernels.attention.append import append
+from vmmkv.kernels.attention.cascade import cascade
 from vmmkv.kernels.attention.decode import decode
-from vmmkv.kernels.attention.paged import paged_append, paged_decode, paged_prefill
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import Kind
 
@@ -117,6 +116,12 @@ DECODE: list[Refusal] = [
     ("workspace", lambda _: torch.empty(5), "at least"),
     ("workspace", lambda workspace: workspace.double(), "float32"),
     ("workspace", meta, "where the others are"),
+    ("firsts_B", lambda firsts: firsts[:1], "(2,)"),
+    ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
+    ("lse_BH", lambda lse: lse[:, :2], "contiguous torch.float32 of shape (2, 4)"),
+    ("lse_BH", lambda lse: lse.half(), "contiguous torch.float32 of shape (2, 4)"),
+    ("lse_BH", lambda lse: lse.new_empty(4, 2).T, "not contiguous"),
+    ("lse_BH", meta, "on meta; wanted"),
 ]
 
 
@@ -127,8 +132,10 @@ def test_decode_names_the_argument_it_refuses(refusal: Refusal, device: torch.de
         "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
         "window": None,
         "softcap": None,
-        "out": torch.empty_like(case.q_BHD) if refusal[0] == "out" else None,
+        "out": torch.empty_like(case.q_NHD) if refusal[0] == "out" else None,
         "workspace": torch.empty(100_000, device=device),
+        "firsts_B": torch.zeros(2, dtype=torch.int32, device=device),
+        "lse_BH": torch.empty(2, 4, device=device) if refusal[0] == "lse_BH" else None,
     }
     assert_refused(decode, arguments, refusal)
 
@@ -164,7 +171,7 @@ def test_a_scale_or_cap_that_gives_no_number_is_refused(name: str, value: float,
     for attend in (decode, prefill):
         with pytest.raises(ValueError, match=f"^{name} is {value}; wanted a positive, finite number"):
             starts = (case.lengths_B.new_tensor([0, *range(1, len(case.lengths_B) + 1)]),) if attend is prefill else ()
-            attend(case.q_BHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
+            attend(case.q_NHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
 
 
 def test_the_angles_of_transformers_are_told_apart(device: torch.device) -> None:
@@ -183,7 +190,7 @@ def test_an_int4_view_of_full_width_is_told_apart(device: torch.device) -> None:
     full_STKW = torch.zeros(case.memory.k.shape, dtype=torch.uint8, device=device)
     scales = torch.ones(full_STKW.shape[:3], dtype=torch.float16, device=device)
     with pytest.raises(ValueError, match="q_BHD is of head dim 64; wanted 128, which K and V have: two elements in each byte"):
-        decode(case.q_BHD, full_STKW, full_STKW, case.lengths_B, case.slots_B, k_scale=scales, v_scale=scales)
+        decode(case.q_NHD, full_STKW, full_STKW, case.lengths_B, case.slots_B, k_scale=scales, v_scale=scales)
 
 
 def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
@@ -192,13 +199,6 @@ def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
     case = make_case([5], heads=2, kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
         decode(*case.arguments)
-
-
-def test_no_table_is_refused(device: torch.device) -> None:
-    case = small_case(device)
-    none: Any = None
-    with pytest.raises(ValueError, match=r"^tables_SC is None"):
-        paged_decode(*case.arguments, none)
 
 
 def test_both_scales_of_quantised_rows_are_wanted(device: torch.device) -> None:
@@ -217,14 +217,14 @@ def test_decode_refuses_rows_too_far_apart_for_32_bit_offsets(device: torch.devi
     row_STKW = torch.empty(1, 1, 2, 64, dtype=torch.float16, device=device)
     far_STKW = row_STKW.as_strided((1, 1, 2, 64), (2**31, 2**31 // 16, 64, 1))
     with pytest.raises(ValueError, match="k_STKW is strided by"):
-        decode(case.q_BHD, far_STKW, far_STKW, case.lengths_B, case.slots_B)
+        decode(case.q_NHD, far_STKW, far_STKW, case.lengths_B, case.slots_B)
 
 
 TABLES: list[Refusal] = [
-    ("k_PUKW", lambda k: k[0], "[blocks, rows of a block, kv heads, head dim]"),
-    ("k_PUKW", lambda k: k.float(), "wanted torch.float16"),
-    ("v_PUKW", odd_strides, "16 bytes"),
-    ("v_PUKW", lambda v: v[1:], "(15, 5, 2, 64)"),
+    ("k_STKW", lambda k: k[0], "[blocks, rows of a block, kv heads, head dim]"),
+    ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
+    ("v_STKW", odd_strides, "16 bytes"),
+    ("v_STKW", lambda v: v[1:], "(15, 5, 2, 64)"),
     ("tables_SC", lambda tables: tables.long(), "int32"),
     ("tables_SC", lambda tables: tables[0], "2 dimensions, [slots, blocks of each]"),
     ("tables_SC", spread, "the last contiguous"),
@@ -233,35 +233,86 @@ TABLES: list[Refusal] = [
 ]
 
 
-@pytest.mark.parametrize("launch", [paged_decode, paged_append, paged_prefill])
+@pytest.mark.parametrize("launch", [decode, append, prefill])
 @pytest.mark.parametrize("refusal", TABLES, ids=lambda refusal: refusal[0])
-def test_a_paged_kernel_names_the_argument_it_refuses(
+def test_a_kernel_over_blocks_names_the_argument_it_refuses(
     refusal: Refusal, launch: Callable[..., object], device: torch.device
 ) -> None:
     case = small_case(device)
     blocks, tables_SC = case.memory.in_blocks(5)
-    arguments: dict[str, Any] = {
-        "k_PUKW": blocks.k,
-        "v_PUKW": blocks.v,
-        "tables_SC": tables_SC,
-        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
-    }
-    if launch is paged_append:
+    limit_S = torch.full((4,), 9, dtype=torch.int32, device=device)
+    arguments: dict[str, Any] = {"k_STKW": blocks.k, "v_STKW": blocks.v, "tables_SC": tables_SC, "limit_S": limit_S}
+    if launch is append:
         new_NKD = torch.zeros(2, 2, 64, dtype=torch.float16, device=device)
         arguments |= {"k_NKD": new_NKD, "v_NKD": new_NKD, "slots_N": case.slots_B, "positions_N": case.lengths_B}
     else:
-        name = "q_BHD" if launch is paged_decode else "q_NHD"
-        arguments |= {name: case.q_BHD, "lengths_B": case.lengths_B, "slots_B": case.slots_B}
-        if launch is paged_prefill:
+        name = "q_BHD" if launch is decode else "q_NHD"
+        arguments |= {name: case.q_NHD, "lengths_B": case.lengths_B, "slots_B": case.slots_B}
+        if launch is prefill:
             arguments["query_starts"] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     assert_refused(launch, arguments, refusal)
 
 
-@pytest.mark.parametrize("refusal", MEMORY, ids=lambda refusal: refusal[0])
-def test_prefill_names_the_argument_of_its_memory(refusal: Refusal, device: torch.device) -> None:
-    arguments = decode_arguments(small_case(device))
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-    assert_refused(prefill, {"q_NHD": arguments.pop("q_BHD"), "query_starts": starts} | arguments, refusal)
+PREFILL: list[Refusal] = [
+    *MEMORY,
+    ("q_NHD", lambda q: q[0], "3 dimensions"),
+    ("q_NHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+    ("q_NHD", lambda q: q[..., :32], "64"),
+    ("query_starts", lambda starts: starts[:-1], "(3,)"),
+    ("query_starts", lambda starts: starts.float(), "int32"),
+    ("query_starts", lambda starts: starts.long(), "int32"),
+    ("lengths_B", meta, "the host never reads it"),
+    ("slots_B", lambda slots: slots.repeat(2), "(2,)"),
+    ("limit_S", lambda limit: limit[:2], "(4,)"),
+    ("window", lambda _: 0, "at least 1"),
+    ("out", lambda _: torch.zeros(2, 4, 64), "float16"),
+]
+
+
+@pytest.mark.parametrize("refusal", PREFILL, ids=lambda refusal: refusal[0])
+def test_prefill_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    arguments = decode_arguments(small_case(device)) | {
+        "query_starts": torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
+        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
+        "window": None,
+        "out": None,
+    }
+    assert_refused(prefill, {"q_NHD": arguments.pop("q_BHD")} | arguments, refusal)
+
+
+CASCADE: list[Refusal] = [
+    ("q_BHD", lambda q: q[0], "3 dimensions"),
+    ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+    ("k_STKD", lambda k: k.view(torch.int8), "quantised"),
+    ("lengths_B", lambda lengths: lengths.float(), "int32"),
+    ("group_starts_G1", lambda starts: starts[:-1], "(2,)"),
+    ("group_starts_G1", lambda starts: starts.long(), "int32"),
+    ("leaders_G", lambda leaders: leaders.long(), "int32"),
+    ("leaders_G", meta, "the host never reads it"),
+    ("prefix_rows_G", lambda rows: rows.float(), "int32"),
+    ("prefix_rows_G", lambda rows: rows.repeat(5000), "at most 4096"),
+    ("firsts_B", lambda firsts: firsts.repeat(2), "(2,)"),
+    ("limit_S", lambda limit: limit[:2], "(4,)"),
+    ("softcap", lambda _: float("inf"), "positive"),
+    ("scale", lambda _: -1.0, "positive"),
+    ("out", lambda _: torch.zeros(2, 4, 64), "float16"),
+    ("workspace", lambda workspace: workspace[:5], "at least"),
+]
+
+
+@pytest.mark.parametrize("refusal", CASCADE, ids=lambda refusal: refusal[0])
+def test_cascade_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    def index(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    case = small_case(device)
+    names = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B")
+    arguments: dict[str, Any] = dict(zip(names, case.arguments, strict=True)) | {
+        "group_starts_G1": index(0, 2), "leaders_G": case.slots_B[:1], "prefix_rows_G": index(4),
+        "firsts_B": index(4, 4), "limit_S": index(9, 9, 9, 9), "scale": None, "softcap": None, "out": None,
+        "workspace": torch.empty(1_000_000, device=device),
+    }  # fmt: skip
+    assert_refused(cascade, arguments, refusal)
 
 
 APPEND: list[Refusal] = [

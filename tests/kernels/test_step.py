@@ -148,13 +148,13 @@ END = ("slots_B", "sampled_B", "ends_B", "limit_S", "tokens_S", "lengths_S", "ou
 
 def spoils(name: str) -> list[Refusal]:
     """What is wrong for each of them alike."""
-    shorter = [] if name in ("slots_B", "tokens_S") else [(name, lambda tensor: tensor[:-1], "int32 [")]
+    shorter = [] if name in ("slots_B", "tokens_S") else [(name, lambda tensor: tensor[:-1], "contiguous torch.int32 of shape")]
     return [
-        (name, lambda tensor: tensor.long(), "int32 ["),
-        (name, lambda tensor: tensor.float(), "int32 ["),
-        (name, lambda tensor: tensor.repeat_interleave(2)[::2], "int32 ["),
+        (name, lambda tensor: tensor.long(), "contiguous torch.int32 of shape"),
+        (name, lambda tensor: tensor.float(), "contiguous torch.int32 of shape"),
+        (name, lambda tensor: tensor.repeat_interleave(2)[::2], "contiguous torch.int32 of shape"),
         *shorter,
-        *([] if name == "slots_B" else [(name, meta, "int32 [")]),
+        *([] if name == "slots_B" else [(name, meta, "contiguous torch.int32 of shape")]),
     ]
 
 
