@@ -7,7 +7,7 @@ mask is filled as ever, and then narrowed to the script's next token. All of the
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +19,8 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import assemble
 from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
-from vmmkv.server.structured_output.matcher import Matcher, Matchers, Vocabulary, Words
+from vmmkv.server.structured_output.manager import StructuredOutputManager
+from vmmkv.server.structured_output.matcher import Matcher, Vocabulary, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +103,22 @@ class Follower(Matcher):
         return self.jumps and super().must_end()
 
 
-class _ByScript(Matchers):
-    """Makes followers. Grammars are read once, before anything is timed, and all of them are kept."""
+class _ByScript(StructuredOutputManager):
+    """Makes followers. Every grammar is kept ready."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__(lambda: vocabulary)
-        self._known: dict[bytes, Any] = {}
+        super().__init__(lambda: vocabulary, cache_bytes=1 << 40)
         self._words_of = vocabulary
         self.asks: dict[str, Ask] = {}
         self.followers: dict[str, Follower] = {}
 
-    def opened(self) -> list[tuple[Request, Matcher | Exception]]:
-        """See Matchers.opened."""
-        found = super().opened()
-        for request, matcher in found:
-            if isinstance(matcher, Follower):
-                name = request.ask.request_id
-                matcher.script, matcher.jumps = self.asks[name].script, self.asks[name].jumps
-                self.followers[name] = matcher
-        return found
-
-    def _matcher(self, compiled: Any) -> Matcher:
-        return Follower(compiled, self._words_of)
-
-    def _read(self, data: bytes, namespace: Hashable) -> Any:
-        if data not in self._known:
-            self._known[data] = super()._read(data, namespace)
-        return self._known[data]
+    def matcher_for(self, request: Request, compiled: Any) -> Matcher:
+        """A follower of the request's script."""
+        ask = self.asks[request.ask.request_id]
+        follower = Follower(compiled, self._words_of)
+        follower.script, follower.jumps = ask.script, ask.jumps
+        self.followers[request.ask.request_id] = follower
+        return follower
 
 
 class ScriptedEngine:
@@ -147,16 +137,16 @@ class ScriptedEngine:
         )
         self._loaded = assemble(config, models.source, self._said.append)
         self._core: Final[Any] = self._loaded.engine
-        self._matchers = _ByScript(vocabulary)
-        self._core.follow_grammars(self._matchers)
+        self._structured = _ByScript(vocabulary)
+        self._core.follow_grammars(self._structured)
 
     def run(self, asks: Sequence[Ask], at_once: int) -> Run:
         """All of them, greedy; `at_once` of them run, and whoever ends makes room for the next.
 
         Raises: WrongNumbers if one fails, or says something else than its script.
         """
-        self._matchers.asks = {str(index): ask for index, ask in enumerate(asks)}
-        self._matchers.followers = {}
+        self._structured.asks = {str(index): ask for index, ask in enumerate(asks)}
+        self._structured.followers = {}
         told: list[Told] = []
         steps, began_s = self._core.num_steps, time.perf_counter()
         num_running = 0
@@ -180,7 +170,7 @@ class ScriptedEngine:
         self._core.settle()
         self._said.clear()
         for index, (ask, one) in enumerate(zip(asks, told, strict=True)):
-            if index_of := self._matchers.followers.get(str(index)):
+            if index_of := self._structured.followers.get(str(index)):
                 one.num_forced = index_of.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")

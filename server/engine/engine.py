@@ -31,8 +31,7 @@ from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
-from vmmkv.server.structured_output.jump_forward import NOTHING_FOLLOWED, StructuredOutputManager
-from vmmkv.server.structured_output.matcher import Matchers
+from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
 from vmmkv.units import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Engine:
 
     `send` takes the answers. `max_sequences` run at once, as many as there are slots if None; the other slots keep the rows of
     sequences that have ended. `lookahead` steps are in flight when `step` returns, if there is work for so many. Without
-    `matchers` requests with a grammar are refused.
+    `structured` requests with a grammar are refused.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Engine:
         step_tokens: int,
         lookahead: int = 1,
         send: Callable[[FromEngine], None],
-        matchers: Matchers | None = None,
+        structured: StructuredOutputManager | None = None,
     ) -> None:
         self.cache = cache
         self.in_flight: deque[InFlight] = deque()
@@ -115,7 +114,7 @@ class Engine:
         self._send = send
         self._has_windows = any(group.window is not None for group in cache.layout.groups)
         self._order = BatchOrder(self._table)
-        self._structured = None if matchers is None else StructuredOutputManager(matchers)
+        self._structured = structured
         self._forced: list[Request] = []
         """Waiting requests whose answers begin with tokens that have not been sent."""
         self.num_steps = 0
@@ -128,19 +127,19 @@ class Engine:
         self._read_s = time.perf_counter()
         self._reported_s = 0.0
 
-    def follow_grammars(self, matchers: Matchers) -> None:
+    def follow_grammars(self, structured: StructuredOutputManager) -> None:
         """From now on requests may have a grammar. Call it before any request has come."""
-        self._structured = StructuredOutputManager(matchers)
+        self._structured = structured
 
     def close(self) -> None:
         """End the threads. Idempotent; the memory is the caller's."""
         if self._structured is not None:
-            self._structured.matchers.close()
+            self._structured.close()
 
     @property
     def has_work(self) -> bool:
         """Is any request waiting or running, or a step in flight, or a grammar being read?"""
-        is_reading = self._structured is not None and bool(self._structured.matchers.num_opening)
+        is_reading = self._structured is not None and bool(self._structured.num_opening)
         return self._scheduler.has_work or bool(self.in_flight) or is_reading
 
     @property
@@ -162,7 +161,7 @@ class Engine:
             if request is not None:
                 self._scheduler.finish(request)
             elif self._structured is not None:
-                self._structured.matchers.cancel(message.request_id)
+                self._structured.cancel(message.request_id)
             return
         if (reason := self._why_refused(message)) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
@@ -171,7 +170,7 @@ class Engine:
         request = Request(message, stop_ids, self._limits.suppressed_ids(message))
         if message.grammar:
             assert self._structured is not None, "it was refused"
-            self._structured.matchers.open(request)
+            self._structured.open(request)
         else:
             self._scheduler.waiting.append(request)
 
@@ -199,7 +198,7 @@ class Engine:
 
         Raises: EngineDied.
         """
-        if self._structured is not None and self._structured.matchers.num_opening:
+        if self._structured is not None and self._structured.num_opening:
             self._queue_read_grammars(self._structured)
         try:
             plan = self._scheduler.schedule()
@@ -406,7 +405,7 @@ class Engine:
             self._scheduler.waiting.append(request)
             if request.num_generated:
                 self._forced.append(request)
-        if structured.matchers.num_opening and not self.in_flight and not self._scheduler.has_work:
+        if structured.num_opening and not self.in_flight and not self._scheduler.has_work:
             structured.nap()
 
     def _send_forced(self) -> None:

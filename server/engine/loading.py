@@ -27,7 +27,7 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
-from vmmkv.server.structured_output.matcher import Matchers
+from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.units import ceil_div
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def assemble(
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
             send=send,
-            matchers=Matchers(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
+            structured=StructuredOutputManager(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
         )
     except BaseException:
         with contextlib.suppress(VmmkvError):  # what was raised first is what matters

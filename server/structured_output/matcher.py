@@ -1,25 +1,18 @@
-"""Matchers: where each answer stands in its grammar, which tokens may come next, and the threads that compute it.
+"""Where one answer stands in its grammar, which tokens may come next, and threads that compute it within a time limit.
 
-    Matchers.open ── a thread reads the compiled grammar ──> Matcher    one for each answer
-    Matchers.call ── accept, fill, force ── CallThreads                 time limits for a call, an answer, and all answers
-
-The engine's loop calls matchers through `Matchers.call` only. Legend: G rows with a grammar, W words of a mask.
+Legend: G rows with a grammar, W words of a mask.
 """
 
 import contextlib
-import hashlib
 import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Self, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +20,6 @@ if TYPE_CHECKING:
     import xgrammar
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
-
-    from vmmkv.server.engine.request import Request
 
 T = TypeVar("T")
 
@@ -220,8 +211,6 @@ class Matcher:
 
 CALL_S: Final = 0.05
 """CPU time of one call, of which a token takes two. A thread that the system does not schedule is not blamed."""
-MAX_ABANDONED: Final = 2
-"""Threads that may still work on abandoned calls before no new answer begins: each takes a core."""
 _MAX_THREADS: Final = 4
 """With more, the calls would wait for Python's lock."""
 _MIN_CALLS: Final = 4
@@ -389,127 +378,3 @@ class _CallThread:
             if index is not None:
                 self.index, self._began_s = index, time.thread_time()
             return index
-
-
-CACHE_BYTES: Final = 64 << 20
-"""Of grammars that are kept ready, as they came over the wire."""
-ANSWER_S: Final = 0.2
-TOKEN_S: Final = 0.002
-"""CPU time that one answer's grammar may take: so much, and so much more for each token. Most take tens of microseconds a
-token; some short expressions take seconds, and every request waits for them.
-"""
-LOOP_SHARE: Final = 0.25
-"""Of the loop's time, for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S instead of ANSWER_S:
-many slow choices, none of them over its own limit, would stop the loop for seconds.
-"""
-CROWDED_S: Final = 0.01
-
-
-class TooSlow(Exception):
-    """A grammar takes more time than one answer may have."""
-
-
-class Matchers:
-    """The matchers of one engine: opens them in a thread, and calls them within time limits.
-
-    `load` returns the vocabulary. It is called in the thread, for the first grammar.
-    """
-
-    def __init__(self, load: "Callable[[], Vocabulary]") -> None:
-        self._load = load
-        self._vocabulary: Vocabulary | None = None
-        self._reader: ThreadPoolExecutor | None = None
-        self._opening: dict[str, tuple[Request, Future[Any]]] = {}
-        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
-        self._threads = CallThreads()
-        self._balance_s = ANSWER_S
-        """What all grammars may take before answers have CROWDED_S."""
-        self._balanced_s = time.perf_counter()
-
-    @property
-    def num_opening(self) -> int:
-        """Requests whose grammars are being read."""
-        return len(self._opening)
-
-    @property
-    def is_overloaded(self) -> bool:
-        """Are so many abandoned calls under way that no new answer may begin?"""
-        return self._threads.num_abandoned >= MAX_ABANDONED
-
-    def open(self, request: "Request") -> None:
-        """Have a request's grammar read. The request drops it, since it can have megabytes."""
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        future = self._reader.submit(self._read, request.ask.grammar, request.namespace)
-        request.ask = msgspec.structs.replace(request.ask, grammar=b"")
-        self._opening[request.ask.request_id] = request, future
-
-    def cancel(self, request_id: str) -> None:
-        """Open no matcher for a request."""
-        if (opening := self._opening.pop(request_id, None)) is not None:
-            opening[1].cancel()
-
-    def opened(self) -> "list[tuple[Request, Matcher | Exception]]":
-        """The requests whose grammar has been read since the last call, each with its matcher or why there is none."""
-        found: list[tuple[Request, Matcher | Exception]] = []
-        for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
-            request, future = self._opening.pop(request_id)
-            try:
-                found.append((request, self._matcher(future.result())))
-            except Exception as error:
-                found.append((request, error))
-        return found
-
-    def call(self, calls: "Sequence[tuple[Request, Callable[[], T]]]", *, spread: bool = False) -> list[T | Exception]:
-        """The results of calls of the requests' matchers, or their errors. The time is charged to the requests.
-
-        A matcher whose call has failed must not be called again: a thread may still work on it.
-        `spread`: in several threads, which pays where most of the time is C++.
-        """
-        began_s = time.perf_counter()
-        self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
-        self._balanced_s = began_s
-        outcomes = self._threads.run([call for _, call in calls], spread=spread)
-        # Spread calls hold the loop for less than they take; a thread that is not scheduled holds it for more.
-        held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
-        loop_share = min(1.0, held_s / took_s) if took_s else 0.0
-        results: list[T | Exception] = []
-        for (request, _), outcome in zip(calls, outcomes, strict=True):
-            request.grammar_s += outcome.took_s
-            self._balance_s -= outcome.took_s * loop_share
-            over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
-            is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
-            try:
-                results.append(outcome.get() if not is_slow else TooSlow("it takes too long to follow; make it simpler"))
-            except Exception as error:
-                results.append(error)
-        return results
-
-    def close(self) -> None:
-        """End the threads, one that is at work after its call. Idempotent."""
-        for request_id in list(self._opening):
-            self.cancel(request_id)
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
-            self._reader = None
-        self._threads.close()
-
-    def _matcher(self, compiled: Any) -> Matcher:
-        assert self._vocabulary is not None, "it was there to read the grammar"
-        return Matcher(compiled, self._vocabulary)
-
-    def _read(self, data: bytes, namespace: Hashable) -> Any:
-        """In the reader's thread. Namespaces share nothing: the time of an answer would tell what others have asked."""
-        import xgrammar
-
-        if self._vocabulary is None:
-            self._vocabulary = self._load()
-        key = namespace, hashlib.sha256(data).digest()
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key][0]
-        compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.info)
-        self._compiled[key] = compiled, len(data)
-        while sum(size for _, size in self._compiled.values()) > CACHE_BYTES:
-            self._compiled.popitem(last=False)
-        return compiled

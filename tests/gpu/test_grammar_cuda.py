@@ -18,7 +18,7 @@ from tests.structured_output.grammars import (
     of,
     text,
 )
-from vmmkv.server.structured_output import jump_forward
+from vmmkv.server.structured_output import manager
 
 __all__ = ["harness"]
 
@@ -50,14 +50,14 @@ def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
     answers, steps = [], []
     for jumps in (True, False):
         if not jumps:
-            monkeypatch.setattr(jump_forward, "jumps", lambda request: False)
+            monkeypatch.setattr(manager, "may_jump", lambda request: False)
         one = following(harness, device=DEVICE, capture=True, slots=8)
         for name in ("long keys", "tool call", "classification", "four deep", "constant", "address"):
             one.ask(name, token_ids(name), 300, grammar=of(SCHEMAS[name]), logit_bias=BIAS)
         one.run()
         assert one.failures() == {}
         answers.append({name: one.tokens(name) for name in SCHEMAS})
-        steps.append(one.engine._num_steps)
+        steps.append(one.engine.num_steps)
     assert answers[0] == answers[1]
     assert steps[0] < steps[1]
 

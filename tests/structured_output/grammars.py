@@ -13,7 +13,8 @@ from tests.engine.conftest import Harness, tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.engine import runner
 from vmmkv.server.structured_output.compiler import Compilation
-from vmmkv.server.structured_output.matcher import Matchers, Vocabulary
+from vmmkv.server.structured_output.manager import StructuredOutputManager
+from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_schema
 
 SIZE = 263
@@ -41,7 +42,7 @@ def following(harness: Callable[..., Harness], model: Any = None, **options: Any
     """An engine that follows grammars."""
     model = tiny_model(vocab_size=SIZE) if model is None else model
     one = harness(model, eos_ids=frozenset([int(byte_tokenizer().eos_token_id)]), **{"ours": True, **options})
-    one.engine.follow_grammars(Matchers(vocabulary))
+    one.engine.follow_grammars(StructuredOutputManager(vocabulary))
     return one
 
 

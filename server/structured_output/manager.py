@@ -1,0 +1,274 @@
+"""The requests of one engine whose answers follow a grammar, as the engine's loop sees them.
+
+    open: a thread reads the compiled grammar ──> opened: the request may wait, with the tokens that its answer begins with
+    follow: sampled tokens ──> the matchers accept them and say what comes next ──> it ends, jumps forward, or is sampled
+    masks:  the forward half of a step runs, all earlier tokens are known ──> a mask for each row
+
+*Jump-forward*: where only one text can come next, its tokens are appended in one chunk instead of being sampled.
+Legend: G rows with a grammar, W words of a mask.
+"""
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vmmkv.server.engine.kv_backend import Slots, TokenIds
+from vmmkv.server.engine.request import Request, RequestTable
+from vmmkv.server.engine.uploads import TokenMasks, Uploads
+from vmmkv.server.structured_output.matcher import CallOverran, CallThreads, Matcher
+
+if TYPE_CHECKING:
+    import xgrammar
+
+    from vmmkv.server.structured_output.matcher import Vocabulary
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_ABANDONED: Final = 2
+"""Threads that may still work on abandoned calls before no new answer begins: each takes a core."""
+CACHE_BYTES: Final = 64 << 20
+ANSWER_S: Final = 0.2
+TOKEN_S: Final = 0.002
+"""CPU time that one answer's grammar may take: so much, and so much more for each token. Most take tens of microseconds a
+token; some short expressions take seconds, and every request waits for them.
+"""
+LOOP_SHARE: Final = 0.25
+"""Of the loop's time, for all grammars together. Beyond it, and ANSWER_S at once, an answer has CROWDED_S instead of ANSWER_S:
+many slow choices, none of them over its own limit, would stop the loop for seconds.
+"""
+CROWDED_S: Final = 0.01
+_NAP_S: Final = 0.0005
+"""While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
+_NO_TOKEN: Final = "the model's vocabulary has no token that the grammar allows here"
+
+
+class TooSlow(Exception):
+    """A grammar takes more time than one answer may have."""
+
+
+class Next(NamedTuple):
+    """What comes next in an answer."""
+
+    must_end: bool
+    forced: list[int]
+    """Tokens that must come next; if there are none, any token that the matcher allows."""
+
+
+_ANY: Final = Next(False, [])
+
+
+class Followed(NamedTuple):
+    """What the matchers said of sampled tokens."""
+
+    refused: dict[int, str]
+    """Indices of tokens that are not allowed, or could not be followed, and why."""
+    going_on: list[tuple[Request, Next]]
+    """Requests that must end, or go on with forced tokens."""
+
+
+NOTHING_FOLLOWED: Final = Followed({}, [])
+
+
+class StructuredOutputManager:
+    """Opens the matchers of an engine's requests, and calls them within time limits.
+
+    `load` returns the vocabulary. It is called in a thread, for the first grammar.
+    """
+
+    def __init__(self, load: "Callable[[], Vocabulary]", *, cache_bytes: int = CACHE_BYTES) -> None:
+        """`cache_bytes`: of grammars that are kept ready, as they came over the wire."""
+        self._load = load
+        self._cache_bytes = cache_bytes
+        self._vocabulary: Vocabulary | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._opening: dict[str, tuple[Request, Future[Any]]] = {}
+        self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
+        self._threads = CallThreads()
+        self._balance_s = ANSWER_S
+        """What all grammars may take before answers have CROWDED_S."""
+        self._balanced_s = time.perf_counter()
+
+    @property
+    def num_opening(self) -> int:
+        """Requests whose grammars are being read."""
+        return len(self._opening)
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Are so many abandoned calls under way that no new answer may begin?"""
+        return self._threads.num_abandoned >= MAX_ABANDONED
+
+    def open(self, request: Request) -> None:
+        """Have a request's grammar read. The request drops it, since it can have megabytes."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        future = self._reader.submit(self._read, request.ask.grammar, request.namespace)
+        request.ask = msgspec.structs.replace(request.ask, grammar=b"")
+        self._opening[request.ask.request_id] = request, future
+
+    def cancel(self, request_id: str) -> None:
+        """Open no matcher for a request."""
+        if (opening := self._opening.pop(request_id, None)) is not None:
+            opening[1].cancel()
+
+    def opened(self) -> list[tuple[Request, str | None]]:
+        """Requests whose grammars have been read since the last call, and why one is refused.
+
+        The others have their matcher, and know the tokens that their answers begin with.
+        """
+        found: list[tuple[Request, str | None]] = []
+        calls: list[tuple[Request, Callable[[], list[int]]]] = []
+        for request_id in [name for name, (_, future) in self._opening.items() if future.done()]:
+            request, future = self._opening.pop(request_id)
+            try:
+                request.matcher, request.may_jump = self.matcher_for(request, future.result()), may_jump(request)
+                calls.append((request, partial(self._forced, request)))
+            except Exception as error:
+                found.append((request, _reason(request, "cannot be read", error)))
+        for (request, _), forced in zip(calls, self._call(calls), strict=True):
+            if isinstance(forced, Exception):
+                found.append((request, _reason(request, "cannot be followed", forced)))
+                continue
+            if forced:
+                request.begin_with(forced)
+            found.append((request, None))
+        return found
+
+    def nap(self) -> None:
+        """Leave the interpreter to the thread that reads grammars: there is nothing else to do."""
+        time.sleep(_NAP_S)
+
+    def follow(self, table: RequestTable, slots: Slots, tokens: TokenIds, is_kept: npt.NDArray[np.bool_]) -> Followed:
+        """The matchers of these slots accept the tokens that are kept, and say what comes next: one trip to their thread."""
+        if not table.num_constrained:
+            return NOTHING_FOLLOWED
+        followed = Followed({}, [])
+        indices = np.flatnonzero(table.constrained[slots] & is_kept)
+        among = slots[indices]
+        calls: list[tuple[Request, Callable[[], Next | None]]] = []
+        nums_left = (table.max_tokens[among] - table.num_known[among]).tolist()
+        for slot, token, num_left in zip(among.tolist(), tokens[indices].tolist(), nums_left, strict=True):
+            request = table.requests[slot]
+            assert request is not None and request.matcher is not None, "no request with a grammar runs there"
+            calls.append((request, partial(_accept, request.matcher, token, num_left, request.may_jump)))
+        for index, (request, _), comes in zip(indices.tolist(), calls, self._call(calls), strict=True):
+            if isinstance(comes, Exception):
+                followed.refused[index] = _reason(request, "cannot be followed", comes)
+            elif comes is None:
+                followed.refused[index] = _NO_TOKEN
+            elif comes.must_end or comes.forced:
+                followed.going_on.append((request, comes))
+        return followed
+
+    def masks(self, rows: Sequence[tuple[int, Request]], uploads: Uploads) -> tuple[TokenMasks, list[tuple[Request, str]]]:
+        """The masks of a step's rows, filled in several threads; and the requests whose matchers failed, with the reason."""
+        matchers = [request.matcher for _, request in rows if request.matcher is not None]
+        masks = TokenMasks.of([row for row, _ in rows], matchers[0].num_words, uploads)
+        words_GW = masks.words_GW.numpy()
+        calls = [
+            (request, partial(matcher.fill, words_GW, index))
+            for index, ((_, request), matcher) in enumerate(zip(rows, matchers, strict=True))
+        ]
+        failed: list[tuple[Request, str]] = []
+        for index, filled in enumerate(self._call(calls, spread=True)):
+            if isinstance(filled, Exception):
+                words_GW[index] = -1  # its call may still write here, and what is sampled in the row is dropped
+                failed.append((calls[index][0], _reason(calls[index][0], "cannot be followed", filled)))
+        return masks, failed
+
+    def matcher_for(self, request: Request, compiled: "xgrammar.CompiledGrammar") -> Matcher:
+        """A new matcher. Benchmarks override it."""
+        assert self._vocabulary is not None, "it was there to read the grammar"
+        return Matcher(compiled, self._vocabulary)
+
+    def close(self) -> None:
+        """End the threads, one that is at work after its call. Idempotent."""
+        for request_id in list(self._opening):
+            self.cancel(request_id)
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+            self._reader = None
+        self._threads.close()
+
+    def _read(self, data: bytes, namespace: Hashable) -> Any:
+        """In the reader's thread. Namespaces share nothing: the time of an answer would tell what others have asked."""
+        import xgrammar
+
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        key = namespace, hashlib.sha256(data).digest()
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key][0]
+        compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.info)
+        self._compiled[key] = compiled, len(data)
+        while sum(size for _, size in self._compiled.values()) > self._cache_bytes:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def _forced(self, request: Request) -> list[int]:
+        """What an answer begins with. Raises: CallOverran, also while too many calls of others overrun."""
+        if self.is_overloaded:
+            raise CallOverran("others that took too long are still being worked on; try again later")
+        assert request.matcher is not None, "its grammar has been read"
+        return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
+
+    def _call(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool = False) -> list[T | Exception]:
+        """The results of calls of the requests' matchers, or their errors. The time is charged to the requests.
+
+        A matcher whose call has failed must not be called again: a thread may still work on it.
+        `spread`: in several threads, which pays where most of the time is C++.
+        """
+        began_s = time.perf_counter()
+        self._balance_s = min(ANSWER_S, self._balance_s + LOOP_SHARE * (began_s - self._balanced_s))
+        self._balanced_s = began_s
+        outcomes = self._threads.run([call for _, call in calls], spread=spread)
+        # Spread calls hold the loop for less than they take; a thread that is not scheduled holds it for more.
+        held_s, took_s = time.perf_counter() - began_s, sum(outcome.took_s for outcome in outcomes)
+        loop_share = min(1.0, held_s / took_s) if took_s else 0.0
+        results: list[T | Exception] = []
+        for (request, _), outcome in zip(calls, outcomes, strict=True):
+            request.grammar_s += outcome.took_s
+            self._balance_s -= outcome.took_s * loop_share
+            over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
+            is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
+            try:
+                results.append(outcome.get() if not is_slow else TooSlow("it takes too long to follow; make it simpler"))
+            except Exception as error:
+                results.append(error)
+        return results
+
+
+def may_jump(request: Request) -> bool:
+    """May forced tokens be appended without being sampled?
+
+    Not if each is to be counted by a penalty, has a log-probability, or may be one that ends the answer.
+    """
+    ask = request.ask
+    wants_logprobs = ask.want_logprobs or ask.num_prompt_logprobs is not None
+    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
+    return not wants_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
+
+
+def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:
+    """What comes after a token, of an answer that may have so many more; None if the token is not allowed."""
+    if not matcher.accept(token):
+        return None
+    if not num_left or not may_jump:
+        return _ANY
+    return Next(True, []) if matcher.must_end() else Next(False, matcher.force(num_left - 1))
+
+
+def _reason(request: Request, why: str, error: Exception) -> str:
+    log.warning("request %s: its grammar %s: %s", request.ask.request_id, why, error)
+    return f"its grammar {why}: {error}"
