@@ -285,9 +285,22 @@ def test_a_first_pass_that_failed_does_not_say_the_shapes(pool: Pool, small: Any
             cache.update(states.half(), states, 0)
 
 
-def test_addresses_that_there_are_not_name_what_would_take_less(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool, max_tokens=2**30) as cache, torch.no_grad():
-        with pytest.raises(DriverError, match=r"64 slots of max_tokens=1073741824 take 128.0 TiB.* max_tokens=134217728\)"):
+def test_addresses_that_there_are_not_name_what_would_take_less(
+    pool: Pool, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        VmmCache(small.config, pool, max_tokens=2**30) as cache,
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"slots=64 of 2.0 TiB each do not fit .* at most 63 do"),
+    ):
+        small(IDS, past_key_values=cache)
+
+    def refuse(size_bytes: int) -> int:
+        raise DriverError("none left", call="reserve", code="ENOMEM")
+
+    monkeypatch.setattr(pool.driver, "reserve", refuse)
+    with VmmCache(small.config, pool, max_tokens=2**20) as cache, torch.no_grad():
+        with pytest.raises(DriverError, match=r"64 slots of max_tokens=1048576 take 128.0 GiB .* max_tokens=262144\)"):
             small(IDS, past_key_values=cache)
         assert cache.batch_size == -1
 

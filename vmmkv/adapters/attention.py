@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vmmkv.errors import VmmkvError
@@ -68,9 +69,7 @@ def flash_3_guard_tokens(head_dim: int, dtype: torch.dtype) -> int:
 # torch
 
 
-def sdpa_decode(
-    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
-) -> torch.Tensor:
+def sdpa_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
     """torch SDPA, a call for each sequence. Cost: waits for the device, to read lengths and slots."""
     out_BHD = torch.empty_like(q_BHD)
     for b, (length, slot) in enumerate(zip(lengths_B.tolist(), slots_B.tolist(), strict=True)):
@@ -78,9 +77,7 @@ def sdpa_decode(
     return out_BHD
 
 
-def sdpa_decode_grouped(
-    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
-) -> torch.Tensor:
+def sdpa_decode_grouped(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
     """torch SDPA, a call for each run of sequences of one length whose slots adjoin: their views are one strided tensor.
 
     `cache.open_batch` gives such slots. Cost: as `sdpa_decode`, and the queries of a group are gathered.
@@ -93,13 +90,8 @@ def sdpa_decode_grouped(
 
 
 def sdpa_prefill(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """torch SDPA, a call for each sequence. Cost: waits for the device, to read starts, lengths and slots."""
     from torch.nn.attention.bias import causal_lower_right
 
@@ -112,22 +104,15 @@ def sdpa_prefill(
     return out_NHD
 
 
-def flex_decode(
-    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
-) -> torch.Tensor:
+def flex_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
     """torch FlexAttention, a call for each sequence. Cost: as `sdpa_decode`; compiled when it is first called on a GPU."""
     starts = torch.arange(len(q_BHD) + 1)
     return flex_prefill(q_BHD, k_STKD, v_STKD, starts, lengths_B, slots_B)
 
 
 def flex_prefill(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """torch FlexAttention, a call for each sequence. Cost: as `sdpa_prefill`; compiled when it is first called on a GPU.
 
     One call for the whole batch, by a block mask over the flattened slots, would load whole blocks of rows past each length.
@@ -160,14 +145,8 @@ def flex_prefill(
 
 
 def flash_2_decode(
-    q_BHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    *,
-    max_length: int | None = None,
-) -> torch.Tensor:
+    q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor, *, max_length: int | None = None
+) -> Tensor:
     """FlashAttention-2's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`.
 
     `max_length`: no sequence is longer; it splits the work by what it could be, which else is the whole slot. Cost: no
@@ -175,18 +154,13 @@ def flash_2_decode(
     """
     attend = _library("flash_attn", "flash_attn_with_kvcache")
     views = k_STKD[:, :max_length], v_STKD[:, :max_length]
-    out_B1HD: torch.Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
+    out_B1HD: Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
     return out_B1HD[:, 0]
 
 
 def flash_2_prefill(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin.
 
     Cost: waits for the device, to read the starts. Raises: LibraryMissing.
@@ -201,35 +175,24 @@ def flash_2_prefill(
 
 
 def flash_3_decode(
-    q_BHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    *,
-    max_length: int | None = None,
-) -> torch.Tensor:
+    q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor, *, max_length: int | None = None
+) -> Tensor:
     """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`; else as `flash_2_decode`.
 
     Guard: `flash_3_guard_tokens`.
     """
     attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
     views = k_STKD[:, :max_length], v_STKD[:, :max_length]
-    out_B1HD: torch.Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
+    out_B1HD: Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
     return out_B1HD[:, 0]
 
 
 def flash_3_prefill(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """The same, with packed queries. Guard: `flash_3_guard_tokens`. Cost: no synchronisation. Raises: LibraryMissing."""
     attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
-    out_NHD: torch.Tensor = attend(
+    out_NHD: Tensor = attend(
         q_NHD,
         k_STKD,
         v_STKD,
@@ -243,13 +206,8 @@ def flash_3_prefill(
 
 
 def flash_3_varlen(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """FlashAttention-3's `flash_attn_varlen_func` over the flattened slots: a sequence begins at row `slot * T`.
 
     Guard: `flash_3_guard_tokens`. Cost: no synchronisation, a few small launches. Raises: LibraryMissing; ValueError for views
@@ -266,7 +224,7 @@ def flash_3_varlen(
         raise ValueError("the views are to be of whole slots, as cache.k(layer) gives them: cut, they cannot be flattened")
     # Where a sequence ends is said by its length alone; the last entry is of nobody.
     starts = torch.nn.functional.pad(slots_B * slot_tokens, (0, 1))
-    out_NHD: torch.Tensor = attend(
+    out_NHD: Tensor = attend(
         q_NHD,
         k_STKD.flatten(0, 1),
         v_STKD.flatten(0, 1),
@@ -283,21 +241,14 @@ def flash_3_varlen(
 # FlashInfer
 
 
-def flashinfer_decode(
-    q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
-) -> torch.Tensor:
+def flashinfer_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
     """FlashInfer, a call for each sequence: its batched functions want a table of blocks. Else as `flashinfer_prefill`."""
     return flashinfer_prefill(q_BHD, k_STKD, v_STKD, torch.arange(len(q_BHD) + 1), lengths_B, slots_B)
 
 
 def flashinfer_prefill(
-    q_NHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-) -> torch.Tensor:
+    q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
+) -> Tensor:
     """FlashInfer's `single_prefill_with_kv_cache`, a call for each sequence; it takes K and V strided, its decode does not.
 
     Cost: waits for the device, to read starts, lengths and slots. Raises: LibraryMissing.
@@ -326,26 +277,26 @@ def _library(module: str, function: str) -> Callable[..., Any]:
     return found
 
 
-def _sdpa(q_BNHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _sdpa(q_BNHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bias: Tensor | None = None) -> Tensor:
     q_BHND, k_BKTD, v_BKTD = (tensor.transpose(1, 2) for tensor in (q_BNHD, k_BTKD, v_BTKD))
     return scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=bias, enable_gqa=True).transpose(1, 2)
 
 
 @functools.cache
-def _flex(device_type: str) -> Callable[..., torch.Tensor]:
+def _flex(device_type: str) -> Callable[..., Tensor]:
     """Compiled where it must be: on a CPU it runs as it is, without a compiler, and that is what is tested."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend: Callable[..., torch.Tensor] = flex_attention
+    attend: Callable[..., Tensor] = flex_attention
     return attend if device_type == "cpu" else torch.compile(attend, dynamic=True)
 
 
-def _seen_from(before: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _seen_from(before: Tensor) -> Callable[..., Tensor]:
     """Causal, for queries that have so many tokens before them."""
     return lambda batch, head, i_query, i_row: i_row <= i_query + before
 
 
-def _sequences(query_starts: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor) -> Iterator[tuple[slice, int, int]]:
+def _sequences(query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Iterator[tuple[slice, int, int]]:
     """Queries, length and slot of each sequence that has any query."""
     spans = itertools.pairwise(query_starts.tolist())
     for (start, end), length, slot in zip(spans, lengths_B.tolist(), slots_B.tolist(), strict=True):

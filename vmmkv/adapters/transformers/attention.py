@@ -3,8 +3,8 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="vmmkv")       or
     model.set_attn_implementation("vmmkv")
 
-It attends over what any cache returns, in place. Causal attention in which nothing is masked but what comes later, or what a
-sliding window has passed, goes to vmmkv's kernels. The rest goes to transformers' own "sdpa", with the mask that it takes:
+It attends over the keys and values of any cache, in place. Causal attention, with or without a sliding window, goes to vmmkv's
+kernels. The rest goes to transformers' own "sdpa", with the mask that it takes:
 
     masks           padding within the batch; patterns that are neither causal nor a sliding window
     training        gradients, dropout
@@ -12,13 +12,13 @@ sliding window has passed, goes to vmmkv's kernels. The rest goes to transformer
                     other types than float32, float16 and bfloat16
     places          a CPU, but for Triton's interpreter
 
-Attention sinks sdpa does not have: gpt-oss and others attend by their own eager function. `declined` counts all
-such calls by their reason, and each reason is a DeclinedWarning once: with `warnings.simplefilter("error", DeclinedWarning)`
-the first is an error. What sdpa does not have either is refused: soft caps under a mask, sinks of other models, and tokens that
-a model has chosen by itself (DeepSeek-V3.2's index), which it would put into the masks of "eager" and "sdpa" alone.
+sdpa has no attention sinks: gpt-oss and others attend by their own eager function. `declined` counts all such calls by reason.
+The first call for a reason warns with DeclinedWarning: `warnings.simplefilter("error", DeclinedWarning)` makes it an error.
+Refused is what sdpa lacks too: soft caps under a mask, sinks of other models, and tokens that a model has chosen by itself
+(DeepSeek-V3.2's index), which it puts into the masks of "eager" and "sdpa" alone.
 
-The mask function looks whether anything is padded once a pass and kind of mask, as transformers' own does: on a GPU it waits
-for the device, unless there is no attention_mask.
+Once a pass and kind of mask, the mask function checks for padding, as transformers' own does. On a GPU it waits for the device,
+unless there is no attention_mask.
 
 Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D head dim.
 """
@@ -35,6 +35,7 @@ from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -48,16 +49,13 @@ if TYPE_CHECKING:
     from vmmkv.adapters.transformers.cache import VmmCache
 
 
-# -------- hf attend
-# Causal attention by vmmkv's kernels over what a Cache of transformers returned: any strided keys and values, of any cache.
+# causal attention by vmmkv's kernels
 #
 #     past and new tokens   | p | p | p | p | n | n |     queries are the last tokens; each sees itself and tokens before it,
 #     queries                               | q | q |     or the last `window` of these
 #
-# A step that no graph has captured is bound by the host. So what is known of a pass, which all layers of one window share, is
-# found out once: whether the kernels can do it, and the few numbers that they read on the device.
-#
-# Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D head dim.
+# A step without a graph is bound by the host. So a plan is made once a pass for all layers of one window: whether the kernels
+# can do it, and the few numbers that they read on the device.
 
 _MOST_PLANS: Final = 64
 """A pass makes one for each window and shape among its layers; those of other passes are kept as long as there is room."""
@@ -69,18 +67,18 @@ _TALLEST_TILE: Final = 256
 
 
 WINDOW: Final = "_vmmkv_window"
-"""Of a mask that is a sliding window and nothing else: the window. Whoever changes the mask gets a tensor without it."""
+"""Attribute of a mask that is a sliding window and nothing else: the window. A changed mask is a tensor without it."""
 
 declined: Final[Counter[str]] = Counter()
 """Calls of one layer that went to transformers' own functions, by the reason."""
 
 
 class DeclinedWarning(UserWarning):
-    """A layer's attention went to one of transformers' own functions, as vmmkv's kernels do not have what it takes."""
+    """A layer's attention went to one of transformers' own functions, since vmmkv's kernels lack what it needs."""
 
 
 class Scoring(NamedTuple):
-    """What becomes of a query times a key: all that the layers of a pass may differ in, but for their shapes."""
+    """How scores are made of a query times a key. Besides shapes, layers of a pass differ in nothing else."""
 
     scale: float | None
     window: int | None
@@ -97,21 +95,21 @@ class Plan:
     """`checks.AttentionOptions`, for a decode step."""
     even_queries: bool = False
     """Can loads of 16 bytes follow them as they are?"""
-    lengths_B: torch.Tensor | None = None
-    slots_B: torch.Tensor | None = None
-    query_starts: torch.Tensor | None = None
+    lengths_B: Tensor | None = None
+    slots_B: Tensor | None = None
+    query_starts: Tensor | None = None
     """For more than one query."""
 
 
 def attend_causally(
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    mask: torch.Tensor | None,
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    mask: Tensor | None,
     scale: float | None,
     window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, N, H, D] by the kernels if they can, else by sdpa. A mask counts, unless it says by `WINDOW` that it is a window."""
     num_tokens = k_BKTD.shape[2]
     if mask is not None:
@@ -132,7 +130,7 @@ def attend_causally(
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def plan_of(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> Plan:
+def plan_of(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> Plan:
     """The plan of a call. Cost: for the first layer of a pass up to three small launches; else a look-up on the host."""
     device = q_BHND.device
     if _is_capturing(device):  # what a graph makes has its numbers when that is replayed, and its memory as long as that lives
@@ -153,7 +151,7 @@ def plan_of(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, sc
     return plan
 
 
-def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def attend(plan: Plan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> Tensor:
     """[B, N, H, D] by vmmkv's kernels, for tensors whose plan has no obstacle.
 
     Cost: two launches for one query of each sequence, three or four for more; no synchronisation.
@@ -181,26 +179,26 @@ def attend(plan: Plan, q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch
 
 
 def attend_by_sdpa(
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
     scale: float | None,
     window: int | None,
     *,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, N, H, D] by transformers' own sdpa function, with `mask`; if that is None, with what causal attention takes."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if mask is None:
         mask = mask_for_sdpa(q_BHND, k_BKTD, window)
     layer = SimpleNamespace(num_key_value_groups=q_BHND.shape[1] // k_BKTD.shape[1], is_causal=True)
-    out_BNHD: torch.Tensor = sdpa_attention_forward(layer, q_BHND, k_BKTD, v_BKTD, mask, dropout=dropout, scaling=scale)[0]
+    out_BNHD: Tensor = sdpa_attention_forward(layer, q_BHND, k_BKTD, v_BKTD, mask, dropout=dropout, scaling=scale)[0]
     return out_BNHD
 
 
-def mask_for_sdpa(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, window: int | None) -> torch.Tensor | None:
+def mask_for_sdpa(q_BHND: Tensor, k_BKTD: Tensor, window: int | None) -> Tensor | None:
     """What transformers' sdpa function needs for causal attention. With None it takes the queries for the first tokens."""
     num_queries, num_tokens = q_BHND.shape[2], k_BKTD.shape[2]
     reaches = window is None or num_tokens <= window
@@ -209,7 +207,7 @@ def mask_for_sdpa(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, window: int | None
     return causal_mask(q_BHND.device, num_queries, num_tokens, None if reaches else window)
 
 
-def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
+def causal_mask(device: torch.device, num_queries: int, num_tokens: int, window: int | None) -> Tensor:
     """[1, 1, N, T]: does the query, of the last ones, see the token?"""
     if _is_capturing(device):
         return _causal_mask.__wrapped__(device, 0, num_queries, num_tokens, window)
@@ -232,7 +230,7 @@ def decline(reason: str, softcap: float | None, *, goes_to: str = "sdpa") -> Non
 # within
 
 
-def _plan(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scoring: Scoring) -> Plan:
+def _plan(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) -> Plan:
     obstacle = _obstacle(q_BHND, k_BKTD, v_BKTD, scoring.scale, scoring.softcap)
     if obstacle is not None:
         return Plan(obstacle=obstacle)
@@ -254,9 +252,7 @@ def _plan(q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scor
     )
 
 
-def _obstacle(
-    q_BHND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, scale: float | None, softcap: float | None
-) -> str | None:
+def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None, softcap: float | None) -> str | None:
     """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
     try:
         from vmmkv.kernels import checks
@@ -293,7 +289,7 @@ def _obstacle(
     return None
 
 
-def _is_even(states: torch.Tensor) -> bool:
+def _is_even(states: Tensor) -> bool:
     """Can loads of 16 bytes follow it?"""
     multiple = 16 // states.element_size()
     strides = states.stride()
@@ -308,13 +304,13 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _even(q_NHD: torch.Tensor) -> torch.Tensor:
+def _even(q_NHD: Tensor) -> Tensor:
     """The same, copied if loads of 16 bytes cannot follow it."""
     return q_NHD if _is_even(q_NHD) else q_NHD.clone(memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=2)
-def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens: int, window: int | None) -> torch.Tensor:
+def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens: int, window: int | None) -> Tensor:
     """Kept for the layers behind; a hybrid model has two."""
     i_token = torch.arange(num_tokens, device=device)
     i_query = i_token[num_tokens - num_queries :, None]
@@ -322,14 +318,11 @@ def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens
     return (seen if window is None else seen & (i_token > i_query - window))[None, None]
 
 
-# -------- hf eager
-# Attention sinks: logits of each head that take part in its softmax and belong to no token. vmmkv's kernels have none, nor has
-# sdpa; the model's own eager function has.
+# attention sinks: logits of each head that take part in its softmax and belong to no token
 #
-# It is called for models whose attention is the usual one but for the sinks, which were looked at one by one: others make masks
-# for "eager" by its name, or append what is no token to their keys, and would be given the wrong mask here.
-#
-# Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D head dim.
+# Neither vmmkv's kernels nor sdpa have them; the model's own eager function does. It is called for models whose attention is
+# usual but for the sinks, which were looked at one by one. Others make masks for "eager" by its name, or append rows to their
+# keys that are no tokens, and would get a wrong mask here.
 
 WITH_SINKS: Final = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 """By `model_type`, of transformers 5.17 to 5.23."""
@@ -337,13 +330,13 @@ WITH_SINKS: Final = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_sw
 
 def attend_with_sinks(
     module: torch.nn.Module,
-    q_BHND: torch.Tensor,
-    k_BKTD: torch.Tensor,
-    v_BKTD: torch.Tensor,
-    mask: torch.Tensor | None,
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    mask: Tensor | None,
     window: int | None,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, N, H, D] by the eager function of the model that `module` is a layer of; without a mask causally, in the window.
 
     Raises: NotImplementedError for a model that is not among WITH_SINKS.
@@ -361,23 +354,20 @@ def attend_with_sinks(
     if mask is not None and mask.dtype == torch.bool:
         dtype = q_BHND.dtype
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-    out_BNHD: torch.Tensor = eager(module, q_BHND, k_BKTD, v_BKTD, mask, **options)[0]
+    out_BNHD: Tensor = eager(module, q_BHND, k_BKTD, v_BKTD, mask, **options)[0]
     return out_BNHD
 
 
-# -------- hf graph
-# What a compiled model has of a VmmCache: in each layer one operation, which appends and attends, and which nobody looks into.
+# compiled models: in each layer one opaque operation, which appends and attends
 #
 #     eager       cache.update -> views of all tokens      attention -> out
 #     compiled    cache.update -> NewRows                  torch.ops.vmmkv.append_attend(q, k, v, cache, layer) -> out
 #
-# Views of the cache are no values of a graph: a compiler takes what an operation returns for memory of its own, which it may
-# give to others. So a graph has the new rows, the number of the cache, and what attention computes; it has no length. When it
-# runs, the operation does on the host what the eager model does there: the first layer of a pass has memory mapped, the last
-# one counts its tokens. A layer's output needs that of the layer before it, so the order is that of the model. What has changed
-# the cache is not seen by what is behind it in the same graph: so a graph has one pass, and a second one in it is refused.
-#
-# Legend: B sequences, N queries of each, T tokens, H query heads, K kv heads, D head dim.
+# Views of the cache cannot be values of a graph: a compiler owns the memory of an operation's results, and may reuse it. So a
+# graph has the new rows, the number of the cache and the output of attention, but no length. When it runs, the operation does
+# on the host what the eager model does there: the first layer of a pass maps memory, the last counts tokens. A layer's output
+# needs that of the layer before it, which keeps the order. Operations of one graph do not see that the cache has changed, so a
+# graph has one pass, and a second one in it is refused.
 
 _APPEND_ATTEND = "vmmkv::append_attend"
 _ATTEND = "vmmkv::attend"  # `attend_causally` in a graph, over the keys and values of another cache
@@ -387,7 +377,7 @@ _numbers = itertools.count(2)  # a graph takes 0 and 1 for constants
 
 
 def enter(cache: "VmmCache") -> int:
-    """The number of a cache, by which a graph has it as long as it lives."""
+    """Number a cache: a graph refers to it by number."""
     number = next(_numbers)
     _caches[number] = cache
     return number
@@ -395,10 +385,10 @@ def enter(cache: "VmmCache") -> int:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """In the place of a layer's keys, while a graph is made: what `append_and_attend` is to do for them."""
+    """Takes the place of a layer's keys while a graph is made: the arguments of `append_and_attend`."""
 
-    k_BKND: torch.Tensor
-    v_BKND: torch.Tensor
+    k_BKND: Tensor
+    v_BKND: Tensor
     cache: int
     layer: int
     num_past: int
@@ -413,14 +403,14 @@ class NewRows:
 
 def append_and_attend(
     module: Any,
-    q_BHND: torch.Tensor,
+    q_BHND: Tensor,
     rows: NewRows,
-    mask: torch.Tensor | None,
+    mask: Tensor | None,
     scale: float | None,
     window: int | None,
     softcap: float | None,
     obstacle: str | None,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, N, H, D]: a layer appends its rows and attends to all that it has.
 
     Raises: NotImplementedError, if there is an obstacle: what is asked for besides causal attention.
@@ -435,23 +425,23 @@ def append_and_attend(
             "a layer that reads what another one keeps is not compiled over a VmmCache with this attention: "
             'model.set_attn_implementation("sdpa")'
         )
-    out: torch.Tensor = torch.ops.vmmkv.append_attend(
+    out: Tensor = torch.ops.vmmkv.append_attend(
         q_BHND, rows.k_BKND, rows.v_BKND, mask, rows.cache, rows.layer, rows.num_past, scale, window, softcap
     )
     return out
 
 
-def _attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: Any) -> torch.Tensor:
+def _attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: Any) -> Tensor:
     return attend_causally(q, k, v, mask, scale, window, softcap).contiguous()
 
 
 def _append_attend(
     q: Any, k: Any, v: Any, mask: Any, number: int, layer: int, num_past: int, scale: Any, window: Any, softcap: Any
-) -> torch.Tensor:
+) -> Tensor:
     return _attend(q, *_caches[number].append(k, v, layer, num_past), mask, scale, window, softcap)
 
 
-def _like(q_BHND: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
+def _like(q_BHND: Tensor, v_BKTD: Tensor) -> Tensor:
     num_sequences, num_heads, num_queries, _ = q_BHND.shape
     return q_BHND.new_empty((num_sequences, num_queries, num_heads, v_BKTD.shape[3]))
 
@@ -461,9 +451,7 @@ def _like(q_BHND: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 torch.library.define(
-    _ATTEND,
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, SymInt? window, float? softcap) -> Tensor",
-    tags=_TAGS,
+    _ATTEND, "(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, SymInt? window, float? softcap) -> Tensor", tags=_TAGS
 )
 torch.library.impl(_ATTEND, "default", _attend)
 torch.library.register_fake(_ATTEND, lambda q, k, v, *_: _like(q, v))
@@ -479,7 +467,7 @@ torch.fx.node.has_side_effect(torch.ops.vmmkv.append_attend.default)
 torch.library.register_fake(_APPEND_ATTEND, lambda q, k, v, *_: _like(q, v))
 
 
-# -------- hf attention
+# the implementation
 
 __all__ = ["NAME", "DeclinedWarning", "attention", "declined", "mask"]
 
@@ -488,7 +476,7 @@ NAME: Final = "vmmkv"
 _IGNORED: Final = frozenset(
     {"cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "use_cache"}
 )
-"""Arguments that say nothing about what is attended to. Others than these, and those that are understood, go to sdpa."""
+"""Arguments that do not change what is attended to. A call with an argument that is unknown here goes to sdpa."""
 
 _CHOSEN: Final = ("indices", "block_indices")
 """Which tokens, or blocks of them, each query sees. sdpa would ignore them."""
@@ -496,19 +484,19 @@ _CHOSEN: Final = ("indices", "block_indices")
 
 def attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
+    query: Tensor,
     key: Any,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """What a model calls in each layer: queries [B, H, N, D] over keys and values [B, K, T, D], to [B, N, H, D].
 
     With None for a mask each query sees its own token and what is before it, but for what the layer's window has passed: the
@@ -559,15 +547,15 @@ def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     config: Any = None,
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """What a model calls once a pass for each kind of mask: sdpa's, or None where `attention` needs none.
 
     None for causal masks without padding, of queries that are the last of the keys, if no window cuts any of them off. A mask
@@ -579,7 +567,7 @@ def mask(
     plain = allow_is_causal_skip and window is not None and are_last and not _is_padded(attention_mask, kv_offset, kv_length)
     if plain and window is not None and (window == _EVERYTHING or window >= kv_length):
         return None
-    made: torch.Tensor | None = sdpa_mask(
+    made: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -639,12 +627,12 @@ def _captured(function: Callable[..., Any], code: CodeType) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
 
 
-def _is_known(offset: int | torch.Tensor) -> bool:
+def _is_known(offset: int | Tensor) -> bool:
     """Is it on the host? Some caches have a tensor: on a GPU it would be waited for, and in a graph it cannot be read."""
-    return not isinstance(offset, torch.Tensor) or (offset.device.type == "cpu" and not torch.compiler.is_compiling())
+    return not isinstance(offset, Tensor) or (offset.device.type == "cpu" and not torch.compiler.is_compiling())
 
 
-def _is_padded(attention_mask: torch.Tensor | None, kv_offset: int | torch.Tensor, kv_length: int) -> bool:
+def _is_padded(attention_mask: Tensor | None, kv_offset: int | Tensor, kv_length: int) -> bool:
     """Is any of these keys not to be seen? In a graph it cannot be looked at, and counts as padded."""
     if attention_mask is None:
         return False

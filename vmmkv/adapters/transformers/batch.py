@@ -1,12 +1,19 @@
-"""One batch through its forward passes: what each writes and sees, and how the batch is cut, repeated and reordered.
+"""One batch of a VmmCache through its forward passes.
 
-    begin of a pass     memory follows what the batch has become; windows give back what they have passed; memory for new rows
-    each layer          its new rows are written behind the others, and it is given views of all that it sees
-    end, its last layer the new tokens count
+    a pass begins       memory follows the batch; windows reclaim the rows that they have passed; memory for new rows is mapped
+    each layer          writes its new rows behind the others, and gets views of all that it sees
+    its last layer      the new tokens count
 
-Between passes nothing is copied: a batch changes its parents (see Lineage). A pass that is not finished counts for nothing.
+A batch of transformers is padded on the left, so all sequences have the same number of rows. They lie in adjacent slots of one
+cache for each window, so that a layer is one strided tensor:
 
-    B rows of the batch, K kv heads, T tokens, D head dim
+    slot first     | p | p | p | p | new |
+    slot first + 1 | p | p | p | p | new |
+
+Between passes nothing is copied. A batch that is repeated, selected or reordered changes its parents (`Lineage`) at once;
+memory follows before the next token. A pass that is not finished counts for nothing.
+
+Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads; T tokens; D head dim.
 """
 
 import functools
@@ -18,6 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import DriverError, LayoutError, OutOfPages, RowsUnmapped
@@ -26,14 +34,94 @@ from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
 from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, counted, format_bytes
 
-# -------- hf lineage
-# Which sequence each row of a model's batch goes on from, and how many tokens any two sequences have in common.
-#
-#     sequence 0 | p | p | p | a | b |           the prompt is common to both, and its full pages are shared
-#     sequence 1 | p | p | p | a | c |           rows from `own_from` on lie in pages of each one's own
-#
-# A batch that is repeated, selected or reordered changes its parents at once. Memory follows before the next token comes: by
-# copies of what two sequences do not have in common, where each may write that; else by forks.
+_INT32_END: Final = 2**31
+
+_UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
+_REMEDY = "crop(0) takes back what it wrote"
+_MORE_ROOM = "give the model fewer rows in a batch, or reset() another cache of this pool"
+
+
+# equal prompts
+
+_MOST_BYTES = 64 * MIB
+"""Temporary memory of a comparison. A batch of long prompts compared at once would take more than its keys and values."""
+
+_HALF_EQUAL = 0.9
+"""Share of a token's numbers in half precision that are equal to the bit in the same prompt."""
+
+
+def prompts(k_BKTD: Tensor, v_BKTD: Tensor) -> list[int]:
+    """Number the prompts of a batch: for each row the number of its prompt, the next one where it differs from the row before.
+
+    Beams and `num_return_sequences` begin with equal rows, and the cache keeps them once. transformers repeats the prompt
+    before the cache sees it and passes keys and values only. In the first layer these follow from each token and its position.
+    Two rows are the same prompt if all numbers of K and V agree to the last bits. They agree except for the order of summation
+    in a matrix product, which may depend on the place in the batch. A token at another position has other keys only where a
+    rotary embedding turns them, and rounding may hide its slow turns; so every number must agree. In half precision rounding
+    hides the order of summation, and nearly all numbers must be equal to the bit.
+
+    Not detected: differences past the first layer or in the attention mask alone; other positions where keys do not depend on
+    them (ALiBi).
+    Cost: a copy to the host, which waits for the device; two if neighbours agree in their last tokens.
+    """
+    pairs = [(row - 1, row) for row in range(1, len(k_BKTD))]
+    parents = [0]
+    for same in _are_same(k_BKTD, v_BKTD, pairs):
+        parents.append(parents[-1] + (not same))
+    return parents
+
+
+def agree(k_BKTD: Tensor, v_BKTD: Tensor, parents: Seq[int]) -> bool:
+    """Do rows of the same parent have the same tokens here too?"""
+    pairs = [(parents.index(parent), row) for row, parent in enumerate(parents) if parents.index(parent) != row]
+    return all(_are_same(k_BKTD, v_BKTD, pairs))
+
+
+def _are_same(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
+    same = _compare(k_BKTD[:, :, -1:], v_BKTD[:, :, -1:], pairs)  # different prompts mostly end differently
+    alike = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
+    if not alike:
+        return same
+    wholly = dict(zip(alike, _compare(k_BKTD, v_BKTD, alike), strict=True))
+    return [wholly.get(pair, False) for pair in pairs]
+
+
+def _compare(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
+    left, right = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
+    same_P = torch.ones(len(pairs), dtype=torch.bool, device=k_BKTD.device)
+    for states in (k_BKTD, v_BKTD):
+        num_pairs, num_tokens = _at_a_time(states, len(pairs))
+        for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left, right)), strict=True):
+            for block in torch.split(states, num_tokens, dim=2):
+                some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
+    answer: list[bool] = same_P.tolist()
+    return answer
+
+
+def _at_a_time(states_BKTD: Tensor, num_pairs: int) -> tuple[int, int]:
+    """How many pairs, and how many tokens of each, are compared in `_MOST_BYTES`."""
+    wide_bytes = torch.promote_types(states_BKTD.dtype, torch.float32).itemsize
+    number_bytes = 2 * states_BKTD.itemsize + 4 * wide_bytes + 1  # the two, up to four of `_agree_in`, and whether they agree
+    token_bytes = states_BKTD.shape[1] * states_BKTD.shape[3] * number_bytes
+    num_pairs = min(num_pairs, max(1, _MOST_BYTES // token_bytes))
+    return num_pairs, max(1, _MOST_BYTES // (num_pairs * token_bytes))
+
+
+def _agree_in(one_PKTD: Tensor, other_PKTD: Tensor) -> Tensor:
+    """[P]: do the two agree in all numbers?"""
+    dtype = one_PKTD.dtype
+    is_half = dtype.itemsize <= 2
+    wide = torch.promote_types(dtype, torch.float32)
+    size_PKTD = one_PKTD.to(wide, copy=True).abs_()
+    size_PKTD += size_PKTD.mean(3, keepdim=True)  # a sum near 0 is as inexact as its terms
+    size_PKTD *= torch.finfo(dtype).eps * (2 if is_half else 64)
+    same_P = ((one_PKTD.to(wide) - other_PKTD.to(wide)).abs_() <= size_PKTD).all(3).all(2).all(1)
+    if is_half:
+        same_P &= ((one_PKTD == other_PKTD).float().mean((1, 3)) >= _HALF_EQUAL).all(1)
+    return same_P
+
+
+# the sequences behind the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +135,20 @@ class Moves:
 
 @dataclass(frozen=True, eq=False)
 class Lineage:
-    """The parents of a batch's rows among the sequences there are; it is replaced, not changed."""
+    """The sequence that each row of a batch goes on from, and how many tokens any two sequences have in common. Immutable.
+
+        sequence 0 | p | p | p | a | b |           the prompt is common to both, and its full pages are shared
+        sequence 1 | p | p | p | a | c |           rows from `own_from` on lie in pages of one sequence alone
+
+    Memory follows new parents by copying what two sequences do not have in common, where that may be written; else by forks.
+    """
 
     parents: tuple[int, ...]
     """For each row of the batch the sequence that has its tokens."""
     common: npt.NDArray[np.int64]
-    """[sequences, sequences] tokens that two have in common from the first on; of no meaning on the diagonal."""
+    """[sequences, sequences] tokens that two have in common from the first on; meaningless on the diagonal."""
     own_from: int = 0
-    """From this token on the rows of no sequence lie in a page that others hold too."""
+    """From this token on no row of a sequence lies in a page that is shared."""
 
     @classmethod
     def of_prompts(cls, parents: Seq[int]) -> "Lineage":
@@ -74,7 +168,7 @@ class Lineage:
 
     @property
     def compact(self) -> bool:
-        """Is each sequence a run of rows, and are the runs in order? So a batch begins: equal prompts side by side."""
+        """Is each sequence a run of rows, and are the runs in order? A batch begins like that: equal prompts side by side."""
         return [*dict.fromkeys(self.parents)] == [*range(self.num_sequences)] and [*self.parents] == sorted(self.parents)
 
     @property
@@ -87,7 +181,7 @@ class Lineage:
         return Lineage(tuple(self.parents[row] for row in rows), self.common, self.own_from)
 
     def moves(self) -> Moves | None:
-        """The copies that settle it, or None if it takes forks: for other sequences, or rows that may not be written."""
+        """The copies that settle it; None if it takes forks, for other sequences or rows that may not be written."""
         if len(self.parents) != self.num_sequences:
             return None
         targets = [row for row, parent in enumerate(self.parents) if parent != row]
@@ -96,41 +190,28 @@ class Lineage:
         return Moves(sources=sources, targets=targets, first_token=first_token) if first_token >= self.own_from else None
 
     def settle(self, num_tokens: int, *, forked: bool) -> "Lineage":
-        """Each row has become the sequence of its number, with `num_tokens` tokens, by copies or as a fork."""
+        """After each row has become the sequence of its number, with `num_tokens` tokens, by copies or as a fork."""
         parents = np.array(self.parents)
         common = self.common[np.ix_(parents, parents)]
         common[parents[:, None] == parents] = num_tokens
         return Lineage(tuple(range(len(parents))), common, num_tokens if forked else self.own_from)
 
     def share(self, num_tokens: int) -> "Lineage":
-        """Somebody else has forked all sequences at `num_tokens` tokens."""
+        """After another batch has forked all sequences at `num_tokens` tokens."""
         return Lineage(self.parents, self.common, num_tokens)
 
     def cut(self, num_tokens: int) -> "Lineage":
-        """All sequences have been truncated, and what others hold of the last page exchanged."""
+        """After all sequences were truncated, and shared last pages exchanged."""
         return Lineage(self.parents, np.minimum(self.common, num_tokens), min(self.own_from, num_tokens))
 
 
-# -------- hf planes
-# The keys and values of a batch, as torch writes and reads them: views of adjacent slots, made for all layers at once.
-#
-# A decode step that no graph has captured is bound by the host, to which each call of torch costs a microsecond or more. So the
-# views of all layers come from one call, and a layer costs two copies.
-#
-#     B sequences, L layers, K kv heads, T tokens, D head dim
-
-_INT32_END: Final = 2**31
+# rows as torch reads and writes them
 
 
 class LayerRows:
     """Rows [first, first + count) of each layer: keys and values, [B, K, T, D]. See Planes.rows."""
 
-    def __init__(
-        self,
-        bounds: tuple[int, int],
-        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]],
-        slots_B: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, bounds: tuple[int, int], of_layer: dict[int, tuple[Tensor, Tensor]], slots_B: Tensor | None) -> None:
         self.bounds: Final = bounds
         """`first` and `count`."""
         self.of_layer: Final = of_layer
@@ -138,22 +219,24 @@ class LayerRows:
         k_BKTD, v_BKTD = next(iter(of_layer.values()))
         self._k_kind, self._v_kind = _kind(k_BKTD), _kind(v_BKTD)
 
-    def write(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+    def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """Copy a layer's keys and values here. Cost: two launches. Raises: LayoutError."""
         places = self.of_layer[layer]
         if _kind(k_BKTD) != self._k_kind or _kind(v_BKTD) != self._v_kind:
             raise _misfit(layer, zip(places, (k_BKTD, v_BKTD), strict=True))
-        k_place, v_place = places
-        if self._slots_B is None:
-            k_place.copy_(k_BKTD)
-            v_place.copy_(v_BKTD)
-        else:  # the offset along the dimension of the index has 64 bits
-            k_place.index_copy_(0, self._slots_B, k_BKTD)
-            v_place.index_copy_(0, self._slots_B, v_BKTD)
+        for place, states in zip(places, (k_BKTD, v_BKTD), strict=True):
+            if self._slots_B is None:
+                place.copy_(states)
+            else:  # the offset along the dimension of the index has 64 bits
+                place.index_copy_(0, self._slots_B, states)
 
 
 class Planes:
-    """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on."""
+    """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on.
+
+    A decode step without a graph is bound by the host, where each call of torch costs a microsecond or more. So one call makes
+    the views of all layers.
+    """
 
     def __init__(self, cache: KVCache, first_slot: int, num_slots: int) -> None:
         with torch.inference_mode(False):  # else nothing here could be written under another mode
@@ -172,7 +255,7 @@ class Planes:
 
     def rows(self, first: int, count: int) -> LayerRows:
         """Rows [first, first + count) of each layer. Cost: a few calls of torch for each group, on the host alone."""
-        of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        of_layer: dict[int, tuple[Tensor, Tensor]] = {}
         for layers, k_LBKTD, v_LBKTD in self._of_groups:
             both = zip(k_LBKTD.narrow(3, first, count).unbind(), v_LBKTD.narrow(3, first, count).unbind(), strict=True)
             of_layer.update(zip(layers, both, strict=True))
@@ -182,13 +265,12 @@ class Planes:
 def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
     """Does torch copy in several launches to a view that spans so many bytes?
 
-    Offsets in its CUDA kernels have 32 bits: a view of more bytes is halved until each part has fewer, down to a launch for
-    each slot.
+    Offsets in its CUDA kernels have 32 bits: a larger view is halved until each part fits, down to a launch for each slot.
     """
     return device.type == "cuda" and span_bytes > _INT32_END
 
 
-def _plane(cache: KVCache, group: Group, name: str, first_slot: int, num_slots: int) -> torch.Tensor:
+def _plane(cache: KVCache, group: Group, name: str, first_slot: int, num_slots: int) -> Tensor:
     """A plane of all layers of a group: [L, B, K, T, D]."""
     first_STKD, last_STKD = cache.view(group.layers[0], name), cache.view(group.layers[-1], name)
     between = last_STKD.storage_offset() - first_STKD.storage_offset()
@@ -202,11 +284,11 @@ def _plane(cache: KVCache, group: Group, name: str, first_slot: int, num_slots: 
     )
 
 
-def _kind(states: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _kind(states: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return states.shape, states.dtype, states.device
 
 
-def _misfit(layer: int, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LayoutError:
+def _misfit(layer: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> LayoutError:
     place, states = next((place, states) for place, states in pairs if _kind(place) != _kind(states))
     return LayoutError(
         f"layer {layer} gives {list(states.shape)} {states.dtype} on {states.device}, and its rows are {list(place.shape)} "
@@ -215,42 +297,30 @@ def _misfit(layer: int, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> L
     )
 
 
-# -------- hf rows
-# The rows of a batch, for the layers of one window, in adjacent slots of one cache: each layer is one strided tensor.
-#
-#     slot first     | p | p | p | p | new |            all sequences have the same number of rows, as a batch of transformers
-#     slot first + 1 | p | p | p | p | new |            has, which is padded on the left
-#
-# Row numbers are token numbers, but that the window's first rows may never have been written: row 0 is token `dropped`.
-#
-#     B sequences, K kv heads, T tokens, D head dim
+# the sequences of one window
 
 
 class SharedCache:
-    """A cache whose slots several batches have: it is closed by the last that leaves."""
+    """A cache with slots of several batches. The last one that leaves closes it."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache: Final = cache
         self.used = False
-        """Has a whole pass been written to it? Then the model gives such keys and values."""
-        self._num_users = 1
-
-    def join(self) -> "SharedCache":
-        """One user more."""
-        self._num_users += 1
-        return self
+        """Has a whole pass been written to it, so that its shapes are the model's?"""
+        self.num_users = 1
 
     def leave(self) -> None:
-        """One less."""
-        self._num_users -= 1
-        if not self._num_users:
+        """One user fewer."""
+        self.num_users -= 1
+        if not self.num_users:
             self.cache.close()
 
 
 class BatchRows:
     """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
 
-    It has no cache until `open` sees keys and values, for only they tell the shape and the type.
+    It has no cache until `open` sees keys and values, which tell the shape and the type. Row numbers are token numbers less
+    `_dropped`: of a first prompt longer than the window the first tokens are not written.
     """
 
     def __init__(self, layers: tuple[int, ...], window: int | None, pool: Pool, *, slots: int, max_tokens: int) -> None:
@@ -262,9 +332,8 @@ class BatchRows:
         self._max_tokens = max_tokens
         self._shared: SharedCache | None = None
         self._dropped = 0
-        """The first token that has a row."""
         self._planes: Planes | None = None
-        """None as long as nobody has asked for rows of these sequences."""
+        """Made on first use, as the next two."""
         self._places: LayerRows | None = None
         """Where the layers of a pass write."""
         self._seen: LayerRows | None = None
@@ -272,13 +341,13 @@ class BatchRows:
 
     # in and out
 
-    def open(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int, *, dropped: int) -> None:
+    def open(self, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int, *, dropped: int) -> None:
         """Give `num_sequences` new sequences their slots, in a cache for keys and values such as these."""
         layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
         if self._shared is not None and not self._shared.used and self.cache.layout != layout:
             self.close()  # it was made for a pass that failed, perhaps for its shapes
         if self._shared is None:
-            # A batch that is arranged anew is forked to as many slots more, which need not be free in one run.
+            # A rearranged batch is forked to as many slots more, which need not be free in one run.
             slots = max(self._slots, 3 * k_BKTD.shape[0])
             with torch.inference_mode(False):  # else no tensor of it could be written under another mode
                 self._shared = SharedCache(self._make(layout, slots))
@@ -289,7 +358,8 @@ class BatchRows:
         other = BatchRows(self.layers, self.window, self.pool, slots=self._slots, max_tokens=self._max_tokens)
         if self._shared is not None:
             sequences = self.cache.fork_batch([self.sequences[parent] for parent in parents]) if parents else []
-            other._shared = self._shared.join()
+            other._shared = self._shared
+            self._shared.num_users += 1
             other._take(sequences, self._dropped)
         return other
 
@@ -302,28 +372,23 @@ class BatchRows:
             return sum(sharing.fork_pages(memory, sequence.slot, sequence.length) for sequence in forked)
 
     def end(self) -> None:
-        """Close the sequences; the cache stays, for others. Idempotent."""
+        """Close the sequences; the cache stays open. Idempotent."""
         for sequence in self.sequences:
             sequence.close()
         self._take([], 0)
 
     def close(self) -> None:
-        """Close the sequences, and the cache too if nobody else has slots in it. Idempotent."""
-        if self._shared is not None and not self.cache.closed:
+        """Close the sequences, and the cache if no other batch has slots in it. Idempotent."""
+        if not self.closed:
             self.end()
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.leave()
 
     @property
-    def device(self) -> torch.device:
-        """The pool's."""
-        return self.pool.device
-
-    @property
     def closed(self) -> bool:
-        """Is there no cache that is to be closed?"""
-        return self._shared is None or self.cache.closed
+        """Is there no cache to be closed?"""
+        return self._shared is None or self._shared.cache.closed
 
     @property
     def cache(self) -> KVCache:
@@ -339,7 +404,7 @@ class BatchRows:
     # each forward pass
 
     def slide(self, num_tokens: int) -> None:
-        """Give back what the window has passed, with so many tokens written: whole pages, once no launch can read them."""
+        """Reclaim whole pages that the window has passed, with so many tokens written, once no launch can read them."""
         if self.window is None or not self.sequences:
             return
         start = num_tokens - self.window + 1 - self._dropped
@@ -350,14 +415,14 @@ class BatchRows:
                     sequence.advance_start(index, start)
 
     def missing_pages(self, num_tokens: int) -> int:
-        """Pages that `grow` will ask for, for all sequences; none for more tokens than they may have, which it refuses."""
+        """Pages that `grow` will ask for, for all sequences; 0 for more tokens than they may have, which it refuses."""
         num_rows = num_tokens - self._dropped
         if not self._is_short(num_rows) or num_rows > self._max_tokens:
             return 0
         with self.pool.lock:
             return sum(self.cache.memory.missing_pages(sequence.slot, num_rows) for sequence in self.sequences)
 
-    def pages_like(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_rows: int) -> int:
+    def pages_like(self, k_BKTD: Tensor, v_BKTD: Tensor, num_rows: int) -> int:
         """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
         groups = _layout(self.layers, self.window, k_BKTD, v_BKTD).groups
         return sum(ceil_div(num_rows * group.row_bytes, PAGE_BYTES) for group in groups)
@@ -377,26 +442,29 @@ class BatchRows:
         first = self.sequences[0].slot
         return bool(num_rows > self.cache.limits[first : first + len(self.sequences)].min())
 
-    def write(self, layer: int, num_tokens: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
-        """Keys and values of a layer for the tokens from `num_tokens` on; those before the first row are left out."""
+    def write(self, layer: int, num_tokens: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Write a layer's keys and values for the tokens from `num_tokens` on, without those before the first row."""
         left_out, num_new = max(0, self._dropped - num_tokens), k_BKTD.shape[2]
         if left_out:
             k_BKTD, v_BKTD = (states.narrow(2, left_out, num_new - left_out) for states in (k_BKTD, v_BKTD))
-        bounds = num_tokens - self._dropped + left_out, num_new - left_out
-        if self._places is None or self._places.bounds != bounds:
-            self._places = self._planes_of_the_batch().rows(*bounds)
+        self._places = self._rows(self._places, num_tokens - self._dropped + left_out, num_new - left_out)
         self._places.write(layer, k_BKTD, v_BKTD)
 
-    def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a token sees of a layer that has `num_past` before it, up to `num_tokens`: keys and values, [B, K, T, D]."""
+    def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """What a token with `num_past` before it sees of a layer, up to `num_tokens`: keys and values, [B, K, T, D]."""
         first = self.first_token(num_past) - self._dropped
-        bounds = first, num_tokens - self._dropped - first
-        if self._seen is None or self._seen.bounds != bounds:
-            self._seen = self._planes_of_the_batch().rows(*bounds)
+        self._seen = self._rows(self._seen, first, num_tokens - self._dropped - first)
         return self._seen.of_layer[layer]
 
+    def _rows(self, known: LayerRows | None, first: int, count: int) -> LayerRows:
+        if known is not None and known.bounds == (first, count):
+            return known
+        if self._planes is None:
+            self._planes = Planes(self.cache, self.sequences[0].slot, len(self.sequences))
+        return self._planes.rows(first, count)
+
     def first_token(self, num_past: int) -> int:
-        """The first that a token sees that has `num_past` before it."""
+        """The first token seen by one with `num_past` before it."""
         return 0 if self.window is None else max(0, num_past - self.window + 1)
 
     def advance(self, num_tokens: int) -> None:
@@ -409,8 +477,8 @@ class BatchRows:
     def change_streams(self, *streams: torch.Stream | None) -> None:
         """Work on all of these touches the rows (see KVCache.record_stream); what was made on one is made anew on the next.
 
-        Where a copy is split, writing takes an index on the device: another stream might read it before it is there, or torch's
-        allocator give its memory away on the first while the other still reads.
+        Where a copy is split, writing takes an index on the device. Another stream might read it before it is written, or
+        torch's allocator reuse its memory on the first stream while the other still reads.
         """
         self._planes = self._places = self._seen = None
         if not self.closed:
@@ -421,10 +489,9 @@ class BatchRows:
     # the batch
 
     def copy(self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int) -> None:
-        """Of each pair of sequences the target takes the source's rows from `first_token` on.
+        """Copy rows from `first_token` on from each source to its target. All are read before one is written.
 
-        All are read before one is written. What is written must be in pages that nobody else holds. Cost: two kernels for each
-        group of the layout.
+        The rows written must be in pages of one sequence alone. Cost: two kernels for each group of the layout.
         """
         first = max(first_token - self._dropped, self.sequences[0].start())
         count = num_tokens - self._dropped - first
@@ -437,7 +504,7 @@ class BatchRows:
             part.index_copy_(0, to, part.index_select(0, from_))
 
     def check_kept(self, num_tokens: int) -> None:
-        """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed what the next one sees."""
+        """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""
         if self.sequences and num_tokens:
             kept = self._dropped + max(sequence.start() for sequence in self.sequences)
             if self.first_token(num_tokens) < kept:
@@ -447,7 +514,7 @@ class BatchRows:
                 )
 
     def own_from(self, num_tokens: int) -> None:
-        """Give each sequence pages of its own for what `truncate` leaves of a shared page, so that it cannot fail.
+        """Give each sequence pages of its own for what `truncate` leaves of a shared page, so that truncating cannot fail.
 
         On failure all tokens are as before. Cost and errors: see Sequence.own_from.
         """
@@ -481,13 +548,8 @@ class BatchRows:
         self.sequences, self._dropped = sequences, dropped
         self._planes = self._places = self._seen = None
 
-    def _planes_of_the_batch(self) -> Planes:
-        if self._planes is None:
-            self._planes = Planes(self.cache, self.sequences[0].slot, len(self.sequences))
-        return self._planes
-
-    def _whole_rows(self) -> list[torch.Tensor]:
-        """Of each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""
+    def _whole_rows(self) -> list[Tensor]:
+        """For each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""
         first, count = self.sequences[0].slot, len(self.sequences)
         whole = []
         for group in self.cache.layout.groups:
@@ -497,7 +559,7 @@ class BatchRows:
         return whole
 
 
-def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> KVLayout:
+def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: Tensor, v_BKTD: Tensor) -> KVLayout:
     """All layers in one row if a page holds that, else in as few rows as it takes."""
     planes = tuple(
         Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
@@ -509,113 +571,25 @@ def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: torch.Tensor, v
     return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=window) for part in parts))
 
 
-# -------- hf twins
-# Which rows of a batch are the same prompt, which is then kept once: beams and `num_return_sequences` begin with such rows.
-#
-# transformers repeats the prompt before the cache sees it, and hands over keys and values only. In the first layer these follow
-# from each token and its position alone. Two rows are taken for the same prompt if all numbers agree to the last bits, of K
-# as of V: they do but for the order in which a matrix product adds up, which may depend on the place in the batch. At another
-# position the same token has other keys only where a rotary embedding turns them, and rounding may hide slow turns; the fast
-# ones change a key by much: so all must agree. In half precision rounding hides that order, and nearly all numbers must
-# be equal to the bit.
-#
-# Not seen: differences past the first layer or in the attention mask alone; where positions leave no trace in the keys (ALiBi),
-# other positions too.
-#
-#     B rows of the batch, P pairs of them, K kv heads, T tokens, D head dim
-
-_MOST_BYTES = 64 * MIB
-"""Of temporary memory: what a batch of long prompts would take at once is more than its keys and values."""
-
-_HALF_EQUAL = 0.9
-"""Of a token's numbers in half precision, those that are equal to the bit in the same prompt."""
-
-
-def prompts(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> list[int]:
-    """For each row the number of its prompt, from 0 on: the next number where it differs from the row before it.
-
-    Cost: a copy to the host, which waits for the device; two if neighbours agree in their last tokens.
-    """
-    pairs = [(row - 1, row) for row in range(1, len(k_BKTD))]
-    parents = [0]
-    for same in _are_same(k_BKTD, v_BKTD, pairs):
-        parents.append(parents[-1] + (not same))
-    return parents
-
-
-def agree(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, parents: Seq[int]) -> bool:
-    """Do rows of the same parent have the same tokens here too?"""
-    pairs = [(parents.index(parent), row) for row, parent in enumerate(parents) if parents.index(parent) != row]
-    return all(_are_same(k_BKTD, v_BKTD, pairs))
-
-
-def _are_same(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
-    same = _compare(k_BKTD[:, :, -1:], v_BKTD[:, :, -1:], pairs)  # different prompts mostly end differently
-    alike = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
-    if not alike:
-        return same
-    wholly = dict(zip(alike, _compare(k_BKTD, v_BKTD, alike), strict=True))
-    return [wholly.get(pair, False) for pair in pairs]
-
-
-def _compare(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
-    left, right = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
-    same_P = torch.ones(len(pairs), dtype=torch.bool, device=k_BKTD.device)
-    for states in (k_BKTD, v_BKTD):
-        num_pairs, num_tokens = _at_a_time(states, len(pairs))
-        for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left, right)), strict=True):
-            for block in torch.split(states, num_tokens, dim=2):
-                some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
-    answer: list[bool] = same_P.tolist()
-    return answer
-
-
-def _at_a_time(states_BKTD: torch.Tensor, num_pairs: int) -> tuple[int, int]:
-    """How many pairs, and how many tokens of each, are compared in `_MOST_BYTES`."""
-    wide_bytes = torch.promote_types(states_BKTD.dtype, torch.float32).itemsize
-    number_bytes = 2 * states_BKTD.itemsize + 4 * wide_bytes + 1  # the two, up to four of `_agree_in`, and whether they agree
-    token_bytes = states_BKTD.shape[1] * states_BKTD.shape[3] * number_bytes
-    num_pairs = min(num_pairs, max(1, _MOST_BYTES // token_bytes))
-    return num_pairs, max(1, _MOST_BYTES // (num_pairs * token_bytes))
-
-
-def _agree_in(one_PKTD: torch.Tensor, other_PKTD: torch.Tensor) -> torch.Tensor:
-    """[P]: do the two agree in all numbers?"""
-    dtype = one_PKTD.dtype
-    is_half = dtype.itemsize <= 2
-    wide = torch.promote_types(dtype, torch.float32)
-    size_PKTD = one_PKTD.to(wide, copy=True).abs_()
-    size_PKTD += size_PKTD.mean(3, keepdim=True)  # a sum near 0 is as inexact as what was added
-    size_PKTD *= torch.finfo(dtype).eps * (2 if is_half else 64)
-    same_P = ((one_PKTD.to(wide) - other_PKTD.to(wide)).abs_() <= size_PKTD).all(3).all(2).all(1)
-    if is_half:
-        same_P &= ((one_PKTD == other_PKTD).float().mean((1, 3)) >= _HALF_EQUAL).all(1)
-    return same_P
-
-
-# -------- hf batch
-
-_UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
-_REMEDY = "crop(0) takes back what it wrote"
-_MORE_ROOM = "give the model fewer rows in a batch, or reset() another cache of this pool"
+# the batch
 
 
 class _Indices:
-    """What a lineage says, on the device: every layer of every pass asks for it."""
+    """A lineage's rows on the device: every layer of every pass asks for them."""
 
     def __init__(self, lineage: Lineage, device: torch.device) -> None:
         self.lineage: Final = lineage
         self._device = device
 
     @functools.cached_property
-    def leaders(self) -> torch.Tensor:
+    def leaders(self) -> Tensor:
         return self._send(self.lineage.leaders)
 
     @functools.cached_property
-    def parents(self) -> torch.Tensor:
+    def parents(self) -> Tensor:
         return self._send(self.lineage.parents)
 
-    def _send(self, rows: Seq[int]) -> torch.Tensor:
+    def _send(self, rows: Seq[int]) -> Tensor:
         with torch.inference_mode(False):  # it may outlive the mode of this pass
             return torch.tensor(rows, device=self._device)
 
@@ -632,16 +606,16 @@ class Batch:
         self.num_tokens = 0
         """Of each sequence, in all layers."""
         self.num_new = 0
-        """Of the pass that is under way, if one is."""
+        """Of the pass under way, if there is one."""
         self.written: set[int] = set()
         """Layers that it has written."""
         self.record_past = False
-        """Do windows keep what they have passed until `crop`?"""
+        """Do windows keep the rows that they have passed until `crop`?"""
         self._lineage: Lineage | None = None
         """None as long as there are no sequences."""
         self._indices: _Indices | None = None
         self._stream: torch.Stream | None = None
-        """The one that was current when the cache was last used, on CUDA."""
+        """The current stream at the last use of the cache, on CUDA."""
 
     @property
     def size(self) -> int | None:
@@ -667,7 +641,7 @@ class Batch:
 
     # a pass
 
-    def append(self, layer: int, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
         rows = self.rows_of(layer)
         if layer in self.written:
@@ -692,7 +666,7 @@ class Batch:
         return seen
 
     def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
-        """Are these of the rows and the tokens of the pass that is under way, or of one that can begin? Else LayoutError."""
+        """Are these of the rows and the tokens of the pass under way, or of one that can begin? Else LayoutError."""
         num_rows, num_tokens = of_keys[0], of_keys[2]
         wanted = (self.size, self.num_new) if self.written else (num_rows, num_tokens)
         if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
@@ -702,7 +676,7 @@ class Batch:
                 f"all keep the same tokens; use DynamicCache(config=model.config) here"
             )
 
-    def _begin(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> None:
+    def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         self._follow_stream()
         size, self.num_new = k_BKTD.shape[0], k_BKTD.shape[2]
         if self._lineage is None or not self.num_tokens:
@@ -722,11 +696,11 @@ class Batch:
                 rows.slide(self.num_tokens)
         self._grow(self.groups, self.num_tokens + self.num_new)
 
-    def _goes_on_together(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, lineage: Lineage) -> bool:
+    def _goes_on_together(self, k_BKTD: Tensor, v_BKTD: Tensor, lineage: Lineage) -> bool:
         """Are equal prompts still equal? A prompt may come in chunks; with single tokens the answers have begun."""
         return self.num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents)
 
-    def _open(self, rows: BatchRows, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, num_sequences: int) -> None:
+    def _open(self, rows: BatchRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
         later_pages = sum(
             num_sequences * later.pages_like(k_BKTD, v_BKTD, self.num_new - self._dropped(later))
             for later in self.groups
@@ -740,7 +714,7 @@ class Batch:
             raise
 
     def _dropped(self, rows: BatchRows) -> int:
-        """Of a first prompt that is longer than the window the first tokens are seen in this pass alone."""
+        """How many first tokens of a first prompt longer than the window are seen in this pass alone."""
         return 0 if self.record_past else rows.first_token(self.num_new)
 
     def _grow(self, groups: Seq[BatchRows], num_tokens: int, *, later_pages: int = 0) -> None:
@@ -757,8 +731,10 @@ class Batch:
         """Can the whole batch have so many pages now? Else OutOfPages."""
         if not num_pages:
             return
+        pool = self.groups[0].pool
         try:
-            self.groups[0].pool.check_room(num_pages, _MORE_ROOM, later_pages=later_pages)
+            with pool.lock:
+                pool.check_room(num_pages, _MORE_ROOM, later_pages=later_pages)
         except OutOfPages as error:
             raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
 
@@ -768,12 +744,12 @@ class Batch:
             rows.advance(self.num_tokens)
         self.written.clear()
 
-    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that the next token sees, [B, K, T, D]: views, unless several rows have one sequence."""
         self._follow_stream()
         return self._seen(self.rows_of(layer), layer, 0)
 
-    def _seen(self, rows: BatchRows, layer: int, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _seen(self, rows: BatchRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
         assert self._lineage is not None, "there are tokens"
         k_BKTD, v_BKTD = rows.view(layer, self.num_tokens, self.num_tokens + num_new)
         if self._lineage.settled:
@@ -788,8 +764,8 @@ class Batch:
         return known
 
     def _follow_stream(self) -> None:
-        """If another stream is current than at the last use: memory that goes back waits for both; indices are made anew."""
-        current = _current_stream(self.groups[0].device)
+        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
+        current = _current_stream(self.groups[0].pool.device)
         if self._stream is not None and current != self._stream:
             self._indices = None
             for rows in self.groups:
@@ -824,7 +800,7 @@ class Batch:
         self.written.clear()
 
     def select(self, rows: Seq[int]) -> None:
-        """The batch is to be of these of its rows, in this order. Memory follows in the next pass."""
+        """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
         self._check_finished()
         if self._lineage is None:
             return
@@ -844,7 +820,7 @@ class Batch:
         return other
 
     def close(self) -> None:
-        """End all sequences, and close the caches that nobody else has slots in. Idempotent."""
+        """End all sequences, and close the caches in which no other batch has slots. Idempotent."""
         self._follow_stream()
         self.num_tokens, self._lineage = 0, None
         self.written.clear()
@@ -852,7 +828,7 @@ class Batch:
             rows.close()
 
     def _settle(self, lineage: Lineage) -> None:
-        """Let memory follow the batch. All or none, but for copies, which can be made again."""
+        """Let memory follow the batch. All or none, except for copies, which can be made again."""
         moves = lineage.moves()
         if moves is not None:
             for rows in self.groups:

@@ -4,18 +4,17 @@
     with VmmCache(model.config, pool) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-New rows are written in place behind the old ones, and attention reads views of them: nothing is concatenated, and nothing is
-reserved but addresses. Equal prompts side by side, which beams and `num_return_sequences` begin with, are kept once; so are
-the full pages that a repeated, reordered or deep-copied cache has in common with others. Any attention implementation works
-that takes strided keys and values, as all of transformers' do.
+New rows are written in place behind the old ones, and attention reads views of them. Nothing is concatenated, and only
+addresses are reserved. Equal prompts side by side, as with beams and `num_return_sequences`, are kept once; so are the full
+pages that a repeated, reordered or deep-copied cache has in common with others. Any attention implementation works that takes
+strided keys and values, as all of transformers' do.
 
-For transformers from 5.17 on. Not supported, and said so: gradients through the cache, models whose layers keep something
-else than keys and values by token (encoder-decoders, Mamba and other recurrent layers), layers on several devices,
-offloading, capture in a CUDA graph.
+For transformers from 5.17 on. Refused are: gradients through the cache, models whose layers keep more than keys and values by
+token (encoder-decoders, Mamba and other recurrent layers), layers on several devices, offloading, capture in a CUDA graph.
 
-Importing this module registers the attention implementation "vmmkv": vmmkv's kernels, over any cache. With
-it a step of `torch.compile(model, dynamic=True)` is one graph; with any other one the graph breaks at every layer, as it does
-for models that read other layers' rows, keep latents and expand them (DeepSeek's), or have attention sinks (gpt-oss).
+Importing this module registers the attention implementation "vmmkv". With it a step of `torch.compile(model, dynamic=True)` is
+one graph. With another one the graph breaks at every layer; so it does for models that read other layers' rows, keep latents
+and expand them (DeepSeek's), or have attention sinks (gpt-oss).
 """
 
 import warnings
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
@@ -33,136 +33,23 @@ from vmmkv.errors import Closed, LayoutError
 from vmmkv.memory.pool import Pool
 from vmmkv.units import counted
 
-# -------- hf layers
-# Which layers a configuration of transformers has, and what transformers asks of each one of a VmmCache.
-
-
-class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a VmmCache, which has the state: what concerns the batch is asked of the cache, for all layers at once."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: "VmmCache", index: int, window: int | None) -> None:
-        # Not the base class's own, which sets `keys` and `values`: they are views here.
-        self._cache = cache
-        self._index = index
-        self.is_sliding = window is not None
-        self.sliding_window = window
-
-    @property
-    def is_initialized(self) -> bool:
-        """Has it keys and values?"""
-        return self.get_seq_length() > 0
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """Keys that the next token sees, [batch, kv heads, tokens, head dim], or None."""
-        return self._cache.states(self._index)[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Values, likewise."""
-        return self._cache.states(self._index)[1] if self.is_initialized else None
-
-    @property
-    def record_past(self) -> bool:
-        """Are rows kept that the window has passed, until `crop`?"""
-        return self._cache.record_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self._cache.record_past = value
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """See VmmCache.update."""
-        return self._cache.update(key_states, value_states, self._index)
-
-    def get_seq_length(self) -> int:
-        """Tokens written, whatever the window."""
-        return self._cache.get_seq_length(self._index)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next `query_length` tokens see, and the number of the first."""
-        return self._cache.get_mask_sizes(query_length, self._index)
-
-    def get_max_length(self) -> int:
-        """The window, or the most tokens that a sequence can have."""
-        return self._cache.max_tokens if self.sliding_window is None else self.sliding_window
-
-    def lazy_initialization(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported."""
-        raise NotImplementedError("a VmmCache takes memory as tokens come, none beforehand: just run the model")
-
-    def _of_the_batch(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("all layers of a VmmCache share their rows: call this on the cache, not on one of its layers")
-
-    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _of_the_batch
-
-    def _offloaded(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("a VmmCache keeps all layers on its pool's device; a pool of device 'cpu' is host memory")
-
-    offload = prefetch = _offloaded
-
-
-def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
-    """The layers of a cache for a model: a RowLayer for each layer that transformers itself would keep keys and values of.
-
-    Those that only read what others keep stay transformers' own. Raises: LayoutError, saying which layers are not supported.
-    """
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}")
-    if getattr(config, "is_encoder_decoder", False):
-        raise LayoutError(
-            f"{config.model_type} is an encoder and a decoder, and their cross-attention has a cache of another kind; VmmCache "
-            f"is for decoders: leave past_key_values to transformers here"
-        )
-    placeholder = getattr(cache_utils, "DummyLayer", ())  # of layers that keep nothing; not every release has it
-    layers: list[Any] = []
-    others: dict[str, list[int]] = {}
-    for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers):
-        if type(layer) is cache_utils.DynamicLayer:
-            layers.append(RowLayer(cache, index, None))
-        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            layers.append(RowLayer(cache, index, layer.sliding_window))
-        elif isinstance(layer, placeholder):
-            layers.append(layer)
-        else:
-            others.setdefault(type(layer).__name__, []).append(index)
-    if others:
-        kinds = "; ".join(f"{kind} in layers {', '.join(map(str, numbers))}" for kind, numbers in others.items())
-        raise LayoutError(
-            f"{config.model_type} keeps more than keys and values by token: {kinds}. VmmCache is for layers of full and of "
-            f"sliding-window attention; use DynamicCache(config=model.config) here"
-        )
-    if not any(isinstance(layer, RowLayer) for layer in layers):
-        raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
-    return layers
-
-
-# -------- hf
-
 
 class VmmCache(Cache):  # type: ignore[misc]
     """Keys and values of one batch at a time, for `past_key_values` of a model of transformers.
 
-    `config` is the model's. `max_tokens` bounds what a sequence can ever have, padding included, and costs addresses only; it
-    is the model's max_position_embeddings by default. `slots` is how many sequences there are addresses for, over this cache
-    and its deep copies; if it is less than three times the first batch, it is that. Layers of one window have an arena of their
-    own.
+    `config` is the model's. `max_tokens` bounds a sequence, padding included; it costs addresses only, and is the model's
+    max_position_embeddings by default. `slots` is the number of sequences with addresses, over this cache and its deep copies;
+    at least three times the first batch. Layers of one window have an arena of their own.
 
-    `share_prompts` keeps equal prompts side by side once. They are told by the keys and values of the first layer that is
-    written: say False if rows of equal tokens differ past it, as with a hook or an adapter for one row of the batch, or in the
-    attention mask alone.
+    `share_prompts` keeps equal prompts side by side once. They are recognised by the keys and values of the first layer. Say
+    False if rows of equal tokens differ past it, as with a hook or an adapter for one row, or in the attention mask alone.
 
-    `copy.deepcopy` forks: full pages are shared, and each goes its own way from there and is closed for itself. Several caches
-    can share a pool. `close` gives the memory back; `reset` gives it back and keeps the addresses.
+    `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. Several caches can share a pool. `close`
+    gives the memory back; `reset` does too, and keeps the addresses.
 
-    Raises: LayoutError for a model that is not supported, ValueError; Closed for a pool that is; in the first pass
-    DriverError, if the driver has not so many addresses. In a forward pass OutOfPages and SequenceTooLong (see
-    Sequence.grow) before anything is written; a first pass then leaves nothing. If a pass fails otherwise, `crop(0)` takes back
-    what it wrote.
+    Raises: LayoutError for a model that is not supported; ValueError; Closed for a closed pool; in the first pass DriverError
+    if the driver lacks addresses. A forward pass raises OutOfPages and SequenceTooLong (see Sequence.grow) before anything is
+    written; a first pass then leaves nothing. If a pass fails otherwise, `crop(0)` takes back what it wrote.
     """
 
     def __init__(
@@ -197,9 +84,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     # a forward pass
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Write a layer's keys and values of the new tokens behind the others; all that the tokens see, as strided views.
 
         In a graph of torch.compile that is left to the model's attention if it is vmmkv's; before any other one
@@ -218,13 +103,13 @@ class VmmCache(Cache):  # type: ignore[misc]
                 return attention.NewRows(
                     key_states, value_states, self._number, layer_idx, self._batch.num_tokens
                 ), value_states
-            seen: tuple[torch.Tensor, torch.Tensor] = self._append_outside(key_states, value_states, layer_idx)
+            seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
             return seen
         return self.append(key_states, value_states, layer_idx)
 
     def append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, num_past: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, num_past: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`update`, where no graph is made. `num_past`: of a graph, the tokens that its positions and masks were made for."""
         self._check_open()
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -241,7 +126,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         return self._batch.append(layer_idx, key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
-    def _append_outside(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _append_outside(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self.append(*args)
 
     @property
@@ -253,7 +138,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         has_sinks = config.model_type in attention.WITH_SINKS
         return config._attn_implementation == attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
 
-    def states(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
 
         A copy where equal prompts are still kept once. Not to be used after the next call of the cache or the model.
@@ -263,7 +148,7 @@ class VmmCache(Cache):  # type: ignore[misc]
             raise ValueError("the cache has no tokens yet, and so no keys and values")
         return self._batch.states(layer_idx)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Of each layer keys, values (see `states`; None before the first token) and window, as a DynamicCache gives them."""
         for layer in self.layers:
             window = getattr(layer, "sliding_window", None)
@@ -336,7 +221,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         self._check_open()
         self._batch.reset()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch goes on from row `beam_idx[i]`: before the next token, what the two have not in common is copied.
 
         Cost: reads the indices, which waits for the device.
@@ -350,7 +235,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         repeats = whole("repeats", repeats)
         self._batch.select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
         self._check_open()
         rows = torch.arange(self._batch.size or 0)
@@ -404,3 +289,110 @@ class VmmCache(Cache):  # type: ignore[misc]
 def _check_pool(pool: Pool) -> None:
     if pool.closed:
         raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")
+
+
+# the layers of a model
+
+
+class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a VmmCache. The cache has the state, and what concerns the batch is called on it, for all layers at once."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "VmmCache", index: int, window: int | None) -> None:
+        # Not the base class's own, which sets `keys` and `values`: they are views here.
+        self._cache = cache
+        self._index = index
+        self.is_sliding = window is not None
+        self.sliding_window = window
+
+    @property
+    def is_initialized(self) -> bool:
+        """Has it keys and values?"""
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys that the next token sees, [batch, kv heads, tokens, head dim], or None."""
+        return self._cache.states(self._index)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values, likewise."""
+        return self._cache.states(self._index)[1] if self.is_initialized else None
+
+    @property
+    def record_past(self) -> bool:
+        """Are rows kept that the window has passed, until `crop`?"""
+        return self._cache.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._cache.record_past = value
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """See VmmCache.update."""
+        return self._cache.update(key_states, value_states, self._index)
+
+    def get_seq_length(self) -> int:
+        """Tokens written, whatever the window."""
+        return self._cache.get_seq_length(self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next `query_length` tokens see, and the number of the first."""
+        return self._cache.get_mask_sizes(query_length, self._index)
+
+    def get_max_length(self) -> int:
+        """The window, or the most tokens that a sequence can have."""
+        return self._cache.max_tokens if self.sliding_window is None else self.sliding_window
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported."""
+        raise NotImplementedError("a VmmCache takes memory as tokens come, none beforehand: just run the model")
+
+    def _of_the_batch(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("all layers of a VmmCache share their rows: call this on the cache, not on one of its layers")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _of_the_batch
+
+    def _offloaded(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("a VmmCache keeps all layers on its pool's device; a pool of device 'cpu' is host memory")
+
+    offload = prefetch = _offloaded
+
+
+def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
+    """The layers of a cache for a model: a RowLayer for each layer of which transformers keeps keys and values.
+
+    Layers that only read another layer's rows stay transformers' own. Raises: LayoutError, naming unsupported layers.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"VmmCache(config, pool, ...) takes a model's configuration, such as model.config, not {type(config)}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise LayoutError(
+            f"{config.model_type} is an encoder and a decoder, and their cross-attention has a cache of another kind; VmmCache "
+            f"is for decoders: leave past_key_values to transformers here"
+        )
+    placeholder = getattr(cache_utils, "DummyLayer", ())  # of layers that keep nothing; not every release has it
+    layers: list[Any] = []
+    others: dict[str, list[int]] = {}
+    for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers):
+        if type(layer) is cache_utils.DynamicLayer:
+            layers.append(RowLayer(cache, index, None))
+        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
+            layers.append(RowLayer(cache, index, layer.sliding_window))
+        elif isinstance(layer, placeholder):
+            layers.append(layer)
+        else:
+            others.setdefault(type(layer).__name__, []).append(index)
+    if others:
+        kinds = "; ".join(f"{kind} in layers {', '.join(map(str, numbers))}" for kind, numbers in others.items())
+        raise LayoutError(
+            f"{config.model_type} keeps more than keys and values by token: {kinds}. VmmCache is for layers of full and of "
+            f"sliding-window attention; use DynamicCache(config=model.config) here"
+        )
+    if not any(isinstance(layer, RowLayer) for layer in layers):
+        raise LayoutError(f"{config.model_type} has no layer that keeps keys and values")
+    return layers
