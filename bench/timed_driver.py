@@ -34,7 +34,7 @@ class TimedDriver:
         self.calls = driver.calls
         self.export_fd = driver.export_fd
         self.import_fd = driver.import_fd
-        self.copy = driver.copy
+        self.copy, self.give_back, self.is_capturing = driver.copy, driver.give_back, driver.is_capturing
         self.spent_us = 0.0
         self._owner = threading.get_ident()
         for name in CALLS:

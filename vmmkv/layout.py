@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from vmmkv.arguments import whole
 from vmmkv.errors import LayoutError
 from vmmkv.units import PAGE_BYTES, ceil_div, counted, format_bytes, round_up
 
@@ -130,6 +131,8 @@ class Plane:
     """Elements from one head to the next."""
 
     def __post_init__(self) -> None:
+        for name in ("heads", "dim"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if self.heads < 1 or self.dim < 1:
             raise LayoutError(f"plane {self.name!r} has heads={self.heads}, dim={self.dim}; both must be at least 1")
         import torch
@@ -164,13 +167,15 @@ class Group:
     def __post_init__(self) -> None:
         if not self.layers:
             raise LayoutError("a group needs at least one layer")
+        for layer in self.layers:
+            _whole("layers", layer)
         if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
             raise LayoutError(f"a group's layers must be different numbers from 0, not {self.layers}")
         if not self.planes:
             raise LayoutError("a group needs at least one plane")
         if len({plane.name for plane in self.planes}) != len(self.planes):
             raise LayoutError(f"two planes of a group have one name: {[plane.name for plane in self.planes]}")
-        if self.window is not None and self.window < 1:
+        if self.window is not None and _whole("window", self.window) < 1:
             raise LayoutError(f"window={self.window}: a window has at least 1 token; None means all")
         if self.row_bytes > PAGE_BYTES:
             fitting = PAGE_BYTES // self.layer_bytes
@@ -307,9 +312,10 @@ class KVLayout:
         A `dtype` such as KVType("int4") keeps them quantised: planes k and v are the payload, and a plane of scales
         behind them holds two float16 for each head, K's and V's, unless the scales are static.
         """
-        _check_layers(layers)
+        layers = _check_layers(layers)
         if windows is not None and len(windows) != layers:
             raise LayoutError(f"{counted(len(windows), 'window')} for {counted(layers, 'layer')}")
+        kv_heads, head_dim = _whole("kv_heads", kv_heads), _whole("head_dim", head_dim)
         planes = _kv_planes(kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
         by_window: dict[int | None, list[int]] = {}
         for layer in range(layers):
@@ -333,7 +339,7 @@ class KVLayout:
                 "the configuration is of latent attention (kv_lora_rank): what is kept depends on the kernel; say it with "
                 "Group(planes=(Plane(name='latent', heads=1, dim=kv_lora_rank + qk_rope_head_dim, ...),), ...)"
             )
-        _check_layers(layers)
+        layers = _check_layers(layers)
         window = None if get("use_sliding_window") is False else get("sliding_window")
         layer_types = get("layer_types")
         if layer_types is None:  # older files: every nth layer sees all, the others a window
@@ -413,7 +419,17 @@ def _kv_planes(heads: int, k_dim: int, v_dim: int, dtype: torch.dtype | KVType) 
     return *payloads, Plane(name=SCALES, heads=heads, dim=len(dims), dtype=torch.float16, trailing=True)
 
 
-def _check_layers(layers: int) -> None:
+def _whole(name: str, value: Any) -> int:
+    """The value as an int. Raises: LayoutError for anything else, booleans and whole floats too."""
+    try:
+        return whole(name, value)
+    except TypeError as error:
+        raise LayoutError(str(error)) from None
+
+
+def _check_layers(layers: int) -> int:
     """Before anything is made for each of them."""
+    layers = _whole("layers", layers)
     if not 1 <= layers <= MAX_LAYERS:
         raise LayoutError(f"layers={layers}; a model has at least 1, and at most {MAX_LAYERS} have rows that fit in a page")
+    return layers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from vmmkv import MIB, KVCache, KVLayout, Pool
+from vmmkv import MIB, GraphCapture, KVCache, KVLayout, Pool
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.testing.fake_driver import FakeDriver
 
@@ -283,3 +283,69 @@ def test_two_groups_one_windowed_and_two_caches_on_a_pool(gpu: torch.device) -> 
         assert bool((second.v(31)[:100] == 9).all())
         one.check()
         two.check()
+
+
+@pytest.mark.parametrize("flow", ["truncate", "adopt"])
+def test_a_raise_of_a_limit_never_overtakes_the_one_before(make: Callable[..., KVCache], flow: str) -> None:
+    cache = make()
+    sequence = cache.open()
+    sequence.grow(384)
+    sequence.advance(384)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG // 4)  # step 1, under way
+    parked = None
+    if flow == "truncate":
+        sequence.truncate(100)
+    else:
+        parked = sequence.park()
+    lowered = torch.cuda.Event()
+    lowered.record()
+    torch.cuda._sleep(4 * LONG)  # step 2, launched before the slot is used again
+    if parked is None:
+        sequence.grow(200)
+    else:
+        sequence = cache.adopt(parked)
+    lowered.synchronize()
+    assert not torch.cuda.current_stream().query(), "step 2 is over already"
+    sequence.grow(1000)
+    torch.cuda.synchronize()
+    assert int(cache.limit[sequence.slot]) == sequence.limit >= 1000
+
+
+@pytest.mark.parametrize("call", ["grow", "map_ahead", "truncate", "park", "close"])
+def test_a_capture_refuses_what_maps_or_reclaims_and_goes_on(make: Callable[..., KVCache], call: str) -> None:
+    cache = make()
+    sequence, other = cache.open(), cache.open()
+    sequence.grow(384)
+    sequence.advance(384)
+    torch.cuda.synchronize()
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device=cache.device)
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with pytest.raises(GraphCapture):
+            {
+                "grow": lambda: sequence.grow(2000),
+                "map_ahead": cache.map_ahead,
+                "truncate": lambda: sequence.truncate(1),
+                "park": sequence.park,
+                "close": sequence.close,
+            }[call]()
+        sequence.grow(384)
+        sequence.k(0)[:384].zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [1.0] * 8
+    assert (sequence.length, sequence.closed) == (384, False)
+    cache.check()
+    other.grow(1000)
+    sequence.grow(1000)
+    sequence.truncate(1)
+    cache.drain()
+
+
+def test_closed_caches_give_their_addresses_to_later_ones_of_the_same_size(gpu: torch.device) -> None:
+    addresses = set()
+    for _ in range(200):  # of 12 TiB
+        with Pool(gpu, 4 * MIB) as pool, KVCache(LAYOUT, pool, slots=1000, max_tokens=100_000) as cache:
+            addresses.add(cache.k(0).data_ptr())
+    assert len(addresses) == 1

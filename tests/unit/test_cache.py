@@ -1,10 +1,15 @@
 """The public cache: what each call does and costs, and what it says of bad input."""
 
+import copy
+import errno
 import gc
 import os
+import pickle
+import re
 import signal
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +20,14 @@ from vmmkv import (
     Closed,
     DriverError,
     Evicted,
+    GraphCapture,
+    Group,
     KVCache,
     KVLayout,
     LayoutError,
     OutOfPages,
     OutOfSlots,
+    Plane,
     Pool,
     RowsUnmapped,
     SequenceTooLong,
@@ -1119,3 +1127,156 @@ def test_a_batch_of_forks_is_all_or_none(pool, driver):
         parent.close()
         with pytest.raises(Closed, match="no running sequence"):
             cache.fork_batch([parent])
+
+
+# defects that were found once
+
+
+def test_more_addresses_than_a_process_has_are_refused_at_once(pool):
+    began_s = time.monotonic()
+    group = Group(layers=(0,), planes=(Plane(name="k", heads=1, dim=PAGE_BYTES // 2, dtype=torch.float16),))
+    wide = KVLayout(groups=(group,))  # 8,192 slots of 2**30 tokens are 2**64 bytes, which wrap around to nothing
+    with pytest.raises(ValueError, match=r"slots=8191 of 2048.0 TiB each do not fit into .* 128.0 TiB"):
+        KVCache(wide, pool, slots=8191, max_tokens=2**30)
+    with pytest.raises(ValueError, match="at most 67108863 do"):
+        KVCache(LAYOUT, pool, slots=10**9, max_tokens=1)
+    assert time.monotonic() - began_s < 1.0
+    assert pool.driver.calls["reserve"] == 0
+
+
+def test_closed_caches_give_their_addresses_to_later_ones_of_the_same_size():
+    layout = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    addresses = set()
+    for _ in range(200):  # of 1 TiB; a process has addresses for 124 of them
+        with Pool("cpu", 4 * PAGE_BYTES) as pool, KVCache(layout, pool, slots=1, max_tokens=2**22) as cache:
+            assert cache.stats().reserved_bytes == 2**40
+            sequence = cache.open()
+            sequence.grow(1)
+            addresses.add(sequence.k(0).data_ptr())
+            assert not sequence.k(0).any()
+            sequence.k(0)[0] = 7.0
+    assert len(addresses) == 1
+
+
+def test_a_reservation_that_fails_tells_what_open_and_closed_caches_have(monkeypatch):
+    def refuse(size_bytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with Pool("cpu", 4 * PAGE_BYTES) as host:
+        monkeypatch.setattr("vmmkv.driver.host.reserve", refuse)
+        with pytest.raises(DriverError, match=r"open caches, and keeps .* of closed ones"):
+            KVCache(LAYOUT, host, slots=3, max_tokens=12345)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache, sequence, parked: cache.open().grow(1),
+        lambda cache, sequence, parked: cache.map_ahead(),
+        lambda cache, sequence, parked: sequence.grow(100),
+        lambda cache, sequence, parked: sequence.truncate(1),
+        lambda cache, sequence, parked: sequence.own_from(1),
+        lambda cache, sequence, parked: sequence.park(),
+        lambda cache, sequence, parked: sequence.close(),
+        lambda cache, sequence, parked: cache.adopt(parked),
+        lambda cache, sequence, parked: cache.fork(sequence),
+        lambda cache, sequence, parked: cache.fork_batch([sequence]),
+        lambda cache, sequence, parked: cache.open_batch(3),
+        lambda cache, sequence, parked: cache.drain(),
+        lambda cache, sequence, parked: cache.close(),
+        lambda cache, sequence, parked: cache.pool.resize(4 * PAGE_BYTES),
+        lambda cache, sequence, parked: KVCache(LAYOUT, cache.pool, slots=1, max_tokens=9),
+    ],
+)
+def test_while_a_graph_is_captured_memory_stays_as_it_is(cache, driver, use):
+    sequence, parked = written(cache, 20), written(cache, 20).park()
+    before = cache.stats()
+    driver.captures = True
+    with pytest.raises(GraphCapture, match="a CUDA graph is being captured"):
+        use(cache, sequence, parked)
+    sequence.grow(20)
+    sequence.advance(1)
+    driver.captures = False
+    after = cache.stats()
+    assert {**after.driver_calls} == {**before.driver_calls}
+    assert (after.mapped_bytes, after.num_parked) == (before.mapped_bytes, before.num_parked)
+    cache.check()
+    sequence.close()
+    cache.drain()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda cache, sequence: cache.fork(None), "sequence=None is a NoneType; give a Sequence of this cache"),
+        (lambda cache, sequence: cache.fork_batch([None]), "sequence=None is a NoneType"),
+        (lambda cache, sequence: cache.adopt(None), "parked=None is a NoneType; give a ParkedSlot"),
+        (lambda cache, sequence: cache.evict(sequence), "is a Sequence; give a ParkedSlot"),
+        (lambda cache, sequence: cache.copy_rows([(sequence, None)], 0, 1), "sequence=None is a NoneType"),
+        (lambda cache, sequence: cache.record_stream(None), "stream=None is a NoneType; give a torch.Stream"),
+        (lambda cache, sequence: cache.pool.acquire(1.5), "count=1.5 is not a whole number"),
+        (lambda cache, sequence: cache.open(max_tokens=True), "max_tokens=True is not a whole number"),
+        (lambda cache, sequence: copy.copy(sequence), "a Sequence can be neither pickled nor copied"),
+        (lambda cache, sequence: copy.deepcopy(cache), "a KVCache can be neither pickled nor copied"),
+        (lambda cache, sequence: pickle.dumps(cache.pool), "a Pool can be neither pickled nor copied"),
+        (lambda cache, sequence: pickle.dumps(sequence.park()), "a ParkedSlot can be neither pickled nor copied"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_in_our_words(cache, use, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        use(cache, written(cache, 3))
+    cache.check()
+
+
+def test_a_rollback_survives_a_synchronize_that_fails(cache, driver, monkeypatch):
+    sequence = written(cache, 3)
+    fail = mock.Mock(side_effect=DriverError("synchronize was told to fail", call="synchronize", code="FAKE_INJECTED"))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", fail)
+        driver.fail_at = {driver.num_calls + 4}  # the second page's access call
+        with pytest.raises(DriverError, match="told to fail"):
+            sequence.grow(100)
+        assert sequence.limit == 16
+        cache.map_ahead(0.0, lookahead_tokens=0)
+        cache.check()
+    cache.drain()
+    assert cache.stats().pending_reclaim_bytes == 0
+    sequence.grow(100)
+    cache.check()
+
+
+def test_limits_written_behind_running_work_are_written_back_on_a_failure(cache, driver, monkeypatch):
+    sequence = written(cache, 40)
+    launch_over(driver, cache, sequence)
+    sequence.truncate(3)
+    write_behind, fails = driver.write_behind, iter([True, False])
+
+    def write_and_fail(tensor, values, streams=()):
+        fence = write_behind(tensor, values, streams)
+        if next(fails, False):
+            raise DriverError("write was told to fail behind its write", call="write", code="FAKE_INJECTED")
+        return fence
+
+    monkeypatch.setattr(driver, "write_behind", write_and_fail)
+    with pytest.raises(DriverError, match="behind its write"):
+        sequence.grow(100)
+    assert cache.limit.tolist() == cache.limits.tolist()
+    cache.check()
+    sequence.grow(100)
+    assert cache.limit.tolist() == cache.limits.tolist()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_rows_are_copied_with_a_recorded_stream_or_nothing_changes(cache, driver, number):
+    source, target = written(cache, 20), written(cache, 10)
+    target.grow(20)
+    cache.record_stream(torch.Stream("cpu"))
+    driver.fail_at = {driver.num_calls + number}
+    try:
+        cache.copy_rows([(source, target)], 10, 20)
+    except DriverError:
+        assert target.length == 10
+    else:
+        assert target.k(0)[10:20, 0, 0].tolist() == list(range(10, 20))
+    driver.fail_at = set()
+    cache.check()

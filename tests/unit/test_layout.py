@@ -375,3 +375,12 @@ def test_layers_that_keep_no_rows_of_tokens_are_refused() -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64, "layer_types": ["conv", "full_attention"]}
     with pytest.raises(LayoutError, match="layers of type conv"):
         KVLayout.from_config(config, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_heads": 2.5}, {"windows": [4.5, None]}, {"layers": True}, {"layers": 2.0}, {"layers": "2"}, {"head_dim": 64.0}],
+)
+def test_what_is_not_a_whole_number_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="is not a whole number"):
+        uniform(**options)

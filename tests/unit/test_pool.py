@@ -361,3 +361,14 @@ def test_a_device_that_there_is_not_is_answered_with_those_that_there_are(device
 def test_a_text_for_a_size_is_answered_with_a_number_of_bytes():
     with pytest.raises(TypeError, match=r"budget_bytes='64MiB' is not a whole number; give an int, such as 64 \* vmmkv.MIB"):
         Pool("cpu", "64MiB")
+
+
+def test_a_budget_beyond_all_addresses_is_refused():
+    with pytest.raises(BudgetError, match=r"more than the 128.0 TiB that a process has addresses for"):
+        Pool("cpu", 10**21)
+
+
+def test_the_host_is_one_device():
+    Pool("cpu:0", PAGE_BYTES).close()
+    with pytest.raises(ValueError, match="there is no driver for 'cpu:1'"):
+        Pool("cpu:1", PAGE_BYTES)

@@ -8,6 +8,7 @@ Nothing here knows of sequences: what grows, retires and comes first is decided 
 known only as a budget, and as the running means of what a page costs.
 """
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from vmmkv.driver.base import Access, Fence
+from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.errors import DriverError, OutOfPages
 from vmmkv.memory.address_space import Arena, Mapping, Span
 from vmmkv.memory.pool import LARGE_PAGES, Extent, Pool, Tenant
@@ -39,21 +40,28 @@ class Target(NamedTuple):
     """Up to where the others may be large, where that fits. They cost a sixteenth, and are shared whole or not at all."""
 
 
-class _PassedFence:
-    """A fence behind nothing: for mappings that no launch ever knew."""
+class _NeverLive:
+    """The fence of mappings that no launch ever knew, and that may be inaccessible: behind their zeroes alone."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._is_over = False
 
     def done(self) -> bool:
-        """Always."""
-        return True
+        """Are the zeroes written? Blocks for them, which wait for no kernel. False while the driver cannot say."""
+        if not self._is_over:
+            with contextlib.suppress(DriverError):
+                self._driver.synchronize()
+                self._is_over = True
+        return self._is_over
 
     def wait(self) -> None:
-        """At once."""
+        """Raises: DriverError."""
+        self._driver.synchronize()
+        self._is_over = True
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
-        """Nothing to wait for."""
-
-
-_PASSED = _PassedFence()
+        """Nothing reads or writes them."""
 
 
 class Growth:
@@ -78,14 +86,13 @@ class Growth:
 
     def rollback(self) -> None:
         """As before the growth; what even now cannot be unmapped retires, so that nothing is lost."""
-        driver = self._mapper.pool.driver
-        if self._new:
-            driver.synchronize()  # zeroes may be on their way to what is unmapped next
+        never_live = _NeverLive(self._mapper.pool.driver)
         for arena, mapping, _ in reversed(self._new):
             try:
+                never_live.wait()  # zeroes may be on their way to it
                 arena.unmap(mapping)
             except DriverError:
-                self._mapper.reclaim(arena, [mapping], _PASSED)
+                self._mapper.reclaim(arena, [mapping], never_live)
             else:
                 self._mapper.let_go(mapping)
         for arena, mapping, fence in self._revived:
@@ -127,8 +134,8 @@ class Growth:
         mapping = target.span.mappings.get(page)
         if mapping is None:
             return False
-        # A mapping behind _PASSED never was live, and perhaps never accessible. What others have come to hold is not written.
-        if mapping.fence is not _PASSED and not mapping.extent.shared and mapping.extent.num_pages == 1:
+        # A mapping that never was live may be inaccessible. An extent that others have come to hold is not written.
+        if not isinstance(mapping.fence, _NeverLive) and not mapping.extent.shared and mapping.extent.num_pages == 1:
             self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
             return True
         fence = _fence_of(mapping)

@@ -196,7 +196,7 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
         try:
             for page, extent in enumerate(extents, old.page):
                 new.append(arena.map(span, page, extent))
-        except DriverError:
+        except BaseException:
             for mapping in new:
                 arena.unmap(mapping)
             arena.map(span, old.page, old.extent, memory.mapper.alias_access).used = old.used
@@ -210,8 +210,7 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
     memory.mapper.let_go(old)
     memory.mapped_pages += len(new)
     pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
-    if memory.streams:
-        memory.fence().order(memory.streams)
+    memory.order_copies()
 
 
 # -------- scratch

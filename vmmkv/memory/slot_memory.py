@@ -78,8 +78,18 @@ class SlotMemory:
         if self.streams:
             self.fence().order()
         yield
+        self.order_copies()
+
+    def order_copies(self) -> None:
+        """Recorded streams come behind copies that were launched on the caller's current stream.
+
+        The copies cannot be taken back, so a failure is tried again. A second one means that the device is lost.
+        """
         if self.streams:
-            self.fence().order(self.streams)
+            try:
+                self.fence().order(self.streams)
+            except DriverError:
+                self.fence().order(self.streams)
 
     def arena_of(self, layer: int) -> Arena:
         """The arena of a layer's group. Raises LayoutError naming the layers there are."""

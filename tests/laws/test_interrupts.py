@@ -1,0 +1,162 @@
+"""Ctrl-C at any line of the library: books and driver agree behind it, and everything can be closed."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import vmmkv
+from tests.laws import test_failures, test_prefix_failures
+from vmmkv import KVCache, KVLayout, Pool, Reentered
+from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.units import PAGE_BYTES
+
+LIBRARY = str(Path(vmmkv.__file__).parent)
+SAMPLES = 8
+"""Lines of each operation at which it is interrupted in the default run; a nightly one takes all."""
+
+
+def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
+    """Do it, with SIGINT at the line of that number among all that run in the library; how many did."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        if event == "line":
+            lines += 1
+            if lines - 1 == number:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        assert number is not None
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def cases() -> dict[str, tuple[Callable[[], Any], Any]]:
+    def cache_world() -> Any:
+        return test_failures.World("two_groups", real_memory=False)
+
+    def prefix_world(layout: str) -> Callable[[], Any]:
+        return lambda: test_prefix_failures.World(layout, real_memory=False)
+
+    found: dict[str, tuple[Callable[[], Any], Any]] = {
+        name: (cache_world, operation) for name, operation in test_failures.OPERATIONS.items()
+    }
+    for name, operation in test_prefix_failures.OPERATIONS.items():
+        found[f"prefix_{name}"] = prefix_world(operation.layouts[0]), operation
+    return found
+
+
+CASES = cases()
+
+
+def interrupt(name: str, number: int | None) -> int:
+    """Interrupt an operation at one line, recount everything, and close: nothing is left. How many lines ran."""
+    new_world, operation = CASES[name]
+    world = new_world()
+    with getattr(world, "closing", contextlib.nullcontext()):
+        operation.prepare(world)
+        before = signal.getsignal(signal.SIGINT)
+        lines = run_with_interrupt(lambda: operation.act(world), number)
+        assert signal.getsignal(signal.SIGINT) is before
+        pool: Pool = world.pool
+        for cache in list(pool._caches):
+            cache.check()
+        if not pool.closed:
+            pool.check()
+        pool.close()
+    driver: FakeDriver = world.driver
+    assert (driver.live_mappings, driver.live_handles, driver.used_bytes) == (0, 0, 0)
+    return lines
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupt_at_some_lines_leaves_books_and_driver_in_step(name: str) -> None:
+    lines = interrupt(name, None)
+    for sample in range(SAMPLES):
+        interrupt(name, (2 * sample + 1) * lines // (2 * SAMPLES))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupt_at_any_line_leaves_books_and_driver_in_step(name: str) -> None:
+    for number in range(interrupt(name, None)):
+        interrupt(name, number)
+
+
+@pytest.fixture
+def pool() -> Any:
+    with Pool("cpu", 16 * PAGE_BYTES, driver=FakeDriver()) as pool:
+        yield pool
+
+
+@pytest.fixture
+def cache(pool: Pool) -> KVCache:
+    layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+    return KVCache(layout, pool, slots=4, max_tokens=64)
+
+
+def during_a_driver_call(cache: KVCache, act: Callable[[], object]) -> None:
+    """Grow a sequence, and do this in the midst of it."""
+    driver = cache.pool.driver
+    create = driver.create
+    driver.create = lambda size_bytes: (act(), create(size_bytes))[1]  # type: ignore[method-assign]
+    try:
+        cache.open().grow(1)
+    finally:
+        del driver.create  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
+def test_a_handler_that_closes_the_pool_runs_behind_the_operation(cache: KVCache, pool: Pool, number: int) -> None:
+    before = signal.signal(number, lambda *_: pool.close())
+    try:
+        during_a_driver_call(cache, lambda: signal.raise_signal(number))
+    finally:
+        signal.signal(number, before)
+    assert pool.closed and pool.driver.live_handles == pool.driver.live_mappings == 0
+
+
+def test_a_call_from_within_an_operation_is_refused(cache: KVCache, pool: Pool) -> None:
+    def reenter() -> None:
+        for use in (pool.close, cache.close, cache.open, cache.stats, cache.map_ahead):
+            with pytest.raises(Reentered, match="in the middle of another operation of the same thread"):
+                use()
+
+    during_a_driver_call(cache, reenter)
+    cache.check()
+
+
+def test_other_threads_and_ignored_signals_are_left_alone(cache: KVCache) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        during_a_driver_call(cache, lambda: signal.raise_signal(signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread = threading.Thread(target=lambda: cache.open().grow(1))
+    thread.start()
+    thread.join()
+    assert cache.stats().num_sequences == 2
+
+
+def test_an_interrupted_failure_raises_the_interrupt(cache: KVCache) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        during_a_driver_call(cache, lambda: (signal.raise_signal(signal.SIGINT), 1 / 0))
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    cache.check()
