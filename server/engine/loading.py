@@ -17,8 +17,7 @@ from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, EngineCache, KVBackend, OpenBackend, SlotBackend, check_budget
 from vmmkv.server.engine.models import Model
-from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
-from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv.server.engine.models.transformers import UnmodifiedModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights

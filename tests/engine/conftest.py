@@ -14,10 +14,8 @@ from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.attention import KVRows, SlotRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
-from vmmkv.server.engine.models.config import DecoderConfig
-from vmmkv.server.engine.models.decoder import Decoder, DecoderModel
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
 from vmmkv.server.engine.models.transformers import UnmodifiedModel
-from vmmkv.server.engine.models.weights import empty
 from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve

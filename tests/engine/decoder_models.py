@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from vmmkv.server.engine.models.config import DecoderConfig
+from vmmkv.server.engine.models.decoder import DecoderConfig
 
 VOCABULARY = 199
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0,

@@ -21,9 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, PlainAttention, model_of, small
 from vmmkv import KVLayout
-from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
-from vmmkv.server.engine.models.decoder import Decoder
-from vmmkv.server.engine.models.weights import empty, load, param_bytes, step_bytes
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, empty, param_bytes, step_bytes
+from vmmkv.server.engine.models.weights import load
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.decoder_models import FAMILIES, model_of
-from vmmkv.server.engine.models.config import DecoderConfig, Unsupported, WeightsMismatch
-from vmmkv.server.engine.models.weights import empty, load, random
+from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported, empty
+from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
 CPU = torch.device("cpu")
 

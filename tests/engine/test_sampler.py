@@ -200,10 +200,10 @@ def test_tokens_are_int32_for_logits_of_16_bits_too() -> None:
 def test_slots_are_given_anew() -> None:
     sampler = make_sampler(4, request_in(1, temperature=1.0), request_in(2, temperature=0.0, repetition_penalty=2.0))
     assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, False, True]
-    assert [sampler.needs_adjusting(slot) for slot in (0, 1, 2)] == [False, False, True]
+    assert [sampler.has_penalties(slot) for slot in (0, 1, 2)] == [False, False, True]
     sampler.assign([request_in(1, temperature=0.0), request_in(2, temperature=0.5)])
     assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, True, False]
-    assert not sampler.needs_adjusting(2)
+    assert not sampler.has_penalties(2)
     sampler.assign([])
 
 
@@ -211,7 +211,7 @@ def test_a_bias_outside_the_vocabulary_is_refused_and_nothing_changes() -> None:
     sampler = make_sampler(10, request_in(1, temperature=0.0, logit_bias={3: 1.0}))
     with pytest.raises(ValueError, match=r"^logit_bias has token 10; wanted ids of the model's vocabulary, 0 to 9"):
         sampler.assign([request_in(1, temperature=1.0), request_in(2, logit_bias={2: 1.0, 10: 1.0})])
-    assert sampler.is_greedy(1) and sampler.needs_adjusting(1)
+    assert sampler.is_greedy(1) and sampler.has_penalties(1)
 
 
 def adjusted(sampler: Sampler, logits_V: torch.Tensor, slot: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
         assert torch.equal(adjusted(sampler, logits, slot), expected[slot])
         sampler.release(slot)
         sampler.release(slot)
-        assert not sampler.needs_adjusting(slot)
+        assert not sampler.has_penalties(slot)
     sampler.assign([request_in(slot, [0], [], presence_penalty=1.0) for slot in range(1, 20)])
     assert sampler._penalties.num_rows == size
     assert all(torch.equal(adjusted(sampler, logits, slot), logits) for slot in range(1, 20))  # nothing generated yet

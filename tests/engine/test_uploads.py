@@ -137,7 +137,7 @@ def test_the_hosts_work_does_not_grow_with_the_context(
             one.ask(str(index), prompt_of(length + index, index), 100)
         for _ in range(30):
             one.engine.step()
-        monkeypatch.setattr(one.engine, "_pump", lambda: None)  # it does as much as time allows
+        monkeypatch.setattr(one.engine, "map_ahead", lambda: None)  # it does as much as time allows
         calls[length] = [_calls_of(one.engine.step) for _ in range(20)]
         one.run()
     assert calls[100] == calls[1900]

@@ -63,7 +63,7 @@ def test_a_model_has_the_rows_and_the_weights_of_its_shape(name: str) -> None:
 def test_the_decoder_knows_every_model(name: str, tiny: bool) -> None:
     from transformers import AutoConfig
 
-    from vmmkv.server.engine.models.config import DecoderConfig
+    from vmmkv.server.engine.models.decoder import DecoderConfig
 
     with model_of(name, tiny=tiny).directory() as folder:
         config = DecoderConfig.of(AutoConfig.from_pretrained(folder))

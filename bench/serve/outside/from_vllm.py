@@ -17,7 +17,7 @@ from bench.serve.outside.continuous import Said, serve
 from bench.serve.outside.weights import ours
 from bench.serve.system import LIKELIEST, Limits, Models
 from bench.workloads import TokenIds, Workload
-from vmmkv.server.engine.models.weights import param_bytes
+from vmmkv.server.engine.models.decoder import param_bytes
 from vmmkv.units import GIB
 
 _BESIDE_BYTES: Final = 8 * GIB

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from bench.serve.system import Models
 from vmmkv import KVLayout
-from vmmkv.server.engine.models.config import DecoderConfig, Unsupported
+from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""What the engine wants of a model."""
+"""The models of the engine: `decoder` (the Llama line, from configuration), `transformers` (any other, by its own code).
+
+To add a family to `decoder`, name it and the fields that it reads there.
+"""
 
 from typing import Protocol
 
@@ -12,36 +15,28 @@ class Model(Protocol):
 
     @property
     def implementation(self) -> str:
-        """Whose code it is: `vmmkv` or `transformers`."""
-        ...
+        """`vmmkv` or `transformers`."""
 
     @property
     def capturable(self) -> bool:
         """Can a step of it be captured in a CUDA graph, and replayed for other tokens, slots and lengths?"""
-        ...
 
     @property
     def vocabulary_size(self) -> int:
         """Of the logits."""
-        ...
 
     def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
-        ...
 
     @property
     def has_states(self) -> bool:
         """Can it compute in two halves, `states` and `logits`?"""
-        ...
 
     def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
         """Append and attend to a step's tokens; [W, E] of what `logits` makes logits, behind those at `rows_W`."""
-        ...
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
         """[W, V] of what the last `states` gave, or of some rows of it."""
-        ...
 
     def check(self) -> None:
         """After a forward pass: is this a model that can be served at all? Raises ValueError."""
-        ...

@@ -1,22 +1,321 @@
-"""The forward pass of a dense decoder.
+"""The dense decoders of the Llama line, from one configuration: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3.
 
-Legend: N tokens of a step, B rows asked for, E hidden, H query heads, K kv heads, D head dim, V vocabulary.
+`DecoderConfig.of` reads a configuration of transformers, and refuses every field whose effect is not known here: such a model
+runs by transformers' own code. `Weights` are the tensors; q, k and v are one matrix, gate and up another. `Decoder` is the
+forward pass, by vmmkv's kernels on a GPU and by plain torch elsewhere. `DecoderModel` runs it over a cache.
+
+Legend: N tokens of a step, B rows asked for, E hidden, H query heads, K kv heads, D head dim, R = D / 2 angles, T positions,
+V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrices, I inputs.
 """
 
-from typing import Final, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from vmmkv.server.engine.attention import Batch, CachedAttention, KVRows, Rope
 from vmmkv.server.engine.kv_backend import EngineCache
-from vmmkv.server.engine.models.config import DecoderConfig
-from vmmkv.server.engine.models.weights import Weights
 
-# -------- ops
-# The few operations that a decoder is made of, on its residual stream; here in plain torch, as transformers does them.
-#
-# Legend: N tokens of a step, B rows that are kept, E hidden, G outputs, F = G / 2 gated ones, I inputs, V vocabulary.
+SCALED: Final = ("linear", "llama3", "yarn")
+"""Kinds of scaling whose frequencies do not depend on the length of a sequence. transformers' own functions compute them."""
+
+
+_CAUSAL_LM: Final[Mapping[str, str]] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The architectures known here, by `model_type`."""
+
+
+_READ: Final = {
+    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
+    "max_position_embeddings", "initializer_range",
+}  # fmt: skip
+"""Fields that `DecoderConfig.of` reads for every family."""
+
+
+_READ_BY_FAMILY: Final[Mapping[str, set[str]]] = {
+    "llama": {"attention_bias", "mlp_bias"},
+    "mistral": {"sliding_window"},
+    "qwen2": {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"},
+    "qwen3": {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "attention_bias"},
+}
+"""Fields that only some families read. `layer_types` says already what `use_sliding_window` does."""
+
+
+_ONLY: Final[Mapping[str, tuple[object, ...]]] = {
+    "hidden_act": ("silu", "swish"),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, None),
+    "is_causal": (True, None),
+    "is_encoder_decoder": (False,),
+}
+"""Fields that change the computation, and the values by which they do not."""
+
+
+_INERT: Final = {
+    "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "problem_type",
+    "output_hidden_states", "output_attentions", "return_dict", "use_cache", "chunk_size_feed_forward",
+    "attention_dropout", "tokenizer_class", "is_llama_config", "max_sequence_length", "transformers.js_config",
+    "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+"""Fields that change nothing in inference: of training, of other heads, of other programs."""
+
+
+_MULTIPLE: Final = 8
+"""Sizes of matrices and heads are multiples of it: the kernels load 16 bytes of bfloat16 at once."""
+
+
+_INERT_ENDS: Final = ("_token_id", "_token_ids")
+
+
+class Unsupported(ValueError):
+    """The decoder does not compute this model; the text says why. transformers' own code may run it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frequencies:
+    """The frequencies of a rotary position embedding (Su et al., 2021), as transformers computes them."""
+
+    kind: str
+    frequencies_R: tuple[float, ...] = field(repr=False)
+    """Radians from one position to the next: float32 numbers."""
+    scale: float
+    """Of all cosines and sines: yarn's attention factor, else 1."""
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int) -> "Frequencies":
+        """Read the `rope_parameters` of a transformers configuration. Raises Unsupported."""
+        parameters = config.rope_parameters
+        kind = parameters.get("rope_type")
+        if kind == "default":
+            # As in each model's own file: transformers has no function for it.
+            exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            frequencies_R, scale = 1.0 / parameters["rope_theta"] ** exponents_R, 1.0
+        elif kind in SCALED:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies_R, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        else:
+            raise Unsupported(f"rope_parameters are {parameters}; known are the types default, {', '.join(SCALED)}")
+        rotated = 2 * len(frequencies_R)
+        if rotated != head_dim or parameters.get("partial_rotary_factor") not in (None, 1.0):
+            raise Unsupported(f"rope_parameters are {parameters}, which rotate a part of each head and not all {head_dim}")
+        return cls(kind=kind, frequencies_R=tuple(frequencies_R.tolist()), scale=scale)
+
+    def tables(self, num_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, R] of positions [0, num_positions), float32, times `scale`."""
+        positions_T = torch.arange(num_positions, dtype=torch.float32, device=device)
+        angles_TR = positions_T[:, None] * torch.tensor(self.frequencies_R, dtype=torch.float32, device=device)
+        return angles_TR.cos() * self.scale, angles_TR.sin() * self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of pre-normed layers: rotary attention with grouped heads, then a gated MLP with SiLU."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm of each query's and key's head, before the rotation."""
+    tied: bool
+    """Is the output matrix the embedding?"""
+    windows: tuple[int | None, ...]
+    """By layer: rows that a token attends to at most, its own included; None for all."""
+    rope: Frequencies
+    max_positions: int
+    initializer_range: float
+    """Standard deviation of random weights."""
+
+    @classmethod
+    def of(cls, config: Any) -> "DecoderConfig":
+        """Read a configuration of transformers, such as `AutoConfig.from_pretrained` gives. Raises Unsupported.
+
+        It must be the whole model's: that of a part, such as a `text_config`, does not tell of the others.
+        """
+        _refuse_unknown(config)
+        family = config.model_type
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size % _MULTIPLE:
+                raise Unsupported(f"{name} is {size}; wanted a multiple of {_MULTIPLE}")
+        return cls(
+            model_type=family,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            mlp_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            norm_eps=config.rms_norm_eps,
+            qkv_bias=attention_bias or family == "qwen2",
+            out_bias=attention_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            tied=config.tie_word_embeddings,
+            windows=_windows(config),
+            rope=Frequencies.of(config, head_dim),
+            max_positions=config.max_position_embeddings,
+            initializer_range=config.initializer_range,
+        )
+
+
+def _refuse_unknown(config: Any) -> None:
+    """Raise Unsupported unless every field of the configuration is one that is known."""
+    family, architectures = config.model_type, getattr(config, "architectures", None)
+    if family not in _CAUSAL_LM:
+        raise Unsupported(f"model_type is {family!r}; known are {', '.join(_CAUSAL_LM)}")
+    if architectures not in (None, [], [_CAUSAL_LM[family]]):
+        raise Unsupported(f"architectures is {architectures}; wanted {_CAUSAL_LM[family]}")
+    read = _READ | _READ_BY_FAMILY[family]
+    for name, value in config.to_dict().items():
+        if name in _ONLY:
+            if value not in _ONLY[name]:
+                raise Unsupported(f"{name} is {value!r}; wanted {_ONLY[name][0]!r}")
+        elif name not in read and name not in _INERT and not name.startswith("_") and not name.endswith(_INERT_ENDS) and value:
+            raise Unsupported(f"{name} is {value!r}, and what that means for a {family} model is not known here")
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    layers: int = config.num_hidden_layers
+    if config.model_type == "llama":
+        return (None,) * layers
+    if config.model_type == "mistral":
+        return (config.sliding_window,) * layers
+    kinds = config.layer_types
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise Unsupported(f"layer_types is {kinds}; wanted full_attention or sliding_attention for each of {layers} layers")
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Matrices are [rows out, columns in], as torch's linear has them."""
+
+    attention_norm_E: torch.Tensor
+    qkv_CE: torch.Tensor
+    """Rows of q, of k, of v."""
+    qkv_bias_C: torch.Tensor | None
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    out_EI: torch.Tensor
+    """I = H D"""
+    out_bias_E: torch.Tensor | None
+    mlp_norm_E: torch.Tensor
+    gate_up_GE: torch.Tensor
+    """Rows of gate, then of up."""
+    gate_up_bias_G: torch.Tensor | None
+    down_EF: torch.Tensor
+    down_bias_E: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of a decoder's tensors, of one dtype on one device."""
+
+    embedding_VE: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_E: torch.Tensor
+    head_VE: torch.Tensor
+    """The embedding itself if they are tied."""
+
+    def named(self, config: DecoderConfig) -> dict[str, torch.Tensor]:
+        """Views of the tensors, and of the parts of fused ones, by the names that transformers saves them under."""
+        places = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.norm_E}
+        if self.head_VE is not self.embedding_VE:
+            places["lm_head.weight"] = self.head_VE
+        for index, layer in enumerate(self.layers):
+            places |= {f"model.layers.{index}.{name}": place for name, place in _named_in(layer, config) if place is not None}
+        return places
+
+
+def _named_in(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str, torch.Tensor | None]]:
+    yield "input_layernorm.weight", layer.attention_norm_E
+    yield "self_attn.q_norm.weight", layer.q_norm_D
+    yield "self_attn.k_norm.weight", layer.k_norm_D
+    yield "self_attn.o_proj.weight", layer.out_EI
+    yield "self_attn.o_proj.bias", layer.out_bias_E
+    yield "post_attention_layernorm.weight", layer.mlp_norm_E
+    yield "mlp.down_proj.weight", layer.down_EF
+    yield "mlp.down_proj.bias", layer.down_bias_E
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for kind, qkv, gate_up in (
+        ("weight", layer.qkv_CE, layer.gate_up_GE),
+        ("bias", layer.qkv_bias_C, layer.gate_up_bias_G),
+    ):
+        if qkv is not None:
+            for name, part in zip("qkv", torch.split(qkv, [q_rows, kv_rows, kv_rows]), strict=True):
+                yield f"self_attn.{name}_proj.{kind}", part
+        if gate_up is not None:
+            for name, part in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+                yield f"mlp.{name}_proj.{kind}", part
+
+
+def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Weights:
+    """The tensors of such a decoder, not filled yet. On the device `meta` they take no memory."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    hidden, mlp = config.hidden_size, config.mlp_size
+    q_rows = config.num_heads * config.head_dim
+    qkv_rows = q_rows + 2 * config.num_kv_heads * config.head_dim
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            attention_norm_E=tensor(hidden),
+            qkv_CE=tensor(qkv_rows, hidden),
+            qkv_bias_C=tensor(qkv_rows) if config.qkv_bias else None,
+            q_norm_D=tensor(config.head_dim) if config.qk_norm else None,
+            k_norm_D=tensor(config.head_dim) if config.qk_norm else None,
+            out_EI=tensor(hidden, q_rows),
+            out_bias_E=tensor(hidden) if config.out_bias else None,
+            mlp_norm_E=tensor(hidden),
+            gate_up_GE=tensor(2 * mlp, hidden),
+            gate_up_bias_G=tensor(2 * mlp) if config.mlp_bias else None,
+            down_EF=tensor(hidden, mlp),
+            down_bias_E=tensor(hidden) if config.mlp_bias else None,
+        )
+
+    embedding_VE = tensor(config.vocab_size, hidden)
+    return Weights(
+        embedding_VE=embedding_VE,
+        layers=tuple(layer() for _ in range(config.num_layers)),
+        norm_E=tensor(hidden),
+        head_VE=embedding_VE if config.tied else tensor(config.vocab_size, hidden),
+    )
+
+
+def param_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights."""
+    return sum(place.nbytes for place in empty(config, torch.device("meta"), dtype).named(config).values())
+
+
+def step_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of weights that a decode step reads, whatever its batch: all but an embedding that is no output matrix too.
+
+    Of that it reads one row a token, which is not counted.
+    """
+    embedding_bytes = config.vocab_size * config.hidden_size * dtype.itemsize
+    return param_bytes(config, dtype) - (0 if config.tied else embedding_bytes)
 
 
 class Stream(Protocol):
@@ -39,7 +338,7 @@ class Stream(Protocol):
 
 
 class Ops(Protocol):
-    """How one device does it."""
+    """The operations of a decoder on one kind of device."""
 
     def stream(self, x_NE: torch.Tensor, norm_eps: float) -> Stream:
         """A residual stream that begins as `x_NE`, which belongs to it from now on and may be written."""
@@ -93,11 +392,8 @@ class _TorchStream:
         return norm_E * wide_NE.to(self._x_NE.dtype)
 
 
-# -------- decoder
-
-
 class KVAttention(Protocol):
-    """What a decoder calls in each layer, once, in order: it knows where the tokens are, their angles and their windows."""
+    """Attention, as the decoder calls it once in each layer. It knows the rows, the angles and the windows of the tokens."""
 
     def __call__(
         self,
@@ -117,9 +413,9 @@ class KVAttention(Protocol):
 
 
 class Decoder:
-    """A decoder of one configuration, whose weights say where it runs.
+    """A decoder of one configuration, on the device of its weights.
 
-    Nothing in it waits for the device or depends on what is there, so that it can be captured in a CUDA graph.
+    It never waits for the device, nor depends on values there, so it can be captured in a CUDA graph.
     """
 
     def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops | None = None) -> None:
@@ -142,7 +438,7 @@ class Decoder:
                 index, q_NHD, k_NKD, v_NKD, q_norm=layer.q_norm_D, k_norm=layer.k_norm_D, norm_eps=config.norm_eps
             )
             if last_B is not None and layer is weights.layers[-1]:
-                # From here on no token looks at another: in a prefill the rest of this layer is for those asked for alone.
+                # No token looks at another from here on: in a prefill only the rows asked for need the rest of this layer.
                 attended_NHD, stream = attended_NHD.index_select(0, last_B), stream.keep(last_B)
             stream.add(attended_NHD.flatten(1), layer.out_EI, layer.out_bias_E)
             gated_NF = stream.gate(layer.mlp_norm_E, layer.gate_up_GE, layer.gate_up_bias_G)
@@ -154,12 +450,8 @@ class Decoder:
         return self._ops.linear(hidden_BE, self.weights.head_VE)
 
 
-# -------- decoder model
-# The config-driven decoder over the rows of a cache.
-
-
 class DecoderModel:
-    """A decoder whose keys and values are a cache's. Several can live in one process."""
+    """A decoder over the rows of a cache. See Model."""
 
     implementation: Final = "vmmkv"
     capturable: Final = True
@@ -188,4 +480,4 @@ class DecoderModel:
         return self._decoder.logits(states_WE)
 
     def check(self) -> None:
-        """It is known to be one that can be served."""
+        """See Model: it can be served."""
