@@ -386,7 +386,7 @@ class Reads(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-def test_queries_that_kernels_cannot_load_are_copied_though_others_of_their_shape_are_not(
+def test_queries_that_kernels_cannot_load_are_copied_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: list[torch.Tensor] = []

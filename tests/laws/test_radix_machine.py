@@ -7,15 +7,14 @@ a node in all of its ancestors at once, which the tree does only when it matters
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.laws.machine import walks
 from vmmkv.prefix import radix_tree
 from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
 
@@ -38,7 +37,7 @@ class Mark:
     stamp: int
     locks: int = 0
     until: float | None = None
-    residents: set[Hashable] = field(default_factory=set)
+    residents: set[int] = field(default_factory=set)
 
 
 def is_prefix(short: Path, long: Path) -> bool:
@@ -300,13 +299,12 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=500,
-    stateful_step_count=50,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+TestRadixMachine.settings = walks(120, 2000)
+
+
+@pytest.mark.nightly
+class TestRadixMachineAtLength(TestRadixMachine):
+    """New walks each night."""
 
 
 @pytest.fixture(autouse=True)

@@ -61,11 +61,6 @@ def evict_all(tree: Tree) -> list[Node[str]]:
 # finding
 
 
-def test_nothing_matches_in_an_empty_tree(tree: Tree) -> None:
-    match = tree.match("red", [1, 2])
-    assert (match.path, match.num_tokens, match.deepest) == ([], 0, None)
-
-
 def test_a_match_ends_at_a_node_or_inside_an_edge(tree: Tree) -> None:
     node = tree.insert("red", [1, 2, 3, 4]).node
     for tokens, num_tokens in (([1], 1), ([1, 2, 9], 2), ([1, 2, 3, 4], 4), ([1, 2, 3, 4, 5], 4)):
@@ -73,14 +68,6 @@ def test_a_match_ends_at_a_node_or_inside_an_edge(tree: Tree) -> None:
         assert (match.path, match.num_tokens) == ([node], num_tokens)
     assert tree.match("red", [2]).path == []
     assert tree.match("red", []).num_tokens == 0
-
-
-def test_matching_changes_nothing(tree: Tree) -> None:
-    first, second = (tree.insert("red", tokens).node for tokens in ([1, 2, 3], [7]))
-    tree.match("red", [1, 2])
-    tree.match("blue", [1, 2])
-    assert spans(tree) == [(0, 1), (0, 3)]
-    assert evict_all(tree) == [first, second]
 
 
 def test_token_ids_are_compared_over_all_of_their_bits(tree: Tree) -> None:
@@ -148,14 +135,6 @@ def test_an_insert_ends_a_node_exactly_where_the_tokens_end(tree: Tree) -> None:
     assert spans(tree) == [(0, 3), (3, 5), (5, 6)]
 
 
-def test_prompts_that_diverge_inside_an_edge_split_it(tree: Tree) -> None:
-    first = tree.insert("red", [1, 2, 3, 4]).node
-    second = tree.insert("red", [1, 2, 8]).node
-    assert spans(tree) == [(0, 2), (2, 3), (2, 4)]
-    assert first.parent is second.parent
-    assert (tree.num_nodes, tree.num_tokens) == (3, 5)
-
-
 def test_a_split_sends_pieces_to_their_side_and_keeps_the_lower_node(tree: Tree) -> None:
     node = tree.insert("red", [1, 2, 3, 4, 5, 6], pieces("p", 2, 4, 6)).node
     below = tree.insert("red", [1, 2, 3, 4, 5, 6, 7]).node
@@ -181,24 +160,6 @@ def test_residents_of_a_node_are_residents_of_both_halves_on_their_own(tree: Tre
     assert node.has_residents
 
 
-@pytest.mark.parametrize("num_tokens", [0, 2, 4, 5])
-def test_there_is_nothing_to_split_at_the_ends_of_an_edge(tree: Tree, num_tokens: int) -> None:
-    tree.insert("red", [1, 2])
-    node = tree.insert("red", [1, 2, 3, 4]).node
-    with pytest.raises(ValueError, match=f"split at {num_tokens}"):
-        tree.split(node, num_tokens)
-    assert spans(tree) == [(0, 2), (2, 4)]
-
-
-def test_pieces_go_to_the_nodes_in_which_they_end(tree: Tree) -> None:
-    upper = tree.insert("red", [1, 2, 3]).node
-    middle = tree.insert("red", [1, 2, 3, 4, 5]).node
-    lower = tree.insert("red", [1, 2, 3, 4, 5, 6, 7, 8], pieces("p", 1, 3, 4, 8)).node
-    assert [values(node.pieces) for node in (upper, middle, lower)] == [["p1", "p3"], ["p4"], ["p8"]]
-    assert tree.num_pieces == 4
-    tree.check()
-
-
 def test_duplicates_are_handed_back_and_the_first_stays(tree: Tree) -> None:
     tree.insert("red", [1, 2, 3, 4], pieces("a", 2, 4))
     again = tree.insert("red", [1, 2, 3, 4], pieces("b", 1, 2, 3, 4))
@@ -212,14 +173,6 @@ def test_duplicates_are_handed_back_and_the_first_stays(tree: Tree) -> None:
     tree.check()
 
 
-def test_pieces_of_two_groups_may_end_at_one_token(tree: Tree) -> None:
-    tree.insert("red", [1, 2], [Piece(2, "a")])
-    inserted = tree.insert("red", [1, 2], [Piece(2, "b", 0), Piece(2, "c", 1)])
-    assert values(inserted.duplicates) == ["b"]
-    assert values(inserted.node.pieces) == ["a", "c"]
-    tree.check()
-
-
 @pytest.mark.parametrize(
     ("end_tokens", "complaint"), [([0], "wanted after 0"), ([4], "up to 3"), ([2, 1], "out of order"), ([1, 1], "two for one")]
 )
@@ -229,16 +182,6 @@ def test_pieces_that_do_not_fit_are_refused_before_anything_changes(tree: Tree, 
     assert spans(tree) == []
     with pytest.raises(ValueError, match="at least one"):
         tree.insert("red", [])
-
-
-def test_pieces_can_be_replaced_by_others(tree: Tree) -> None:
-    node = tree.insert("red", [1, 2, 3, 4], pieces("page", 2, 4)).node
-    assert values(tree.replace(node, pieces("large", 4))) == ["page2", "page4"]
-    assert (values(node.pieces), tree.num_pieces) == (["large4"], 1)
-    with pytest.raises(ValueError, match="up to 4"):
-        tree.replace(node, pieces("x", 5))
-    assert values(tree.replace(node, ())) == ["large4"]
-    tree.check()
 
 
 # removing
@@ -297,37 +240,6 @@ def test_the_least_recently_used_leaf_goes_first(tree: Tree) -> None:
     assert evict_all(tree) == [nodes[i] for i in (2, 4, 5, 1, 0, 3)]
 
 
-def test_a_parent_is_as_late_in_use_as_what_it_had(tree: Tree) -> None:
-    parent = tree.insert("red", [1]).node
-    child = tree.insert("red", [1, 2]).node
-    other = tree.insert("red", [8]).node
-    tree.touch(child)
-    tree.remove(child)
-    assert evict_all(tree) == [other, parent]
-
-
-def test_the_only_child_of_a_node_is_found_like_one_of_many(tree: Tree) -> None:
-    parent = tree.insert("red", [1]).node
-    assert (parent.num_children, dict(parent.children)) == (0, {})
-    children = {token: tree.insert("red", [1, token, 0]).node for token in (5, 6, 7)}
-    for token, child in children.items():
-        assert dict(parent.children) == {first: node for first, node in children.items() if first >= token}
-        assert parent.num_children == len(parent.children)
-        assert tree.match("red", [1, 4, 0]).path == [parent]
-        assert tree.match("red", [1, token, 0]).path == [parent, child]
-        tree.remove(child)
-        assert tree.match("red", [1, token, 0]).path == [parent]
-    assert parent.is_leaf
-
-
-def test_using_a_parent_does_not_keep_its_children(tree: Tree) -> None:
-    parent = tree.insert("red", [1]).node
-    child = tree.insert("red", [1, 2]).node
-    other = tree.insert("red", [8]).node
-    tree.touch(parent)
-    assert evict_all(tree) == [child, other, parent]
-
-
 def test_locks_and_those_below_them_stay(tree: Tree) -> None:
     parent = tree.insert("red", [1]).node
     locked = tree.insert("red", [1, 2]).node
@@ -339,14 +251,6 @@ def test_locks_and_those_below_them_stay(tree: Tree) -> None:
     assert evict_all(tree) == []
     tree.unlock(locked)
     assert evict_all(tree) == [locked, parent]
-
-
-def test_a_split_above_a_lock_is_kept_by_it(tree: Tree) -> None:
-    node = tree.insert("red", [1, 2, 3]).node
-    tree.lock(node)
-    branch = tree.insert("red", [1, 2, 9]).node
-    assert evict_all(tree) == [branch]
-    assert spans(tree) == [(0, 2), (2, 3)]
 
 
 def test_a_pin_holds_until_its_time_and_then_the_leaf_has_its_old_place(tree: Tree, seconds: Seconds) -> None:
@@ -361,32 +265,6 @@ def test_a_pin_holds_until_its_time_and_then_the_leaf_has_its_old_place(tree: Tr
     assert evict_all(tree) == [pinned, other]
     tree.pin(ever, None)
     assert evict_all(tree) == [ever]
-
-
-def test_a_pin_can_be_made_longer_shorter_and_nothing(tree: Tree, seconds: Seconds) -> None:
-    node = tree.insert("red", [1]).node
-    tree.pin(node, 10.0)
-    assert tree.oldest_evictable() is None
-    tree.pin(node, 20.0)
-    seconds.now = 15.0
-    assert tree.oldest_evictable() is None
-    tree.pin(node, 16.0)
-    assert tree.oldest_evictable() is None
-    seconds.now = 16.0
-    assert tree.oldest_evictable() is node
-    tree.pin(node, math.inf)
-    assert tree.oldest_evictable() is None
-    tree.pin(node, None)
-    assert tree.oldest_evictable() is node
-    tree.check()
-
-
-def test_a_pinned_node_keeps_its_ancestors_and_not_its_children(tree: Tree) -> None:
-    tree.insert("red", [1])
-    pinned = tree.insert("red", [1, 2]).node
-    below = tree.insert("red", [1, 2, 3]).node
-    tree.pin(pinned, 1.0)
-    assert evict_all(tree) == [below]
 
 
 def test_pins_that_are_renewed_again_and_again_take_no_more_memory(tree: Tree) -> None:
@@ -411,21 +289,3 @@ def test_turns_of_a_conversation_that_are_no_leaves_any_more_are_not_queued_for_
         tree.insert("red", range(num_tokens))
     assert len(tree._order._recency) < 200
     tree.check()
-
-
-def test_what_could_go_is_told_without_removing_and_as_far_as_asked(tree: Tree) -> None:
-    nodes = [tree.insert("red", [token]).node for token in range(100)]
-    assert list(itertools.islice(tree.evictable(), 3)) == nodes[:3]
-    tree.touch(nodes[0])
-    assert list(itertools.islice(tree.evictable(), 3)) == nodes[1:4]
-    assert spans(tree) == [(0, 1)] * 100
-
-
-def test_parents_are_listed_before_their_children(tree: Tree) -> None:
-    for tokens in ([1], [1, 2], [1, 2, 3], [1, 4], [5]):
-        tree.insert("red", tokens)
-    seen = set()
-    for node in tree.nodes():
-        assert node.start == 0 or node.parent in seen
-        seen.add(node)
-    assert len(seen) == tree.num_nodes == 5
