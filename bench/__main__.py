@@ -1,33 +1,41 @@
-"""`python -m bench`: see run."""
+"""`python -m bench`: see cli. Ctrl-C and SIGTERM end a run in the same way; a closed pipe ends it quietly."""
 
 import os
+import signal
 import sys
 from typing import Final
 
 _INTERRUPTED: Final = 130
-_NO_READER: Final = 141
-"""The exit statuses of what Ctrl-C and SIGPIPE have ended, as shells have them."""
+_PIPE_CLOSED: Final = 141
+"""Exit statuses after Ctrl-C and SIGPIPE, as shells have them."""
 
 
 def _run() -> int:
     try:
-        # Loads torch, which takes seconds: in them one may think better of it.
-        from bench.run import main
+        # Imports torch, which takes seconds.
+        from bench.cli import main
 
         status = main()
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"stopped by {interrupt or 'Ctrl-C'}", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read, such as `head`, has seen enough. At exit Python flushes again: into nothing.
+        # The reader, such as `head`, is gone. At exit Python flushes again: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _NO_READER
+        return _PIPE_CLOSED
     return status
 
 
+def _interrupt(number: int, frame: object) -> None:
+    # `timeout` sends a second SIGTERM, to the group, which would break off the ending.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt("SIGTERM")
+
+
 if __name__ == "__main__":
-    # Before torch is loaded, which reads it. Idle OpenMP threads that spin take the cores from what is measured: on two cores,
-    # beside something else that ran, small models took ten times as long.
+    # Before torch is imported, which reads it. Idle OpenMP threads that spin take the cores from what is measured: on two
+    # cores, beside another process, small models took ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(_run())

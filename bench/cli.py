@@ -1,120 +1,191 @@
-"""The options of a run, and what they say: settings, suites, where rows go."""
+"""The command line: `python -m bench run|report|compare`; `python -m bench SUITE...` is short for `run --suite SUITE...`.
+
+A suite is a module of bench/suites with a function `run(recorder)`. It may also have `PARTS`, the names that `--parts` chooses
+from; `check(settings)`, which raises ValueError for settings that cannot be run; and `absent(settings)`, which says what is
+left out because something that it needs is missing, and why.
+"""
 
 import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
-from bench import suites
-from bench.arguments import Parser
-from bench.rows import make_folder
-from bench.settings import MODEL_SHAPES, SHAPES, Settings
+from bench.harness import MODEL_SHAPES, SHAPES, Recorder, Settings, gpu_watched, warm_clock
+from bench.rows import FAILED, Provenance, RowFile, make_folder
 
 OUT: Final = Path(__file__).parent / "out"
 """Not kept in git; `bench/results` has the rows of the machines that the documents speak of."""
 
-_SHAPE_HELP: Final = (
-    "default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide (one layer) on a CPU"
-)
+SUITES: Final = {
+    "driver_calls": "each call of the driver: alone, beside a busy Python thread, beside a kernel",
+    "append": "a decode loop that grows: in the foreground, mapped ahead in slack, on adopted slots",
+    "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
+    "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
+    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
+    "prefix": "a shared prefix: requests and conversations over slots, blocks and without sharing; attention; attaching",
+    "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
+    "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
+    "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
+}
+"""By the name of its module, what a suite measures."""
+
+ALL: Final = tuple(name for name in SUITES if name != "quality")
+"""Without `quality`, which needs a model and minutes, and says nothing of a machine."""
+
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {"alloc": ("driver_calls", "append", "resize"), "all": ALL}
 
 COMMANDS: Final = {
     "run": "measure",
-    "report": "make a page and figures of rows",
-    "compare": "two sets of rows: what has changed beyond noise",
-    "table": "rows of kernels as Markdown",
+    "report": "a page and figures of rows",
+    "compare": "two sets of rows by median and spread",
 }
 
-_ON_A_GPU: Final = """What says something where:
-  on a GPU alone   driver_calls, append, elastic, kernels, prefix, serve, hf: on a CPU host memory stands for the GPU's, models
-                   are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works, and no figure
-                   of it says anything of a GPU
-  anywhere         waste, which counts bytes; quality, but for speed
-  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE), its other parts none;
-                   quality needs SmolLM2 (`vmmkv fetch smollm2-135m`) and minutes; kernels --fa3 needs FlashAttention-3, which
-                   vLLM's wheel for x86_64 has as vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so, built for one version of torch: see
-                   bench/README.md; without it all else of kernels is measured
+_NEEDS: Final = """What says something where:
+  on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, transformers: on a CPU host memory stands for the
+                   GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
+  anywhere         memory_efficiency, which counts bytes; quality, but for speed
+  more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
+                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md
+"""
+
+_EXAMPLES: Final = """examples:
+  python -m bench run --quick --device cpu        every suite, to see that it works; some minutes on two cores
+  python -m bench run --suite alloc serve         a group, and a suite
+  python -m bench kernels --parts decode          the short form of run --suite kernels
+  python -m bench report                          rows to one HTML page and its figures
+  python -m bench compare bench/results bench/out what has changed
 """
 
 _DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
 
-_EXAMPLES: Final = """examples:
-  python -m bench run --quick --device cpu        every suite, to see that it works; some three minutes on two cores
-  python -m bench run --suite alloc serve         a group, and a suite
-  python -m bench run --resume                    what a run that was cut short has not finished
-  python -m bench kernels --parts decode          the short form of run --suite kernels
-  python -m bench report                          rows to one HTML page and its figures
-  python -m bench compare bench/results/prefix.jsonl@0a1d004 bench/results/prefix.jsonl@647c26e
-  python -m bench table bench/out/kernels.jsonl   rows of kernels as Markdown, promises kept or not
-"""
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with refusals in one line on stderr: a usage of dozens of options would hide what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse itself refuses."""
+        self.refuse(f"{message}; --help says what there is")
+
+    def refuse(self, message: str) -> NoReturn:
+        """End the process with what was wrong and what would work."""
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """A run: `suites` by `settings`, rows to `out`; with `resume`, without what has finished there."""
-
-    suites: tuple[str, ...]
-    settings: Settings
-    out: Path
-    commit: str | None
-    resume: bool
-
-
-def print_help() -> None:
-    """The commands, and the suites."""
-    width = max(map(len, suites.SUITES)) + 2
-    print("usage: python -m bench COMMAND ... | SUITE... [options of run]\n")
-    print("commands (each has --help):")
-    for name, text in COMMANDS.items():
-        print(f"  {name:{width}}{text}")
-    print(f"\n{_suite_list()}\n")
-    print(_EXAMPLES, end="")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 if a suite failed, 2 for a wrong command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command, behind = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0
+    if command in ("report", "compare"):
+        try:
+            command_main: Callable[[Sequence[str]], int] = import_module(f"bench.{command}").main
+        except ModuleNotFoundError as error:
+            print(f"python -m bench {command}: no package {error.name}; `pip install -e '.[bench]'` brings it", file=sys.stderr)
+            return 1
+        return command_main(behind)
+    if command != "run" and not command.startswith("-") and command not in SUITES and command not in GROUPS:
+        known = f"commands: {', '.join(COMMANDS)}; suites: {', '.join([*SUITES, *GROUPS])}"
+        Parser(prog="python -m bench").refuse(f"no command or suite {command}; {known}")
+    return _run(*_parse(behind if command == "run" else arguments, short=command != "run"))
 
 
-def parse(arguments: Sequence[str], *, short: bool) -> Options:
-    """The options of `run`, or of its short form, which names suites first. What is wrong ends the process, in words."""
+def load(name: str) -> Any:
+    """The suite's module."""
+    return import_module(f"bench.suites.{name}")
+
+
+def _run(suites: Sequence[str], settings: Settings, out: Path, commit: str | None) -> int:
+    """Suites one after the other; those behind a failed one still run. Interrupted, what was measured is printed."""
+    torch.manual_seed(settings.seed)
+    file = RowFile(out, Provenance.collect(settings.device, seed=settings.seed, quick=settings.quick, commit=commit))
+    recorders = [Recorder(name, settings, file) for name in suites]
+    try:
+        warm_clock(settings.device)
+        for recorder in recorders:
+            suite = load(recorder.suite)
+            for what, why in suite.absent(settings).items() if hasattr(suite, "absent") else ():
+                recorder.say(f"absent: {recorder.suite} {what}: {why}")
+            with recorder.guarded(recorder.suite), gpu_watched(recorder, recorder.suite):
+                suite.run(recorder)
+    finally:
+        for recorder in recorders:
+            if recorder.rows:
+                recorder.print_tables()
+        num_rows = sum(len(recorder.rows) for recorder in recorders)
+        print(f"{num_rows} rows appended under {out}; bench/README.md says what they do and do not show")
+    if failed := [workload for recorder in recorders for workload in recorder.failed]:
+        print(f"FAILED: {'; '.join(failed)}; see the tracebacks above, and the rows `{FAILED}`")
+    return 1 if failed else 0
+
+
+def _help() -> str:
+    width = max(map(len, SUITES)) + 2
+    commands = "\n".join(f"  {name:{width}}{text}" for name, text in COMMANDS.items())
+    usage = "usage: python -m bench COMMAND ... | SUITE... [options of run]"
+    return f"{usage}\n\ncommands (each has --help):\n{commands}\n\n{_suite_list()}\n\n{_EXAMPLES}"
+
+
+def _suite_list() -> str:
+    width = max(map(len, SUITES)) + 2
+    lines = [f"  {name:{width}}{text}" for name, text in SUITES.items()]
+    lines += [f"  {name:{width}}{', '.join(of_group)}" for name, of_group in GROUPS.items()]
+    return "\n".join(["suites:", *lines, "", _NEEDS.rstrip()])
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    """The suites that these names stand for, each once. Raises: ValueError, naming what there is."""
+    if unknown := sorted(set(names) - SUITES.keys() - GROUPS.keys()):
+        raise ValueError(f"no suite {', '.join(unknown)}; there are {', '.join([*SUITES, *GROUPS])}")
+    wanted = dict.fromkeys(suite for name in names for suite in GROUPS.get(name, (name,)))
+    return [name for name in SUITES if name in wanted] if "all" in names else list(wanted)
+
+
+def _check(settings: Settings, names: Sequence[str]) -> None:
+    """Raises: ValueError for parts and options of suites that are not wanted, before anything is measured."""
+    if settings.cases and not {"kernels", "serve"}.intersection(names):
+        raise ValueError("--cases is of kernels and serve: name one of them, or leave --cases out")
+    if settings.fa3 and "kernels" not in names:
+        raise ValueError("--fa3 is of kernels, which is not wanted here: name that suite, or leave --fa3 out")
+    modules = {name: load(name) for name in names}
+    if settings.parts:
+        with_parts = [name for name, module in modules.items() if hasattr(module, "PARTS")]
+        if len(with_parts) != 1:
+            which = f"{' and '.join(with_parts)} have different ones" if with_parts else f"{' and '.join(names)} have none"
+            raise ValueError(f"--parts: {which}; name one suite, or no parts")
+        (name,) = with_parts
+        if unknown := [part for part in settings.parts if part not in modules[name].PARTS]:
+            raise ValueError(f"no part {', '.join(unknown)}; {name} has {', '.join(modules[name].PARTS)}")
+    for module in modules.values():
+        if hasattr(module, "check"):
+            module.check(settings)
+
+
+def _parse(arguments: Sequence[str], *, short: bool) -> tuple[list[str], Settings, Path, str | None]:
+    """Suites, settings, the folder for rows, the commit. What is wrong ends the process, in words."""
     parser = _parser(short=short)
     given, left = parser.parse_known_args(arguments)
     try:
         if left:
-            _refuse_left(parser, left, short=short)
-        names = suites.chosen(given.suites or ["all"])
+            if not short and all(word in SUITES or word in GROUPS for word in left):
+                parser.refuse(f"suites are named by an option: --suite {' '.join(left)}")
+            parser.error(f"unrecognized arguments: {' '.join(left)}")
+        names = _chosen(given.suites or ["all"])
         settings = _settings(given)
-        suites.check(settings, names)
+        _check(settings, names)
     except (ValueError, RuntimeError) as error:
         parser.refuse(str(error))
     try:
         make_folder(given.out)
     except ValueError as error:
         parser.refuse(f"--out {error}")
-    return Options(suites=tuple(names), settings=settings, out=given.out, commit=given.commit, resume=given.resume)
-
-
-def refuse_command(name: str) -> NoReturn:
-    """What is neither a command nor a suite: say which there are, in one line."""
-    parser = Parser(prog="python -m bench")
-    parser.refuse(
-        f"no command or suite {name}; commands: {', '.join(COMMANDS)}; suites: {', '.join([*suites.SUITES, *suites.GROUPS])}"
-    )
-
-
-def _refuse_left(parser: Parser, left: Sequence[str], *, short: bool) -> NoReturn:
-    """What no option takes. Names of suites, which `run` has behind an option, are answered by that."""
-    names = [word for word in left if not word.startswith("-")]
-    if short or names != left:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
-    suites.chosen(names)
-    parser.refuse(f"suites are named by an option: --suite {' '.join(names)}")
-
-
-def _suite_list() -> str:
-    width = max(map(len, suites.SUITES)) + 2
-    lines = [f"  {name:{width}}{text}" for name, text in suites.SUITES.items()]
-    lines += [f"  {name:{width}}{', '.join(of_group)}" for name, of_group in suites.GROUPS.items()]
-    return "\n".join(["suites:", *lines, "", _ON_A_GPU.rstrip()])
+    return names, settings, given.out, given.commit
 
 
 def _parser(*, short: bool) -> Parser:
@@ -124,33 +195,23 @@ def _parser(*, short: bool) -> Parser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    what = "which to run: suites, groups, or all"
     if short:
-        parser.add_argument("suites", nargs="+", metavar="SUITE", help="which to run: suites, groups, or all")
+        parser.add_argument("suites", nargs="+", metavar="SUITE", help=what)
     else:
-        parser.add_argument(
-            "--suite",
-            dest="suites",
-            nargs="+",
-            action="extend",
-            default=[],
-            metavar="SUITE",
-            help="which to run: suites, groups, or all; default: all",
-        )
+        parser.add_argument("--suite", dest="suites", nargs="+", action="extend", metavar="SUITE", help=f"{what} (default)")
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="to see that everything works: all in some three minutes on two cores; the figures are noise",
+        "--quick", action="store_true", help="to see that everything works, in minutes on two cores; the figures are noise"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="leave out what has finished in that folder: same commit, device, seed and options",
-    )
     parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
     parser.add_argument("--seed", type=int, default=0, help="everything random follows from it; default: 0")
-    parser.add_argument("--model-shape", choices=SHAPES, help=_SHAPE_HELP)
+    parser.add_argument(
+        "--model-shape",
+        choices=SHAPES,
+        help="default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide on a CPU",
+    )
     group = parser.add_argument_group("append")
     group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
     group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
@@ -162,13 +223,10 @@ def _parser(*, short: bool) -> Parser:
         nargs="+",
         default=(),
         metavar="CASE",
-        help="of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems too: chat, or 8",
+        help="of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, or 8",
     )
     group.add_argument(
-        "--fa3",
-        type=Path,
-        metavar="LIBRARY",
-        help="of kernels alone, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel",
+        "--fa3", type=Path, metavar="LIBRARY", help="of kernels, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
     )
     group = parser.add_argument_group("serve")
     group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
@@ -196,6 +254,7 @@ def _settings(given: argparse.Namespace) -> Settings:
     return Settings(
         device=device,
         shape=SHAPES[given.model_shape or ("llama-3.1-8b" if device.type == "cuda" else "wide")],
+        shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
         quick=given.quick,
         seed=given.seed,
         work=given.work,
@@ -207,5 +266,4 @@ def _settings(given: argparse.Namespace) -> Settings:
         repeat=given.repeat,
         max_num_batched_tokens=given.max_num_batched_tokens,
         tokenizer=given.tokenizer,
-        shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
     )

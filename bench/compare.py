@@ -1,14 +1,18 @@
-"""`python -m bench compare A B`: two sets of rows, and what has changed from the first to the second beyond noise.
+"""`python -m bench compare OLD NEW`: two sets of rows by median and spread.
 
-A and B are files of rows, or folders of them; FILE@COMMIT takes the rows of one commit alone. Of rows of the same thing the
-newest of each side stands, and a full row before a quick one. The rule for noise is that of bench/verdict.py. Rows of two
-devices, and quick rows, are not judged. Of two samples the p50 shown is their mean.
+OLD and NEW are files of rows, or folders of them; PATH@COMMIT takes the rows of one commit. Of rows of the same thing the
+newest of each side counts.
+
+    worse, better    the medians differ by more than --limit (2 %), and the intervals from p20 to p80 do not overlap
+    unclear          the medians differ by more than that, and the intervals overlap, or neither direction is better
+    alike            the medians differ by no more than that
+
+Rows of two devices, and --quick rows, cannot be compared. The median of two samples is their mean.
 """
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,178 +20,105 @@ from typing import Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bench.arguments import Parser
-from bench.recorded import Key, Recorded, newest, read
-from bench.report import console
-from bench.rows import FAILED, origin_of
-from bench.table import figure
-from bench.timing import middle
-from bench.verdict import change, differ, higher_is_better, is_difference
+from bench.cli import Parser
+from bench.harness import console
+from bench.rows import FAILED, Recorded, figure, newest, read
 
-_WORSE, _BETTER, _OTHER, _NOISE, _UNJUDGED = "worse", "better", "other", "noise", "not judged"
-_ORDER: Final = (_WORSE, _BETTER, _OTHER, _NOISE, _UNJUDGED)
-"""What is real first, and what is lost before what is won."""
-_REAL: Final = (_WORSE, _BETTER, _OTHER)
-
-_LOG_COLUMNS: Final = 200
+_WORSE, _BETTER, _UNCLEAR, _ALIKE = "worse", "better", "unclear", "alike"
+_ORDER: Final = (_WORSE, _BETTER, _UNCLEAR, _ALIKE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The same row of both sides."""
+    """The same row of both sides. `change` is the share by which the median has grown; None from 0 to something else."""
 
-    before: Recorded
-    after: Recorded
+    old: Recorded
+    new: Recorded
+    limit: float
 
     @property
     def change(self) -> float | None:
-        """Share by which the median has changed; None from 0 to something else."""
-        return change(self.before.row.summary, self.after.row.summary)
+        """By the medians."""
+        old, new = self.old.row.summary.median, self.new.row.summary.median
+        return 0.0 if old == new else (new - old) / abs(old) if old else None
 
     @property
     def verdict(self) -> str:
-        """One of _ORDER."""
-        sides = (self.before, self.after)
-        if any(side.provenance.quick for side in sides) or len({side.provenance.device for side in sides}) > 1:
-            return _UNJUDGED
-        before, after = self.before.row, self.after.row
-        if not differ(before.summary, after.summary):
-            return _NOISE
-        higher = higher_is_better(after.metric, after.unit)
-        if higher is None:
-            return _OTHER
-        return _BETTER if (middle(after.summary) > middle(before.summary)) == higher else _WORSE
+        """One of `_ORDER`."""
+        change, row = self.change, self.new.row
+        if change is not None and abs(change) <= self.limit:
+            return _ALIKE
+        if row.higher_is_better is None or row.summary.overlaps(self.old.row.summary):
+            return _UNCLEAR
+        grew = row.summary.median > self.old.row.summary.median
+        return _BETTER if grew == row.higher_is_better else _WORSE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Rows of both sides in the order of their verdicts, and those of one side alone."""
-
-    pairs: tuple[Pair, ...]
-    only_before: tuple[Recorded, ...]
-    only_after: tuple[Recorded, ...]
-
-    @property
-    def losses(self) -> int:
-        """What is worse, and what has failed on the second side and had not on the first."""
-        failed = sum(one.row.metric == FAILED for one in self.only_after)
-        return failed + sum(pair.verdict == _WORSE for pair in self.pairs)
+def compare(old: Sequence[Recorded], new: Sequence[Recorded], limit: float) -> list[Pair]:
+    """The rows that both sides have, the worst first. Raises: ValueError if there are none, or devices differ."""
+    olds, news = ({one.key: one for one in newest(side) if not one.provenance.quick} for side in (old, new))
+    pairs = [Pair(old=olds[key], new=news[key], limit=limit) for key in olds if key in news]
+    if not pairs:
+        raise ValueError("no row that is not quick has the same suite, workload, system and metric on both sides")
+    devices = [", ".join(sorted({getattr(pair, side).provenance.device for pair in pairs})) for side in ("old", "new")]
+    if devices[0] != devices[1]:
+        raise ValueError(f"devices differ: {devices[0]} against {devices[1]}; compare rows of one device")
+    return sorted(pairs, key=lambda pair: (_ORDER.index(pair.verdict), -abs(pair.change or float("inf"))))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the comparison; 0, or with --fail-on-loss 1 if anything has lost; 2 if there is nothing to compare."""
+    """The exit status: 1 with --fail-on-loss if anything is worse, or failed in NEW alone; 2 if nothing can be compared."""
     parser = Parser(prog="python -m bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", metavar="A", help="a file of rows, a folder of them, or either with @COMMIT behind it")
-    parser.add_argument("after", metavar="B", help="the same: what A is compared with")
-    parser.add_argument(
-        "--fail-on-loss", action="store_true", help="exit with 1 if anything is worse beyond noise, or has failed"
-    )
-    parser.add_argument("--all", action="store_true", help="also rows that differ by noise, or are not judged")
+    parser.add_argument("old", metavar="OLD", help="a file of rows, a folder of them, or either with @COMMIT behind it")
+    parser.add_argument("new", metavar="NEW", help="the same")
+    parser.add_argument("--limit", type=float, default=2.0, metavar="PERCENT", help="differences that count; default: 2")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose suite, workload, system or metric has it")
+    parser.add_argument("--all", action="store_true", help="also rows that are alike")
+    parser.add_argument("--fail-on-loss", action="store_true", help="exit with 1 if anything is worse, or has failed")
     options = parser.parse_args(arguments)
     try:
-        comparison = compare(_read(options.before), _read(options.after))
+        old, new = ([one for one in _read(side) if options.match in " | ".join(one.key)] for side in (options.old, options.new))
+        pairs = compare(old, new, options.limit / 100)
     except ValueError as error:
         parser.refuse(str(error))
-    out = console(_LOG_COLUMNS)
-    for line in lines(comparison):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not comparison.pairs:
-        parser.refuse("nothing to compare: no row has the same suite, workload, system and metric on both sides")
-    shown = [pair for pair in comparison.pairs if options.all or pair.verdict in _REAL]
-    if shown:
+    out = console(200)
+    for name, side in (("OLD", "old"), ("NEW", "new")):
+        origins = Counter(getattr(pair, side).provenance.origin for pair in pairs)
+        out.print(f"{name}: " + "; ".join(f"{count} rows of {origin}" for origin, count in origins.items()), highlight=False)
+    if shown := [pair for pair in pairs if options.all or pair.verdict != _ALIKE]:
         out.print(_table(shown))
-    out.print(_summary(comparison, len(shown)), highlight=False, markup=False, soft_wrap=True)
-    return 1 if options.fail_on_loss and comparison.losses else 0
-
-
-def compare(before: Sequence[Recorded], after: Sequence[Recorded]) -> Comparison:
-    """What is on both sides, by suite, workload, system and metric, the newest of each."""
-    sides: list[dict[Key, Recorded]] = [_by_key(rows) for rows in (before, after)]
-    first, second = sides
-    pairs = [Pair(before=first[key], after=second[key]) for key in first if key in second]
-    return Comparison(
-        pairs=tuple(sorted(pairs, key=_order)),
-        only_before=tuple(one for key, one in first.items() if key not in second),
-        only_after=tuple(one for key, one in second.items() if key not in first),
-    )
-
-
-def lines(comparison: Comparison) -> Iterator[str]:
-    """What there is to say before the table: first what stands on either side."""
-    for name, side in (("A", "before"), ("B", "after")):
-        origins = Counter(
-            f"{provenance.device}, {origin_of(provenance.commit, provenance.date)}"
-            for provenance in (getattr(pair, side).provenance for pair in comparison.pairs)
-        )
-        if origins:
-            yield f"{name}: " + "; ".join(f"{count} rows of {origin}" for origin, count in origins.most_common())
-    devices = [sorted({getattr(pair, side).provenance.device for pair in comparison.pairs}) for side in ("before", "after")]
-    if devices[0] != devices[1]:
-        yield f"WARNING: devices differ: {', '.join(devices[0])} against {', '.join(devices[1])}; such rows are not judged"
-    if any(side.provenance.quick for pair in comparison.pairs for side in (pair.before, pair.after)):
-        yield "WARNING: some rows are of --quick, whose figures are noise; they are not judged"
-    for one in comparison.only_after:
-        if one.row.metric == FAILED:
-            yield f"FAILED in B, not in A: {one.row.suite}: {one.row.workload}"
-    for pair in comparison.pairs:
-        if pair.after.row.metric == FAILED:
-            yield f"FAILED in both: {pair.after.row.suite}: {pair.after.row.workload}"
-    for name, alone in (("A", comparison.only_before), ("B", comparison.only_after)):
-        if alone:
-            suites = Counter(one.row.suite for one in alone)
-            yield f"{len(alone)} rows only in {name}: " + ", ".join(f"{count} of {suite}" for suite, count in suites.items())
-
-
-def _summary(comparison: Comparison, num_shown: int) -> str:
-    """The last line: what one looks for where a table is long."""
-    counts = Counter(pair.verdict for pair in comparison.pairs)
-    said = f"{len(comparison.pairs)} rows on both sides: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER)
-    hidden = len(comparison.pairs) - num_shown
-    return f"{said}; {hidden} not shown: --all shows them" if hidden else said
+    known = {one.key for one in old}
+    failed = [one.row.workload for one in new if one.row.metric == FAILED and one.key not in known]
+    for workload in failed:
+        out.print(f"FAILED in NEW alone: {workload}", highlight=False, markup=False)
+    counts = Counter(pair.verdict for pair in pairs)
+    alone = [len({one.key for one in side}) - len(pairs) for side in (old, new)]
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER)
+    out.print(f"{len(pairs)} rows on both sides: {verdicts}; {alone[0]} only in OLD, {alone[1]} only in NEW", highlight=False)
+    return 1 if options.fail_on_loss and (failed or counts[_WORSE]) else 0
 
 
 def _read(source: str) -> list[Recorded]:
-    """The rows of PATH or PATH@COMMIT. Lines that are none are named on stderr."""
+    """The rows of PATH or PATH@COMMIT."""
     path, at, commit = source.rpartition("@")
     whole = not at or Path(source).exists()
-    reading = read([Path(source if whole else path)], None if whole else commit)
-    if reading.notice:
-        print(reading.notice, file=sys.stderr)
-    return list(reading.rows)
-
-
-def _by_key(rows: Sequence[Recorded]) -> dict[Key, Recorded]:
-    """A full row stands before a quick one, and of several devices the newest: who wants another names a file or a commit."""
-    ascending = sorted(newest(rows), key=lambda one: (not one.provenance.quick, one.provenance.date))
-    return {one.key: one for one in ascending}
-
-
-def _order(pair: Pair) -> tuple[int, float]:
-    share = pair.change
-    return _ORDER.index(pair.verdict), -abs(float("inf") if share is None else share)
-
-
-def _change(pair: Pair) -> str:
-    """A share; of what is a difference itself, the difference of both."""
-    before, after = pair.before.row, pair.after.row
-    if is_difference(before.metric):
-        return f"{middle(after.summary) - middle(before.summary):+.3g}"
-    return "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
+    return read([Path(source if whole else path)], None if whole else commit)
 
 
 def _table(pairs: Sequence[Pair]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for heading in ("", "suite", "workload", "system", "metric"):
         table.add_column(heading, overflow="fold")
-    for heading in ("A p50", "p20..p80", "n", "B p50", "p20..p80", "n", "change"):
+    for heading in ("old p50", "p20..p80", "n", "new p50", "p20..p80", "n", "change"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     for pair in pairs:
-        row = pair.before.row
+        row = pair.new.row
         sides = [
             text
-            for summary in (row.summary, pair.after.row.summary)
-            for text in (figure(middle(summary)), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
+            for summary in (pair.old.row.summary, row.summary)
+            for text in (figure(summary.median), f"{figure(summary.p20)}..{figure(summary.p80)}", str(summary.n))
         ]
-        table.add_row(pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, _change(pair), row.unit)
+        change = "from 0" if pair.change is None else f"{100 * pair.change:+.1f} %"
+        table.add_row(pair.verdict, row.suite, row.workload, row.system, row.metric, *sides, change, row.unit)
     return table

@@ -1,41 +1,113 @@
-"""A row: one metric of one system under one workload, with all that is needed to measure it again. JSON Lines."""
+"""A row: one metric of one system under one workload, with all that is needed to measure it again. JSON Lines.
+
+    suite, workload, system, metric, unit | p20 p50 p80 p99 n | bound | device, driver, versions, commit, seed, quick, date
+
+`RowFile` appends rows; `read` gives them back, of several files and folders.
+"""
 
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 import vmmkv
-from bench.timing import Summary, exact
 
 PACKAGES: Final = {"torch": "torch", "triton": "triton", "cuda_bindings": "cuda-bindings"}
 """By the name in a row, the distribution whose version it is."""
 
 FAILED: Final = "failed"
-"""The metric of a row of what has failed and so has no other: of 1 run, in the unit `runs`."""
+"""The metric of a workload that failed: 1 of the unit `runs`. Such a workload has no other rows."""
+
+GPU: Final = "GPU"
+"""The system of rows about the GPU itself: clocks, power, temperature."""
+
+_HIGHER: Final = frozenset({"GB/s", "MiB/s", "TFLOP/s", "tok/s", "x", "requests/s"})
+_LOWER: Final = frozenset(
+    {"us", "ms", "s", "steps", "calls", "/request", "/turn", "bytes", "bytes/token", "B", "KiB", "MiB", "GiB", "runs"}
+)
+_BY_METRIC: Final[Mapping[str, bool | None]] = {
+    "rate": None,  # what was offered
+    "maps": None,
+    "given back": None,
+    "held": None,
+    "memory, held": False,
+    "lookahead": None,
+    "rows of a sequence": None,
+    "parked": None,
+    "kept to the target": True,
+    "longest context": True,
+    "same tokens": True,
+    "same answers": True,
+    "running at once": True,
+    "admitted sequences": True,
+    "most of the budget": True,
+    "prompt tokens attached": True,
+    "steps saved": True,
+    "preempted": False,
+    "time per token over": False,
+    "waste": False,
+    "of it": False,
+    "first tokens off": False,
+    "logits off": False,
+    "perplexity": False,
+    "attention output error": False,
+    "gap": False,
+}
+"""By how a metric begins, where its unit does not say which direction is better, or says it wrongly."""
 
 
-_COMMIT_DIGITS: Final = 12
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Percentiles of `n` samples. A single figure has the same number four times."""
+
+    p20: float
+    p50: float
+    p80: float
+    p99: float
+    n: int
+
+    @property
+    def median(self) -> float:
+        """The p50; of two samples their mean."""
+        return (self.p20 + self.p80) / 2 if self.n == 2 else self.p50
+
+    def overlaps(self, other: "Summary") -> bool:
+        """Whether the intervals from p20 to p80 have a point in common."""
+        return self.p20 <= other.p80 and other.p20 <= self.p80
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Percentiles without interpolation: each is a sample that was seen. Raises: ValueError if there is none."""
+    if not len(samples):
+        raise ValueError("there are no samples to summarize")
+    p20, p50, p80, p99 = np.percentile(np.asarray(samples, dtype=np.float64), (20, 50, 80, 99), method="inverted_cdf")
+    return Summary(p20=float(p20), p50=float(p50), p80=float(p80), p99=float(p99), n=len(samples))
+
+
+def exact(value: float, n: int) -> Summary:
+    """A single figure over `n` things."""
+    return Summary(p20=value, p50=value, p80=value, p99=value, n=n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where and on what rows were measured."""
+    """Where and from what rows were measured."""
 
     device: str
     """The GPU's name, or the CPU's model."""
     driver: str
-    """The version of NVIDIA's driver, or of the kernel."""
+    """The version of NVIDIA's driver, or of the operating system's kernel."""
     versions: Mapping[str, str]
     commit: str
     seed: int
@@ -45,7 +117,7 @@ class Provenance:
 
     @classmethod
     def collect(cls, device: torch.device, *, seed: int, quick: bool, commit: str | None = None) -> "Provenance":
-        """Ask the machine; `commit` where it has no repository to ask."""
+        """Ask the machine. `commit` is for a checkout without a repository."""
         on_gpu = device.type == "cuda"
         return cls(
             device=torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
@@ -57,6 +129,12 @@ class Provenance:
             quick=quick,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+    @property
+    def origin(self) -> str:
+        """Commit and day, as they stand under a figure."""
+        digits, changed, _ = self.commit.partition("-changed")
+        return f"commit {digits[:12]}{changed} of {self.date[:10]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,38 +149,37 @@ class Row:
     summary: Summary
     bound: float | None = None
 
-    @classmethod
-    def failed(cls, suite: str, workload: str, system: str) -> "Row":
-        """What says that there is no other."""
-        return cls(suite=suite, workload=workload, system=system, metric=FAILED, unit="runs", summary=exact(1, 1))
+    @property
+    def higher_is_better(self) -> bool | None:
+        """By the metric's name, else by its unit. None if neither direction is better."""
+        for start, higher in _BY_METRIC.items():
+            if self.metric.startswith(start):
+                return higher
+        return True if self.unit in _HIGHER else False if self.unit in _LOWER else None
 
     def as_dict(self, provenance: Provenance) -> dict[str, object]:
-        """Flat, in the order in which one reads it."""
-        row: dict[str, object] = {name: getattr(self, name) for name in ("suite", "workload", "system", "metric", "unit")}
+        """Flat, in reading order."""
+        row: dict[str, object] = {name: getattr(self, name) for name in _NAMES}
         row |= {name: _rounded(value) for name, value in asdict(self.summary).items()}
         return row | {"bound": _rounded(self.bound)} | asdict(provenance)
 
 
-def make_folder(folder: Path) -> None:
-    """A folder that can be written to, with those above it. Raises: ValueError if it cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
-        raise ValueError(f"{folder} cannot be written to: {reason}; name one that can") from error
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A row as it came back from a file."""
+
+    row: Row
+    provenance: Provenance
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What it is a row of: suite, workload, system, metric."""
+        return self.row.suite, self.row.workload, self.row.system, self.row.metric
 
 
-def short_commit(commit: str) -> str:
-    """Twelve digits of it, and whether files had changed since."""
-    digits, changed, _ = commit.partition("-changed")
-    return digits[:_COMMIT_DIGITS] + changed
-
-
-def origin_of(commit: str, date: str) -> str:
-    """As it stands under a figure."""
-    return f"commit {short_commit(commit)} of {date[: len('2026-01-01')]}"
+_NAMES: Final = ("suite", "workload", "system", "metric", "unit")
+_PERCENTILES: Final = tuple(field.name for field in fields(Summary))
+_PROVENANCE: Final = tuple(field.name for field in fields(Provenance))
 
 
 class RowFile:
@@ -114,23 +191,93 @@ class RowFile:
         make_folder(folder)
 
     def append(self, row: Row) -> None:
-        """Write it through at once, so that a run which is cut short keeps what it measured."""
-        append_line(self.folder / f"{row.suite}.jsonl", row.as_dict(self.provenance))
-
-
-def append_line(path: Path, record: Mapping[str, object]) -> None:
-    """A record at the end of a file of JSON lines. A line that a killed run left half written does not swallow it."""
-    with path.open("ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            cut = file.read(1) != b"\n"
-        else:
+        """Write it through at once: a run that is cut short keeps what it measured."""
+        with (self.folder / f"{row.suite}.jsonl").open("ab+") as file:
+            # A line that a killed run left half written must not swallow this one.
             cut = False
-        file.write((b"\n" if cut else b"") + json.dumps(record).encode() + b"\n")
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                cut = file.read(1) != b"\n"
+            file.write((b"\n" if cut else b"") + json.dumps(row.as_dict(self.provenance)).encode() + b"\n")
+
+
+def make_folder(folder: Path) -> None:
+    """A folder that can be written to, with its parents. Raises: ValueError if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{folder} cannot be written to: {reason}; name one that can") from error
+
+
+def read(sources: Sequence[Path], commit: str | None = None) -> list[Recorded]:
+    """The rows of files, and of all `*.jsonl` in folders; with `commit`, those of commits that begin so.
+
+    Raises: ValueError for a missing file, a line that is no row, or no rows at all, naming what would work.
+    """
+    rows: list[Recorded] = []
+    for source in sources:
+        if not source.exists():
+            raise ValueError(f"{source}: no such file or folder; `python -m bench run` writes rows to bench/out")
+        for path in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
+            rows += _read_file(path)
+    there_are = ", ".join(dict.fromkeys(one.provenance.commit[:12] for one in rows)) or "none"
+    names = ", ".join(map(str, sources))
+    if commit is not None:
+        rows = [one for one in rows if commit and one.provenance.commit.startswith(commit)]
+        if not rows:
+            raise ValueError(f"no row of commit {commit!r} in {names}; there are {there_are}")
+    if not rows:
+        raise ValueError(f"no row in {names}; `python -m bench run` writes some to bench/out")
+    return rows
+
+
+def newest(rows: Iterable[Recorded]) -> list[Recorded]:
+    """Of rows of the same thing on the same device, quick or not, the one measured last; in the order of `rows`."""
+    last: dict[tuple[object, ...], Recorded] = {}
+    for one in rows:
+        name = (one.key, one.provenance.device, one.provenance.quick)
+        if name not in last or last[name].provenance.date <= one.provenance.date:
+            last[name] = one
+    return list(last.values())
+
+
+def figure(value: float) -> str:
+    """Three significant digits, and all of a larger number's whole part."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _read_file(path: Path) -> Iterator[Recorded]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a row: a killed run may have cut it; remove the line") from error
+        yield _recorded(record, f"{path}:{number}")
+
+
+def _recorded(record: Any, where: str) -> Recorded:
+    wanted = (*_NAMES, *_PERCENTILES, *_PROVENANCE)
+    absent = [name for name in wanted if name not in record] if isinstance(record, dict) else wanted
+    if absent:
+        raise ValueError(f"{where}: not a row: it has no {', '.join(absent[:5])}; `python -m bench run` writes rows")
+    if not_numbers := [name for name in _PERCENTILES if not isinstance(record[name], int | float)]:
+        raise ValueError(f"{where}: not a row: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
+    summary = Summary(**{name: record[name] for name in _PERCENTILES})
+    row = Row(**{name: record[name] for name in _NAMES}, summary=summary, bound=record.get("bound"))
+    return Recorded(row=row, provenance=Provenance(**{name: record[name] for name in _PROVENANCE}))
 
 
 def _rounded(value: float | int | None) -> float | int | None:
-    """Six significant digits: more is noise, and makes lines that nobody reads."""
+    """Six significant digits: the rest is noise."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -154,7 +301,7 @@ def _nvidia_driver() -> str:
 
 
 def _commit() -> str:
-    """The commit of this checkout, marked if files that git knows have changed since; "unknown" where there is no git."""
+    """The commit of this checkout, with `-changed` if tracked files differ from it; "unknown" without git."""
     root = str(Path(__file__).parent)
     commit = _output("git", "-C", root, "rev-parse", "HEAD").strip()
     if not commit:

@@ -6,19 +6,101 @@ block borders, ahead of need and for all sequences in one copy.
 Legend: S slots, P blocks, U rows of a block, C columns of the tables, K kv heads, D head dim.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
-from bench.baselines.blocks import BLOCK_ROWS, BlockPool
-from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
+from bench.baselines.slots import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
-from vmmkv.prefix.radix_tree import Node
+from vmmkv.prefix import PrefixStats
+from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree
+from vmmkv.server.engine.attention import Batch, RotaryParams, SharedPrefixes
+from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
+
+# -------- blocks
+# Blocks of 16 rows with reference counts, and the radix tree over them: what vLLM and SGLang keep rows in.
+
+BLOCK_ROWS: Final = 16
+"""vLLM's default."""
+
+
+class BlockPool:
+    """Which block is whose: free, or held by tables and the tree. `num_refs[b]` is how many hold it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_refs = np.zeros(num_blocks, np.int32)
+        self.num_evicted = 0
+        self.tree: RadixTree[int] = RadixTree(itertools.count().__next__)
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_blocks(self) -> int:
+        """All there are."""
+        return len(self.num_refs)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self.num_refs) - len(self._free)
+
+    def acquire(self, count: int) -> list[int]:
+        """Blocks with one reference each. What was used least recently leaves the tree if too few are free.
+
+        Raises: OutOfPages; then nothing has changed.
+        """
+        if len(self._free) < count:
+            missing, could_go = count - len(self._free), 0
+            for node in self.tree.evictable():
+                could_go += sum(int(self.num_refs[piece.value]) == 1 for piece in node.pieces)
+                if could_go >= missing:
+                    break
+            else:
+                cached = f"{len(self._free)} are free and {could_go} can be evicted"
+                raise OutOfPages(f"{count} blocks are needed, {cached}: all others are in use")
+            while len(self._free) < count:
+                self.evict_oldest()
+        blocks = [self._free.pop() for _ in range(count)]
+        self.num_refs[blocks] = 1
+        return blocks
+
+    def evict_oldest(self) -> bool:
+        """Have the leaf that was used least recently leave the tree; False if there is none that may."""
+        leaf = self.tree.oldest_evictable()
+        if leaf is None:
+            return False
+        blocks = [piece.value for piece in self.tree.remove(leaf)]
+        self.num_evicted += len(blocks)
+        self.release(blocks)
+        return True
+
+    def hold(self, blocks: list[int]) -> None:
+        """One more reference to each."""
+        self.num_refs[blocks] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """One fewer; those that have none left are free."""
+        for block in blocks:
+            assert self.num_refs[block] > 0, f"block {block} is released and nobody holds it"
+            self.num_refs[block] -= 1
+            if not self.num_refs[block]:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Recount: a block is free once, or held."""
+        free = np.array(self._free, np.int64)
+        assert len(np.unique(free)) == len(free), "a block is free twice"
+        assert not self.num_refs[free].any() and np.count_nonzero(self.num_refs) == self.num_held
+
+
+# -------- paged
 
 NO_BLOCK: Final = -1
 """An entry of a table that stands for nothing: kernels write nowhere, and nobody reads it."""
@@ -82,7 +164,7 @@ class PagedCache(SlottedCache):
         """The most tokens of each sequence; 0 where none runs."""
         self.locked: Final[dict[int, Node[int]]] = {}
         """By slot, the node of the tree whose path its sequence uses."""
-        self._num_stalls = self._num_pumped = self._num_taken = 0
+        self._num_blocked = self._num_ahead = self._num_taken = 0
 
     # what the engine asks
 
@@ -107,7 +189,7 @@ class PagedCache(SlottedCache):
             num_blocks = self._reserve(dict(zip(short.tolist(), wanted[short].tolist(), strict=True)))
         except OutOfPages:
             return 0  # who needs one will ask, and be told
-        self._num_pumped += num_blocks
+        self._num_ahead += num_blocks
         return num_blocks
 
     def fork(self, sequence: PagedSequence, count: int = 1, *, max_tokens: int | None = None) -> list[PagedSequence]:
@@ -172,10 +254,10 @@ class PagedCache(SlottedCache):
             num_sequences=len(live),
             num_parked=0,
             num_slots=self.num_slots,
-            blocked_steps=self._num_stalls,
+            blocked_steps=self._num_blocked,
             blocked_us=0.0,
             mapped_pages=self._num_taken,
-            mapped_ahead_pages=self._num_pumped,
+            mapped_ahead_pages=self._num_ahead,
             adopted_slots=0,
             driver_calls={},
         )
@@ -204,7 +286,7 @@ class PagedCache(SlottedCache):
 
     def reserve(self, num_tokens: dict[int, int]) -> None:
         """Blocks for so many tokens of each slot, whose sequences wait for it. Raises: OutOfPages; then nothing has changed."""
-        self._num_stalls += sum(bool(self.lengths[slot]) for slot in num_tokens)
+        self._num_blocked += sum(bool(self.lengths[slot]) for slot in num_tokens)
         self._reserve(num_tokens)
 
     def attach(self, sequence: PagedSequence, blocks: Sequence[int]) -> None:
@@ -249,3 +331,187 @@ class PagedCache(SlottedCache):
         del self._sequences[slot]
         self._ends[slot] = 0
         self.numbers.give_back(slot)
+
+
+# -------- paged prefixes
+# Prefixes over blocks: the same radix tree as vmmkv's. Whole blocks are shared; the rest of a match is computed again.
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedBlocks:
+    """See engine.kv.Attached."""
+
+    sequence: PagedSequence
+    num_tokens: int
+
+
+class PagedPrefixes:
+    """See engine.kv.Prefixes."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._tree = cache.blocks.tree
+        self._counts: Counter[str] = Counter()
+
+    def match(self, tokens: TokenIds, *, namespace: Hashable = None) -> int:
+        """Rows of whole blocks."""
+        return len(_whole(self._tree.match(namespace, tokens[:-1]))) * BLOCK_ROWS
+
+    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
+        """See Prefixes.attach. Cost: an upload if anything is known."""
+        match = self._tree.match(namespace, tokens[:-1])
+        blocks = _whole(match)
+        num_tokens = len(blocks) * BLOCK_ROWS
+        sequence = self._cache.open(max_tokens=max_tokens, tenant=namespace)
+        try:
+            if blocks:
+                node = self._node_to(match, num_tokens)
+                self._tree.touch(node)
+                self._tree.lock(node)
+                self._cache.locked[sequence.slot] = node
+                self._cache.attach(sequence, blocks)
+        except BaseException:
+            sequence.close()
+            raise
+        self._counts["blocks" if blocks else "compute"] += 1
+        self._counts["hit"] += num_tokens
+        self._counts["missed"] += len(tokens) - num_tokens
+        return AttachedBlocks(sequence, num_tokens)
+
+    def _node_to(self, match: Match[int], num_tokens: int) -> Node[int]:
+        """The node whose path ends there: what lies below is not used, and can be evicted."""
+        node = next(node for node in match.path if node.end >= num_tokens)
+        return node if node.end == num_tokens else self._tree.split(node, num_tokens)
+
+    def insert(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+        """See Prefixes.insert."""
+        count = len(tokens) // BLOCK_ROWS
+        if not count:
+            return
+        blocks = self._cache.host_tables_SC[sequence.slot, :count].tolist()
+        pieces = [Piece(BLOCK_ROWS * (index + 1), block) for index, block in enumerate(blocks)]
+        inserted = self._tree.insert(sequence.namespace, tokens[: count * BLOCK_ROWS], pieces)
+        known = {piece.end_token for piece in inserted.duplicates}
+        self._cache.blocks.hold([piece.value for piece in pieces if piece.end_token not in known])
+        before = self._cache.locked.pop(sequence.slot, None)
+        self._tree.lock(inserted.node)
+        if before is not None:
+            self._tree.unlock(before)
+        self._cache.locked[sequence.slot] = inserted.node
+
+    def park(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+        """See Prefixes.park: a table is worth nothing without its sequence, and its full blocks are the tree's."""
+        self.release(sequence, tokens)
+
+    def release(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+        """See Prefixes.release."""
+        self.insert(sequence, tokens)
+        sequence.close()
+
+    def free_slots(self, count: int) -> None:
+        """No ended sequence keeps its slot."""
+
+    def evict(self) -> int:
+        """Forget all that no running sequence uses; the blocks that became free."""
+        before = self._cache.blocks.num_held
+        while self._cache.blocks.evict_oldest():
+            pass
+        return before - self._cache.blocks.num_held
+
+    def stats(self) -> PrefixStats:
+        """In the words of a tree over pages. Cost: a walk over the tree."""
+        counts, blocks = self._counts, self._cache.blocks
+        num_held = sum(len(node.pieces) for node in self._tree.nodes())
+        return PrefixStats(
+            num_nodes=self._tree.num_nodes,
+            num_tokens=self._tree.num_tokens,
+            held_bytes=num_held * self._cache.block_bytes,
+            attached={name: counts[name] for name in ("blocks", "compute")},
+            attach_us={},
+            hit_tokens=counts["hit"],
+            missed_tokens=counts["missed"],
+            inserted_pages=num_held + blocks.num_evicted,
+            duplicate_pages=0,
+            evicted_pages=blocks.num_evicted,
+        )
+
+
+def _whole(match: Match[int]) -> list[int]:
+    """Blocks all of whose rows are matched."""
+    return [piece.value for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens]
+
+
+# -------- block rows
+# Attention over blocks: by the kernels under a block table, or on a CPU rows gathered into a tensor for torch's own.
+#
+# Legend: N tokens of the step, B sequences, H query heads, K kv heads, D head dimension, T rows, P blocks, U rows of a block.
+
+
+class BlockRows:
+    """See engine.attention.KVRows."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.on_gpu: Final = cache.device.type == "cuda"
+        self._planes = cache.planes
+        self._tables_SC = cache.tables_SC
+        self._host_tables_SC = cache.host_tables_SC
+        self._limit = cache.limit
+
+    def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
+        """See KVRows.append."""
+        from vmmkv.kernels.attention.append import append
+
+        k_PUKD, v_PUKD = self._planes[layer]
+        places = batch.slots_N, batch.positions_N, self._limit
+        if rotary is None:
+            append(k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC)
+        else:
+            append(
+                k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC,
+                q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
+                q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
+            )  # fmt: skip
+
+    def decode(self, layer: int, q_BHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None) -> torch.Tensor:
+        """See KVRows.decode."""
+        from vmmkv.kernels.attention.decode import decode
+
+        where = *self._planes[layer], batch.lengths_B, batch.slots_B
+        return decode(q_BHD, *where, tables_SC=self._tables_SC, scale=scale, window=window)
+
+    def prefill(
+        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
+    ) -> torch.Tensor:
+        """See KVRows.prefill."""
+        from vmmkv.kernels.attention.prefill import prefill
+
+        assert batch.query_starts is not None, "a decode step"
+        runs = batch.query_starts, batch.lengths_B, batch.slots_B
+        return prefill(q_NHD, *self._planes[layer], *runs, tables_SC=self._tables_SC, scale=scale, window=window)
+
+    def cascade(
+        self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
+    ) -> torch.Tensor:
+        """See KVRows.cascade."""
+        from vmmkv.kernels.attention.cascade import cascade
+
+        return cascade(
+            q_BHD, *self._planes[layer], batch.lengths_B, batch.slots_B, tables_SC=self._tables_SC,
+            group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G,
+            firsts_B=shared.firsts_B, scale=scale,
+        )  # fmt: skip
+
+    def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:
+        """See KVRows.write."""
+        may_write_N = batch.positions_N < self._limit[batch.slots_N]
+        slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
+        blocks_N = self._tables_SC[slots_N, positions_N // BLOCK_ROWS]
+        for plane_PUKD, values_NKD in zip(self._planes[layer], (k_NKD, v_NKD), strict=True):
+            plane_PUKD[blocks_N, positions_N % BLOCK_ROWS] = values_NKD[may_write_N]
+
+    def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KVRows.read. Copies."""
+        blocks = torch.from_numpy(self._host_tables_SC[slot, first // BLOCK_ROWS : ceil_div(end, BLOCK_ROWS)]).long()
+        skipped = first // BLOCK_ROWS * BLOCK_ROWS
+        k_TKD, v_TKD = (plane[blocks].flatten(0, 1)[first - skipped : end - skipped] for plane in self._planes[layer])
+        return k_TKD, v_TKD

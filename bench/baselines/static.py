@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import torch
 
-from bench.baselines.numbers import Planes, SlotNumbers, SlottedCache, planes_of
+from bench.baselines.slots import Planes, SlotNumbers, SlottedCache, planes_of
 from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 
@@ -117,6 +117,10 @@ class StaticCache(SlottedCache):
             adopted_slots=0,
             driver_calls={},
         )
+
+    def check(self) -> None:
+        """No sequence has more rows than its slot."""
+        assert (self.lengths <= self.limits).all() and (self.limits <= self.max_tokens).all()
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.serve.schemas import SCHEMAS
+from bench.suites.serve.schemas import SCHEMAS
 from vmmkv.server.models import resolve
 
 MODEL = "smollm2-135m"

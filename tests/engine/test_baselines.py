@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.baselines.blocks import BLOCK_ROWS
-from bench.baselines.common_prefill import SlotsWithCommonPrefill
-from bench.baselines.memory import PagedMemory, StaticMemory, systems_on
-from bench.baselines.paged import PagedCache
-from bench.baselines.paged_prefixes import PagedPrefixes
+from bench.baselines.backend import PagedMemory, SlotsWithCommonPrefill, StaticMemory, systems_on
+from bench.baselines.paged import BLOCK_ROWS, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
 from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.baselines.blocks import BLOCK_ROWS
-from bench.baselines.common_prefill import SlotsWithCommonPrefill
-from bench.baselines.memory import PagedMemory, StaticMemory
+from bench.baselines.backend import PagedMemory, SlotsWithCommonPrefill, StaticMemory
+from bench.baselines.paged import BLOCK_ROWS
 from tests.engine.conftest import Harness, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
 from vmmkv.server.engine.kv_backend import OpenBackend

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from bench.baselines.common_prefill import prefill_as_over_blocks
+from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import FORMATS, NAN, make_case
 from vmmkv.kernels.attention.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind

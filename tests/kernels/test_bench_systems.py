@@ -1,13 +1,14 @@
 """What the benchmarks bind of our kernels gives right outputs over each of their memories: found out before a GPU is asked."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from bench.kernels import appending, cases, copying, memories, systems
-from bench.kernels.batch import Batch
-from bench.kernels.cases import Case
-from bench.kernels.formats import Format
-from bench.settings import Shape
+from bench.harness import Shape
+from bench.suites.kernels import attention, copies, memories
+from bench.suites.kernels.attention import Batch
+from bench.suites.kernels.memories import Case, Format
 from vmmkv.layout import KVType
 
 SHAPE = Shape(name="small", layers=2, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, weight_bytes=0)
@@ -20,12 +21,12 @@ NAMES = [f"{kind}, {form.name}" for kind, form in OVER]
 @pytest.mark.parametrize(
     ("case", "bind"),
     [
-        (Case(name="decode", lengths=(33, 7, 70)), systems.bind_decode),
-        (Case(name="prefill", lengths=(40, 70), counts=(17, 1)), systems.bind_prefill),
+        (Case(name="decode", lengths=(33, 7, 70)), attention.bind_decode),
+        (Case(name="prefill", lengths=(40, 70), counts=(17, 1)), attention.bind_prefill),
     ],
     ids=["decode", "prefill"],
 )
-def test_attention(device: torch.device, kind: str, form: Format, case: Case, bind: systems.Bind) -> None:
+def test_attention(device: torch.device, kind: str, form: Format, case: Case, bind: attention.Bind) -> None:
     memory = memories.open_memory(kind, case, 2, form, device)
     try:
         batch = Batch(case, 2, memory, seed=0)
@@ -37,16 +38,16 @@ def test_attention(device: torch.device, kind: str, form: Format, case: Case, bi
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("kind", "form"), OVER, ids=NAMES)
 def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> None:
-    case = cases.uniform(3, 16)
+    case = memories.uniform(3, 16)
     memory = memories.open_memory(kind, case, 1, form, device)
     try:
-        appending.Append(memory, case, appending.NewRows(6, case, SHAPE, device, seed=0), rope).prepare()
+        copies.Append(memory, case, copies.NewRows(6, case, SHAPE, device, seed=0), rope).prepare()
     finally:
         memory.close()
 
 
-@pytest.mark.parametrize("open_rows", [copying.tensor_rows, copying.vmmkv_rows])
-@pytest.mark.parametrize("copier", copying.COPIERS.values(), ids=copying.COPIERS)
-def test_copy(device: torch.device, open_rows: copying.OpenRows, copier: copying.Copier) -> None:
+@pytest.mark.parametrize("open_rows", [copies.tensor_rows, copies.vmmkv_rows])
+@pytest.mark.parametrize("copier", copies.COPIERS.values(), ids=copies.COPIERS)
+def test_copy(device: torch.device, open_rows: Any, copier: copies.Copier) -> None:
     with open_rows(SHAPE, device, 4) as rows_STE:
-        copying.checked(rows_STE, copier, [2, 0], [1, 3])
+        copies.checked(rows_STE, copier, [2, 0], [1, 3])

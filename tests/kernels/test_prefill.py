@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.baselines.common_prefill import prefill_as_over_blocks
+from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import FORMATS, LENGTHS, NAN, make_case, some
 from vmmkv.kernels.attention.decode import decode, workspace_elements
 from vmmkv.kernels.attention.prefill import PrefillTiling, _hopper, prefill

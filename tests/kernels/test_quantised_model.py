@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from bench import quality
-from bench.quality import KV_TYPES, Attended, QuantisingAttention
+from bench.suites import quality
+from bench.suites.quality import KV_TYPES, Attended, QuantisingAttention
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.config import read_environment

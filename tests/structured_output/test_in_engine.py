@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.serve.schemas import SCHEMAS
+from bench.suites.serve.schemas import SCHEMAS
 from tests.engine.conftest import Harness, tiny_model
 from tests.server.support import eventually
 from tests.server.tiny import token_ids

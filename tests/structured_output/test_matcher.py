@@ -10,7 +10,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from bench.serve.schemas import SCHEMAS
+from bench.suites.serve.schemas import SCHEMAS
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.matcher import Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import of_schema

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from bench.serve.schemas import SCHEMAS
+from bench.suites.serve.schemas import SCHEMAS
 from vmmkv.server.structured_output.schema import FORMATS, Grammar, GrammarRefused, of_choices, of_object, of_schema
 
 

@@ -1,374 +1,190 @@
-"""The serve suite: models and bounds, rows of a quick run, refusals of what is wrong, times from inside, and the bars."""
+"""The serve suite: requests come when they may, systems are checked, and what cannot be measured is said."""
 
-import dataclasses
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bench import run
+from bench.harness import SHAPES, Settings, WrongNumbers
 from bench.rows import Row
-from bench.serve import PARTS, roofline
-from bench.serve.bars import PROMISES, bars
-from bench.serve.checks import Alone, distance, share_of_same
-from bench.serve.clock import Hosted, Read, Steps
-from bench.serve.engine import Answers
-from bench.serve.kernel_times import OTHER, STEP_BEGINS, Kernel, kind_of, steps_of
-from bench.serve.models import MODELS, model_of
-from bench.serve.requests import Requests
-from bench.serve.sizes import Sizes
-from bench.settings import SHAPES, Settings
-from bench.timing import WrongNumbers, exact, middle, summarize
-from vmmkv import Attached, PrefixCache
-from vmmkv.server import Completion, Engine
-
-ROOT = Path(__file__).parents[2]
-LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen3-0.6b"]
+from bench.suites import serve
+from bench.suites.serve import client, steps
+from bench.suites.serve.models import MODELS, decode_s, model_of, padded, requests_s, vocabulary_of
+from bench.suites.serve.steps import Kernel, steps_of
+from bench.suites.serve.systems import Outcome, Served, Turns, alike, share_off, share_same, take_turns
+from bench.workloads import Ask
+from tests.unit.test_bench_rows import SETTINGS, recorder_in
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def measured(folder: Path, *parts: str, cases: tuple[str, ...] = ()) -> list[Row]:
+    settings = Settings(device=SETTINGS.device, shape=SETTINGS.shape, quick=True, parts=parts, cases=cases, repeat=1)
+    serve.check(settings)
+    recorder = recorder_in(folder, "serve", settings)
+    serve.run(recorder)
+    assert not recorder.failed
+    return recorder.rows
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "serve.jsonl").read_text().splitlines()]
+def ask(num_prompt: int, num_out: int, **when: float) -> Ask:
+    return Ask(prompt=np.arange(num_prompt, dtype=np.int32), num_out=num_out, **when)  # type: ignore[arg-type]
 
 
-def quick(folder: Path, *options: str) -> int:
-    return run.main(("serve", "--quick", "--device", "cpu", "--out", str(folder), "--commit", "abc123", *options))
+def test_a_follower_comes_when_its_turn_before_has_ended_with_that_ones_answer_in_its_prompt() -> None:
+    turns = Turns([ask(2, 2), ask(6, 1, after=0, think_s=0.5), ask(3, 1, arrival_s=2.0)])
+    assert turns.arrived(0.0) == [0]
+    turns.served[0].tokens, turns.served[0].token_s = [70, 71], [0.5, 1.0]
+    turns.end(0)
+    assert turns.next_s == 1.5
+    assert turns.arrived(1.5) == [1]
+    assert turns.prompts[1] == [0, 1, 70, 71, 4, 5]
+    assert turns.arrived(5.0) == [2]
+    turns.served[1].tokens = [1, 2]
+    with pytest.raises(WrongNumbers, match="2 tokens of 1"):
+        turns.end(1)
 
 
-# models and bounds
+def test_latencies_are_from_a_requests_arrival() -> None:
+    served = Served(arrival_s=1.0, tokens=[1, 2, 3], token_s=[1.5, 1.7, 1.9])
+    assert served.first_s == 0.5
+    assert served.per_token_s == pytest.approx(0.2)
+    assert Served(tokens=[1], token_s=[1.0]).per_token_s is None
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_the_rows_and_the_weights_of_its_shape(name: str) -> None:
-    model, shape = MODELS[name], SHAPES[name]
-    assert model.row_bytes == shape.layout.row_bytes
-    norms_and_embedding = shape.weight_bytes - model.step_weight_bytes
-    assert 0 <= norms_and_embedding < 1.01 * model.head_parameters * 2
-    assert model.head_parameters % model.vocabulary == 0
+def test_log_probabilities_that_are_off_or_of_other_tokens_are_refused() -> None:
+    right, other = [{1: -1.0, 2: -2.0}], [{1: -3.0, 2: -0.5}]
+    assert share_off(right, [{1: -1.0, 2: -2.0}], other, torch.float32, "x") == 0
+    with pytest.raises(WrongNumbers, match="off by"):
+        share_off(right, [{1: -1.1, 2: -2.0}], other, torch.float32, "x")
+    with pytest.raises(WrongNumbers, match="other likeliest tokens"):
+        share_off(right, [{8: -1.0, 9: -2.0}], other, torch.float32, "x")
+    with pytest.raises(WrongNumbers, match="change nothing"):
+        share_off(right, right, right, torch.float32, "x")
+    assert alike({1: 0.0}, {1: 0.0, 2: 0.0, 3: 0.0})
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_decoder_knows_every_model(name: str, tiny: bool) -> None:
-    from transformers import AutoConfig
-
-    from vmmkv.server.engine.models.decoder import DecoderConfig
-
-    with model_of(name, tiny=tiny).directory() as folder:
-        config = DecoderConfig.of(AutoConfig.from_pretrained(folder))
-    assert config.vocab_size == model_of(name, tiny=tiny).vocabulary
-    assert not folder.exists()
+def test_other_answers_are_a_share_or_an_error() -> None:
+    wanted = Outcome([Served(tokens=[1]), Served(tokens=[2])], 1.0)
+    other = Outcome([Served(tokens=[1]), Served(tokens=[3])], 1.0)
+    assert share_same([wanted, other], wanted, strict=False) == 0.5
+    with pytest.raises(WrongNumbers, match=r"1 of 2 requests have other tokens in another run: \[1\]"):
+        share_same([other], wanted, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "wanted_s"),
-    [
-        *((LLAMA, name, seconds) for name, seconds in (("mixed", 10.6), ("single", 0.88), ("first", 0.18), ("long", 11.0))),
-        *((QWEN, name, seconds) for name, seconds in (("mixed", 3.8), ("single", 0.08), ("first", 0.021), ("long", 3.5))),
-    ],
-)
-def test_bounds_are_those_of_the_design(model: Any, name: str, wanted_s: float) -> None:
-    requests = Requests(model, Sizes.of(model, small=False), seed=0)
-    assert getattr(requests, name)().bound_s == pytest.approx(wanted_s, rel=0.06)
+def test_systems_take_turns_forward_and_backward() -> None:
+    order: list[str] = []
+
+    class System:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    runs = take_turns([System("a"), System("b")], 2, lambda system: order.append(system.name) or Outcome([], 1.0))  # type: ignore[func-returns-value]
+    assert order == ["a", "b", "b", "a"]
+    assert {name: len(of) for name, of in runs.items()} == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize(("model", "cold_s", "warm_s"), [(LLAMA, 1.66, 1.58), (QWEN, 0.94, 0.93)])
-def test_a_known_prefix_is_not_computed_in_the_bound(model: Any, cold_s: float, warm_s: float) -> None:
-    requests = Requests(model, Sizes.of(model, small=False), seed=0)
-    cold, warm = (requests.shared(known=known) for known in (False, True))
-    assert (cold.bound_s, warm.bound_s) == (pytest.approx(cold_s, rel=0.01), pytest.approx(warm_s, rel=0.01))
-    assert cold.prompts[0][:4096] == warm.prompts[3][:4096]
-    assert cold.prompts[0][4096:] != warm.prompts[0][4096:]
+def test_the_engine_as_a_user_has_it_is_checked_and_timed(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "mixed", "first", "shared")
+    metrics = {(row.workload.partition(":")[0].removeprefix("tiny llama-3.1-8b "), row.metric) for row in rows}
+    assert {("mixed", "throughput"), ("first", "first token"), ("shared warm", "total")} <= metrics
+    attached = {row.workload.partition(":")[0]: row.summary.p50 for row in rows if row.metric == "prompt tokens attached"}
+    assert attached["tiny llama-3.1-8b shared warm"] > 90
 
 
-def test_the_byte_limit_of_a_step_is_that_of_the_design() -> None:
-    assert 1e3 * roofline.read_s(LLAMA, 0) == pytest.approx(3.34, abs=0.01)
+def test_systems_are_compared_in_closed_and_open_loops(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "closed", "rates", cases=("multi turn", "8"))
+    systems = {row.system for row in rows if row.metric == "throughput"}
+    assert systems == {"vmmkv", "paged 16", "static 512"}
+    assert {row.metric for row in rows if "rates" in row.workload} >= {"goodput", "rate", "kept to the target", "first token"}
+    assert all(row.summary.p50 == 100 for row in rows if row.metric.startswith("same answers"))
 
 
-def test_the_mixed_workload_is_the_one_that_vllm_was_measured_with() -> None:
-    workload = Requests(LLAMA, Sizes.of(LLAMA, small=False), seed=0).mixed()
-    assert len(workload.prompts) == 256
-    assert workload.num_out == pytest.approx(9_880 * 14.2, rel=0.004)
-    assert workload.num_out == pytest.approx(24_050 * 5.83, rel=0.002)
+@pytest.mark.nightly
+def test_systems_outside_the_engine_give_its_answers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = measured(tmp_path, "outside", cases=("uniform", "multi turn"))
+    systems = {row.system for row in rows if row.metric == "throughput"}
+    kinds = ("DynamicCache", "StaticCache", "continuous batching")
+    assert systems == {"vmmkv", *(f"transformers {kind}" for kind in kinds)}
 
 
-@pytest.mark.parametrize("step_tokens", [8192, 4096])
-def test_steady_steps_have_their_context_before_the_first_has_ended(step_tokens: int) -> None:
-    sizes = Sizes.of(LLAMA, small=False)
-    for batch in sizes.batches:
-        prompts, out = Requests(LLAMA, sizes, seed=0).steady(batch, sizes.context, sizes.window, step_tokens)
-        length = len(prompts[0])
-        first_is_ahead_by = batch * length // step_tokens + 1
-        last_in_the_middle = sizes.context - first_is_ahead_by // 2 + sizes.window // 2
-        assert last_in_the_middle + first_is_ahead_by < length + out
-        assert length + first_is_ahead_by // 2 < sizes.context - sizes.window // 2 + first_is_ahead_by
-    with pytest.raises(ValueError, match="raise --max-num-batched-tokens"):
-        Requests(LLAMA, sizes, seed=0).steady(256, 1024, 96, 256)
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["http", "grammar"])
+def test_texts_are_measured_where_a_tokenizer_is_here(part: str, tmp_path: Path) -> None:
+    if part in serve.absent(SETTINGS):
+        pytest.skip(serve.absent(SETTINGS)[part])
+    rows = measured(tmp_path, part)
+    systems = {"http": {"vmmkv", "vmmkv serve"}, "grammar": {"free text", "masks", "jump-forward"}}[part]
+    assert {row.system for row in rows if row.metric == "throughput"} == systems
 
 
-# a run
-
-
-def test_parts_repeats_and_other_models_are_taken_from_the_command_line(tmp_path: Path) -> None:
-    options = ("--parts", "single", "--repeat", "3", "--model-shape", "qwen3-0.6b", "--max-num-batched-tokens", "32")
-    assert quick(tmp_path, *options) == 0
-    rows = rows_of(tmp_path)
-    assert {row["workload"].partition(":")[0] for row in rows} == {"tiny qwen3-0.6b single"}
-    assert {row["n"] for row in rows if row["metric"] == "total"} == {3}
-
-
-def test_a_request_that_is_answered_short_has_a_row_that_says_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Engine.generate
-
-    def short(self: Engine, prompts: Any, *arguments: Any, **options: Any) -> list[Completion]:
-        completions = honest(self, prompts, *arguments, **options)
-        if len(completions) > 1:
-            completions[1].outputs[0].token_ids.pop()
-        return completions
-
-    monkeypatch.setattr(Engine, "generate", short)
-    assert quick(tmp_path, "--parts", "mixed", "single") == 1
-    rows = rows_of(tmp_path)
-    assert [row["metric"] for row in rows if " mixed:" in row["workload"]] == ["failed"]
-    assert any(row["metric"] == "total" for row in rows if " single:" in row["workload"]), "the others go on"
-
-
-def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cache that says that it has a prefix, and has not."""
-    honest = PrefixCache.attach
-
-    def lie(self: PrefixCache, *arguments: Any, **options: Any) -> Attached:
-        attached = honest(self, *arguments, **options)
-        for layer in self.cache.layout.group_of if attached.num_tokens else ():
-            for plane in (self.cache.k(layer), self.cache.v(layer)):
-                plane[attached.sequence.slot, : attached.num_tokens] = 0
-        return attached
-
-    monkeypatch.setattr(PrefixCache, "attach", lie)
-    assert quick(tmp_path, "--parts", "shared") == 1
-    assert [row["metric"] for row in rows_of(tmp_path)] == ["failed"]
-    assert "than it has alone" in capsys.readouterr().out
-
-
-def test_an_engine_that_breaks_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = Engine.generate, 0
-
-    def once(self: Engine, *arguments: Any, **options: Any) -> list[Completion]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("this Engine is broken")
-        return honest(self, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", once)
-    assert quick(tmp_path, "--parts", "single", "first") == 1
-    assert {(row["workload"].split()[2], row["metric"]) for row in rows_of(tmp_path)} >= {
-        ("single:", "failed"),
-        ("first:", "first token"),
+def test_decode_steps_have_whole_batches(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "step")
+    assert {row.workload.partition(": ")[2] for row in rows} == {
+        f"batch {batch}, context {rows}" for batch, rows in ((1, 64), (4, 64), (2, 512))
     }
+    assert all(row.summary.n >= 12 for row in rows)
 
 
-def test_what_cannot_be_measured_is_refused_before_anything_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, complaint in (
-        (["serve", "--parts", "mixt"], f"no part mixt; serve has {', '.join(PARTS)}"),
-        (["serve", "prefix", "--parts", "mixed"], "serve and prefix have different ones; name one suite"),
-        (["serve", "--repeat", "0"], "--repeat 0: at least 1"),
-        (["serve", "--cases", "64x8K"], "--cases is of kernels, which is not wanted here"),
-        (
-            ["serve", "--parts", "closed", "single", "--cases", "chat"],
-            "serve's part single has none; closed, rates, bursts, outside",
-        ),
-        (["serve", "--quick", "--parts", "rates", "bursts", "--cases", "8", "9"], "no case 9: rates has 4, 8; bursts has 8"),
-        (["serve", "append", "--fa3", __file__], "--fa3 is of kernels, which is not wanted here"),
-        (["serve", "--quick", "--max-num-batched-tokens", "15"], "15 is less than the 16 sequences"),
-        (["append", "--device", "cuda:64"], "--device cuda:64: torch sees"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run.main(arguments)
-        assert complaint in capsys.readouterr().err
-
-
-# checks
-
-
-def answers(*tokens: list[int], likeliest: list[dict[int, float]] | None = None) -> Answers:
-    return Answers(tokens=list(tokens), seconds=1.0, first_s=[], cached_tokens=0, likeliest=likeliest or [])
-
-
-def test_answers_of_two_runs_are_the_same_or_counted() -> None:
-    runs = [answers([1, 2], [3]), answers([1, 2], [3])]
-    assert share_of_same(runs, strict=True) == 1
-    runs.append(answers([1, 2], [4]))
-    assert share_of_same(runs, strict=False) == 0.5
-    with pytest.raises(WrongNumbers, match="1 of 2 requests have other tokens"):
-        share_of_same(runs, strict=True)
-
-
-def test_log_probabilities_are_compared_where_both_have_them() -> None:
-    right = {token: -0.1 * token for token in range(20)}
-    alone = Alone(sampled=[3], likeliest=[right], shift=0.2, tolerance=0.15)
-    near = {token + 2: value - 0.2 + 0.02 for token, value in right.items()}
-    assert alone.check(answers(likeliest=[near])) == pytest.approx(0.1)
-    with pytest.raises(WrongNumbers, match=r"off by 25 % of what another prompt would change, at most 15 %"):
-        alone.check(answers(likeliest=[{token: value + 0.05 for token, value in right.items()}]))
-    with pytest.raises(WrongNumbers, match="off by nan"):
-        alone.check(answers(likeliest=[dict.fromkeys(right, float("nan"))]))
-    with pytest.raises(WrongNumbers, match="request 3 has other likeliest"):
-        alone.check(answers(likeliest=[{token + 11: value for token, value in right.items()}]))
-    assert distance([{1: 0.0}], [{2: 0.0}]) == float("inf")
-
-
-# times from inside
-
-
-def test_only_steps_between_steps_alike_are_timed() -> None:
-    decode = [Read(100.0 * number, 2, 2 * (10 + number), False) for number in range(6)]
-    steps = Steps(reads=[*decode[:3], decode[3]._replace(has_chunks=True), *decode[4:], Read(600.0, 1, 16, False)])
-    assert steps.between_us(2, range(11, 16)) == [(100.0, 11.0), (100.0, 12.0), (100.0, 15.0)]
-    assert steps.between_us(2, range(12, 15)) == [(100.0, 12.0)]
-    hosted = Steps(hosted=[Hosted(2, True, 9, 0), Hosted(2, False, 7, 1), Hosted(1, False, 5, 0)])
-    assert hosted.host_us(2) == [Hosted(2, False, 7, 1)]
+def kernel(name: str, start_us: float, end_us: float) -> Kernel:
+    return Kernel(name, start_us, end_us)
 
 
 def test_an_instant_belongs_to_the_kernel_that_has_run_longest() -> None:
-    one = [
-        Kernel(STEP_BEGINS, 0, 2),
-        Kernel("multiply_in_registers", 1, 10),  # waits for 1 us in its beginning
-        Kernel("attend_tiles", 12, 20),
-        Kernel("_rms_norm", 14, 19),  # all of it behind another
-        Kernel("nvjet_tst_128x64", 20, 29),
-    ]
-    kernels = [kernel._replace(start_us=kernel.start_us + at, end_us=kernel.end_us + at) for at in (0, 30) for kernel in one]
-    kernels.append(Kernel(STEP_BEGINS, 60, 62))
-    first, second = steps_of(reversed(kernels))
-    assert first == second
-    assert first.total_us == 30
-    assert first.by_kind_us == {"attention": 8, "GEMM": 8 + 9, OTHER: 2}
-    assert first.gaps_us == pytest.approx(3)
-    assert first.between_us == 1
-    assert first.num_kernels == 5
-
-
-def test_a_trace_without_whole_steps_is_refused() -> None:
+    step = [kernel("_begin", 0, 1), kernel("attend", 1, 5), kernel("gemm", 3, 8), kernel("copy", 9, 10)]
+    again = [kernel(each.name, each.start_us + 12, each.end_us + 12) for each in step]
+    (times,) = steps_of([*step, *again])
+    assert times.by_kind_us == {"attention": 4, "GEMM": 3, "other kernels": 2}
+    assert (times.total_us, times.gaps_us, times.between_us, times.num_kernels) == (12, 3, 2, 4)
     with pytest.raises(WrongNumbers, match="no whole one"):
-        steps_of([Kernel(STEP_BEGINS, 0, 1)])
-    kernels = [Kernel(STEP_BEGINS, 0, 1), Kernel(STEP_BEGINS, 5, 6), *(Kernel("append", at, at + 1) for at in range(6, 12))]
-    with pytest.raises(WrongNumbers, match="not steady"):
-        steps_of([*kernels, Kernel(STEP_BEGINS, 20, 21)])
+        steps_of(step)
+    assert steps.kind_of("_prefill_hopper") == "attention"
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "kind"),
-    [
-        ("step", STEP_BEGINS, OTHER),
-        ("linear_registers", "multiply_in_registers", "GEMM"),
-        ("linear_dots", "multiply_by_dots", "GEMM"),
-        ("decode_tiles", "attend_tiles", "attention"),
-        ("decode_merge", "merge_partials", "attention"),
-        ("cascade_tiles", "attend_groups", "attention"),
-        ("cascade_merge", "merge_groups", "attention"),
-        ("prefill", "_prefill", "attention"),
-        ("append", "_rotate_and_write", OTHER),
-        ("norm", "_rms_norm", OTHER),
-    ],
-)
-def test_our_kernels_have_the_names_by_which_they_are_told_apart(module: str, name: str, kind: str) -> None:
-    source = (ROOT / "kernels" / f"{module}.py").read_text()
-    assert re.search(rf"@triton\.jit[^@]*?\ndef {name}\(", source), f"kernels/{module}.py has no kernel {name}"
-    assert kind_of(name) == kind
+def test_bounds_follow_from_bytes_and_operations() -> None:
+    llama = MODELS["llama-3.1-8b"]
+    assert llama.row_bytes == 131072
+    assert llama.step_weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert decode_s(llama, 1, 1000) == pytest.approx((llama.step_weight_bytes + 1000 * 131072) / 4.5e12)
+    cold, warm = (requests_s(llama, [5000] * 2, [2, 2], shared=4000, known=known) for known in (False, True))
+    assert warm < cold < requests_s(llama, [5000] * 2, [2, 2])
 
 
-def test_kernels_of_libraries_are_told_apart() -> None:
-    for name in ("nvjet_tst_192x192_64x4_2x1", "cublasLt::splitKreduce_kernel", "sm90_xmma_gemm_bf16", "gemv2T_kernel_val"):
-        assert kind_of(name) == "GEMM"
-    assert kind_of("void at::native::vectorized_elementwise_kernel<4>") == OTHER
+def test_a_tokenizer_is_padded_to_a_models_tokens_without_new_merges(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": []}))
+    tokenizer = json.loads(padded(path, 6))
+    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(6))
+    assert tokenizer["model"]["merges"] == []
+    assert vocabulary_of(path) == 2
+    with pytest.raises(ValueError, match="name a smaller one"):
+        padded(path, 1)
+    with pytest.raises(ValueError, match="cannot be padded"):
+        path.write_text("{}")
+        vocabulary_of(path)
 
 
-# bars
+def stream(*events: object) -> bytes:
+    return b"".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode() for event in events)
 
 
-def row(workload: str, metric: str, unit: str, *samples: float, bound: float | None = None) -> Row:
-    summary = summarize(samples)
-    return Row(suite="serve", workload=workload, system="vmmkv", metric=metric, unit=unit, summary=summary, bound=bound)
+def test_a_stream_is_read_to_its_usage_and_a_broken_one_says_what_is_wrong() -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    chunks = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in (("a", None), ("b", "length"))]
+    told = client.parse(stream(*chunks, {"choices": [], "usage": usage}, "[DONE]"), 200, 0.0, 1.0, 2.0)
+    assert (told["text"], told["finish_reason"], told["cached_tokens"], told["chunks"]) == ("ab", "length", 1, 2)
+    assert client.parse(stream(*chunks), 200, 0, 0, 0) == {"error": "the stream has no end"}
+    assert client.parse(b"no", 500, 0, 0, 0) == {"error": "status 500: no"}
+    assert "boom" in client.parse(stream({"error": "boom"}, "[DONE]"), 200, 0, 0, 0)["error"]
 
 
-def pair(workload: str, ours: float, paged: float) -> list[Row]:
-    one = row(workload, "throughput", "tok/s", ours)
-    return [one, dataclasses.replace(one, system="paged 16", summary=summarize([paged]))]
+def test_a_missing_tokenizer_is_said_before_anything_runs(tmp_path: Path) -> None:
+    settings = Settings(device=SETTINGS.device, shape=SHAPES["wide"], parts=("http",), tokenizer=tmp_path / "no.json")
+    with pytest.raises(ValueError, match=r"serve's part http cannot run: --tokenizer .*no\.json is no file"):
+        serve.check(settings)
 
 
-def test_bars_follow_from_rows() -> None:
-    shape = "llama-3.1-8b"
-    rows = [
-        row(f"{shape} mixed: 256 requests", "throughput", "tok/s", 10_300, 10_600),
-        row(f"{shape} first: 8192 tokens", "first token", "ms", 207.5, 207.9),
-        row(f"{shape} shared warm: 128 requests", "total", "s", 1.2, 1.3),
-        row(f"{shape} breakdown: batch 1, context 1024", "gap between steps", "% of the step", 1.9),
-        row(f"{shape} breakdown: batch 64, context 1024", "gap between steps", "% of the step", 2.1),
-        row(f"{shape} host 256: batch 16, context 256", "host", "us", 100),
-        row(f"{shape} host 8192: batch 16, context 8192", "host", "us", 105),
-        *pair(f"{shape} rates: chat, 2 requests/s, Poisson", 100, 100),
-        *pair(f"{shape} rates: chat, 4 requests/s, Poisson", 98, 100),
-        *pair(f"{shape} closed: chat: 192 requests", 110, 100),
-        row(f"{shape} closed: uniform: 256 requests", "throughput", "tok/s", 110),
-    ]
-    held = {bar.text.partition(", ")[2]: (bar.holds, dict(bar.figures)) for bar in bars(rows)}
-    assert held["mixed, tok/s"] == (True, {"median": 10_450})
-    assert held["first, ms"][0] is False
-    assert held["shared warm, s"] == (True, {"median": 1.25})
-    assert held["shared cold, s"] == (False, {})
-    assert held["gap between decode steps, %"] == (False, {"batch 1": 1.9, "batch 64": 2.1})
-    assert held["host time a step at a long context against a short one"] == (True, {"8192 over 256": 1.05})
-    assert held["rates: throughput over that of paged 16"] == (
-        False,
-        {"2 requests/s, Poisson": 1.0, "4 requests/s, Poisson": 0.98},
-    )
-    assert held["closed: throughput over that of paged 16"] == (True, {"chat": 1.1})
-    assert not list(bars([row("tiny llama-3.1-8b mixed: 10 requests", "throughput", "tok/s", 1.0)]))
-
-
-def test_the_table_says_that_vllms_figures_are_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from bench.report import Report
-    from bench.rows import Provenance, RowFile
-    from bench.serve.bars import print_tables
-
-    provenance = Provenance.collect(torch.device("cpu"), seed=0, quick=False, commit="abc123")
-    report = Report(RowFile(tmp_path, provenance))
-    report.add(row("qwen3-0.6b mixed: 256 requests", "throughput", "tok/s", 30_000, bound=37_000))
-    print_tables(report)
-    printed = capsys.readouterr().out
-    assert "measured elsewhere" in printed
-    assert re.search(r"30,000\s+37,000\s+81 %\s+24,050\s+1\.25", printed)
-    assert "- [x] qwen3-0.6b, mixed, tok/s (>= 28,900): median 30,000" in printed
-    assert len(rows_of(tmp_path)) == 1, "vLLM's figures are no rows"
-
-
-def test_the_middle_of_two_is_their_mean() -> None:
-    assert middle(summarize([1.0, 3.0])) == 2
-    assert middle(summarize([1.0, 2.0, 9.0])) == 2
-    assert middle(exact(4.0, 2)) == 4
-
-
-def test_by_default_a_gpu_measures_the_shapes_of_which_something_is_promised() -> None:
-    from bench.serve import _passes
-
-    settings = Settings(
-        device=torch.device("cuda:0"), shape=SHAPES["llama-3.1-8b"], shapes=tuple(SHAPES[name] for name in MODELS)
-    )
-    passes = [(shape.name, names) for shape, names in _passes(settings)]
-    assert {name for name, _ in passes} == set(PROMISES)
-    assert [name for name, names in passes if "long" in names] == ["llama-3.1-8b"], "nothing is promised of the other's"
-    in_order = [part for _, names in passes for part in names]
-    assert in_order[-2:] == ["breakdown", "breakdown"], "the profiler slows what is timed behind it"
-    assert "breakdown" not in in_order[:-2]
+def test_a_tiny_model_stands_for_one_on_a_cpu() -> None:
+    assert model_of("qwen3-0.6b", tiny=True).name == "tiny qwen3-0.6b"
+    assert model_of("wide", tiny=True).config["num_hidden_layers"] == 2

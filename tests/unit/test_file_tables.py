@@ -22,7 +22,7 @@ def test_every_kernel_is_in_the_readme() -> None:
     assert len(named) == len(set(named))
 
 
-@pytest.mark.parametrize("folder", ["server/engine", "server/engine/decoder", "bench/serve"])
+@pytest.mark.parametrize("folder", ["server/engine", "server/engine/decoder", "bench/suites/serve"])
 def test_every_module_is_in_the_docstring_of_its_package(folder: str) -> None:
     text = (ROOT / folder / "__init__.py").read_text().partition('"""')[2].partition('"""')[0]
     missing = {name for name in files(folder) - {"__main__"} if not re.search(rf"\b{name}\b", text)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.serve.models import MODELS
+from bench.suites.serve.models import MODELS
 from vmmkv.cli.main import main
 from vmmkv.cli.plan import KNOWN_CONFIGS
 from vmmkv.server.models import KNOWN_MODELS

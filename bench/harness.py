@@ -1,0 +1,421 @@
+"""What every suite is given: settings, clocks, and a recorder of rows and progress.
+
+settings = Settings(...)                 device, model shape, how long to measure
+recorder.track(cases)                    a progress bar around a loop
+with recorder.guarded(workload):         a failure is printed, recorded, and the suite goes on
+    check(...)                           wrong numbers raise WrongNumbers, and are not timed
+    recorder.samples(workload, system, "step", "us", time_for(run, device, seconds))
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final, TypeVar
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.rows import FAILED, GPU, Row, RowFile, Summary, exact, figure, summarize
+from vmmkv import KVLayout
+
+HBM_BYTES_PER_S: Final = 4.5e12
+"""What an H200 reads at best: the bound of everything that moves bytes."""
+BF16_FLOPS: Final = 7.2e14
+"""Dense bf16 operations a second that an H200 reaches at best: the bound of everything that computes."""
+
+_Item = TypeVar("_Item")
+
+
+class WrongNumbers(Exception):
+    """What was to be timed gives wrong results. Nothing is reported of it."""
+
+
+# settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The parts of a model that a KV cache sees, and the bytes of its weights, which every decode step reads too."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    weight_bytes: int
+
+    @property
+    def layout(self) -> KVLayout:
+        """One group, all layers in a row."""
+        return KVLayout.uniform(layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype)
+
+
+_SHAPES = (
+    Shape(
+        name="llama-3.1-8b", layers=32, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=16_060_522_496
+    ),
+    Shape(name="qwen3-0.6b", layers=28, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=1_192_099_840),
+    Shape(name="smollm2-135m", layers=30, heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, weight_bytes=269_030_016),
+    # Rows of 64 KiB in one layer: few steps cross many pages, and a CPU still attends to them in milliseconds.
+    Shape(name="wide", layers=1, heads=32, kv_heads=32, head_dim=256, dtype=torch.float32, weight_bytes=0),
+)
+SHAPES: Final = {shape.name: shape for shape in _SHAPES}
+MODEL_SHAPES: Final = _SHAPES[:3]
+"""Those of real models."""
+
+_MOST: Final = 2**31 - 1
+_RANGES: Final[Mapping[str, tuple[int, int]]] = {
+    "seed": (0, _MOST),
+    "sequences": (1, 65_536),  # more than any memory has rows for; their slots still find addresses
+    "steps": (1, _MOST),
+    "repeat": (1, _MOST),
+    "max_num_batched_tokens": (1, _MOST),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One run. Fields are the command line's options; None and empty leave the choice to the suite.
+
+    Raises: ValueError for a value out of range, named as the command line names it.
+    """
+
+    device: torch.device
+    shape: Shape
+    shapes: tuple[Shape, ...] = ()
+    """Of suites that measure several models: those to measure. Empty for `shape` alone."""
+    quick: bool = False
+    """Measure briefly, to see that everything works. The figures are noise."""
+    seed: int = 0
+    work: str = "attention"
+    """What a decode step of `append` does on the device: `attention` or `sleep`."""
+    sequences: int | None = None
+    steps: int | None = None
+    parts: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    fa3: Path | None = None
+    """FlashAttention-3's library."""
+    repeat: int = 2
+    """Timed runs of each serving workload."""
+    max_num_batched_tokens: int | None = None
+    tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                limit = f"at least {least}" if value < least else f"at most {most:,}"
+                raise ValueError(f"--{name.replace('_', '-')} {value}: {limit}")
+        if self.fa3 is not None and not self.fa3.is_file():
+            raise ValueError(f"--fa3 {self.fa3}: no such file; it is the library _vllm_fa3_C.abi3.so of vLLM's wheel")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are such that a CPU is done in seconds."""
+        return self.quick or not self.on_gpu
+
+    def wants(self, part: str) -> bool:
+        """Whether a part of the suite was asked for, by name or by naming none."""
+        return part in self.parts or not self.parts
+
+
+# clocks
+
+_WARM_S: Final = 0.5
+"""How long a GPU is kept busy before the first measurement: its clock rises from idle within some 100 ms."""
+_LEAST_RUNS: Final = 5
+_MOST_RUNS: Final = 500
+_HEAD_START_CYCLES: Final = 200_000
+"""About 0.1 ms: longer than the host takes to launch a graph."""
+
+
+def now_us() -> float:
+    """A clock in microseconds that never goes back."""
+    return time.perf_counter_ns() / 1e3
+
+
+def warm_clock(device: torch.device) -> None:
+    """Keep a GPU busy until its clock is up. Nothing on a CPU."""
+    if device.type != "cuda":
+        return
+    matrix = torch.ones(4096, 4096, dtype=torch.bfloat16, device=device)
+    until_us = now_us() + _WARM_S * 1e6
+    while now_us() < until_us:
+        for _ in range(16):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
+
+
+def device_sleep(cycles: int) -> None:
+    """Keep the current stream busy, and nothing else of the GPU: one thread reads the clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def sleep_cycles(device: torch.device, duration_us: float) -> int:
+    """The argument by which `device_sleep` takes this long, measured on a warm clock."""
+    probe = 10_000_000
+    device_sleep(probe)
+    samples_us = [_event_us(device, lambda: device_sleep(probe)) for _ in range(5)]
+    return int(probe * duration_us / summarize(samples_us).p50)
+
+
+def time_for(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Microseconds of each of as many runs as take about so long, at least 5 of them. `run` has run before.
+
+    On a GPU it is captured as a graph: kernels are timed, and not their launches.
+    """
+    replay = capture(run, device).replay if device.type == "cuda" else run
+    clock = _queued_us if device.type == "cuda" else _wall_us
+    clock(device, replay)  # to warm up
+    estimate_us = clock(device, replay)
+    num_runs = int(min(_MOST_RUNS, max(_LEAST_RUNS, seconds * 1e6 / estimate_us)))
+    return [clock(device, replay) for _ in range(num_runs)]
+
+
+def capture(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches. It has run before: what compiles or allocates on first use cannot be captured."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def _queued_us(device: torch.device, run: Callable[[], object]) -> float:
+    """Behind a kernel that spins for longer than a launch takes, so that the GPU does not wait for the host meanwhile."""
+    device_sleep(_HEAD_START_CYCLES)
+    return _event_us(device, run)
+
+
+def _event_us(device: torch.device, run: Callable[[], object]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began.record(torch.cuda.current_stream(device))
+    run()
+    ended.record(torch.cuda.current_stream(device))
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) * 1e3
+
+
+def _wall_us(device: torch.device, run: Callable[[], object]) -> float:
+    began_us = now_us()
+    run()
+    return now_us() - began_us
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU. Nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Collect, and give what torch's allocator keeps back to a GPU: the next user may not be torch."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# rows and progress
+
+_BOUND_BY_HARDWARE: Final = frozenset({"us", "ms", "s", "tok/s", "GB/s", "TFLOP/s"})
+_LOG_EVERY_S: Final = 10.0
+"""How often progress is a line in a log, where no terminal shows a bar."""
+
+
+def console(log_columns: int) -> Console:
+    """On stdout. Without a terminal rich takes eighty columns, which break a log's tables; COLUMNS is heeded."""
+    told = os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if told or sys.stdout.isatty() else log_columns)
+
+
+class Recorder:
+    """Takes the rows of one suite, prints what is to be said on stdout, and shows progress on stderr."""
+
+    def __init__(self, suite: str, settings: Settings, file: RowFile) -> None:
+        self.suite: Final = suite
+        self.settings: Final = settings
+        self.file: Final = file
+        self.rows: list[Row] = []
+        self.console = console(128)
+        stderr = Console(stderr=True)
+        # A thread that repaints would take Python's lock in the middle of what is measured: repaint between steps only.
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(
+            *columns, console=stderr, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._began_s = self._logged_s = time.monotonic()
+
+    @property
+    def failed(self) -> list[str]:
+        """The workloads that failed."""
+        return [row.workload for row in self.rows if row.metric == FAILED]
+
+    def add(self, *rows: Row) -> None:
+        """Keep rows, and write them through."""
+        for row in rows:
+            self.rows.append(row)
+            self.file.append(row)
+
+    def samples(
+        self, workload: str, system: str, metric: str, unit: str, samples: Sequence[float], bound: float | None = None
+    ) -> None:
+        """A row of samples; none if there are none. Bounds of times and rates are an H200's, and left out on a CPU."""
+        if len(samples):
+            self._add(workload, system, metric, unit, summarize(samples), bound)
+
+    def figure(
+        self, workload: str, system: str, metric: str, unit: str, value: float, count: int = 1, bound: float | None = None
+    ) -> None:
+        """A row of a single figure over `count` things."""
+        self._add(workload, system, metric, unit, exact(value, count), bound)
+
+    def _add(self, workload: str, system: str, metric: str, unit: str, summary: Summary, bound: float | None) -> None:
+        if unit in _BOUND_BY_HARDWARE and not self.settings.on_gpu:
+            bound = None
+        names = {"workload": workload, "system": system, "metric": metric, "unit": unit}
+        self.add(Row(suite=self.suite, summary=summary, bound=bound, **names))
+
+    @contextmanager
+    def guarded(self, workload: str, system: str = "-") -> Iterator[None]:
+        """A failure within is printed, has a row, and the suite goes on; unless the GPU's context is lost."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"\n{workload}, {system} failed:\n{''.join(traceback.format_exception(error))}")
+            self.add(Row(suite=self.suite, workload=workload, system=system, metric=FAILED, unit="runs", summary=exact(1, 1)))
+            # The frames of a traceback hold the memory that the next system needs.
+            traceback.clear_frames(error.__traceback__)
+        else:
+            return
+        release_memory(self.settings.device)
+        synchronize(self.settings.device)  # raises if the context is lost
+
+    def say(self, text: str) -> None:
+        """A line on stdout."""
+        self._show_bars(False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._show_bars(True)
+
+    def note(self, text: str) -> None:
+        """What goes on now: beside the bar, or without a terminal as a line with the time since the beginning."""
+        if self._bars.console.is_terminal:
+            if self._bars.task_ids:
+                self._bars.update(self._bars.task_ids[-1], description=f"{self.suite}: {text}", refresh=True)
+        else:
+            self._log(text)
+
+    def track(self, items: Iterable[_Item], name: Callable[[_Item], str] = str) -> Iterator[_Item]:
+        """The items, with a bar on stderr; `name` says what is beginning."""
+        items = items if isinstance(items, Sized) else list(items)
+        task = self._bars.add_task(self.suite, total=len(items))
+        if len(self._bars.task_ids) == 1:
+            self._bars.start()
+        try:
+            for number, item in enumerate(items):
+                if self._bars.console.is_terminal:
+                    self._bars.update(task, description=f"{self.suite}: {name(item)}", completed=number, refresh=True)
+                elif time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+                    self._log(f"{number + 1}/{len(items)} {name(item)}")
+                yield item
+        finally:
+            self._bars.remove_task(task)
+            if not self._bars.task_ids:
+                self._bars.stop()
+
+    def _log(self, text: str) -> None:
+        self._logged_s = time.monotonic()
+        elapsed = f"{self._logged_s - self._began_s:6.1f} s"
+        self._bars.console.print(f"{self.suite}: {elapsed}  {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _show_bars(self, visible: bool) -> None:
+        """Out of the way of what is printed: the bar is on stderr, and knows nothing of stdout."""
+        for task in self._bars.task_ids:
+            self._bars.update(task, visible=visible)
+        if self._bars.task_ids:
+            self._bars.refresh()
+
+    def print_tables(self) -> None:
+        """All rows, a table for each workload."""
+        provenance = self.file.provenance
+        quick = "; quick: figures are noise" if provenance.quick else ""
+        for workload in dict.fromkeys(row.workload for row in self.rows):
+            self.say(f"\n{self.suite}: {workload} ({provenance.device}, driver {provenance.driver}{quick})")
+            self.console.print(_table([row for row in self.rows if row.workload == workload]))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("system", "metric"):
+        table.add_column(heading)
+    for heading in ("p20", "p50", "p80", "p99", "n", "bound", "unit"):
+        table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=True)
+    for row in rows:
+        summary = row.summary
+        figures = [figure(value) for value in (summary.p20, summary.median, summary.p80, summary.p99)]
+        bound = "" if row.bound is None else figure(row.bound)
+        table.add_row(row.system, row.metric, *figures, str(summary.n), bound, row.unit)
+    return table
+
+
+# the GPU
+
+_ASKED: Final = {
+    "clocks.sm": ("SM clock", "MHz"),
+    "clocks.mem": ("memory clock", "MHz"),
+    "power.draw": ("power", "W"),
+    "temperature.gpu": ("temperature", "°C"),
+}
+"""By nvidia-smi's name, the metric and its unit."""
+_EVERY_S: Final = 5
+"""Between samples: what one takes of the driver must not be seen in what is measured."""
+
+
+@contextmanager
+def gpu_watched(recorder: Recorder, workload: str) -> Iterator[None]:
+    """Rows of clocks, power and temperature over the block, as nvidia-smi says. None on a CPU, or without nvidia-smi."""
+    device = recorder.settings.device
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
+    asked = [f"--id=GPU-{uuid}", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", f"--loop={_EVERY_S}"]
+    with TemporaryFile("w+") as said:
+        try:
+            process = uuid and subprocess.Popen(["nvidia-smi", *asked], stdout=said, stderr=subprocess.DEVNULL)
+        except OSError:
+            process = None
+        try:
+            yield
+        finally:
+            if process:
+                process.kill()
+                process.wait(30)
+                said.seek(0)
+                _add_gpu_rows(recorder, workload, said.read().splitlines())
+
+
+def _add_gpu_rows(recorder: Recorder, workload: str, lines: Sequence[str]) -> None:
+    """A line is a number for each of `_ASKED`; a value that the GPU does not know is no number, and left out."""
+    columns: Any = zip(*(line.split(",") for line in lines if line.count(",") == len(_ASKED) - 1), strict=True)
+    for (metric, unit), column in zip(_ASKED.values(), columns, strict=False):  # no lines, no columns
+        samples = [float(each) for each in column if each.strip().replace(".", "", 1).isdigit()]
+        recorder.samples(f"{workload}: GPU", GPU, metric, unit, samples)

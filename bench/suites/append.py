@@ -1,0 +1,458 @@
+"""What growing costs a decode loop in steady state, by how memory comes to a sequence: see `Mode`.
+
+    ┌ critical: the device idles ────────────────────────┐┌ slack: the device works ──────────────────┐
+    which rows are short of memory | grow them | launch   || advance | turn over | map ahead, admit | wait
+                                     └ a stalled step
+
+A newcomer's prompt counts as written when its memory is mapped: prefill has no part in this.
+
+Legend: B rows of the batch (-1 in slots_B: empty), S slots, K kv heads, D head dim.
+"""
+
+import enum
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.harness import (
+    HBM_BYTES_PER_S,
+    Recorder,
+    Settings,
+    Shape,
+    WrongNumbers,
+    capture,
+    device_sleep,
+    now_us,
+    sleep_cycles,
+)
+from bench.rows import summarize
+from bench.suites.driver_calls import TimedDriver
+from vmmkv import KVCache, Pool, Sequence
+from vmmkv.driver import open_driver
+from vmmkv.kernels import reference
+from vmmkv.units import PAGE_BYTES
+
+_TIMES: Final = {
+    "step": "us",
+    "launch": "us",
+    "bookkeeping": "us",
+    "stall": "us",
+    "turnover": "us",
+    "pump": "us",
+    "pump_python": "us",
+    "pumped": "pages/step",
+    "admission": "steps",
+}
+"""Samples of the loop that have a distribution, with their units, in the order of the table."""
+_COUNTS: Final = ("stalled", "late")
+SLACK_SHARE: Final = 0.75
+"""The share of the device's working time in which memory is mapped. The rest is for the last call, which is not cut short."""
+
+Indices = npt.NDArray[np.int64]
+
+
+class Mode(enum.Enum):
+    """How memory comes to a sequence, and what becomes of it at the sequence's end."""
+
+    STATIC = "static"
+    """Every slot is mapped to its end in advance: the reference."""
+    OFF = "off"
+    """Mapped in the foreground, when a row is missing."""
+    SLACK = "slack"
+    """Mapped ahead while the step's work runs."""
+    ADOPTED = "adopted"
+    """As slack, and an ended sequence's slot stays mapped, for a newcomer."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether slots are handed on with their mapping."""
+        return self in (Mode.STATIC, Mode.ADOPTED)
+
+    @property
+    def maps_ahead(self) -> bool:
+        """Whether the loop maps ahead."""
+        return self in (Mode.SLACK, Mode.ADOPTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`fewest` and `most` tokens are of a prompt, and of an output."""
+
+    sequences: int
+    steps: int
+    warm_steps: int
+    fewest: int
+    most: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt with the longest output."""
+        return 2 * self.most
+
+    @property
+    def slots(self) -> int:
+        """A quarter more than run at once: a closed slot is free when its fence has passed. They are addresses only."""
+        return self.sequences + max(4, self.sequences // 4)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Sizes":
+        """On a CPU few and short sequences: the reference attends slowly."""
+        sequences = settings.sequences or (256 if settings.on_gpu else 8)
+        steps = settings.steps or (40 if settings.quick else 400 if settings.on_gpu else 200)
+        if settings.on_gpu:
+            return cls(sequences=sequences, steps=steps, warm_steps=16 if settings.quick else 64, fewest=64, most=512)
+        return cls(sequences=sequences, steps=steps, warm_steps=8, fewest=16, most=64)
+
+
+def run(recorder: Recorder) -> None:
+    """Every mode under each workload. Raises: WrongNumbers if a row that was appended is not there."""
+    settings = recorder.settings
+    sizes = Sizes.of(settings)
+    driver = TimedDriver(open_driver(settings.device))
+    pages = sizes.slots * settings.shape.layout.pages_for(sizes.max_tokens)
+    # A sequence that neither ends nor begins has no slot to hand on.
+    cases = [
+        (f"{sizes.sequences} sequences, {how}", together, mode)
+        for how, together in (("all cross together", True), ("coming and going", False))
+        for mode in Mode
+        if not (together and mode is Mode.ADOPTED)
+    ]
+    with Pool(settings.device, pages * PAGE_BYTES, driver=driver.as_driver()) as pool:
+        static: DecodeLoop | None = None
+        for workload, together, mode in recorder.track(cases, lambda case: f"{case[0]}, {case[2].value}"):
+            loop = _measure(settings, sizes, pool, driver, mode, together, None if mode is Mode.STATIC else static)
+            static = loop if mode is Mode.STATIC else static
+            assert static is not None, "the static mode is the first"
+            _add_rows(recorder, loop, static, workload)
+
+
+def _measure(
+    settings: Settings, sizes: Sizes, pool: Pool, driver: TimedDriver, mode: Mode, together: bool, static: "DecodeLoop | None"
+) -> "DecodeLoop":
+    rng = np.random.default_rng(settings.seed)  # the same requests in every mode
+    with KVCache(settings.shape.layout, pool, slots=sizes.slots, max_tokens=sizes.max_tokens) as cache:
+        if mode is Mode.STATIC:
+            sequences = [cache.open() for _ in range(sizes.sequences)]
+            for sequence in sequences:
+                sequence.grow(sizes.max_tokens)
+            for sequence in sequences:
+                sequence.park(0)
+        work = open_work(cache, settings, sizes.sequences)
+        requests = _requests(rng, sizes)
+        loop = DecodeLoop(cache, driver, work, mode, requests, sizes.sequences)
+        if static is not None:
+            loop.slack_us = SLACK_SHARE * summarize(static.samples["slack"]).p50
+        for row in range(sizes.sequences):
+            if together:
+                loop.begin(Request(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens), row, sizes.most)
+            else:
+                request = next(requests)
+                loop.begin(request, row, int(rng.integers(request.prompt_tokens, request.end_tokens)))
+        pool.driver.synchronize()
+        gc.collect()
+        num_steps = sizes.warm_steps + sizes.steps
+        if together:
+            num_steps = min(num_steps, sizes.most - 1)  # so that none ends
+        for step in range(num_steps):
+            if step == sizes.warm_steps:
+                loop.samples.clear()
+            loop.step()
+        loop.check()
+    return loop
+
+
+def _add_rows(recorder: Recorder, loop: "DecodeLoop", static: "DecodeLoop", workload: str) -> None:
+    mode, num_steps = loop.mode.value, len(loop.samples["step"])
+    for metric, unit in _TIMES.items():
+        recorder.samples(workload, mode, metric, unit, loop.samples[metric])
+        if metric == "step":
+            more_us = summarize(loop.samples["step"]).p50 - summarize(static.samples["step"]).p50
+            recorder.figure(workload, mode, "step, over static", unit, more_us, num_steps)
+    for metric in _COUNTS:
+        recorder.figure(workload, mode, metric, "steps", sum(loop.samples[metric]), num_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A sequence to come: it joins the batch with `prompt_tokens` written and leaves it with `end_tokens`."""
+
+    prompt_tokens: int
+    end_tokens: int
+
+
+def _requests(rng: np.random.Generator, sizes: Sizes) -> Iterator[Request]:
+    while True:
+        prompt, output = (int(count) for count in rng.integers(sizes.fewest, sizes.most, size=2, endpoint=True))
+        yield Request(prompt_tokens=prompt, end_tokens=prompt + output)
+
+
+class DecodeLoop:
+    """An engine's decode loop with nothing in it but memory. `samples` has a list for each metric."""
+
+    def __init__(
+        self, cache: KVCache, driver: TimedDriver, work: "StepWork", mode: Mode, requests: Iterator[Request], num_rows: int
+    ) -> None:
+        self.mode = mode
+        self.samples: dict[str, list[float]] = defaultdict(list)
+        self.slack_us = 0.0
+        """How long memory is mapped beside a step."""
+        self._cache, self._driver, self._work, self._requests = cache, driver, work, requests
+        self._sequences: dict[int, Sequence] = {}  # by row
+        self._joined: dict[int, int] = {}  # by row, the length with which it began: what lies behind was decoded here
+        self._waiting: dict[int, tuple[Sequence, Request, int]] = {}  # by row: newcomers without memory, since which step
+        self._ended: list[int] = []
+        self._step = 0
+        # One entry a row: a step is a few numpy calls whatever the number of sequences.
+        self._slots_B = np.full(num_rows, -1, dtype=np.int64)
+        self._ends_B = np.zeros(num_rows, dtype=np.int64)
+
+    def begin(self, request: Request, row: int, length: int) -> None:
+        """A sequence that has run for a while: `length` tokens, with memory for the next."""
+        sequence = self._cache.open(max_tokens=request.end_tokens)
+        sequence.grow(min(length + 1, request.end_tokens))
+        sequence.advance(length)
+        self._join(row, sequence, request)
+
+    def step(self) -> None:
+        """One decode step of all rows."""
+        cache = self._cache
+        began_us = now_us()
+        rows = np.flatnonzero(self._slots_B >= 0)
+        slots = self._slots_B[rows]
+        lengths = cache.lengths[slots]
+        short = rows[lengths >= cache.limits[slots]]
+        lengths_B = np.zeros_like(self._slots_B)
+        lengths_B[rows] = lengths
+        decided_us = now_us()
+        stalled = self._grow(short)
+        grown_us = now_us()
+        self._work.launch(self._slots_B, lengths_B)
+        launched_us = now_us()
+
+        cache.advance(slots)
+        advanced_us = now_us()
+        if self._ended:
+            self._turn_over()
+            self.samples["turnover"].append(now_us() - advanced_us)
+        slack_us = now_us()
+        if self.mode is not Mode.OFF:
+            self._map_ahead()
+        late = self._work.done()
+        self._work.wait()
+
+        waited_us = now_us()
+        over = rows[cache.lengths[slots] >= self._ends_B[rows]]
+        self._ended = over.tolist()
+        self._slots_B[over] = -1
+        ended_us = now_us()
+        self._step += 1
+        self.samples["bookkeeping"].append(decided_us - began_us + advanced_us - launched_us + ended_us - waited_us)
+        self.samples["slack"].append(waited_us - slack_us)
+        self.samples["launch"].append(launched_us - grown_us)
+        self.samples["stalled"].append(stalled)
+        if stalled:
+            self.samples["stall"].append(grown_us - decided_us)
+        self.samples["late"].append(late)
+        self.samples["step"].append(ended_us - began_us)
+
+    def check(self) -> None:
+        """The library's laws hold, and every row that a running sequence decoded is in memory. Raises: WrongNumbers."""
+        self._cache.check()
+        for row in np.flatnonzero(self._slots_B >= 0).tolist():
+            sequence = self._sequences[row]
+            self._work.check(sequence.slot, self._joined[row], sequence.length)
+
+    def _grow(self, short: Indices) -> bool:
+        """In the foreground: sequences without a row to write, and newcomers if nothing is mapped ahead."""
+        for row in short.tolist():
+            sequence = self._sequences[row]
+            sequence.grow(sequence.length + 1)
+        stalled = len(short) > 0
+        if self._waiting and self.mode is Mode.OFF:
+            for row in list(self._waiting):
+                self._admit(row)
+            stalled = True
+        return stalled
+
+    def _turn_over(self) -> None:
+        """Ended sequences are closed or parked, and their successors opened."""
+        for row in self._ended:
+            sequence = self._sequences.pop(row)
+            if self.mode.parks:
+                sequence.park(0)
+            else:
+                sequence.close()
+            request = next(self._requests)
+            self._waiting[row] = self._cache.open(max_tokens=request.end_tokens), request, self._step
+        self._ended = []
+
+    def _map_ahead(self) -> None:
+        """Memory for the steps to come, then for newcomers, while there is slack."""
+        began_us, before_us = now_us(), self._driver.spent_us
+        if self.mode.maps_ahead:
+            pages = self._cache.map_ahead(self.slack_us, lookahead_tokens=self._cache.lookahead_tokens(self.slack_us))
+            self.samples["pumped"].append(pages)
+        for row in list(self._waiting):
+            if self.mode.maps_ahead and now_us() - began_us > self.slack_us:
+                break
+            self._admit(row)
+        if self.mode.maps_ahead:
+            total_us, driver_us = now_us() - began_us, self._driver.spent_us - before_us
+            self.samples["pump"].append(total_us)
+            self.samples["pump_python"].append(total_us - driver_us)
+
+    def _admit(self, row: int) -> None:
+        sequence, request, since = self._waiting.pop(row)
+        sequence.grow(request.prompt_tokens + 1)
+        sequence.advance(request.prompt_tokens)
+        self._join(row, sequence, request)
+        self.samples["admission"].append(self._step - since)
+
+    def _join(self, row: int, sequence: Sequence, request: Request) -> None:
+        self._sequences[row] = sequence
+        self._joined[row] = sequence.length
+        self._slots_B[row] = sequence.slot
+        self._ends_B[row] = request.end_tokens
+
+
+# the device's part of a step
+
+_CPU_SLACK_US: Final = 3_000.0
+_ATTENTION_US: Final = 4_400.0
+"""What `--work sleep` sleeps in place of attention: 20 GB of KV at the bound."""
+
+
+class StepWork(Protocol):
+    """What a decode step does on the device: append a row for each sequence, attend to its rows, read the weights."""
+
+    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
+        """Queue a step: row `lengths_B[b]` of slot `slots_B[b]` is written, then rows up to and with it are read."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the device has finished, and idles."""
+        ...
+
+    def wait(self) -> None:
+        """Until it has."""
+        ...
+
+    def check(self, slot: int, start: int, end: int) -> None:
+        """Are the rows [start, end) of a slot what was appended there? Raises: WrongNumbers."""
+        ...
+
+
+def open_work(cache: KVCache, settings: Settings, num_rows: int) -> StepWork:
+    """The work of this device. On CUDA kernels are compiled and a graph captured."""
+    return CudaWork(cache, settings, num_rows) if settings.on_gpu else HostWork(cache, settings)
+
+
+class HostWork:
+    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms."""
+
+    def __init__(self, cache: KVCache, settings: Settings) -> None:
+        self._cache, self._shape = cache, settings.shape
+        self._appends = settings.work == "attention"
+        self._until_us = 0.0
+
+    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
+        """See StepWork."""
+        if self._appends:
+            here = slots_B >= 0
+            slots, lengths = torch.from_numpy(slots_B[here]), torch.from_numpy(lengths_B[here])
+            new = _marks(slots, lengths, self._shape)
+            for layer in range(self._shape.layers):
+                reference.append(new, new, self._cache.k(layer), self._cache.v(layer), slots, lengths, self._cache.limit)
+        self._until_us = now_us() + _CPU_SLACK_US
+
+    def done(self) -> bool:
+        """See StepWork."""
+        return now_us() >= self._until_us
+
+    def wait(self) -> None:
+        """See StepWork."""
+        time.sleep(max(0.0, self._until_us - now_us()) / 1e6)
+
+    def check(self, slot: int, start: int, end: int) -> None:
+        """See StepWork."""
+        if self._appends:
+            _check_rows(self._cache, self._shape, slot, start, end)
+
+
+class CudaWork:
+    """The project's own kernels as one graph, and a sleep for as long as the weights take to be read.
+
+    Slots and lengths are tensors on the device: the same graph serves every step.
+    """
+
+    def __init__(self, cache: KVCache, settings: Settings, num_rows: int) -> None:
+        self._cache, self._shape = cache, settings.shape
+        self._device = settings.device
+        self._attends = settings.work == "attention"
+        sleep_us = settings.shape.weight_bytes / HBM_BYTES_PER_S * 1e6 + (0.0 if self._attends else _ATTENTION_US)
+        self._cycles = sleep_cycles(self._device, sleep_us)
+        # [2, B]: slots, lengths. Pinned, and written again only when the step that reads it is over.
+        self._staged = torch.full((2, num_rows), -1, dtype=torch.int32).pin_memory()
+        self._staged_view = self._staged.numpy()
+        self._index = self._staged.to(self._device)
+        size = (num_rows, self._shape.heads, self._shape.head_dim)
+        self._q_BHD = torch.ones(size, dtype=self._shape.dtype, device=self._device)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Every slot is -1 while this runs and is captured: no sequence has memory yet, and nothing is touched.
+        self._graph = capture(self._layers, self._device)
+
+    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
+        """See StepWork. Cost: one copy, one graph launch, one event."""
+        self._staged_view[0], self._staged_view[1] = slots_B, lengths_B
+        self._index.copy_(self._staged, non_blocking=True)
+        self._graph.replay()
+        self._done.record(torch.cuda.current_stream(self._device))
+
+    def done(self) -> bool:
+        """See StepWork."""
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See StepWork."""
+        self._done.synchronize()
+
+    def check(self, slot: int, start: int, end: int) -> None:
+        """See StepWork."""
+        if self._attends:
+            _check_rows(self._cache, self._shape, slot, start, end)
+
+    def _layers(self) -> None:
+        if self._attends:
+            from vmmkv.kernels.attention.append import append
+            from vmmkv.kernels.attention.decode import decode
+
+            slots, lengths = self._index[0], self._index[1]
+            new = _marks(slots, lengths, self._shape)
+            ends = lengths + 1
+            for layer in range(self._shape.layers):
+                k, v = self._cache.k(layer), self._cache.v(layer)
+                append(new, new, k, v, slots, lengths, self._cache.limit)
+                decode(self._q_BHD, k, v, ends, slots, limit_S=self._cache.limit)
+        device_sleep(self._cycles)
+
+
+def _marks(slots: torch.Tensor, positions: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """[B, K, D]: a row that names its slot and position, in integers that every dtype holds exactly."""
+    marks = (slots * 31 + positions) % 127
+    return marks[:, None, None].expand(-1, shape.kv_heads, shape.head_dim).to(shape.dtype).contiguous()
+
+
+def _check_rows(cache: KVCache, shape: Shape, slot: int, start: int, end: int) -> None:
+    positions = torch.arange(start, end, device=cache.device)
+    wanted = _marks(torch.full_like(positions, slot), positions, shape)
+    for layer in {0, shape.layers - 1}:
+        for plane in (cache.k(layer), cache.v(layer)):
+            if not torch.equal(plane[slot, start:end], wanted):
+                raise WrongNumbers(f"rows [{start}, {end}) of slot {slot} in layer {layer} are not what was appended there")

@@ -1,0 +1,217 @@
+"""What each driver call costs: for small and large handles, alone, beside a busy Python thread, beside a kernel.
+
+The life of a handle is timed call by call: created, mapped, made accessible, zeroed, unmapped, released. On CUDA it is
+repeated with handles created with and without being exportable and open to RDMA.
+"""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, TypeVar, cast
+
+import torch
+
+from bench.harness import Recorder, WrongNumbers, device_sleep, now_us, sleep_cycles
+from vmmkv.driver import Access, Driver, open_driver
+from vmmkv.memory.address_space import wrap
+from vmmkv.units import PAGE_BYTES, format_bytes
+
+HANDLE_BYTES: Final = (PAGE_BYTES, 16 * PAGE_BYTES)
+"""The pool's two size classes."""
+_KERNEL_US: Final = 20_000.0
+_BYTE: Final = 0xA5
+_Answer = TypeVar("_Answer")
+
+Beside = Callable[[], AbstractContextManager[Callable[[], None]]]
+"""What runs beside the calls. Its function is called before each life, to keep it going."""
+
+
+class TimedDriver:
+    """Wraps a driver and adds up in `spent_us` the time of calls, which tells the driver's share of an operation."""
+
+    _TIMED: Final = (
+        *("reserve", "create", "release", "map", "set_access", "unmap", "zero", "write", "write_behind"),
+        *("order", "synchronize", "copy", "fence", "memory"),
+    )
+
+    def __init__(self, driver: Driver) -> None:
+        self.spent_us = 0.0
+        self._driver: Any = driver
+        for name in self._TIMED:
+            if hasattr(driver, name):
+                setattr(self, name, self._timed(getattr(driver, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def as_driver(self) -> Driver:
+        """Itself as the protocol: its methods are set by name, which the type checker cannot follow."""
+        return cast(Driver, self)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began_us = now_us()
+            try:
+                return call(*arguments)
+            finally:
+                self.spent_us += now_us() - began_us
+
+        return timed
+
+
+def run(recorder: Recorder) -> None:
+    """Time every call under every condition. Raises: WrongNumbers if memory is not what the driver says."""
+    settings = recorder.settings
+    driver = open_driver(settings.device)
+    _check(driver)
+    name = "cuda" if settings.on_gpu else "host"
+    # Beside a thread each call waits for Python's lock, 5 ms a time.
+    conditions: list[tuple[str, Driver, str, Beside, int]] = [
+        (name, driver, "alone", _alone, 30 if settings.quick else 500),
+        (name, driver, "beside a busy thread", _beside_thread, 3 if settings.quick else 60),
+    ]
+    if settings.on_gpu:
+        kernel = (name, driver, "beside a kernel", lambda: _beside_kernel(settings.device), 30 if settings.quick else 500)
+        conditions.append(kernel)
+        for flags, flagged in drivers_by_flags(settings.device).items():
+            conditions.append((f"{name}, {flags}", flagged, "alone", _alone, conditions[0][-1]))
+    cases = [(size_bytes, *condition) for size_bytes in HANDLE_BYTES for condition in conditions]
+    for size_bytes, system, its_driver, beside, condition, num_lives in recorder.track(
+        cases, lambda case: f"{case[1]}, {case[3]}"
+    ):
+        life = Life(its_driver, size_bytes, exports=its_driver is driver)
+        life.live()  # first calls load code
+        life.samples_us.clear()
+        with condition() as keep_busy:
+            for _ in range(num_lives):
+                keep_busy()
+                life.live()
+        for call, samples in life.samples_us.items():
+            recorder.samples(f"{format_bytes(size_bytes)} handle, {beside}", system, call, "us", samples)
+
+
+class Life:
+    """The life of a handle, again and again at one address. `samples_us` has the microseconds of each call, by its name."""
+
+    def __init__(self, driver: Driver, size_bytes: int, *, exports: bool = True) -> None:
+        self.samples_us: dict[str, list[float]] = defaultdict(list)
+        self._driver, self._size_bytes, self._exports = driver, size_bytes, exports
+        self._address = driver.reserve(size_bytes)
+        self._limits = torch.zeros(256, dtype=torch.int32, device=driver.device)
+        self._all_limits = dict.fromkeys(range(256), 1)
+
+    def live(self) -> None:
+        """Once from create to release, each call timed. Leaves nothing behind but a page of reserved addresses."""
+        driver, address, size_bytes = self._driver, self._address, self._size_bytes
+        self._timed("reserve", lambda: driver.reserve(PAGE_BYTES))
+        handle = self._timed("create", lambda: driver.create(size_bytes))
+        self._timed("map", lambda: driver.map(address, handle, size_bytes))
+        self._timed("set_access", lambda: driver.set_access(address, size_bytes, Access.READ_WRITE))
+        self._timed("zero (launch)", lambda: driver.zero(address, size_bytes))
+        self._timed("write 1 limit (launch)", lambda: driver.write(self._limits, {1: 1}))
+        self._timed("write 256 limits (launch)", lambda: driver.write(self._limits, self._all_limits))
+        self._timed("order", driver.order)
+        fence = self._timed("fence", driver.fence)
+        self._timed("fence.done", fence.done)
+        self._timed("synchronize", driver.synchronize)  # the zeroes are written, so that the page can be unmapped
+        if self._exports:
+            os.close(self._timed("export_fd", lambda: driver.export_fd(handle)))
+        self._timed("unmap", lambda: driver.unmap(address, size_bytes))
+        self._timed("release", lambda: driver.release(handle))
+        self._timed("memory", driver.memory)
+
+    def _timed(self, name: str, call: Callable[[], _Answer]) -> _Answer:
+        began_us = now_us()
+        answer = call()
+        self.samples_us[name].append(now_us() - began_us)
+        return answer
+
+
+def drivers_by_flags(device: torch.device) -> dict[str, Driver]:
+    """CUDA drivers whose handles are created with other flags. The library's own choice is "exportable"."""
+    from vmmkv.driver.cuda import CudaDriver
+
+    class FlaggedDriver(CudaDriver):
+        def __init__(self, *, exportable: bool, rdma: bool) -> None:
+            self._exportable, self._rdma = exportable, rdma
+            super().__init__(device)
+
+        def _allocation_properties(self) -> Any:
+            properties = super()._allocation_properties()
+            if not self._exportable:
+                properties.requestedHandleTypes = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+            if self._rdma:
+                properties.allocFlags.gpuDirectRDMACapable = 1
+            return properties
+
+    return {
+        "no flags": FlaggedDriver(exportable=False, rdma=False),
+        "exportable": FlaggedDriver(exportable=True, rdma=False),
+        "exportable, RDMA": FlaggedDriver(exportable=True, rdma=True),
+    }
+
+
+def _check(driver: Driver) -> None:
+    """Bytes written through one address are read through another, and zeroes are zeroes. Raises: WrongNumbers."""
+    address, alias = driver.reserve(PAGE_BYTES), driver.reserve(PAGE_BYTES)
+    handle = driver.create(PAGE_BYTES)
+    for place in (address, alias):
+        driver.map(place, handle, PAGE_BYTES)
+        driver.set_access(place, PAGE_BYTES, Access.READ_WRITE)
+    wrap(address, PAGE_BYTES, driver.device).fill_(_BYTE)
+    aliased = bool((wrap(alias, PAGE_BYTES, driver.device) == _BYTE).all())
+    driver.zero(address, PAGE_BYTES)
+    driver.synchronize()
+    zeroed = not wrap(alias, PAGE_BYTES, driver.device).any()
+    for place in (address, alias):
+        driver.unmap(place, PAGE_BYTES)
+    driver.release(handle)
+    if not (aliased and zeroed):
+        raise WrongNumbers(f"{driver.device}: a page mapped twice is read alike: {aliased}; zeroed: {zeroed}")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _alone() -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(_nothing)
+
+
+@contextmanager
+def _beside_thread() -> Iterator[Callable[[], None]]:
+    """A Python thread that never gives up Python's lock unasked."""
+    stopping = False
+
+    def spin() -> None:
+        number = 0
+        while not stopping:
+            number += 1
+
+    thread = threading.Thread(target=spin, name="bench-busy", daemon=True)
+    thread.start()
+    try:
+        yield _nothing
+    finally:
+        stopping = True
+        thread.join()
+
+
+@contextmanager
+def _beside_kernel(device: torch.device) -> Iterator[Callable[[], None]]:
+    """A kernel runs on the current stream; the next is launched before a life in which it would end."""
+    cycles = sleep_cycles(device, _KERNEL_US)
+    until_us = 0.0
+
+    def keep_busy() -> None:
+        nonlocal until_us
+        if now_us() > until_us - _KERNEL_US / 2:
+            device_sleep(cycles)
+            until_us = max(until_us, now_us()) + _KERNEL_US
+
+    try:
+        yield keep_busy
+    finally:
+        torch.cuda.synchronize(device)

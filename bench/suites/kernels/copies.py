@@ -1,0 +1,278 @@
+"""Append, and copies inside a GPU, against torch's copies of the same bytes.
+
+Legend: L layers, N tokens, M pages copied, S slots, T rows of a slot, E bytes of a row, H query heads, K kv heads, D head dim,
+R = D / 2 angles.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from bench.harness import HBM_BYTES_PER_S, Shape, WrongNumbers
+from bench.suites.kernels.measure import Measurer, Metric
+from bench.suites.kernels.memories import Case, Format, Memory, memories, open_memory, rows_of
+from vmmkv import KVCache, Pool
+from vmmkv.kernels import reference
+from vmmkv.layout import KVType
+from vmmkv.units import PAGE_BYTES
+
+APPENDS: Final = {"1": (1, 1024), "256": (256, 64), "8192": (1, 8192)}
+"""By tokens appended: sequences, and their lengths behind it."""
+
+_TOLERANCE: Final = {"": 0.0, "rope": 1e-2, "fp8": 0.04, "int8": 0.02, "int4": 0.15}
+"""The length of the error over that of the rows, by what was done to them."""
+_ROPE_BASE: Final = 10_000.0
+
+
+# append
+
+
+class NewRows:
+    """What is appended: random rows and queries of every layer, so that none is in L2 when its turn comes."""
+
+    def __init__(self, num_tokens: int, case: Case, shape: Shape, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(heads: int) -> torch.Tensor:
+            size = (shape.layers, num_tokens, heads, shape.head_dim)
+            return torch.randn(size, dtype=shape.dtype, device=device, generator=generator)
+
+        self.k_LNKD, self.v_LNKD, self.q_LNHD = random(shape.kv_heads), random(shape.kv_heads), random(shape.heads)
+        each = num_tokens // len(case.lengths)
+        self.sequences_N = torch.arange(num_tokens, device=device) // each
+        self.positions_N = (case.longest - each + torch.arange(num_tokens, device=device) % each).int()
+        rates_R = _ROPE_BASE ** -(torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
+        angles_TR = torch.arange(case.longest, device=device)[:, None] * rates_R
+        self.cos_TR, self.sin_TR = angles_TR.cos(), angles_TR.sin()
+
+    def renew(self) -> None:
+        """Other values: what an earlier append has left in memory is then wrong."""
+        for new in (self.k_LNKD, self.v_LNKD, self.q_LNHD):
+            new.normal_()
+
+    def rotated(self, x_NHD: torch.Tensor) -> torch.Tensor:
+        """By the angles of their positions, in float32."""
+        return reference.rotate(x_NHD, self.positions_N, self.cos_TR, self.sin_TR)
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One append to every layer of a memory, and its check."""
+
+    memory: Memory
+    case: Case
+    new: NewRows
+    rope: bool
+
+    def prepare(self) -> Callable[[], object]:
+        """Run once and found right. The queries are rotated again by every pass, which keeps their lengths."""
+        self.new.renew()
+        before = self.new.q_LNHD[-1].clone()
+        run_pass = self._pass()
+        run_pass()
+        quantised = self.memory.form.quantised
+        kind = quantised.kind if quantised else "rope" if self.rope else ""
+        for layer in (0, len(self.memory.layers) - 1):
+            k_NKD = self.new.k_LNKD[layer]
+            self._compare(layer, 0, self.new.rotated(k_NKD) if self.rope else k_NKD.float(), _TOLERANCE[kind])
+            self._compare(layer, 1, self.new.v_LNKD[layer].float(), _TOLERANCE[kind])
+        if self.rope:
+            _check_near("the rotated queries", self.new.q_LNHD[-1].float(), self.new.rotated(before), _TOLERANCE["rope"])
+        return run_pass
+
+    def _compare(self, layer: int, plane: int, wanted_NKD: torch.Tensor, tolerance: float) -> None:
+        """The first and the last sequence's rows, of K or of V."""
+        for index in (0, len(self.case.lengths) - 1):
+            rows_TKD = rows_of(self.memory, layer, index, self.case.longest)[plane]
+            here = self.new.sequences_N == index
+            given = rows_TKD[self.new.positions_N[here].long()]
+            _check_near(f"layer {layer}, {'kv'[plane]}", given, wanted_NKD[here], tolerance)
+
+    def _pass(self) -> Callable[[], object]:
+        from vmmkv.kernels.attention.append import append
+
+        new, memory = self.new, self.memory
+        slots = torch.tensor(memory.slots, dtype=torch.int32, device=new.positions_N.device)
+        slots_N = slots[new.sequences_N]
+        num_slots = len(memory.layers[0].k if memory.tables_SC is None else memory.tables_SC)
+        limit_S = slots.new_full((num_slots,), self.case.longest)
+
+        def run_pass() -> None:
+            for layer, planes in enumerate(memory.layers):
+                append(
+                    *(new.k_LNKD[layer], new.v_LNKD[layer], planes.k, planes.v, slots_N, new.positions_N),
+                    limit_S=limit_S,
+                    tables_SC=memory.tables_SC,
+                    q_NHD=new.q_LNHD[layer] if self.rope else None,
+                    cos_TR=new.cos_TR if self.rope else None,
+                    sin_TR=new.sin_TR if self.rope else None,
+                    k_scale=planes.k_scale,
+                    v_scale=planes.v_scale,
+                )
+
+        return run_pass
+
+
+def run_append(measurer: Measurer, case: Case) -> None:
+    """Into each memory: plain, rotated, quantised; and torch's copy of as many bytes, which knows no slots and positions."""
+    settings, shape, num_tokens = measurer.settings, measurer.shape, int(case.name)
+    plain = Format(shape=shape)
+    quantised = [Format(shape=shape, quantised=KVType(kind)) for kind in ("fp8", "int8", "int4")]
+    new = NewRows(num_tokens, case, shape, settings.device, settings.seed)
+    measurer.measure("copy_", partial(_checked_copy, new), _append_metrics(plain, num_tokens, rope=False))
+    for kind in memories(shape):
+        for form in (plain, *quantised) if kind in ("tensor", "vmmkv") else (plain,):
+            with measurer.recorder.guarded(measurer.workload, f"{kind} memory of {form.name}"):
+                memory = open_memory(kind, case, 1, form, settings.device)
+                try:
+                    for rope in (False, True) if form is plain else (False,):
+                        what = "append" if form is plain and not rope else "append, rope" if rope else f"append {form.name}"
+                        prepare = Append(memory, case, new, rope).prepare
+                        measurer.measure(f"{what}, {memory.name}", prepare, _append_metrics(form, num_tokens, rope=rope))
+                finally:
+                    memory.close()
+
+
+def _append_metrics(form: Format, num_tokens: int, *, rope: bool) -> list[Metric]:
+    """Of a pass over all layers. Every byte is counted where it is read and where it is written; indices are not."""
+    shape = form.shape
+    vector_bytes = shape.head_dim * shape.dtype.itemsize
+    size_bytes = num_tokens * (2 * shape.kv_heads * vector_bytes + form.token_bytes)
+    if rope:  # queries in place, and a cosine and a sine in float32 for each angle
+        size_bytes += num_tokens * (2 * shape.heads * vector_bytes + 4 * shape.head_dim)
+    return _moved("layer", size_bytes, shape.layers)
+
+
+def _checked_copy(new: NewRows) -> Callable[[], object]:
+    """torch's copy of each layer's K and V in one launch, to where they stay together."""
+    source_L = torch.stack([new.k_LNKD, new.v_LNKD], dim=1)
+    target_L = torch.empty_like(source_L)
+
+    def run_pass() -> None:
+        for target, source in zip(target_L, source_L, strict=True):
+            target.copy_(source)
+
+    run_pass()
+    if not torch.equal(target_L, source_L):
+        raise WrongNumbers("a copy differs from its source")
+    return run_pass
+
+
+def _moved(name: str, size_bytes: int, calls: int) -> list[Metric]:
+    """Of a pass of so many calls that move so many bytes each."""
+    return [
+        Metric(name=name, unit="us", amount=calls, rate=False, bound=size_bytes / HBM_BYTES_PER_S * 1e6),
+        Metric(name="moved", unit="GB/s", amount=calls * size_bytes / 1e3, rate=True, bound=HBM_BYTES_PER_S / 1e9),
+    ]
+
+
+def _check_near(what: str, given: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    error = ((given - wanted).norm() / wanted.norm()).item()
+    if not error <= tolerance:  # NaN is not
+        raise WrongNumbers(f"{what}: off by {error:.3g} of its length")
+
+
+# copies
+
+Copier = Callable[[torch.Tensor, list[int], list[int]], Callable[[], object]]
+"""From the rows of all slots, the slots that are copied and those that they are copied to: what copies them."""
+
+
+def pages(count: int) -> Case:
+    """Pages to copy, as a case."""
+    return Case(name=f"{count}x2MiB", lengths=(1,) * count)
+
+
+def run_copy(measurer: Measurer, case: Case) -> None:
+    """Pages of a tensor, and of vmmkv's memory: many in one launch of ours, against torch's, one large or one for each."""
+    num_pages = len(case.lengths)
+    slots = list(range(2 * num_pages))
+    random.Random(measurer.settings.seed).shuffle(slots)
+    sources, targets = slots[:num_pages], slots[num_pages:]
+    kinds: dict[str, Callable[[Shape, torch.device, int], AbstractContextManager[torch.Tensor]]] = {
+        "cudaMalloc": tensor_rows,
+        "vmmkv": vmmkv_rows,
+    }
+    for name, open_rows in kinds.items():
+        with (
+            measurer.recorder.guarded(measurer.workload, f"{name} memory"),
+            open_rows(measurer.shape, measurer.settings.device, 2 * num_pages) as rows_STE,
+        ):
+            metrics = _moved("pass", 2 * rows_STE[:num_pages].numel(), 1)
+            for system, copier in COPIERS.items():
+                measurer.measure(f"{system}, {name}", partial(checked, rows_STE, copier, sources, targets), metrics)
+            if rows_STE.is_contiguous():
+                source, target = rows_STE.flatten().chunk(2)
+                measurer.measure(f"copy_ at once, {name}", lambda: partial(target.copy_, source), metrics)  # noqa: B023
+
+
+@contextmanager
+def tensor_rows(shape: Shape, device: torch.device, num_slots: int) -> Iterator[torch.Tensor]:
+    """[S, T, E] in one tensor: slots of a page each."""
+    row_bytes = shape.layout.groups[0].row_bytes
+    yield torch.empty(num_slots, PAGE_BYTES // row_bytes, row_bytes, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def vmmkv_rows(shape: Shape, device: torch.device, num_slots: int) -> Iterator[torch.Tensor]:
+    """[S, T, E] in slots of a cache with a page each, without its null slot."""
+    layout = shape.layout
+    (group,) = layout.groups
+    num_tokens = group.tokens_under(1)
+    with Pool(device, (num_slots + 2) * PAGE_BYTES) as pool:
+        cache = KVCache(layout, pool, slots=num_slots, max_tokens=num_tokens)
+        sequences = cache.open_batch(num_slots)
+        for sequence in sequences:
+            sequence.grow(num_tokens)
+        payload = cache.view(group.layers[0], group.planes[0].name)
+        size = (*payload.shape[:2], group.row_bytes // payload.element_size())
+        rows_STE = payload.as_strided(size, (*payload.stride()[:2], 1), 0).view(torch.uint8)
+        yield rows_STE[sequences[0].slot :, :num_tokens]
+
+
+def _extents(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
+    from vmmkv.kernels.copy import copy_extents
+
+    sources_M, targets_M = (
+        torch.tensor([rows_STE[slot].data_ptr() for slot in slots], dtype=torch.int64, device=rows_STE.device)
+        for slots in (sources, targets)
+    )
+    return partial(copy_extents, sources_M, targets_M, rows_STE[0].numel())
+
+
+def _rows(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
+    from vmmkv.kernels.copy import copy_rows
+
+    sources_M, targets_M = (torch.tensor(slots, dtype=torch.int32, device=rows_STE.device) for slots in (sources, targets))
+    starts_M = torch.zeros_like(sources_M)
+    return partial(copy_rows, rows_STE, sources_M, targets_M, starts_M, torch.full_like(starts_M, rows_STE.shape[1]))
+
+
+def _page_by_page(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
+    pairs = [(rows_STE[source], rows_STE[target]) for source, target in zip(sources, targets, strict=True)]
+
+    def copy() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    return copy
+
+
+COPIERS: Final[dict[str, Copier]] = {"copy_extents": _extents, "copy_rows": _rows, "copy_ a page": _page_by_page}
+
+
+def checked(rows_STE: torch.Tensor, copier: Copier, sources: list[int], targets: list[int]) -> Callable[[], object]:
+    """What copies other rows than were there, run once and found right. Raises: WrongNumbers."""
+    for source, target in zip(sources, targets, strict=True):
+        rows_STE[source].random_()
+        rows_STE[target].zero_()
+    copy = copier(rows_STE, sources, targets)
+    copy()
+    if not all(torch.equal(rows_STE[source], rows_STE[target]) for source, target in zip(sources, targets, strict=True)):
+        raise WrongNumbers("a page differs from what it was copied from")
+    return copy

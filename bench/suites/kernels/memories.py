@@ -1,0 +1,411 @@
+"""What kernels read: batches by their lengths, what a row holds, and where K and V of a batch lie.
+
+    tensor           one torch tensor with the strides of vmmkv's rows of all layers
+    vmmkv            a cache whose layout has one group: all layers of a token are in one row
+    vmmkv-1          a cache with a group for each layer
+    paged            blocks of 16 rows for each layer, given to sequences in no order, and tables
+    vmmkv-aliased    as vmmkv, but all sequences are forks of one: the same memory at many addresses
+    paged-shared     as paged, but all tables name the same blocks
+
+A memory is filled when it is opened, and gives everything back to the device when it is closed: the next one needs the room.
+
+Legend: S slots or places, T rows of a slot, P blocks, U rows of a block, C columns of a table, K kv heads, W width, E bytes,
+R rows of a chunk.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Protocol
+
+import torch
+
+from bench.harness import Shape, release_memory
+from vmmkv import Group, KVCache, KVLayout, Plane, Pool
+from vmmkv.layout import SCALES, KVType
+from vmmkv.units import KIB, MIB, PAGE_BYTES, ceil_div, round_up
+
+# cases
+
+COLD_BYTES: Final = 256 * MIB
+"""A pass reads at least so much, five times an H200's L2 cache, so that nothing of it is there when the next begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A batch: of each sequence its length, and how many of its last tokens ask (None: one each, a decode step)."""
+
+    name: str
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.queries) != len(self.lengths):
+            raise ValueError(f"{self.name}: {len(self.queries)} counts of queries for {len(self.lengths)} sequences")
+        if not all(1 <= count <= length for count, length in zip(self.queries, self.lengths, strict=True)):
+            raise ValueError(f"{self.name}: a sequence asks with at least 1 token, and with no more than it has")
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return self.counts or (1,) * len(self.lengths)
+
+    @property
+    def is_decode(self) -> bool:
+        """One query of each sequence?"""
+        return self.counts is None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Are all sequences of one length?"""
+        return len(set(self.lengths)) == 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+    def bytes_per_layer(self, token_bytes: int) -> int:
+        """Bytes of K and V that a layer reads at least; `token_bytes` are those of one token in one layer."""
+        return self.num_tokens * token_bytes
+
+    def copies(self, pass_bytes: int) -> int:
+        """How many such batches a pass goes over, by turns, so that none of it is found in L2; 1 for a large one."""
+        return ceil_div(COLD_BYTES, pass_bytes) if self.is_decode else 1
+
+    def flops_per_layer(self, shape: Shape) -> float:
+        """Multiplications and additions of both products: 4 D for each query head, query and row that it sees."""
+        seen = sum(
+            count * (length - count) + count * (count + 1) // 2
+            for count, length in zip(self.queries, self.lengths, strict=True)
+        )
+        return 4.0 * shape.heads * shape.head_dim * seen
+
+
+def uniform(count: int, length: int) -> Case:
+    """`count` sequences of one length, named as in 64x8K."""
+    name = f"{length // KIB}K" if length % KIB == 0 else str(length)
+    return Case(name=f"{count}x{name}", lengths=(length,) * count)
+
+
+SKEWED: Final = Case(name="skewed", lengths=(*(KIB,) * 40, 64 * KIB, *(KIB,) * 23))
+"""One of 64K among 63 of 1K; not the last, nor the first."""
+
+TWIN: Final = Case(name="64x2032", lengths=(math.ceil(SKEWED.num_tokens / 64),) * 64)
+"""The same bytes as SKEWED in sequences of one length: 127 K rows / 64 = 2032."""
+
+
+# formats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Rows of a model's shape. `quantised` None: K and V in the shape's own dtype."""
+
+    shape: Shape
+    quantised: KVType | None = None
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        if self.quantised is None:
+            return str(self.shape.dtype).removeprefix("torch.")
+        at_end = " at the end" if self.quantised.scale == "token" else ""
+        return f"{self.quantised.kind} {self.quantised.scale} scales{at_end}"
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """k and v; and their scales, if these are in the row."""
+        shape, quantised = self.shape, self.quantised
+        dtype = shape.dtype if quantised is None else quantised.dtype
+        width = shape.head_dim if quantised is None else quantised.width(shape.head_dim)
+        payloads = tuple(Plane(name=name, heads=shape.kv_heads, dim=width, dtype=dtype) for name in ("k", "v"))
+        if quantised is None or quantised.scale == "head":
+            return payloads
+        return (*payloads, Plane(name=SCALES, heads=shape.kv_heads, dim=2, dtype=torch.float16, trailing=True))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, without padding: what reading it costs at least."""
+        return sum(plane.size_bytes for plane in self.planes)
+
+    @property
+    def usual_scale(self) -> float:
+        """By which random payloads have a deviation of about 1."""
+        return 1.0 if self.quantised is None else {"fp8": 1.0, "int8": 1 / 73, "int4": 1 / 4.3}[self.quantised.kind]
+
+    def layout(self, layers_per_row: int) -> KVLayout:
+        """Groups of so many layers (the last may have fewer)."""
+        layers = range(self.shape.layers)
+        rows = [tuple(layers[first : first + layers_per_row]) for first in range(0, len(layers), layers_per_row)]
+        return KVLayout(groups=tuple(Group(layers=row, planes=self.planes) for row in rows))
+
+    @cached_property
+    def whole_rows(self) -> Group:
+        """All layers of a token in one row."""
+        return self.layout(self.shape.layers).groups[0]
+
+
+# filling
+
+_CHUNK_BYTES = 256 * MIB
+_STRIDE_ROWS = 977
+"""By how many rows the chunk is turned from one slot to the next: a prime, so that slots which are near differ."""
+
+
+class Filler:
+    """Rows of a group, all finite. They repeat after a chunk, and start elsewhere in it for each slot.
+
+    So a kernel that reads another slot's rows, or another layer's, gives wrong numbers.
+    """
+
+    def __init__(self, form: Format, group: Group, most_rows: int, device: torch.device) -> None:
+        # An odd number of rows, so that the rows of slots whose size is a power of two are not in step where they adjoin.
+        num_rows = max(1, min(_CHUNK_BYTES // group.row_bytes, most_rows + _STRIDE_ROWS) - 1) | 1
+        self._rows_RE = torch.zeros(num_rows, group.row_bytes, dtype=torch.uint8, device=device)
+        for layer in group.layers:
+            for plane in group.planes:
+                start = group.offset_bytes(layer, plane.name)
+                values = self._rows_RE[:, start : start + plane.size_bytes].view(plane.dtype)
+                values.copy_(_random(form, plane, values))
+
+    def fill(self, rows_TE: torch.Tensor, number: int) -> None:
+        """Write the rows of slot `number`, uint8; slots of other groups have other numbers. Cost: a launch for each chunk."""
+        for start, end, source in self._pieces(rows_TE.shape[0], number * _STRIDE_ROWS % len(self._rows_RE)):
+            rows_TE[start:end].copy_(self._rows_RE[source : source + end - start])
+
+    def _pieces(self, num_rows: int, source: int) -> Iterator[tuple[int, int, int]]:
+        start = 0
+        while start < num_rows:
+            end = min(num_rows, start + len(self._rows_RE) - source)
+            yield start, end, source
+            start, source = end, 0
+
+
+def _random(form: Format, plane: Plane, like: torch.Tensor) -> torch.Tensor:
+    """Normal values; or payloads and scales of values near them."""
+    device, kind = like.device, form.quantised.kind if form.quantised else None
+    if plane.name == SCALES:
+        return (torch.rand(like.shape, device=device) + 0.5).mul(form.usual_scale)
+    if kind == "int8":
+        return torch.randint(-127, 128, like.shape, dtype=torch.int8, device=device)
+    if kind == "int4":  # the nibbles 1 .. 15 are -7 .. 7
+        low, high = (torch.randint(1, 16, like.shape, dtype=torch.uint8, device=device) for _ in range(2))
+        return low | (high << 4)
+    return torch.randn(like.shape, dtype=form.shape.dtype, device=device)
+
+
+# memories
+
+GUARD_TOKENS: Final = 256
+"""Rows behind each sequence that whole tiles may read: the largest tile of FlashAttention-3 has 192."""
+
+_START_ROWS: Final = 16
+"""In one tensor, sequences of unlike lengths start at multiples of this."""
+
+BLOCK: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planes:
+    """One layer's K and V, [S, T, K, W] or [P, U, K, W]; and their scales, [S, T, K] or [K], where they are quantised."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+class Memory(Protocol):
+    """K and V of `copies` batches: sequence b of copy c is in slot `slots[c * B + b]`. `tables_SC` where they are blocks."""
+
+    name: str
+    form: Format
+    slots: list[int]
+    layers: list[Planes]
+    tables_SC: torch.Tensor | None
+
+    def close(self) -> None:
+        """Give it back to the device. Idempotent; no view may be used any more."""
+        ...
+
+
+class _Tensor:
+    """One tensor, with the strides of vmmkv's memory that has all layers of a token in a row.
+
+    Sequences lie end to end, guard and all. Where their lengths differ, slots are places at which one may start, and overlap:
+    a kernel that keeps to the lengths does not notice. The longest lies last, so that every place has T rows behind it.
+    """
+
+    def __init__(self, case: Case, copies: int, form: Format, device: torch.device) -> None:
+        self.name = "cudaMalloc" if device.type == "cuda" else "malloc"
+        self.form = form
+        self._device = device
+        self.tables_SC: torch.Tensor | None = None
+        lengths = case.lengths * copies
+        padded = [round_up(length + GUARD_TOKENS, _START_ROWS) for length in lengths]
+        unit_rows, longest = (padded[0] if case.is_uniform else _START_ROWS), max(padded)
+        order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+        starts, num_rows = [0] * len(lengths), 0
+        for index in order:
+            starts[index] = num_rows
+            num_rows += padded[index]
+        self.slots = [start // unit_rows for start in starts]
+        group = form.whole_rows
+        self._rows_TE = torch.empty(num_rows, group.row_bytes, dtype=torch.uint8, device=device)
+        Filler(form, group, num_rows, device).fill(self._rows_TE, 0)
+
+        def view(layer: int, name: str) -> torch.Tensor:
+            plane = group.plane(name)
+            itemsize = plane.dtype.itemsize
+            row_elements = group.row_bytes // itemsize
+            return self._rows_TE.view(plane.dtype).as_strided(
+                (max(self.slots) + 1, longest, plane.heads, plane.dim),
+                (unit_rows * row_elements, row_elements, plane.head_stride, 1),
+                group.offset_bytes(layer, name) // itemsize,
+            )
+
+        self.layers = [_planes(form, layer, view, device) for layer in range(form.shape.layers)]
+
+    def close(self) -> None:
+        """See Memory.close."""
+        self.layers = []
+        self._rows_TE = torch.empty(0)
+        release_memory(self._device)
+
+
+class _Vmmkv:
+    """A cache of slots that adjoin, mapped to the end of each sequence and its guard."""
+
+    def __init__(
+        self, case: Case, copies: int, form: Format, device: torch.device, *, layers_per_row: int, aliased: bool = False
+    ) -> None:
+        some = "all layers" if layers_per_row == form.shape.layers else "1 layer"
+        self.name = "vmmkv, aliased" if aliased else f"vmmkv, {some} a page"
+        self.form = form
+        self._device = device
+        self.tables_SC: torch.Tensor | None = None
+        layout = form.layout(layers_per_row)
+        lengths = case.lengths * copies
+        pages = sum(layout.pages_for(length, GUARD_TOKENS) for length in lengths)
+        # Each group's pad is a page more, and one of the guard's may be.
+        self._pool = Pool(device, (pages + 2 * len(layout.groups)) * PAGE_BYTES)
+        try:
+            self._cache = cache = KVCache(
+                layout, self._pool, slots=len(lengths), max_tokens=case.longest, guard_tokens=GUARD_TOKENS
+            )
+            if aliased:
+                source = cache.open()
+                source.grow(case.longest)
+                source.advance(case.longest)
+                sequences = [source, *cache.fork(source, len(lengths) - 1)]
+            else:
+                sequences = cache.open_batch(len(lengths))
+                for sequence, length in zip(sequences, lengths, strict=True):
+                    sequence.grow(length)
+            self.slots = [sequence.slot for sequence in sequences]
+            filler = Filler(form, layout.groups[0], case.longest, device)  # the other groups are like it
+            for group in layout.groups:
+                payload = cache.view(group.layers[0], "k")
+                row_elements = group.row_bytes // payload.element_size()
+                # Whole rows, of which the first layer's K is the beginning.
+                rows_STE = payload.as_strided((*payload.shape[:2], row_elements), (*payload.stride()[:2], 1), 0)
+                for slot, length in zip(self.slots[:1] if aliased else self.slots, lengths, strict=not aliased):
+                    filler.fill(rows_STE[slot, :length].view(torch.uint8), slot + group.layers[0] * len(rows_STE))
+            self.layers = [_planes(form, layer, cache.view, device) for layer in range(form.shape.layers)]
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def close(self) -> None:
+        """See Memory.close."""
+        self.layers = []
+        self._pool.close()
+        release_memory(self._device)
+
+
+class _Paged:
+    """Blocks `[blocks, 16, kv_heads, head_dim]` for K and for V of each layer, given to sequences in no order."""
+
+    def __init__(self, case: Case, copies: int, form: Format, device: torch.device, *, shared: bool = False) -> None:
+        if form.quantised is not None:
+            raise ValueError(f"blocks are of plain K and V only, not {form.name}")
+        self.name = f"paged {BLOCK}, shared" if shared else f"paged {BLOCK}"
+        self.form = form
+        self._device = device
+        shape = form.shape
+        counts = [ceil_div(length, BLOCK) for length in case.lengths * copies]
+        num_blocks = max(counts) if shared else sum(counts)
+        shuffled = torch.randperm(num_blocks, dtype=torch.int32)
+        tables_SC = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for table, blocks in zip(tables_SC, [shuffled] * len(counts) if shared else torch.split(shuffled, counts), strict=True):
+            table[: len(blocks)] = blocks
+        self.tables_SC: torch.Tensor | None = tables_SC.to(device)
+        self.slots = list(range(len(counts)))
+        size = (shape.layers, 2, num_blocks, BLOCK, shape.kv_heads, shape.head_dim)
+        self._blocks = torch.empty(size, dtype=shape.dtype, device=device)
+        layer = form.layout(1).groups[0]
+        rows_TE = self._blocks.view(-1, 2 * shape.kv_heads * shape.head_dim).view(torch.uint8)
+        Filler(form, layer, rows_TE.shape[0], device).fill(rows_TE, 0)
+        self.layers = [Planes(k=self._blocks[layer, 0], v=self._blocks[layer, 1]) for layer in range(form.shape.layers)]
+
+    def close(self) -> None:
+        """See Memory.close."""
+        self.layers = []
+        self._blocks = torch.empty(0)
+        release_memory(self._device)
+
+
+MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged")
+
+
+def memories(shape: Shape) -> tuple[str, ...]:
+    """The kinds that differ for a shape: with a single layer, all layers are one layer."""
+    return MEMORIES if shape.layers > 1 else tuple(kind for kind in MEMORIES if kind != "vmmkv-1")
+
+
+def open_memory(kind: str, case: Case, copies: int, form: Format, device: torch.device) -> Memory:
+    """Memory of a kind, filled. Cost: on CUDA vmmkv's takes some 80 us a page, 3 s for 69 GB."""
+    if kind == "tensor":
+        return _Tensor(case, copies, form, device)
+    if kind.startswith("paged"):
+        return _Paged(case, copies, form, device, shared=kind == "paged-shared")
+    layers_per_row = 1 if kind == "vmmkv-1" else form.shape.layers
+    return _Vmmkv(case, copies, form, device, layers_per_row=layers_per_row, aliased=kind == "vmmkv-aliased")
+
+
+def rows_of(memory: Memory, layer: int, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence in float32, dequantised: [T, K, D] each."""
+    planes, slot = memory.layers[layer], memory.slots[index]
+    if memory.tables_SC is None:
+        pairs = ((planes.k, planes.k_scale), (planes.v, planes.v_scale))
+        k, v = (_values(payload[slot, :length], scale, slot, length) for payload, scale in pairs)
+        return k, v
+    blocks = memory.tables_SC[slot, : ceil_div(length, BLOCK)].long()
+    k, v = (plane[blocks].flatten(0, 1)[:length].float() for plane in (planes.k, planes.v))
+    return k, v
+
+
+def _values(payload_TKW: torch.Tensor, scale: torch.Tensor | None, slot: int, length: int) -> torch.Tensor:
+    if scale is None:
+        return payload_TKW.float()
+    from vmmkv.kernels.quantise import dequantise
+
+    return dequantise(payload_TKW, scale if scale.dim() == 1 else scale[slot, :length])
+
+
+def _planes(form: Format, layer: int, view: Callable[[int, str], torch.Tensor], device: torch.device) -> Planes:
+    k, v = view(layer, "k"), view(layer, "v")
+    if form.quantised is None:
+        return Planes(k=k, v=v)
+    if form.quantised.scale == "token":
+        scales = view(layer, SCALES)
+        return Planes(k=k, v=v, k_scale=scales[..., 0], v_scale=scales[..., 1])
+    k_scale, v_scale = form.usual_scale * (0.5 + torch.rand(2, form.shape.kv_heads, device=device))
+    return Planes(k=k, v=v, k_scale=k_scale, v_scale=v_scale)

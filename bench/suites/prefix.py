@@ -1,0 +1,409 @@
+"""What sharing a prefix costs and saves: over slots, over blocks, and without sharing.
+
+    requests     requests that share a prefix, cold and warm, by the engine over each memory
+    chat         conversations of many turns, likewise: a turn's prompt is all that was said before, and what is new
+    attach       attaching a prefix of each length, by adoption, by aliases, and not at all; no model
+    tree         the radix tree alone, on the host, by its size
+
+Attention over shared rows is in the suite kernels, part `shared`.
+"""
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench import workloads
+from bench.baselines.backend import systems_on
+from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
+from bench.suites.driver_calls import TimedDriver
+from bench.suites.serve import Context
+from bench.suites.serve.compared import checked, opened
+from bench.suites.serve.systems import Limits, Outcome, share_same
+from bench.workloads import Ask, TokenIds, Workload
+from vmmkv import KVCache, Pool, PrefixCache
+from vmmkv.driver import open_driver
+from vmmkv.prefix.radix_tree import Piece, RadixTree
+from vmmkv.units import GIB, MIB, PAGE_BYTES
+
+PARTS: Final = ("requests", "chat", "attach", "tree")
+_PLAIN: Final = "llama-3.1-8b"
+"""The shape whose workloads are named without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """In tokens and numbers of things."""
+
+    limits: Limits
+    requests: int
+    """That share one prefix, all there at once."""
+    prefixes: tuple[int, ...]
+    """Lengths of the shared prefix, a workload each."""
+    own: int
+    out: int
+    rounds: int
+    """Each with a new prefix: a cold run, and warm ones with other tokens behind it."""
+    warm_runs: int
+    conversations: int
+    turns: int
+    turn_tokens: tuple[int, int]
+    """The fewest and the most of what is new in a turn."""
+    turn_out: int
+    attach_prefixes: tuple[int, ...]
+    attach_seconds: float
+    """For how long each length is attached each way."""
+    tree_sizes: tuple[int, ...]
+    tree_samples: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Sizes":
+        """On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
+        if not settings.small:
+            return cls(
+                limits=Limits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192),
+                requests=settings.sequences or 128,
+                prefixes=(4096, 200, 1000, 4000),
+                own=128,
+                out=64,
+                rounds=2,
+                warm_runs=2,
+                conversations=20,
+                turns=10,
+                turn_tokens=(50, 200),
+                turn_out=64,
+                attach_prefixes=(1024, 4096, 16384, 65536, 131072),
+                attach_seconds=0.7,
+                tree_sizes=(1_000, 10_000, 100_000),
+                tree_samples=2000,
+            )
+        return cls(
+            limits=Limits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256),
+            requests=settings.sequences or 4,
+            prefixes=(1200, 100),
+            own=12,
+            out=4,
+            rounds=1,
+            warm_runs=1,
+            conversations=2,
+            turns=3,
+            turn_tokens=(8, 24),
+            turn_out=3,
+            attach_prefixes=(64, 1024),
+            attach_seconds=0.02,
+            tree_sizes=(1_000, 10_000) if settings.quick else (1_000, 10_000, 100_000, 1_000_000),
+            tree_samples=100 if settings.quick else 2000,
+        )
+
+
+def run(recorder: Recorder) -> None:
+    """Every part that is wanted."""
+    settings, sizes = recorder.settings, Sizes.of(recorder.settings)
+    context = Context(recorder, settings.shape)
+    prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
+    if settings.wants("requests") or settings.wants("chat"):
+        with (
+            recorder.guarded(f"{prefix}requests and chat"),
+            opened(context, sizes.limits, systems_on(settings.device), without_prefixes=True) as systems,
+        ):
+            if settings.wants("requests"):
+                for tokens in recorder.track(sizes.prefixes, lambda tokens: f"{tokens} tokens shared"):
+                    names = [
+                        f"{prefix}{sizes.requests} requests of {tokens} + {sizes.own} tokens, {sizes.out} out, {state}"
+                        for state in ("cold", "warm")
+                    ]
+                    with recorder.guarded(names[0]):
+                        _measure_requests(context, sizes, systems, tokens, names)
+            if settings.wants("chat"):
+                name = f"{prefix}chat: {sizes.conversations} conversations of {sizes.turns} turns"
+                with recorder.guarded(name):
+                    _measure_chat(context, sizes, systems, name)
+    if settings.wants("attach"):
+        named = "" if settings.shape.name == _PLAIN else f"{settings.shape.name} "
+        for tokens in recorder.track(sizes.attach_prefixes, lambda tokens: f"attach {tokens} tokens"):
+            with recorder.guarded(f"{named}attach {tokens} tokens"):
+                _Attaching(recorder, tokens, sizes.attach_seconds).run(f"{named}attach {tokens} tokens")
+            release_memory(settings.device)
+    if settings.wants("tree"):
+        _measure_tree(recorder, sizes)
+
+
+# requests and conversations, by the engine
+
+
+def _measure_requests(context: Context, sizes: Sizes, systems: Sequence[Any], prefix_tokens: int, names: Sequence[str]) -> None:
+    """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix."""
+    recorder, settings = context.recorder, context.settings
+    runs: dict[tuple[str, str], list[Outcome]] = {}
+    held_bytes: dict[tuple[str, str], int] = {}
+    for round_ in range(sizes.rounds):
+        waves = [_wave(context, sizes, prefix_tokens, round_, number) for number in range(1 + sizes.warm_runs)]
+        if not round_:
+            offs = checked(context, systems, waves[0], 2)
+        for system in systems if round_ % 2 == 0 else reversed(systems):
+            for number, wave in enumerate(waves):
+                name = names[number > 0]
+                recorder.note(f"{name}, {system.name}")
+                runs.setdefault((name, system.name), []).append(system.run(wave, keep=number > 0))
+                held_bytes.setdefault((name, system.name), system.held_bytes())
+    for name in names:
+        first = runs[name, systems[0].name]
+        for system in systems:
+            of_system = runs[name, system.name]
+            sames = [
+                share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in zip(of_system, first, strict=True)
+            ]
+            recorder.samples(name, system.name, "total", "s", [run.seconds for run in of_system])
+            _add_rows(context, name, system.name, of_system, held_bytes[name, system.name])
+            if system is not systems[0]:
+                recorder.samples(name, system.name, f"same answers as {systems[0].name}", "%", [100 * same for same in sames])
+                recorder.figure(name, system.name, "first tokens off by", "% of other prompts'", 100 * offs[system.name])
+
+
+def _wave(context: Context, sizes: Sizes, prefix_tokens: int, round_: int, number: int) -> Workload:
+    """The round's prefix, and other tokens in each run of it."""
+
+    def tokens(count: int, *names: int) -> TokenIds:
+        rng = np.random.default_rng((context.settings.seed, prefix_tokens, round_, *names))
+        return rng.integers(0, context.model.vocabulary, count, dtype=np.int32)
+
+    prefix = tokens(prefix_tokens)
+    owns = [tokens(sizes.own, 1 + number, index) for index in range(sizes.requests)]
+    asks = tuple(Ask(prompt=np.concatenate((prefix, own)), num_out=sizes.out) for own in owns)
+    return Workload(name="shared prefix", text="", asks=asks)
+
+
+def _measure_chat(context: Context, sizes: Sizes, systems: Sequence[Any], name: str) -> None:
+    """All conversations at once; each turn comes when the one before has ended."""
+    longest = sizes.turns * (sizes.turn_tokens[1] + sizes.turn_out)
+    talks = workloads.multi_turn(
+        seed=context.settings.seed,
+        vocabulary=context.model.vocabulary,
+        count=sizes.conversations,
+        max_tokens=longest,
+        turns=sizes.turns,
+        new=sizes.turn_tokens,
+        out=(sizes.turn_out, sizes.turn_out),
+        think_s=0.0,
+    )
+    first: Outcome | None = None
+    for system in systems:
+        context.recorder.note(f"{name}, {system.name}")
+        run = system.run(talks)
+        first = first or run
+        share_same([run], first, strict=not context.settings.on_gpu)
+        context.recorder.figure(name, system.name, "total", "s", run.seconds)
+        _add_rows(context, name, system.name, [run], system.held_bytes())
+
+
+def _add_rows(context: Context, name: str, system: str, runs: Sequence[Outcome], held_bytes: int) -> None:
+    """Memory is what is held behind the first such run, by sequences that have ended too."""
+    add = context.recorder.samples
+    add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
+    add(name, system, "prompt tokens attached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
+    if system != "none":
+        context.recorder.figure(name, system, "memory, held", "GiB", held_bytes / GIB)
+
+
+# attaching
+
+
+class _Attaching:
+    """Prefixes of one length, without a model. Driver time is the host's; the device's copies are in the other figure."""
+
+    def __init__(self, recorder: Recorder, num_tokens: int, seconds: float) -> None:
+        settings = recorder.settings
+        self._recorder, self._device, self._num_tokens, self._seconds = recorder, settings.device, num_tokens, seconds
+        self._layers = settings.shape.layers
+        rng = np.random.default_rng((settings.seed, num_tokens))
+        self._tokens = rng.integers(0, 100_000, num_tokens + 1, dtype=np.int32)
+        self._driver = TimedDriver(open_driver(settings.device))
+        self._most = num_tokens + 16
+        layout = settings.shape.layout
+        # The source, one that attaches, and some that wait to be unmapped.
+        budget_bytes = (5 * layout.pages_for(self._most) + 64) * PAGE_BYTES
+        self._pool = Pool(settings.device, budget_bytes, driver=self._driver.as_driver())
+        self._cache = KVCache(layout, self._pool, slots=8, max_tokens=self._most)
+        self._prefix = PrefixCache(self._cache)
+
+    def run(self, name: str) -> None:
+        """Each way, and its rows."""
+        with self._pool:
+            source = self._prefix.attach(self._tokens, max_tokens=self._most).sequence
+            source.grow(self._num_tokens)
+            source.advance(self._num_tokens)
+            generator = torch.Generator(self._device).manual_seed(self._recorder.settings.seed)
+            for layer in range(self._layers):
+                for plane in (self._cache.k(layer), self._cache.v(layer)):
+                    plane[source.slot, : self._num_tokens].normal_(generator=generator)
+            synchronize(self._device)  # confirmed, and not only launched
+            self._prefix.insert(source, self._tokens[:-1])
+            self._sample(name, "alias", self._tokens, lambda sequence: sequence.close(), source=source.slot)
+            self._sample(name, "compute", np.flip(self._tokens), lambda sequence: sequence.close(), wanted=0)
+            self._prefix.park(source, self._tokens[:-1])
+            self._sample(name, "adopt", self._tokens, lambda sequence: self._prefix.park(sequence, self._tokens[:-1]))
+
+    def _sample(
+        self,
+        name: str,
+        way: str,
+        tokens: TokenIds,
+        end: Callable[[Any], object],
+        *,
+        wanted: int | None = None,
+        source: int | None = None,
+    ) -> None:
+        """Attach again and again. Raises: WrongNumbers if another number of tokens is attached, or other rows."""
+        wanted = self._num_tokens if wanted is None else wanted
+        driver_us: list[float] = []
+        whole_us: list[float] = []
+        until_us = now_us() + 1e6 * self._seconds
+        while len(driver_us) < 3 or (now_us() < until_us and len(driver_us) < 300):
+            synchronize(self._device)
+            spent_us, began_us = self._driver.spent_us, now_us()
+            attached = self._prefix.attach(tokens, max_tokens=self._most)
+            if not wanted:  # computing needs memory: mapping it is what it costs here
+                attached.sequence.grow(self._num_tokens)
+            driver_us.append(self._driver.spent_us - spent_us)
+            synchronize(self._device)
+            whole_us.append(now_us() - began_us)
+            if attached.num_tokens != wanted:
+                raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {wanted}")
+            if source is not None and len(driver_us) == 1:
+                self._check_rows(attached.sequence.slot, source)
+            end(attached.sequence)
+            synchronize(self._device)
+            self._cache.drain()
+        self._recorder.samples(name, way, "in the driver", "us", driver_us)
+        self._recorder.samples(name, way, "until the device is done", "us", whole_us)
+
+    def _check_rows(self, slot: int, source: int) -> None:
+        for layer in range(self._layers):
+            for plane in (self._cache.k(layer), self._cache.v(layer)):
+                if not torch.equal(plane[slot, : self._num_tokens], plane[source, : self._num_tokens]):
+                    raise WrongNumbers(f"layer {layer}: attached rows differ from those of the prefix")
+
+
+# the tree
+
+_TURNS: Final = 10
+_TURN_TOKENS: Final = (16, 113)
+"""From 16 to 112: a question and a short answer; 64 on average."""
+_SYSTEM_TOKENS: Final = (200, 500, 1000, 2000)
+_PIECE_TOKENS: Final = 16
+"""Rows of Llama-3.1-8B in a page, and of a block of most block tables."""
+_VOCABULARY: Final = 128_256
+_MOST_CHECKED: Final = 50_000
+"""Nodes: to recount more takes longer than to measure."""
+_LEAST_MEASURED_BYTES: Final = 4 << 20
+"""Of growth of the process: below it, a page of the allocator's is no noise any more."""
+
+_Tokens = npt.NDArray[np.int32]
+
+
+class Talks:
+    """Conversations of random turns behind one of a few system prompts; of the same seed the same."""
+
+    def __init__(self, num_talks: int, seed: int) -> None:
+        self._rng = rng = np.random.default_rng(seed)
+        # Turns are slices of one text: a million random arrays would take longer than what is measured.
+        self._text = rng.integers(0, _VOCABULARY, 1 << 20, dtype=np.int32)
+        self._systems = [rng.integers(0, _VOCABULARY, count, dtype=np.int32) for count in _SYSTEM_TOKENS]
+        self._begins = rng.integers(0, len(self._text) - _TURN_TOKENS[1], (num_talks, _TURNS), dtype=np.int32)
+        self._counts = rng.integers(*_TURN_TOKENS, (num_talks, _TURNS), dtype=np.int32)
+
+    def prompt(self, talk: int, num_turns: int, *more: _Tokens) -> _Tokens:
+        """The system prompt, so many turns, and more."""
+        places = zip(self._begins[talk, :num_turns].tolist(), self._counts[talk, :num_turns].tolist(), strict=True)
+        turns = [self._text[begin : begin + count] for begin, count in places]
+        return np.concatenate((self._systems[talk % len(self._systems)], *turns, *more))
+
+    def new_turn(self) -> _Tokens:
+        """A turn that no conversation has."""
+        turn = self._rng.integers(0, _VOCABULARY, int(self._rng.integers(*_TURN_TOKENS)), dtype=np.int32)
+        turn[0] += _VOCABULARY
+        return turn
+
+    def pick(self, num_talks: int, count: int) -> list[int]:
+        """So many of the first conversations, at random."""
+        return [int(talk) for talk in self._rng.integers(0, num_talks, count)]
+
+
+def _measure_tree(recorder: Recorder, sizes: Sizes) -> None:
+    """One tree that grows from size to size. Conversations are as long in a large tree as in a small one, so figures should
+    be the same for all sizes, but for the processor's caches. Python's garbage collector is off while the tree grows."""
+    talks = Talks(max(sizes.tree_sizes) // _TURNS, recorder.settings.seed)
+    tree: RadixTree[int] = RadixTree(itertools.count().__next__)
+    empty_bytes, num_talks = _resident_bytes(), 0
+    for size in recorder.track(sizes.tree_sizes, lambda size: f"a tree of {size} nodes"):
+        name = f"a tree of {size:,} nodes"
+        with recorder.guarded(name):
+            gc.disable()
+            for talk in range(num_talks, size // _TURNS):
+                known = 0
+                for num_turns in range(_TURNS + 1):
+                    prompt = talks.prompt(talk, num_turns)
+                    known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
+            gc.enable()
+            num_talks = size // _TURNS
+            if tree.num_nodes < _MOST_CHECKED:
+                tree.check()
+            grown_bytes = _resident_bytes() - empty_bytes
+            if grown_bytes >= _LEAST_MEASURED_BYTES:
+                recorder.figure(name, "radix tree", "memory, a node", "B", grown_bytes / tree.num_nodes, tree.num_nodes)
+            gc.collect()
+            for metric, samples_us in _time_tree(tree, talks, num_talks, sizes.tree_samples).items():
+                recorder.samples(name, "radix tree", metric, "us", samples_us)
+
+
+def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -> dict[str, list[float]]:
+    """Each operation on whole conversations. The tree stays as large. Raises: WrongNumbers."""
+    samples: dict[str, list[float]] = {}
+
+    def timed(metric: str, call: Callable[[], Any]) -> Any:
+        began_us = now_us()
+        answer = call()
+        samples.setdefault(metric, []).append(now_us() - began_us)
+        return answer
+
+    for metric, num_turns in (("match, next turn", _TURNS), ("match, new conversation", 0)):
+        for talk in talks.pick(num_talks, count):
+            prompt = talks.prompt(talk, num_turns, new := talks.new_turn())
+            match = timed(metric, lambda: tree.match(None, prompt))  # noqa: B023
+            if match.num_tokens != len(prompt) - len(new):
+                raise WrongNumbers(f"{match.num_tokens} tokens match, of {len(prompt)} without the last {len(new)}")
+    for talk in talks.pick(num_talks, count):
+        known = len(talks.prompt(talk, _TURNS))
+        prompt = talks.prompt(talk, _TURNS, talks.new_turn())
+        pieces = _pieces(known, len(prompt))
+        inserted = timed("insert, next turn", lambda: tree.insert(None, prompt, pieces))  # noqa: B023
+        if len(inserted.duplicates) or (inserted.node.start, inserted.node.end) != (known, len(prompt)):
+            raise WrongNumbers(f"{inserted}: wanted [{known}, {len(prompt)}) and no duplicates")
+        timed("remove", lambda: tree.remove(inserted.node))  # noqa: B023
+    for talk in talks.pick(num_talks, count):
+        used = tree.match(None, talks.prompt(talk, _TURNS)).path[-1]
+        timed("touch", lambda: tree.touch(used))  # noqa: B023
+        oldest = timed("oldest_evictable", tree.oldest_evictable)
+        if oldest is None or oldest is used:
+            raise WrongNumbers(f"{oldest} is the first to go, and {used} was used last")
+        tokens = np.concatenate([node.tokens for node in oldest.path()])
+        tree.insert(None, tokens, tree.remove(oldest))
+    return samples
+
+
+def _pieces(start: int, end: int) -> list[Piece[int]]:
+    numbers = range(start // _PIECE_TOKENS + 1, end // _PIECE_TOKENS + 1)
+    return [Piece(number * _PIECE_TOKENS, 0) for number in numbers]
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

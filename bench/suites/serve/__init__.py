@@ -1,0 +1,132 @@
+"""The engine under load: what its workloads take, beside other systems, over HTTP, by grammars, and where a step's time goes.
+
+models       configurations, loaded weights, bounds, tokenizers
+systems      what serves a workload, and the checks before timing
+workloads    mixed, single, first, long, shared: the engine as a user has it
+compared     closed, rates, bursts, outside: systems over the same weights with the same limits
+outside      transformers and vLLM as systems
+http         the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
+grammar      answers by a grammar: masks, and jump-forward (schemas)
+steps        step, breakdown: decode steps against the byte limit, and by kernel
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+from bench.harness import Recorder, Settings, Shape, release_memory
+from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
+
+PARTS: Final = {
+    "mixed": "workloads",
+    "single": "workloads",
+    "first": "workloads",
+    "long": "workloads",
+    "shared": "workloads",
+    "closed": "compared",
+    "rates": "compared",
+    "bursts": "compared",
+    "outside": "compared",
+    "http": "over_http",
+    "grammar": "grammar",
+    "step": "steps",
+    "breakdown": "steps",
+}
+"""The module where each is a function of that name. The profiler slows what comes later: its part is the last."""
+
+_NEEDED: Final = {
+    "http": ("fastapi", "httpx", "msgspec", "structlog", "tokenizers", "uvicorn", "zmq"),
+    "grammar": ("tokenizers", "xgrammar"),
+}
+"""Modules that parts need, beside what all parts need."""
+_BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
+"""Shapes that are measured on a GPU if none is named."""
+
+
+class Context:
+    """What the parts of one shape share: the model, rows, and engines that parts keep for the next."""
+
+    def __init__(self, recorder: Recorder, shape: Shape) -> None:
+        self.recorder, self.settings = recorder, recorder.settings
+        self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)
+        self.engines: dict[str, Any] = {}
+
+    def name(self, part: str, text: str) -> str:
+        """A row's workload."""
+        return f"{self.model.name} {part}: {text}"
+
+    def close(self) -> None:
+        """Give the memory of all engines back."""
+        engines, self.engines = self.engines, {}
+        for engine in engines.values():
+            engine.close()
+        engines.clear()
+        release_memory(self.settings.device)
+
+
+def check(settings: Settings) -> None:
+    """Raises: ValueError for a part that was asked for and lacks something, for unknown cases, or for too few tokens a step."""
+    for part in _NEEDED:
+        asked = part in settings.parts or (settings.tokenizer is not None and not settings.parts)
+        if asked and (why := _lacking(part, settings)):
+            raise ValueError(f"serve's part {part} cannot run: {why}")
+    num_sequences = 16 if settings.small else 256
+    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < num_sequences:
+        raise ValueError(
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than the {num_sequences} sequences that run "
+            f"at once, each of which needs one token a step; raise it to {num_sequences} at least"
+        )
+    if settings.cases and settings.parts:
+        from bench.suites.serve.compared import case_names
+
+        names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] == "compared"}
+        if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
+            there_are = (
+                "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items()) or "these parts have none"
+            )
+            raise ValueError(f"no case {', '.join(unknown)}: {there_are}")
+
+
+def absent(settings: Settings) -> dict[str, str]:
+    """Parts that are left out because something that they need is missing, and why."""
+    return {part: why for part in _NEEDED if settings.wants(part) and (why := _lacking(part, settings))}
+
+
+def run(recorder: Recorder) -> None:
+    """Every part for every shape. What fails has a row `failed`, and the next part a new engine."""
+    settings = recorder.settings
+    shapes = [shape for shape in settings.shapes if shape.name in _BY_DEFAULT] or [settings.shape]
+    left_out = absent(settings)
+    steps = [
+        (shape, part)
+        for last in (False, True)
+        for shape in shapes
+        for part in PARTS
+        if settings.wants(part) and part not in left_out and (part == "breakdown") == last
+        # Long prompts and systems outside take minutes: by default the first shape has them, and on a CPU neither.
+        if settings.parts or part not in ("long", "outside") or (shape is shapes[0] and not settings.small)
+    ]
+    context: Context | None = None
+    for shape, part in recorder.track(steps, lambda step: f"{step[0].name} {step[1]}"):
+        if context is None or context.model.name != model_of(shape.name, tiny=settings.small).name:
+            if context is not None:
+                context.close()
+            context = Context(recorder, shape)
+        num_failed = len(recorder.failed)
+        with recorder.guarded(context.name(part, "all")):
+            getattr(import_module(f"{__name__}.{PARTS[part]}"), part)(context)
+        if len(recorder.failed) > num_failed:  # an engine that has failed is not trusted with the next part
+            context.close()
+    if context is not None:
+        context.close()
+
+
+def _lacking(part: str, settings: Settings) -> str | None:
+    """Why a part cannot run, and what would help; None if it can. Nothing is imported, and nothing fetched."""
+    if missing := [name for name in _NEEDED[part] if find_spec(name) is None]:
+        return f"{', '.join(missing)} cannot be imported; the extras server and bench of vmmkv bring them"
+    try:
+        vocabulary_of(tokenizer_file(settings.tokenizer))
+    except ValueError as error:
+        return str(error)
+    return None

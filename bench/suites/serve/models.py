@@ -1,0 +1,337 @@
+"""The models that are served: configurations with random weights, the least time that they need, tokenizers, loaded weights.
+
+Bounds are an H200's: weights, K and V at 4.5 TB/s, operations in bfloat16 at 720 TFLOP/s, nothing overlapped. A step multiplies
+for as long as its weights take to be read, or its operations to be done, whichever is longer; then each sequence reads all of
+its K and V. An engine that reads a prefix once for many sequences can pass this bound.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+
+from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.engine.loading import ModelSource, choose_dtype
+
+Config = Mapping[str, str | int | float | bool | list[str] | dict[str, str | float] | None]
+"""What a config.json holds."""
+
+ITEM_BYTES: Final = 2
+"""Of weights, K and V, in bfloat16: bounds are of a GPU."""
+
+_COMMON: Final[Config] = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "dtype": "bfloat16",
+    # Without it transformers takes a large vocabulary for one of an old Mistral's, and warns of its tokenizer.
+    "transformers_version": "5.17.0",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A dense decoder, by its configuration."""
+
+    name: str
+    config: Config
+    tokenizer: Path | None = None
+    """A tokenizer.json, where texts are wanted. None: prompts are token ids."""
+
+    def with_tokenizer(self, tokenizer: Path) -> "ServedModel":
+        """The same, with texts. A tiny model gets as many token ids as the tokenizer; for a larger one that is padded."""
+        size = max(self.vocabulary, vocabulary_of(tokenizer))
+        return replace(self, config={**self.config, "vocab_size": size}, tokenizer=tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids."""
+        return self._count("vocab_size")
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._count("max_position_embeddings")
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return self._count("num_hidden_layers")
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of all query heads together."""
+        return self._count("num_attention_heads") * self._count("head_dim")
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key heads together, or of all value heads."""
+        return self._count("num_key_value_heads") * self._count("head_dim")
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of a token in all layers."""
+        return 2 * self.layers * self.kv_width * ITEM_BYTES
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights that multiply each token, in all layers: query, key, value and output, gate, up and down."""
+        hidden, mlp = self._count("hidden_size"), self._count("intermediate_size")
+        return self.layers * hidden * (2 * self.attention_width + 2 * self.kv_width + 3 * mlp)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights that make logits."""
+        return self.vocabulary * self._count("hidden_size")
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Weights that a decode step reads. The embedding is not among them, unless the head is tied to it."""
+        return (self.layer_parameters + self.head_parameters) * ITEM_BYTES
+
+    @contextmanager
+    def directory(self) -> Iterator[Path]:
+        """One with a config.json, and the tokenizer if there is one, until the `with` block ends."""
+        with TemporaryDirectory(prefix="vmmkv-bench-") as folder:
+            texts = {"config.json": json.dumps(self.config)}
+            if self.tokenizer is not None:
+                texts["tokenizer.json"] = padded(self.tokenizer, self.vocabulary)
+                texts["tokenizer_config.json"] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            for name, text in texts.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            yield Path(folder)
+
+    def _count(self, key: str) -> int:
+        value = self.config[key]
+        assert isinstance(value, int), f"{key}={value!r} of {self.name} is no number of things"
+        return value
+
+
+def _llama(name: str, **config: str | int | float | bool) -> ServedModel:
+    own: Config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "mlp_bias": False}
+    return ServedModel(name=name, config={**_COMMON, **own, **config, **_rope(config["rope_theta"])})
+
+
+def _qwen3(name: str, **config: str | int | float | bool) -> ServedModel:
+    own: Config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+    return ServedModel(name=name, config={**_COMMON, **own, **config, **_rope(config["rope_theta"])})
+
+
+def _rope(theta: str | float) -> Config:
+    """As transformers 5 has it, beside the `rope_theta` of those before."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
+
+
+_MODELS: Final = (
+    _llama(
+        "llama-3.1-8b",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=500_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=128000,
+        eos_token_id=128001,
+    ),
+    _qwen3(
+        "qwen3-0.6b",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    ),
+    _llama(
+        "smollm2-135m",
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+)
+MODELS: Final = {model.name: model for model in _MODELS}
+
+_TINY: Final[Config] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Rows of 2 KiB in float32. With smaller weights layers so narrow would change next to nothing."""
+
+
+def model_of(shape_name: str, *, tiny: bool) -> ServedModel:
+    """The model of a shape; or of its family, so small that a CPU serves it. A shape that is no model's is Llama's."""
+    model = MODELS.get(shape_name, _MODELS[0])
+    return ServedModel(name=f"tiny {model.name}", config={**model.config, **_TINY}) if tiny else model
+
+
+class Models:
+    """The weights of a model, loaded once for several systems."""
+
+    def __init__(self, model: ServedModel, device: torch.device, seed: int) -> None:
+        self.model: Final = model
+        self.device: Final = device
+        self._stack = ExitStack()
+        self.directory: Final = self._stack.enter_context(model.directory())
+        self.config: Final = ServeConfig(model=str(self.directory), device=str(device), load_format="dummy", seed=seed)
+        self.source: Final = ModelSource(self.config, device, choose_dtype("auto", device))
+
+    def close(self) -> None:
+        """Forget the directory; the weights go with the last system."""
+        self._stack.close()
+
+
+# bounds
+
+
+def prefill_s(model: ServedModel, start: int, end: int) -> float:
+    """To compute the tokens [start, end) of one prompt, each attending to all before it."""
+    num_seen = (end * (end + 1) - start * (start + 1)) // 2
+    attention = 4 * model.attention_width * model.layers * num_seen
+    return (2 * model.layer_parameters * (end - start) + attention) / BF16_FLOPS
+
+
+def decode_s(model: ServedModel, num_sequences: int, num_rows: int) -> float:
+    """To compute one token for each sequence, which have so many rows together."""
+    multiply_s = 2 * (model.layer_parameters + model.head_parameters) * num_sequences / BF16_FLOPS
+    weights_s = model.step_weight_bytes / HBM_BYTES_PER_S
+    return max(weights_s, multiply_s) + num_rows * model.row_bytes / HBM_BYTES_PER_S
+
+
+def read_s(model: ServedModel, num_rows: int) -> float:
+    """To read the weights once, and so many rows of K and V: the byte limit of a decode step."""
+    return (model.step_weight_bytes + num_rows * model.row_bytes) / HBM_BYTES_PER_S
+
+
+def requests_s(
+    model: ServedModel, prompt_lengths: Sequence[int], outs: Sequence[int], *, shared: int = 0, known: bool = False
+) -> float:
+    """For requests that all arrive at once: every prompt, and then steps until the longest answer has ended.
+
+    Prompts have their first `shared` tokens in common, which are computed once, or not at all if they are `known`. The first
+    token of an answer comes of its prompt.
+    """
+    total_s = sum(prefill_s(model, shared, length) for length in prompt_lengths)
+    if shared and not known:
+        total_s += prefill_s(model, 0, shared)
+    for step in range(1, max(outs)):
+        rows = [length + step for length, out in zip(prompt_lengths, outs, strict=True) if out > step]
+        total_s += decode_s(model, len(rows), sum(rows))
+    return total_s
+
+
+# tokenizers
+
+SOURCE: Final = "smollm2-135m"
+"""The model whose tokenizer is taken, where no file is named."""
+
+_DIGITS: Final = 8
+_SEED: Final = 0
+_LONGEST: Final = 12
+"""Characters of a token that others are made of: two together are as long as the long words of large vocabularies."""
+
+
+def tokenizer_file(named: Path | None) -> Path:
+    """The tokenizer.json that was named, or SOURCE's. Nothing is fetched: what measures does not wait for a network.
+
+    Raises: ValueError if there is no such file, naming what would work.
+    """
+    if named is not None:
+        if not named.is_file():
+            raise ValueError(f"--tokenizer {named} is no file; name a tokenizer.json, such as that of {SOURCE}")
+        return named
+    from vmmkv.config import read_environment
+    from vmmkv.server.config import VARIABLES
+    from vmmkv.server.models import KNOWN_MODELS, manifest_problem, model_dir  # the other suites need no server
+
+    directory = model_dir(KNOWN_MODELS[SOURCE], read_environment(others=VARIABLES).cache_dir)
+    problem = manifest_problem(directory, KNOWN_MODELS[SOURCE]) if directory.is_dir() else "it is not there"
+    if problem is not None:
+        raise ValueError(
+            f"a tokenizer is needed, and that of {SOURCE} cannot be taken from {directory}: {problem}; bring it by "
+            f"`vmmkv fetch {SOURCE}`, or name a tokenizer.json by --tokenizer FILE"
+        )
+    return directory / "tokenizer.json"
+
+
+def digest_of(path: Path) -> str:
+    """What tells a tokenizer from others: texts by two of them are not the same work."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+
+
+def vocabulary_of(path: Path) -> int:
+    """Its token ids. Raises: ValueError if it is none that can be padded."""
+    return len(_vocabulary(_read(path), path))
+
+
+def padded(path: Path, size: int) -> str:
+    """The text of a tokenizer.json with `size` tokens: those that are added are two others', one behind the other.
+
+    No merge makes them, so texts become the tokens that they became before. Raises: ValueError if it has more than `size`.
+    """
+    tokenizer = _read(path)
+    vocabulary = _vocabulary(tokenizer, path)
+    if len(vocabulary) > size:
+        raise ValueError(f"{path} has {len(vocabulary)} tokens, and the model only {size}; name a smaller one")
+    marks = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+    parts = sorted(token for token in vocabulary if token not in marks and len(token) <= _LONGEST)
+    draws = random.Random(_SEED)
+    while len(vocabulary) < size:
+        vocabulary.setdefault(draws.choice(parts) + draws.choice(parts), len(vocabulary))
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}; by --tokenizer FILE name a tokenizer.json") from error
+    return tokenizer if isinstance(tokenizer, dict) else {}
+
+
+def _vocabulary(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
+    """The one in it, to be read and added to."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) and model.get("type") == "BPE" else None
+    ids = {each for each in vocabulary.values() if isinstance(each, int)} if isinstance(vocabulary, dict) else None
+    if not isinstance(vocabulary, dict) or ids != set(range(len(vocabulary))):
+        raise ValueError(
+            f"{path} cannot be padded: wanted a tokenizer of byte pairs (BPE) whose ids have no gaps, such as that "
+            f"of {SOURCE}; name one by --tokenizer FILE"
+        )
+    return vocabulary

@@ -1,0 +1,425 @@
+"""What serves a workload: the engine over one kind of memory, the engine as a user has it, and the checks before timing.
+
+    asks ── Turns: which requests have arrived ──> System.run ──> Outcome: tokens of each request, and when they came
+
+All is greedy, and no token ends an answer before its number of tokens. Nothing is known of any prompt before a run.
+
+Random weights make near-ties, and in bfloat16 the rounding of a batch's shape decides them: a sequence alone and in a batch may
+part after some tokens, and both are right. So whole answers are compared between runs that do the same. What batching, chunks
+and sharing do is seen in the log-probabilities of first tokens, against those of the request alone, or of another system. How
+far these may be off follows from how far they move if the prompt is another one.
+"""
+
+import gc
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+
+from bench.baselines.backend import systems_on
+from bench.harness import Settings, WrongNumbers, synchronize
+from bench.suites.serve.models import Models, ServedModel
+from bench.workloads import Ask, TokenIds, Workload
+from vmmkv.server import Engine, SamplingParams
+from vmmkv.server.config import ServeConfig
+from vmmkv.server.engine.loading import STEP_TOKENS, assemble
+from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
+
+LIKELIEST: Final = 20
+"""Tokens whose log-probabilities are compared."""
+
+TOLERANCE: Final = {torch.float32: 0.001, torch.bfloat16: 0.15, torch.float16: 0.15}
+"""Of what another prompt would change, by the type of weights, K and V.
+
+Of four seeds, right systems were off by up to 0.02 % in float32 on a CPU (transformers; engines by less), of one by 6.1 % in
+bfloat16 on an H200. A system that reads zeroes for each sequence's first key is off by 26 %.
+"""
+_LEAST_COMMON: Final = 0.5
+"""Of the likeliest tokens, the share that both must have, for their log-probabilities to be compared."""
+
+LogProbs = Mapping[int, float]
+
+
+# outcomes
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request; seconds from the run's begin."""
+
+    arrival_s: float = 0.0
+    prompt_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    """When each came."""
+
+    @property
+    def first_s(self) -> float:
+        """From its arrival to its first token."""
+        return self.token_s[0] - self.arrival_s
+
+    @property
+    def per_token_s(self) -> float | None:
+        """From its first token to its last, for each behind the first; None if there is one only."""
+        return None if len(self.token_s) < 2 else (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run of a workload, in the order of its requests."""
+
+    served: list[Served]
+    seconds: float
+    """From the begin until the last token."""
+    running: list[int] = field(default_factory=list)
+    """Requests that ran, a sample a step."""
+    cached_tokens: int = 0
+    """Of all prompts, what the prefix cache had."""
+    likeliest: list[LogProbs] = field(default_factory=list)
+    """Of requests for which it was asked: the likeliest first tokens."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(each.prompt_tokens for each in self.served)
+
+
+class Turns:
+    """Which requests may be served when: as they arrive, a conversation's next turn behind the one before."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self.asks = asks
+        self.served = [Served(prompt_tokens=len(ask.prompt)) for ask in asks]
+        self.prompts = [ask.prompt.tolist() for ask in asks]
+        """Of later turns, with random tokens in place of an answer until that is there."""
+        self.num_unfinished = len(asks)
+        self._coming = [(ask.arrival_s, index) for index, ask in enumerate(asks) if ask.after is None]
+        heapq.heapify(self._coming)
+        self._followers: dict[int, list[int]] = {}
+        for index, ask in enumerate(asks):
+            if ask.after is not None:
+                self._followers.setdefault(ask.after, []).append(index)
+
+    def arrived(self, now_s: float) -> list[int]:
+        """Requests that have arrived since this was last asked, in order."""
+        arrived: list[int] = []
+        while self._coming and self._coming[0][0] <= now_s:
+            arrival_s, index = heapq.heappop(self._coming)
+            self.served[index].arrival_s = arrival_s
+            arrived.append(index)
+        return arrived
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one arrives; None if none does before another has ended."""
+        return self._coming[0][0] if self._coming else None
+
+    @property
+    def seconds(self) -> float:
+        """Until the last token of all."""
+        return max(served.token_s[-1] for served in self.served)
+
+    def end(self, index: int) -> None:
+        """A request has all its tokens: its followers may come. Raises: WrongNumbers if they are too many or too few."""
+        served, ask = self.served[index], self.asks[index]
+        if len(served.tokens) != ask.num_out:
+            raise WrongNumbers(f"request {index} has {len(served.tokens)} tokens of {ask.num_out}")
+        self.num_unfinished -= 1
+        for follower in self._followers.get(index, ()):
+            so_far = self.prompts[index] + served.tokens
+            self.prompts[follower] = so_far + self.prompts[follower][len(so_far) :]
+            heapq.heappush(self._coming, (served.token_s[-1] + self.asks[follower].think_s, follower))
+
+
+# systems
+
+
+class System(Protocol):
+    """Serves workloads. Close it."""
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        ...
+
+    def run(self, workload: Workload) -> Outcome:
+        """All requests, each when it arrives. Raises: WrongNumbers."""
+        ...
+
+    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
+        """The likeliest first tokens of each prompt, computed side by side."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The same for all systems that are compared. None: the engine's own choice."""
+
+    budget_bytes: int | None = None
+    """For K and V."""
+    max_tokens: int | None = None
+    """Of the longest request: the rows of a static slot."""
+    max_num_seqs: int
+    max_num_batched_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Of an answer: its first tokens, and at each the likeliest ones."""
+
+    tokens: list[int] = field(default_factory=list)
+    likeliest: list[LogProbs] = field(default_factory=list)
+
+
+def request(name: str, prompt: list[int], num_out: int, *, num_logprobs: int | None = None, grammar: bytes = b"") -> Generate:
+    """A greedy request to the engine's loop. With a grammar, the end token ends the answer."""
+    return Generate(
+        request_id=name,
+        prompt=prompt,
+        max_new_tokens=num_out,
+        temperature=0.0,
+        ignore_eos=not grammar,
+        want_logprobs=num_logprobs is not None,
+        num_logprobs=num_logprobs or 0,
+        grammar=grammar,
+    )
+
+
+class EngineSystem:
+    """The engine's loop over one kind of memory: `vmmkv`, `paged 16`, `static`."""
+
+    def __init__(self, memory: str, models: Models, limits: Limits, *, prefix_cache: bool = True) -> None:
+        name = f"{memory} {limits.max_tokens}" if memory == "static" else memory
+        self.name: Final = name if prefix_cache else "none"
+        self.dtype: Final = models.source.dtype
+        self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[models.device.type]
+        self.said: deque[FromEngine] = deque()
+        config = ServeConfig(
+            model=models.config.model,
+            device=models.config.device,
+            load_format="dummy",
+            seed=models.config.seed,
+            kv_budget_bytes=limits.budget_bytes,
+            max_tokens=limits.max_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            prefix_cache=prefix_cache,
+        )
+        self.loaded: Final = assemble(config, models.source, self.said.append, open_memory=systems_on(models.device)[memory])
+        self.loop: Final = self.loaded.engine
+
+    def run(self, workload: Workload, *, keep: bool = False) -> Outcome:
+        """See System. `keep`: prefixes of the run before stay."""
+        if not keep:
+            self.forget()
+        turns, running, began_s = Turns(workload.asks), [], time.perf_counter()
+        cached_tokens = 0
+        try:
+            while turns.num_unfinished:
+                for index in turns.arrived(time.perf_counter() - began_s):
+                    self.loop.receive(request(str(index), turns.prompts[index], turns.asks[index].num_out))
+                if self.loop.has_work:
+                    self.loop.step()
+                    running.append(self.loop.num_running)
+                    cached_tokens += self._take(turns, time.perf_counter() - began_s)
+                else:
+                    assert turns.next_s is not None, f"the engine has lost {turns.num_unfinished} requests"
+                    time.sleep(max(0.0, turns.next_s - (time.perf_counter() - began_s)))
+        except BaseException:
+            self.abort(len(turns.asks))
+            raise
+        self.loop.settle()
+        self.said.clear()
+        return Outcome(turns.served, turns.seconds, running, cached_tokens)
+
+    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
+        """See System."""
+        return [begin.likeliest[0] for begin in self.begins(prompts, 1)]
+
+    def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
+        """The first tokens of the answer to each prompt, all of them side by side."""
+        self.forget()
+        begins = [Begin() for _ in prompts]
+        for index, prompt in enumerate(prompts):
+            self.loop.receive(request(str(index), prompt.tolist(), num_tokens, num_logprobs=LIKELIEST))
+        while self.loop.has_work:
+            self.loop.step()
+        for message in self.said:
+            for output in message.outputs if isinstance(message, Outputs) else ():
+                begins[int(output.request_id)].tokens.extend(output.token_ids)
+                begins[int(output.request_id)].likeliest.extend(map(dict, output.top_logprobs))
+        self.said.clear()
+        if any(len(begin.tokens) != num_tokens for begin in begins):
+            raise WrongNumbers(f"{self.name} has not answered all prompts with {num_tokens} tokens")
+        return begins
+
+    def held_bytes(self) -> int:
+        """Memory held by sequences and the prefix cache."""
+        return int(self.loaded.memory.cache.stats().pool_held_bytes)
+
+    def abort(self, count: int) -> None:
+        """End requests 0 to `count`, and forget what was said of them."""
+        for index in range(count):
+            self.loop.receive(Abort(request_id=str(index)))
+        while self.loop.has_work:
+            self.loop.step()
+        self.said.clear()
+
+    def forget(self) -> None:
+        """Empty the prefix cache. Memory stays with the engine."""
+        self.loop.forget()
+        self.said.clear()
+
+    def close(self) -> None:
+        """See System."""
+        self.loaded.close()
+
+    def _take(self, turns: Turns, now_s: float) -> int:
+        """What the engine has said; the tokens of prompts that the prefix cache had. Raises: WrongNumbers."""
+        cached_tokens = 0
+        while self.said:
+            message = self.said.popleft()
+            if isinstance(message, Failed):
+                raise WrongNumbers(f"request {message.request_id} failed: {message.message}")
+            for output in message.outputs if isinstance(message, Outputs) else ():
+                index = int(output.request_id)
+                served = turns.served[index]
+                cached_tokens += 0 if served.tokens else output.cached_tokens
+                served.tokens += output.token_ids
+                served.token_s += [now_s] * len(output.token_ids)
+                if output.finish_reason is not None:
+                    turns.end(index)
+        return cached_tokens
+
+
+class UserEngine:
+    """The engine in this process, as a user opens it: `generate` over all requests at once."""
+
+    name: Final = "vmmkv"
+
+    def __init__(self, model: ServedModel, settings: Settings, limits: Limits) -> None:
+        self._device = settings.device
+        with ExitStack() as stack:
+            self._engine = Engine(
+                stack.enter_context(model.directory()),
+                device=str(settings.device),
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                load_format="dummy",
+                seed=settings.seed,
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, K and V."""
+        dtype: torch.dtype = getattr(torch, self._engine.ready.dtype)
+        return dtype
+
+    def run(self, workload: Workload, *, scored: Sequence[int] = (), keep: bool = False) -> Outcome:
+        """See System. `scored`: requests whose likeliest first tokens are wanted; `keep`: prefixes of the run before stay."""
+        if not keep:
+            self._engine._open().engine.forget()
+        params = [
+            SamplingParams(
+                max_tokens=ask.num_out, temperature=0.0, ignore_eos=True, logprobs=LIKELIEST if index in scored else None
+            )
+            for index, ask in enumerate(workload.asks)
+        ]
+        gc.collect()
+        synchronize(self._device)
+        began_s = time.perf_counter()
+        completions = self._engine.generate([ask.prompt.tolist() for ask in workload.asks], params, progress=False)
+        seconds = time.perf_counter() - began_s
+        served = []
+        for index, (completion, ask) in enumerate(zip(completions, workload.asks, strict=True)):
+            if completion.error is not None:
+                raise WrongNumbers(f"request {index} failed: {completion.error}")
+            tokens = completion.outputs[0].token_ids
+            if len(tokens) != ask.num_out:
+                raise WrongNumbers(f"request {index} has {len(tokens)} tokens of {ask.num_out}")
+            token_s = [completion.first_token_s or 0.0, *[completion.finished_s] * (len(tokens) - 1)]
+            served.append(Served(0.0, len(ask.prompt), tokens, token_s))
+        return Outcome(
+            served,
+            seconds,
+            cached_tokens=sum(completion.cached_tokens for completion in completions),
+            likeliest=[(completions[index].outputs[0].top_logprobs or [{}])[0] for index in scored],
+        )
+
+    def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
+        """Of each prompt alone, over an empty cache: what checks hold a batch against."""
+        alone = [Workload(name="alone", text="", asks=(Ask(prompt=prompt, num_out=1),)) for prompt in prompts]
+        return [self.run(each, scored=[0]).likeliest[0] for each in alone]
+
+    def close(self) -> None:
+        """See System."""
+        self._engine.close()
+
+
+# checks
+
+
+def alike(one: LogProbs, other: LogProbs) -> bool:
+    """Whether they have enough tokens in common to be compared."""
+    return len(one.keys() & other.keys()) >= max(1, _LEAST_COMMON * min(len(one), len(other)))
+
+
+def distance(some: Sequence[LogProbs], others: Sequence[LogProbs]) -> float:
+    """Root mean square of the differences, over the tokens that both have."""
+    squares = [
+        (one[token] - other[token]) ** 2 for one, other in zip(some, others, strict=True) for token in one.keys() & other.keys()
+    ]
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.inf
+
+
+def share_off(
+    wanted: Sequence[LogProbs], given: Sequence[LogProbs], others: Sequence[LogProbs], dtype: torch.dtype, what: str
+) -> float:
+    """By how much `given` is off, as a share of what other prompts (`others`) change. Raises: WrongNumbers if too much."""
+    if not all(map(alike, wanted, given)):
+        raise WrongNumbers(f"{what} have other likeliest tokens")
+    # Where other prompts leave nothing in common, log-probabilities of flat distributions still differ by about 1.
+    pairs = [(one, other) for one, other in zip(wanted, others, strict=False) if alike(one, other)]
+    shift = min(1.0, distance(*zip(*pairs, strict=True))) if pairs else 1.0
+    if not shift > 0:
+        raise WrongNumbers("other prompts change nothing: wrong rows would not be seen")
+    off = distance(wanted, given) / shift
+    if not off <= TOLERANCE[dtype]:  # NaN is not
+        raise WrongNumbers(
+            f"{what} are off by {100 * off:.2g} % of what other prompts change, at most {100 * TOLERANCE[dtype]:g} %"
+        )
+    return off
+
+
+def share_same(runs: Sequence[Outcome], wanted: Outcome, *, strict: bool) -> float:
+    """The share of requests that have in all runs the tokens of `wanted`. Raises: WrongNumbers if `strict` and not all have.
+
+    On a CPU all is in float32, where a batch's shape decides nothing.
+    """
+    differing = [
+        index for index, served in enumerate(wanted.served) if any(run.served[index].tokens != served.tokens for run in runs)
+    ]
+    if differing and strict:
+        raise WrongNumbers(
+            f"{len(differing)} of {len(wanted.served)} requests have other tokens in another run: {differing[:8]}"
+        )
+    return 1 - len(differing) / len(wanted.served)
+
+
+def take_turns(systems: Sequence[Any], repeat: int, run: Callable[[Any], Outcome]) -> dict[str, list[Outcome]]:
+    """Runs of each system by its name: once forward, once backward, so that a drift of the machine is no system's."""
+    runs: dict[str, list[Outcome]] = {system.name: [] for system in systems}
+    for number in range(repeat):
+        for system in systems if number % 2 == 0 else reversed(systems):
+            runs[system.name].append(run(system))
+    return runs

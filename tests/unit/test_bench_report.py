@@ -1,0 +1,61 @@
+"""The report: one page of rows with answers first, figures that are legible on any ground, and the documents' figures."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.report import DOCS, answers, main, write
+from bench.rows import Row, RowFile, Summary, exact
+from tests.unit.test_bench_rows import provenance
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def row(system: str, p50: float, *, workload: str = "m closed: chat", metric: str = "throughput", unit: str = "tok/s") -> Row:
+    summary = Summary(p20=0.99 * p50, p50=p50, p80=1.01 * p50, p99=p50, n=5)
+    return Row(suite="serve", workload=workload, system=system, metric=metric, unit=unit, summary=summary)
+
+
+def test_an_answer_counts_workloads_and_lists_losses_beyond_the_spread() -> None:
+    rows = [row("vmmkv", 200), row("paged 16", 100)]
+    rows += [row(system, p50, workload="m closed: uniform") for system, p50 in (("vmmkv", 90), ("paged 16", 100))]
+    rows += [row(system, p50, workload="m closed: ragged") for system, p50 in (("vmmkv", 99), ("paged 16", 100))]
+    (answer,) = answers(rows)
+    assert (answer.question.other, sorted(answer.ratios.values())) == ("paged 16", [0.9, 0.99, 2.0])
+    assert [(workload, ratio) for workload, ratio, _, _ in answer.losses] == [("m closed: uniform", 0.9)]
+
+
+def test_less_is_better_for_times() -> None:
+    rows = [
+        row(system, p50, metric="first token", unit="ms", workload="m rates: chat, 8 requests/s, Poisson")
+        for system, p50 in (("vmmkv", 50), ("paged 16", 100))
+    ]
+    (answer,) = answers(rows)
+    assert answer.median == 2.0
+
+
+def test_the_page_needs_nothing_else_and_names_what_failed(tmp_path: Path) -> None:
+    file = RowFile(tmp_path, provenance(quick=True))
+    for each in (row("vmmkv", 200), row("paged 16", 100), row("vmmkv", 1, metric="first token", unit="ms")):
+        file.append(each)
+    file.append(Row(suite="append", workload="a <b>", system="-", metric="failed", unit="runs", summary=exact(1, 1)))
+    page = write([tmp_path], tmp_path / "out").read_text()
+    assert page.index('id="answers"') < page.index('id="losses"') < page.index('id="section-1"')
+    assert "1 failed" in page
+    assert "append: a &lt;b&gt;" in page
+    assert "Quick rows." in page
+    assert not re.search(r'(?:src|href)="(?!#|figures/|data:)', page)
+    assert "<script" not in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert "#010203" not in page
+    for figure in re.findall(r'href="(figures/[^"]+)"', page):
+        assert (tmp_path / "out" / figure).is_file()
+
+
+@pytest.mark.nightly
+def test_the_committed_rows_make_the_documents_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(RESULTS), "--out", str(tmp_path / "out"), "--docs", str(tmp_path / "docs")]) == 0
+    assert {path.stem for path in (tmp_path / "docs").iterdir()} == set(DOCS)
+    assert "not written" not in capsys.readouterr().out

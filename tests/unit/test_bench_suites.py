@@ -1,0 +1,215 @@
+"""Each suite runs in seconds on a CPU, checks before it times, and writes rows of what it is about."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.cli import load
+from bench.harness import SHAPES, Recorder, Settings, WrongNumbers, capture
+from bench.rows import FAILED, Row
+from bench.suites import append, driver_calls, memory_efficiency, prefix, resize, transformers
+from bench.suites.kernels.attention import Batch
+from bench.suites.kernels.memories import Case, Format, open_memory
+from bench.workloads import Ask, Workload
+from tests.unit.test_bench_rows import SETTINGS, recorder_in
+from vmmkv.driver import open_driver
+from vmmkv.units import GIB
+
+assert capture
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def measured(folder: Path, suite: str, *parts: str, settings: Settings = SETTINGS) -> list[Row]:
+    settings = Settings(
+        **{"device": settings.device, "shape": settings.shape, "quick": True, "parts": parts, "steps": 12, "sequences": 3}
+    )
+    recorder = recorder_in(folder, suite, settings)
+    load(suite).run(recorder)
+    assert not recorder.failed
+    return recorder.rows
+
+
+def found(rows: list[Row], metric: str) -> dict[tuple[str, str], float]:
+    return {(row.workload.partition(":")[0], row.system): row.summary.median for row in rows if row.metric == metric}
+
+
+def test_every_driver_call_is_timed_alone_and_beside_a_thread(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "driver_calls")
+    for workload in ("2.0 MiB handle, alone", "32.0 MiB handle, beside a busy thread"):
+        calls = {row.metric for row in rows if row.workload == workload}
+        assert {"reserve", "create", "map", "set_access", "unmap", "release", "fence", "memory", "export_fd"} <= calls
+
+
+def test_a_timed_driver_adds_up_what_its_calls_take() -> None:
+    driver = driver_calls.TimedDriver(open_driver(torch.device("cpu")))
+    before_us = driver.spent_us
+    driver.as_driver().memory()
+    assert driver.spent_us > before_us
+    assert driver.calls is not None
+
+
+def test_static_slots_never_wait_and_growth_in_front_does(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "append")
+    stalled = found(rows, "stalled")
+    assert stalled["3 sequences, coming and going", "static"] == 0 < stalled["3 sequences, coming and going", "off"]
+    assert {system for _, system in stalled} == {"static", "off", "slack", "adopted"}
+    assert found(rows, "step, over static")["3 sequences, all cross together", "static"] == 0
+
+
+def test_a_row_that_was_not_appended_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vmmkv.kernels.reference.append", lambda *arguments: None)
+    with pytest.raises(WrongNumbers, match="are not what was appended there"):
+        append.run(recorder_in(tmp_path))
+
+
+def test_memory_that_is_given_back_arrives_and_comes_again(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "resize")
+    given, device = found(rows, "given back"), found(rows, "given back, says the device")
+    assert given
+    assert given == device
+    assert len([row for row in rows if row.metric == "most of the budget"]) == 4
+
+
+def test_a_guest_whose_rows_are_anothers_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resize.Guests, "open", lambda self, count, real=resize.Guests.open: wrong_mark(real(self, count)))
+    with pytest.raises(WrongNumbers, match="not what its guest wrote"):
+        resize.run(recorder_in(tmp_path, "resize"))
+
+
+def wrong_mark(guest: resize.Guest) -> resize.Guest:
+    """A mark that is never read as it was written."""
+    return resize.Guest(sequence=guest.sequence, tokens=guest.tokens, mark=float("nan"))  # type: ignore[arg-type]
+
+
+def test_vmmkv_wastes_little_more_than_blocks_and_static_slots_most(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "memory_efficiency", "occupancy")
+    waste, admitted = found(rows, memory_efficiency.WASTE), found(rows, memory_efficiency.ADMITTED)
+    for (workload, system), value in waste.items():
+        if system == "vmmkv":
+            assert value < waste[workload, "static 4096"]
+            assert admitted[workload, "vmmkv"] >= 0.9 * admitted[workload, "paged 16"]
+            assert admitted[workload, "vmmkv"] >= admitted[workload, "static 4096"]
+        row = next(row for row in rows if row.metric == "waste" and row.system == system and row.workload.startswith(workload))
+        assert row.bound is None or row.summary.p80 >= 0.5 * row.bound
+
+
+def test_a_miscounting_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = memory_efficiency.Sizes.of(SETTINGS)
+    shape = SHAPES["qwen3-0.6b"]
+    asks = tuple(Ask(prompt=np.zeros(100, np.int32), num_out=50) for _ in range(4))
+    system = memory_efficiency.SYSTEMS[1](shape, sizes)
+    real = type(system.cache).stats
+    monkeypatch.setattr(type(system.cache), "stats", lambda self: halved(real(self)))
+    with pytest.raises(WrongNumbers, match="paged 16 counts"):
+        memory_efficiency.simulate(system, Workload(name="w", text="", asks=asks), shape, sizes, 0)
+
+
+def halved(stats: object) -> object:
+    return replace(stats, mapped_bytes=stats.mapped_bytes // 2)  # type: ignore[type-var, attr-defined]
+
+
+def test_the_memory_map_has_shared_runs_and_every_page_that_is_used() -> None:
+    record = memory_efficiency.draw_map(SHAPES["llama-3.1-8b"], memory_efficiency.Sizes.of(SETTINGS), seed=0)
+    runs = [run for slot in record["slots"] for run in slot["runs"]]
+    assert any(num_holders > 1 for *_, num_holders in runs)
+    assert {"live", "parked"} <= {state for _, _, state, _ in runs}
+    assert record["used_pages"] <= record["held_pages"] <= record["budget_pages"]
+
+
+def test_attention_is_checked_against_the_reference(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "kernels")
+    assert {row.workload for row in rows} >= {"wide decode 2x96", "wide decode skewed", "wide prefill 64", "wide prefill mixed"}
+    case = Case(name="2x96", lengths=(96, 96))
+    memory = open_memory("tensor", case, 1, Format(shape=SHAPES["wide"]), torch.device("cpu"))
+    batch = Batch(case, 1, memory, seed=0)
+    wrong = [torch.zeros_like(batch.q_NHD) for _ in memory.layers]
+    with pytest.raises(WrongNumbers, match="off by 1"):
+        batch.check(wrong)
+    memory.close()
+
+
+@pytest.mark.parametrize("kind", ["vmmkv-aliased", "paged-shared"])
+def test_sequences_of_a_shared_memory_have_the_same_rows(kind: str) -> None:
+    from bench.suites.kernels.memories import rows_of
+
+    case = Case(name="3x96", lengths=(96, 96, 96))
+    memory = open_memory(kind, case, 1, Format(shape=SHAPES["wide"]), torch.device("cpu"))
+    first, *others = [rows_of(memory, 0, index, 96) for index in range(3)]
+    assert all(torch.equal(one, other) for rows in others for one, other in zip(first, rows, strict=True))
+    memory.close()
+
+
+def test_shared_prefixes_are_attached_warm_and_not_without_a_cache(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "prefix", "requests", "chat")
+    attached = found(rows, "prompt tokens attached")
+    warm = "tiny llama-3.1-8b 3 requests of 1200 + 12 tokens, 4 out, warm"
+    assert attached[warm, "vmmkv"] > 95
+    assert attached[warm, "paged 16"] > 95
+    assert attached[warm, "none"] == 0
+    assert {system for _, system in found(rows, "total")} == {"vmmkv", "paged 16", "none"}
+
+
+def test_attaching_by_each_way_and_the_tree_are_timed(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "prefix", "attach", "tree")
+    assert {system for _, system in found(rows, "in the driver")} == {"alias", "adopt", "compute"}
+    assert ("a tree of 1,000 nodes", "radix tree") in found(rows, "match, next turn")
+
+
+def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "_pieces", lambda start, end: [])
+    real = prefix.RadixTree.match
+    monkeypatch.setattr(prefix.RadixTree, "match", lambda self, namespace, tokens: real(self, namespace, tokens[:-200]))
+    recorder = recorder_in(tmp_path, "prefix", replace(SETTINGS, parts=("tree",)))
+    prefix.run(recorder)
+    assert recorder.failed
+
+
+def test_all_caches_of_transformers_decode_the_same(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "transformers", "decode")
+    assert {system for _, system in found(rows, "time per token")} == set(transformers.SYSTEMS)
+    assert all(same == 100 for same in found(rows, "same tokens").values())
+    assert list(transformers.absent(SETTINGS)) == ["memory", "longest", "mixed"]
+
+
+def test_logits_and_rows_of_another_token_are_seen() -> None:
+    expected = transformers.Expected()
+    first = transformers.Judge(expected, torch.float32, first=True)
+    logits = torch.randn(2, 8)
+    first.take(logits)
+    first.judge("first")
+    other = transformers.Judge(expected, torch.float32, first=False)
+    other.take(logits + 0.1 * torch.randn(2, 8))
+    with pytest.raises(WrongNumbers, match="logits are off by"):
+        other.judge("other")
+
+
+@pytest.mark.parametrize("longest", [0, 1, 700, 999, 1000])
+def test_the_longest_that_is_held_is_found(longest: int) -> None:
+    assert transformers.longest_that(lambda tokens: tokens <= longest, 1000) == longest
+
+
+def test_a_plan_has_exactly_its_tokens() -> None:
+    assert transformers.plan_of(10, chunk_tokens=4, steps=3) == [4, 3, 1, 1, 1]
+    assert transformers.plan_of(2, chunk_tokens=4, steps=3) == [1, 1]
+
+
+def test_sizes_of_a_gpu_are_those_of_the_committed_rows() -> None:
+    gpu = Settings(device=torch.device("cuda"), shape=SHAPES["llama-3.1-8b"])
+    sizes = prefix.Sizes.of(gpu)
+    assert (sizes.requests, sizes.prefixes, sizes.own, sizes.out) == (128, (4096, 200, 1000, 4000), 128, 64)
+    assert memory_efficiency.Sizes.of(gpu).budget_bytes == 40 * GIB
+    assert append.Sizes.of(gpu).sequences == 256
+
+
+def test_a_failed_row_is_the_only_one_of_its_workload(tmp_path: Path) -> None:
+    recorder: Recorder = recorder_in(tmp_path)
+    with recorder.guarded("w", "s"):
+        raise WrongNumbers("wrong")
+    assert [(row.metric, row.unit) for row in recorder.rows] == [(FAILED, "runs")]
