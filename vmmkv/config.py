@@ -32,7 +32,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None, *, others: Iterable[str] = ()) -> Environment:
-    """Read the environment, by default that of the process. `others` are variables that somebody else reads.
+    """Read the environment, by default that of the process. `others` are variables that are read elsewhere.
 
     Raises: ValueError for a VMMKV_ variable that does not exist (a misspelt one would otherwise do nothing, silently)
     or a value that cannot be used.

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# -------- kv type
-# What quantised K and V are kept as. What the bits mean is said, and done, in kernels/quantise.py.
-
 _PAYLOAD_DTYPES: Final = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 
 KV_KINDS: Final = tuple(_PAYLOAD_DTYPES)
@@ -46,7 +43,7 @@ class KVType:
 
     `kind`: "fp8" is float8_e4m3fn; "int8"; "int4" is uint8 of half the width, two elements in a byte.
     `scale`: "token" is a float16 for each head of each token, kept in the row; "head" is static, one for each head of a
-    layer, kept by whoever runs the kernels and in no row (fp8 alone: it has the range for that).
+    layer, kept beside the kernels and in no row (fp8 alone: it has the range for that).
 
     Raises: LayoutError for any other kind or scale.
     """
@@ -82,8 +79,6 @@ class KVType:
         return f"{self.kind}, scales by {self.scale}"
 
 
-# -------- layout
-
 ROW_ALIGNMENT_BYTES = 128
 """A row is padded to this, a GPU's cache line."""
 
@@ -109,7 +104,7 @@ _WHAT_WORKS: Final = (
 )
 
 _FULL_ATTENTION_EVERY: Final = {"gemma2": 2, "gemma3_text": 6}
-"""Model families whose older configurations do not say which layers have the window (transformers' own defaults)."""
+"""Model families whose older configurations leave out which layers have the window (transformers' own defaults)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

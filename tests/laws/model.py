@@ -87,7 +87,7 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
     return [view.data_ptr() + slot * view.stride(0) * view.element_size() for view in views]
 
 
-def num_pads(caches: Iterable[KVCache]) -> int:
+def num_null_pages(caches: Iterable[KVCache]) -> int:
     """Mappings of the pad: for each group of every cache that is open, what a row and the guard behind it touch."""
     opened = [cache for cache in caches if not cache.closed]
     return sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in opened for group in cache.layout.groups)

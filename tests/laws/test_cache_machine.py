@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
-from tests.laws.model import LAYOUTS, Kept, Live, Rows, addresses, num_pads
+from tests.laws.model import LAYOUTS, Kept, Live, Rows, addresses, num_null_pages
 from vmmkv import Closed, Evicted, KVCache, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.errors import BudgetError
 from vmmkv.units import PAGE_BYTES
@@ -294,7 +294,7 @@ class CacheMachine(LawMachine):
             assert stats.num_tokens == sum(len(live.rows.stamps) for live in self.live if live.cache is cache)
         pool = self.pool.stats()
         assert sum(s.mapped_bytes + s.pending_reclaim_bytes for s in map(KVCache.stats, self.caches)) == pool.held_bytes
-        assert (self.driver.live_mappings - num_pads(self.caches)) * PAGE_BYTES == pool.held_bytes
+        assert (self.driver.live_mappings - num_null_pages(self.caches)) * PAGE_BYTES == pool.held_bytes
         assert (self.driver.live_handles - 1) * PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
 
 

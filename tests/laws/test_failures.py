@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.laws.model import LAYOUTS, SAMPLE, Live, Rows, addresses, num_pads, verify_unwritten, verify_written, write
+from tests.laws.model import LAYOUTS, SAMPLE, Live, Rows, addresses, num_null_pages, verify_unwritten, verify_written, write
 from vmmkv import DriverError, KVCache, Pool, Sequence
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
@@ -78,7 +78,7 @@ class World:
         self.pool.check()
         pad = self.pool.null_page.handle
         pads = 0 if pad is None else self.driver.mappings_of(pad)
-        assert strays or pads == num_pads(self.caches)
+        assert strays or pads == num_null_pages(self.caches)
         assert (self.driver.live_mappings - pads) * PAGE_BYTES == self.pool.stats().held_bytes
         assert (self.driver.live_handles - (pad is not None)) * PAGE_BYTES == self.pool.stats().created_bytes
 

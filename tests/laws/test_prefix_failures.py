@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.laws.model import num_pads, verify_unwritten, verify_written, write
+from tests.laws.model import num_null_pages, verify_unwritten, verify_written, write
 from tests.laws.prefix_model import LAYOUTS, Talk, Texts, large_extents, talk
 from vmmkv import DriverError, KVCache, Pool, Sequence
 from vmmkv.driver.host import HostDriver
@@ -80,7 +80,7 @@ class World:
         self.cache.check()
         stats = self.cache.stats()
         pages = (stats.mapped_bytes + stats.pending_reclaim_bytes) // PAGE_BYTES
-        assert len(self.driver._pages) - num_pads([self.cache]) == pages
+        assert len(self.driver._pages) - num_null_pages([self.cache]) == pages
         assert self.driver.used_bytes - PAGE_BYTES == self.pool.created_bytes
 
     def state(self, *, cached: bool) -> list[object]:

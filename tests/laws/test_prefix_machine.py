@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
-from tests.laws.model import num_pads
+from tests.laws.model import num_null_pages
 from tests.laws.prefix_model import (
     LAYOUTS,
     NAMESPACES,
@@ -440,7 +440,7 @@ class PrefixMachine(LawMachine):
             limits[live.sequence.slot] = live.sequence.limit
         assert self.cache.limits.tolist() == limits
         mapped = sum(s.mapped_bytes + s.pending_reclaim_bytes for s in (stats, self.rival.stats()))  # an alias counts too
-        mapped_pages = (len(self.driver._pages) - num_pads([self.cache, self.rival])) * PAGE_BYTES
+        mapped_pages = (len(self.driver._pages) - num_null_pages([self.cache, self.rival])) * PAGE_BYTES
         assert mapped == mapped_pages
         assert self.driver.used_bytes - PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
         assert pool.held_bytes <= mapped + self.prefix.stats().held_bytes

@@ -91,6 +91,7 @@ def test_a_capsule_that_torch_does_not_take_is_freed(monkeypatch: pytest.MonkeyP
     assert len(freed) == 1
 
 
+@pytest.mark.nightly
 def test_neither_taken_nor_refused_capsules_leak() -> None:
     source = """
 import resource, torch

@@ -37,6 +37,7 @@ class TestHostDriverLaws(DriverLaws):
         refused("unmap", driver.unmap, driver.reserve(PAGE_BYTES), PAGE_BYTES)
 
 
+@pytest.mark.nightly
 def test_open_driver_gives_the_host_driver_without_loading_cuda() -> None:
     source = """
 import sys
@@ -189,6 +190,7 @@ def test_a_failed_unmap_changes_nothing(driver: HostDriver, monkeypatch: pytest.
     driver.unmap(address, PAGE_BYTES)
 
 
+@pytest.mark.nightly
 def test_too_many_mappings_have_their_own_error_and_leave_everything_working() -> None:
     limit = host.count_mappings()[1]
     if limit > 300_000:
@@ -279,6 +281,7 @@ print("done")
     assert (child.returncode, child.stdout.split()) == (0, ["done"]), child.stderr
 
 
+@pytest.mark.nightly
 def test_memory_lent_to_another_process_goes_when_that_one_lets_go_also_when_killed(driver: HostDriver) -> None:
     handles = [driver.create(PAGE_BYTES) for _ in range(3)]
     fd = driver.export_fd(handles[1])

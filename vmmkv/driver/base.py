@@ -13,7 +13,7 @@ Laws every implementation keeps:
 1. A handle is indivisible: it is mapped whole and unmapped whole.
 2. `map` refuses an address where a mapping stands.
 3. A released handle's memory lives on while it is mapped, and is given back when the last mapping goes.
-4. Unmapped addresses of a reservation fault when touched; they never read anybody's bytes.
+4. Unmapped addresses of a reservation fault when touched; they never read other bytes.
 5. A call that fails changes nothing.
 6. `calls` counts the calls that succeeded, by name, so that live handles are `create + import_fd - release`.
 """

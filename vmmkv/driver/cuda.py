@@ -31,11 +31,6 @@ from vmmkv.errors import (
 )
 from vmmkv.units import PAGE_BYTES, format_bytes
 
-# -------- cuda open
-# What must be there before CUDA's virtual memory can be used, asked in the order in which the answers help most.
-#
-# A machine without a GPU is told so whatever torch it has; only where a GPU could be used is a CPU build of torch named.
-
 _CPU_INSTEAD = "or use device='cpu', which keeps the cache in host memory"
 
 
@@ -122,10 +117,6 @@ def _text(answer: tuple[Any, bytes | None]) -> str:
     return (answer[1] or b"CUDA_ERROR_UNKNOWN").decode()
 
 
-# -------- cuda fence
-# Fences over CUDA events, which are used again: making one costs more than recording it.
-
-
 class EventPool:
     """Events of one device that no fence holds."""
 
@@ -182,8 +173,6 @@ class CudaFence:
                 for event in self._events:
                     stream.wait_event(event)
 
-
-# -------- cuda
 
 _MAX_WRITES: Final = 255
 """Elements written by one call: cuStreamBatchMemOp takes fewer than 256."""
@@ -330,7 +319,7 @@ class CudaDriver:
         self._enter("write")
         self._unordered = True
         self._write_on(self._control, tensor, values)
-        tensor.record_stream(self._control)  # if it dies now, torch lends its memory to nobody before this is over
+        tensor.record_stream(self._control)  # if it dies now, torch does not reuse its memory before this is over
         self.calls["write"] += 1
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
@@ -467,7 +456,7 @@ class CudaDriver:
         return properties
 
     def _make_control_stream(self) -> torch.cuda.Stream:
-        """A stream that is nobody else's, for as long as the process; it waits for no other, not for the default one either.
+        """A stream of our own, for as long as the process. It waits for no other, not even for the default one.
 
         torch.cuda.Stream() would be one of a pool of 32 that torch gives out in turn: in the end to the user, too, and
         then `synchronize` waits for the user's kernels.

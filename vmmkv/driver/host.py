@@ -1,7 +1,7 @@
 """Virtual memory of the host, through mmap: the driver where there is no GPU, and the one that the tests run on.
 
 The same laws as on a GPU, in Linux's terms. A reservation is an anonymous PROT_NONE mapping, so that nothing else gets
-its addresses and whoever touches them faults. A handle is a piece of a memfd (see py), taken with fallocate, so
+its addresses, and touching them faults. A handle is a piece of a memfd (below), taken with fallocate, so
 that a lack of memory shows there and not as a signal at some later touch. `map` puts the piece over the reservation,
 still PROT_NONE, `set_access` is mprotect, and `unmap` puts anonymous PROT_NONE back. A piece can be mapped at many
 addresses; since punching its hole would silently zero it under all of them, that waits for the last mapping.
@@ -32,11 +32,8 @@ from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, Memory
 from vmmkv.errors import Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
-# -------- host memory
-# How much memory this process can still take: that of the machine, and of each control group around the process.
-#
-# The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so it must be asked
-# before.
+# Free memory. The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so free
+# memory is read before: of the machine, and of each control group around the process.
 
 _CGROUP_ROOTS: Final = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 _CGROUP_V1_ROOT: Final = Path("/sys/fs/cgroup/memory")
@@ -111,10 +108,7 @@ def _group(folder: Path, limit: str, usage: str, stat_prefix: str) -> Iterator[_
         yield _Group(int(text), folder / usage, folder / "memory.stat", stat_prefix)
 
 
-# -------- libc
-# The calls of libc by which the host driver moves memory; a failure is an OSError with errno.
-#
-# Python's own `mmap` can neither map at a given address nor change what is mapped.
+# Calls of libc, which raise OSError with errno. Python's own `mmap` can neither map at a given address nor change a mapping.
 
 PROT_NONE: Final = 0
 PROT_READ: Final = 1
@@ -187,8 +181,7 @@ def fallocate(fd: int, mode: int, offset_bytes: int, size_bytes: int) -> None:
             raise failure
 
 
-# -------- host addresses
-# Addresses of the host with nothing under them: reserved, so that nobody else gets them, and faulting when touched.
+# Reserved addresses with nothing under them: nothing else is mapped there, and touching them faults.
 
 _NOTHING: Final = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
 _MAX_MAP_COUNT: Final = Path("/proc/sys/vm/max_map_count")
@@ -280,17 +273,12 @@ def _reserve_in_child() -> None:
 os.register_at_fork(after_in_child=_reserve_in_child)
 
 
-# -------- memfd
-# Physical memory of the host driver: pieces of one memfd, taken with fallocate and given back by punching holes.
-#
-# A piece that was exported is also in use elsewhere, and the kernel keeps that count for us, by *open file descriptions*:
-# `lend` opens the memfd once more, sets that description's position to the piece's offset, and puts a read lock (F_OFD) on
-# the piece's bytes. The description travels with the file descriptor, to whichever process; the lock stays until the last
-# descriptor and the last mapping made from it are gone, also when their process is killed. So the owner of the memfd
-# learns by asking for the lock whether anybody still uses the piece, and punches its hole only then. A descriptor for each
-# piece would leave all this to the kernel, but 16 GiB would need 8,192 of them, where 1,024 is the usual limit.
-#
-# Whoever is lent a piece could read the whole memfd; only processes that trust each other pass handles around.
+# Physical memory: pieces of one memfd, taken with fallocate and given back by punching holes. An exported piece is in use
+# elsewhere too, and the kernel keeps that count by *open file descriptions*: `lend` opens the memfd again, sets the position to
+# the piece's offset, and puts a read lock (F_OFD) on the piece's bytes. The lock stays until the last descriptor and last
+# mapping made of it are gone, also when their process is killed. The owner punches the hole only when the lock is gone. A
+# descriptor for each piece would leave this to the kernel, but 16 GiB would need 8,192 of them, and 1,024 is the usual limit.
+# A borrower could read the whole memfd: only processes that trust each other pass handles around.
 
 _FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
@@ -316,7 +304,7 @@ class Memfd:
         self.close = weakref.finalize(self, os.close, self.fd)
         self._end_bytes = 0
         self._free_offsets: defaultdict[int, list[int]] = defaultdict(list)  # by size
-        self._leaving: list[Piece] = []  # given back here, but lent to somebody who still has it
+        self._leaving: list[Piece] = []  # given back here, but another process still has it
 
     def take(self, size_bytes: int) -> Piece:
         """Zeroed memory, all of it there. Raises OSError: ENOSPC or ENOMEM when the kernel has none left to give."""
@@ -336,11 +324,11 @@ class Memfd:
         self.reap()
 
     def reap(self) -> None:
-        """Punch the pieces that were given back and that nobody else has any more."""
+        """Punch the pieces that were given back and that no other process has any more."""
         self._leaving = [piece for piece in self._leaving if not self._punched(piece)]
 
     def lend(self, piece: Piece) -> int:
-        """A descriptor that carries a piece: its position is the offset, its lock says who has it, and how long it is."""
+        """A descriptor that carries a piece: its position is the offset, its lock tells the length and that it is in use."""
         if piece.borrowed:
             return os.dup(piece.fd)  # the same open file description, so the same position and lock
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -394,8 +382,6 @@ def _lent_range(fd: int, offset_bytes: int, size_bytes: int) -> tuple[int, int] 
     kind, _, start, length, _ = struct.unpack(_FLOCK, answer)
     return None if kind == fcntl.F_UNLCK else (start, length)
 
-
-# -------- host
 
 HEADROOM_BYTES: Final = 128 * MIB
 """Memory that `create` leaves to everybody else: taking the last byte would summon the out-of-memory killer."""
@@ -605,7 +591,7 @@ class HostDriver:
         return self._memory.read()
 
     def export_fd(self, handle: Handle) -> int:
-        """See Driver.export_fd. Whoever has the descriptor, or a mapping made from it, keeps the memory from going."""
+        """See Driver.export_fd. The descriptor, and any mapping made from it, keeps the memory from going."""
         self._enter("export_fd")
         piece = self._piece("export_fd", handle)
         try:

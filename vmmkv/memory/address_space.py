@@ -1,12 +1,12 @@
-"""Arenas of addresses, the slots in them, and what is mapped under each slot.
+"""Addresses: the arenas of a cache, the slots in them, what is mapped under each slot, and tensors over addresses.
 
-    arena   | pad | slot 1            | slot 2          | ...   one reservation for each group of layers
-    slot    |..RRRR|LLLLLLLLLL|RR|......................|       pages of one sequence
+    arena   | null | slot 1            | slot 2          | ...   one reservation for each group of layers
+    slot    |..PPPP|LLLLLLLLLL|PP|......................|        pages of one sequence
                    ^first     ^end
-            L live, R retiring: still mapped, waiting for a fence; . nothing mapped
+            L live; P pending reclaim: still mapped, waiting for a fence; . nothing mapped
 
-The live pages of a slot are one run [first, end), which borders of extents bound. Retiring ones lie anywhere else; when a
-run grows over them again they are simply live once more, unless somebody else has come to hold what is mapped there.
+The live pages of a slot are one run [first, end), bounded by borders of extents. Pending pages lie anywhere else. A run that
+grows over a pending page makes it live again, unless another holder has come to share its extent.
 """
 
 import ctypes
@@ -25,12 +25,11 @@ from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.units import PAGE_BYTES, format_bytes
 
-# -------- slots
-# The numbers of every slot, as arrays over the slots, so that a step over 256 sequences is a few numpy calls.
-
 
 class SlotTable:
-    """State and token counts of each slot, the null slot among them. If a slot is not live, length, end and limit are 0.
+    """State and token counts of each slot, as arrays: a step over 256 sequences is a few numpy calls.
+
+    Slot 0 is the null slot. If a slot is not live, its length, end and limit are 0.
 
         start <= length <= limit = min(committed, end)
 
@@ -97,15 +96,10 @@ class SlotTable:
         return short, targets[short]
 
 
-# -------- dlpack
-# Tensors over raw addresses, by a DLPack capsule: the same code for CPU and CUDA, no copy, no touch.
-#
-# A `DLManagedTensor` is a C structure that says where a tensor's bytes are and has a *deleter*, which the consumer calls
-# with the structure's own address when its tensor dies. Ours, its shape and its strides are one libc `malloc`, and the
-# deleter is libc's `free`: no Python runs when a tensor dies, in whichever thread, at interpreter exit too.
-#
-# Torch offers two other ways, and neither would do: `__cuda_array_interface__` silently copies when the pointer's device
-# is not the one asked for, and `torch.frombuffer` knows no GPU.
+# Tensors over raw addresses come from a DLPack capsule: the same code for CPU and CUDA, no copy, no touch. The consumer calls
+# the capsule's deleter when its tensor dies. Capsule, shape and strides are one libc `malloc`, and the deleter is libc's
+# `free`: no Python runs when a tensor dies, in any thread, at interpreter exit too. Two other ways do not work:
+# `__cuda_array_interface__` silently copies if the pointer's device is another, and `torch.frombuffer` knows no GPU.
 
 _CAPSULE_NAME: Final = b"dltensor"  # a consumer renames it; capsules keep a pointer to the name, so it must stay alive
 _DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}  # kDLCPU, kDLCUDA
@@ -192,14 +186,11 @@ def wrap(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
             _free(pointer)
 
 
-# -------- ranges
-
-
 @dataclass(eq=False, slots=True)
 class Mapping:
     """One extent under the addresses of one slot, from `page` on. It is one holder of the extent.
 
-    `fence` is None while it is live; else it is retiring, and is unmapped when the fence has passed (law 2).
+    `fence` is None while it is live. Else it is pending reclaim, and is unmapped when the fence has passed (law 2).
     """
 
     span: "Span"
@@ -231,7 +222,7 @@ class Span:
     end_page: int = 0
     """Behind the last live page."""
     mappings: dict[int, Mapping] = field(default_factory=dict)
-    """Everything mapped here, live or retiring, by the first page of each."""
+    """Everything mapped here, live or pending reclaim, by the first page of each."""
 
     def live(self) -> Iterator[Mapping]:
         """The live mappings in order."""
@@ -263,15 +254,14 @@ class Span:
 
     @property
     def num_live_pages(self) -> int:
-        """Pages that are mapped and not retiring."""
+        """Pages that are mapped and not pending reclaim."""
         return self.end_page - self.first_page
 
 
 class Arena:
-    """The addresses of one group: the pad and `slots` spans of the same size, one after the other in one reservation.
+    """The addresses of one group: the null slot and `slots` spans of the same size, in one reservation.
 
-    The reservation outlives everything: addresses are never given back (law 6), since a stale view must fault
-    rather than read somebody else's bytes.
+    The reservation lasts until the cache is closed, so that a stale view of an ended sequence faults (law 6).
     Cost: one reserve, about 4 us on CUDA whatever the size.
     """
 
@@ -326,7 +316,7 @@ class Arena:
         """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
 
         Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
-        stands in `span.mappings` and must be retired by the caller.
+        stands in `span.mappings`, and the caller must reclaim it.
         """
         assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
         mapping = Mapping(span, page, extent, used=True)

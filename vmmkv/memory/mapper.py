@@ -1,11 +1,11 @@
-"""Growths and retirements: what is being mapped and not yet live, and what is no longer live and not yet unmapped.
+"""Growths and reclaims: memory that is mapped and not yet live, and memory that is no longer live and not yet unmapped.
 
-    acquire ──map, set_access, zero──> staged ──publish, commit──> live ──retire──> retiring ──fence, unmap──> free
-                                         │                           ^                  │
-                                         └──rollback──> free         └────revive────────┘
+    acquire ──map, set_access, zero──> staged ──publish, commit──> live ──reclaim──> pending ──fence, unmap──> free
+                                         │                           ^                 │
+                                         └──rollback──> free         └───────revive────┘
 
-Nothing here knows of sequences: what grows, retires and comes first is decided by `memory` and `occupancy`. Time is
-known only as a budget, and as the running means of what a page costs.
+Nothing here knows sequences: slot_memory and cache decide what grows and what is reclaimed. Time is known as a budget, and as
+the running means of what mapping and unmapping a page cost.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Growth:
             target.span.end_page = max(target.span.end_page, target.end_page)
 
     def rollback(self) -> None:
-        """As before the growth; what even now cannot be unmapped retires, so that nothing is lost."""
+        """Restore the state before the growth. A mapping that cannot be unmapped now is pending reclaim, so nothing is lost."""
         never_live = _NeverLive(self._mapper.pool.driver)
         for arena, mapping, _ in reversed(self._new):
             try:
@@ -129,7 +129,7 @@ class Growth:
                     self._mapper.pool.drop(extent)
 
     def _revive(self, target: Target, page: int, *, wait: bool) -> bool:
-        """What still retires there is live again, if it is ours alone; else it goes. Before any extent is acquired, since
+        """Make a pending page live again, if it has no other holder; else unmap it. Before any extent is acquired, since
         making room could unmap it."""
         mapping = target.span.mappings.get(page)
         if mapping is None:
@@ -142,7 +142,7 @@ class Growth:
         if not fence.done():
             if not wait:
                 raise OutOfPages(
-                    f"page {page} of slot {target.span.slot} is retiring and shared: its addresses are not free yet"
+                    f"page {page} of slot {target.span.slot} is pending reclaim and shared: its addresses are not free yet"
                 )
             fence.wait()
         self._mapper.finish(mapping)
@@ -193,7 +193,7 @@ def _fence_in(batch: dict[Mapping, Arena]) -> Fence:
 
 
 class Mapper:
-    """The growths and retirements of one cache. Every call comes with the pool's lock held."""
+    """The growths and reclaims of one cache. The caller holds the pool's lock."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -210,7 +210,7 @@ class Mapper:
     def stage(self, targets: Sequence[Target], *, wait: bool = True) -> Growth:
         """Map what is missing below the targets' ends; the caller publishes it, then commits.
 
-        Pages that are still retiring there are revived without a driver call.
+        Pages that are pending reclaim there are revived without a driver call.
         Cost: a map, an access call and perhaps a zero for each page that is missing. On failure all is as before, but
         that extents created for it stay free in the pool.
         Raises: OutOfPages, DriverError.
@@ -237,13 +237,13 @@ class Mapper:
         mappings = list(mappings)
         self.unuse(*mappings)
         for mapping in mappings:
-            assert mapping.fence is None, "a mapping retires once"
+            assert mapping.fence is None, "a mapping is reclaimed once"
             mapping.fence = fence
             self._pending.setdefault(id(fence), {})[mapping] = arena
             self.pending_pages += mapping.extent.num_pages
 
     def revive(self, mapping: Mapping) -> Fence:
-        """A retiring mapping does not retire after all, and is used; the fence it waited for."""
+        """A pending mapping is live again, and is used; the fence it waited for."""
         fence = self._forget(mapping)
         self.use(mapping)
         return fence
@@ -276,13 +276,13 @@ class Mapper:
         self.pool.drop(mapping.extent)
 
     def finish(self, mapping: Mapping) -> None:
-        """Unmap a retiring mapping whose fence has passed. Cost: one unmap; if that fails it goes on retiring."""
+        """Unmap a pending mapping whose fence has passed. Cost: one unmap; if that fails it stays pending."""
         self._pending[id(_fence_of(mapping))][mapping].unmap(mapping)
         self._forget(mapping)
         self.pool.drop(mapping.extent)
 
     def passed_pages(self) -> int:
-        """Retiring pages whose fence has passed and which nobody else holds."""
+        """Pending pages whose fence has passed and which have no other holder."""
         return sum(
             mapping.extent.num_pages
             for batch in self._pending.values()
@@ -292,10 +292,10 @@ class Mapper:
         )
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
-        """Unmap what has retired, oldest fence first, as far as fences, time and `max_pages` allow; the number of pages.
+        """Unmap pending mappings, oldest fence first, as far as fences, time and `max_pages` allow; the number of pages.
 
-        A fence that has not passed holds up nobody behind it: the work of streams ends in any order.
-        Cost: one unmap for each mapping. Never blocks. If an unmap fails, its mapping stays retiring.
+        A fence that has not passed does not hold up the next: the work of streams ends in any order.
+        Cost: one unmap for each mapping. Never blocks. If an unmap fails, its mapping stays pending.
         """
         began_ns, num_pages = time.perf_counter_ns(), 0
         for mapping in self._passed():
@@ -310,9 +310,9 @@ class Mapper:
         return num_pages
 
     def _passed(self) -> Iterator[Mapping]:
-        """Retiring mappings whose fence has passed; each must be finished before the next is asked for.
+        """Pending mappings whose fence has passed; each must be finished before the next is asked for.
 
-        From the last page of a retirement to its first, which a growth would revive first.
+        From the last page of a reclaim to its first, which a growth would revive first.
         """
         for batch in list(self._pending.values()):
             if _fence_in(batch).done():
@@ -320,18 +320,18 @@ class Mapper:
                     yield next(reversed(batch))
 
     def oldest_fence(self) -> Fence | None:
-        """What the oldest retirement waits for; None if nothing retires."""
+        """The fence of the oldest reclaim; None if nothing is pending."""
         for batch in self._pending.values():
             return _fence_in(batch)
         return None
 
     def check(self) -> None:
-        """The queue is the retiring mappings, no others, and they stand in their spans."""
-        retiring = [(key, mapping) for key, batch in self._pending.items() for mapping in batch]
-        for key, mapping in retiring:
+        """The queue is the pending mappings, no others, and they stand in their spans."""
+        pending = [(key, mapping) for key, batch in self._pending.items() for mapping in batch]
+        for key, mapping in pending:
             assert id(mapping.fence) == key, "a mapping waits for another fence than its batch"
-            assert mapping.span.mappings.get(mapping.page) is mapping, "a retiring mapping does not stand in its span"
-        assert self.pending_pages == sum(mapping.extent.num_pages for _, mapping in retiring)
+            assert mapping.span.mappings.get(mapping.page) is mapping, "a pending mapping does not stand in its span"
+        assert self.pending_pages == sum(mapping.extent.num_pages for _, mapping in pending)
 
     def is_pending(self, mapping: Mapping) -> bool:
         """Is it in the queue?"""

@@ -1,4 +1,4 @@
-"""What is mapped under a slot, in runs: for whoever wants to draw the address space.
+"""What is mapped under a slot, in runs: to draw the address space.
 
 pages   0    1    2    3    4    5    6    7
       | live, 3 holders  | live, 1 | ahead |        two live runs, since others hold the first, and one that is mapped ahead
@@ -26,7 +26,7 @@ class SlotState(enum.IntEnum):
     PARKED = 2
     """No sequence's; still mapped, to be adopted or evicted."""
     CLOSING = 3
-    """No sequence's; its mappings are retiring."""
+    """No sequence's; its mappings are pending reclaim."""
     NULL = 4
     """Slot 0, always: it has the null page, and never a sequence."""
 
@@ -41,7 +41,7 @@ class RunState(enum.StrEnum):
     PARKED = "parked"
     """Of a parked slot."""
     RETIRING = "retiring"
-    """Nobody's any more; unmapped when its fence has passed."""
+    """Pending reclaim: unmapped when its fence has passed."""
 
 
 class Run(NamedTuple):
@@ -63,9 +63,9 @@ class SlotMap(NamedTuple):
     slot: int
     state: SlotState
     num_tokens: int
-    """Whose rows it has: of its sequence, or parked."""
+    """Tokens of its sequence, or parked."""
     groups: list[list[Run]]
-    """By group of layers, in the order of addresses; what retires comes last."""
+    """By group of layers, in the order of addresses; what is pending reclaim comes last."""
 
 
 _STATES = tuple(SlotState)

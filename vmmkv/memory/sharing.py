@@ -3,8 +3,8 @@
     source   | A | A | A | A | b..|         A aliased: all their rows are among those wanted
     target   | A | A | A | A | c..|         c a page of its own, with a copy of the rows that were left
 
-Who has more than one holder is never written (law 3): rows are appended behind what is aliased, and whoever truncates or adopts
-into it first gets pages of their own (`own_from`). Every call comes with the pool's lock held.
+An extent with more than one holder is never written (law 3): rows are appended behind the aliased extents, and a sequence that
+is cut inside one first gets a page of its own (`own_from`). The caller holds the pool's lock.
 """
 
 import contextlib
@@ -22,8 +22,6 @@ from vmmkv.memory.mapper import Target
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.units import PAGE_BYTES, ceil_div, counted
-
-# -------- sharing
 
 Pages: TypeAlias = ReadOnlyDict[int, Extent]
 """Extents by the page of a slot under which they stand, of one group."""
@@ -79,13 +77,13 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
     The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
     from the first of those on.
     Cost: map and access for each extent, given or new; a copy for each group, launched on the caller's current stream. On
-    failure nothing is mapped, or what is retires. Raises: OutOfPages, DriverError.
+    failure nothing is mapped, or it is pending reclaim. Raises: OutOfPages, DriverError.
     """
     targets = []
     for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
         span = arena.spans[slot]
         span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
-        # What a window leaves behind goes page by page, and who comes next shares what holds these rows and no others.
+        # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
         large_end = num_tokens * arena.group.row_bytes // PAGE_BYTES if arena.group.window is None else 0
         targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large_end))
     try:
@@ -104,7 +102,7 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
-    """Retire what a parked slot has mapped ahead of `num_tokens` tokens from the first page on that others hold too."""
+    """Reclaim what a parked slot has mapped past `num_tokens` tokens, from the first page on that is shared."""
     ends = []
     for arena, end in zip(memory.arenas, memory.end_pages(num_tokens), strict=True):
         span = arena.spans[slot]
@@ -115,7 +113,7 @@ def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> 
 
 
 def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
-    """Nobody else holds what is mapped for the rows from `num_tokens` on, as far as it stays when the slot is cut there.
+    """Give a slot its own pages for the rows from `num_tokens` on, as far as they stay when it is cut there.
 
     A page that others hold too is exchanged for one with the same bytes. There is no atomic exchange of a mapping: the old
     one is unmapped first, and so this waits for all work launched so far.
@@ -213,17 +211,15 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
     memory.order_copies()
 
 
-# -------- scratch
-# Windows: addresses of nobody's slot, through which the bytes of an extent are read that is mapped nowhere else.
-#
-# What a prefix tree holds need not be mapped under any slot. To copy a few rows from there its extent is mapped in a window,
-# and retires at once: it is unmapped when the copy is done, like everything else.
-
 _NUM_WINDOWS: Final = 64
 
 
 class Windows:
-    """Some windows of one cache, each as wide as the largest extent. Every call comes with the pool's lock held."""
+    """Windows: addresses of no slot, to read extents that are mapped under none.
+
+    The prefix tree holds extents that no slot has mapped. To copy a few rows from one it is mapped in a window, and reclaimed
+    at once: it is unmapped when the copy is done. Each window is as wide as the largest extent. The caller holds the lock.
+    """
 
     def __init__(self, memory: SlotMemory) -> None:
         group = memory.arenas[0].group
@@ -242,7 +238,7 @@ class Windows:
 
     @contextlib.contextmanager
     def _mapped(self, extent: Extent) -> Iterator[int]:
-        """The address of an extent in a window, which retires behind what is launched meanwhile."""
+        """The address of an extent in a window, which is reclaimed behind what is launched meanwhile."""
         memory, pool = self._memory, self._memory.pool
         span = self._free_span()
         pool.hold(extent)
@@ -271,6 +267,6 @@ class Windows:
                 if not span.mappings:
                     return span
             fence = self._memory.mapper.oldest_fence()
-            assert fence is not None, "every window is in use, and none retires"
+            assert fence is not None, "every window is in use, and none is pending reclaim"
             fence.wait()
             self._memory.mapper.collect()

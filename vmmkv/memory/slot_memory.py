@@ -1,6 +1,6 @@
 """The memory under the slots: what is mapped for each, how far each may be written, what the device knows of it.
 
-One step below the public cache: slots and token counts, no sequences. Every call comes with the pool's lock held.
+One step below the public cache: slots and token counts, no sequences. The caller holds the pool's lock.
 """
 
 import contextlib
@@ -132,12 +132,12 @@ class SlotMemory:
         return Counter(mapping.extent for mapping in self._all_mappings())
 
     def use(self, slot: int) -> None:
-        """A sequence runs there: what is mapped cannot be had under pressure."""
+        """A sequence runs there: what is mapped cannot be evicted."""
         for span in self.spans(slot):
             self.mapper.use(*span.live())
 
     def unuse(self, slot: int) -> None:
-        """None does."""
+        """No sequence runs there: what is mapped can be evicted."""
         for span in self.spans(slot):
             self.mapper.unuse(*span.live())
 
@@ -151,7 +151,7 @@ class SlotMemory:
         return (mapping for span in spans for mapping in span.mappings.values())
 
     def idle_pages(self, slot: int) -> int:
-        """Live pages of a parked slot which nobody else holds."""
+        """Live pages of a parked slot which have no other holder."""
         return sum(
             mapping.extent.num_pages for span in self.spans(slot) for mapping in span.live() if not mapping.extent.shared
         )
@@ -183,7 +183,7 @@ class SlotMemory:
                     if num_pages and not affordable:
                         break
                     ends = self._share(slot, self.end_pages(int(target)), max(1, affordable))
-                    with contextlib.suppress(OutOfPages):  # whoever really needs it asks in the foreground, and is told
+                    with contextlib.suppress(OutOfPages):  # a sequence that needs it now grows, and its caller is told
                         growths.append(self._stage(int(slot), ends, wait=False, large=False))
                         num_pages += growths[-1].num_mapped
             finally:
@@ -252,7 +252,7 @@ class SlotMemory:
     def raise_limits(self, limits: ReadOnlyDict[int, int]) -> None:
         """Higher limits of some slots, for the device and then for the host.
 
-        The host sees a limit last, for it is read without the lock: who sees it may write the rows below it at once.
+        The host sees a limit last, for it is read without the lock, and rows below it may be written at once.
         Cost: a write or two, not blocking, if any limit differs. On failure nothing changes.
         """
         raised = {slot: limit for slot, limit in limits.items() if limit != self.table.limits[slot]}
@@ -313,7 +313,7 @@ class SlotMemory:
     # shrinking; none of these calls the driver's map or unmap
 
     def reclaim_from(self, slot: int, num_tokens: int) -> None:
-        """Retire the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
+        """Reclaim the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
         ends = [
             span.border_after(max(span.first_page, min(span.end_page, end)))
             for span, end in zip(self.spans(slot), self.end_pages(num_tokens), strict=True)
@@ -329,7 +329,7 @@ class SlotMemory:
         self.table.committed[slot] = tokens
 
     def reclaim_before(self, slot: int, group: int, start_token: int) -> None:
-        """Retire the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
+        """Reclaim the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
         arena = self.arenas[group]
         span = arena.spans[slot]
         first = span.border_before(min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page))
@@ -340,16 +340,16 @@ class SlotMemory:
         self.table.starts[group, slot] = start_token
 
     def reclaim_all(self, slot: int, fence: Fence) -> None:
-        """Retire everything under a slot, which then is as if never used."""
+        """Reclaim everything under a slot, which then is as if never used."""
         self._reclaim_spans(slot, fence, self.spans(slot))
 
     def reclaim_cut(self, slot: int, fence: Fence) -> None:
-        """Retire what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
+        """Reclaim what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
         self._reclaim_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
         self.table.starts[:, slot] = 0
 
     def reclaim_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
-        """Retire what a parked slot has from these pages on, or from the first border of extents behind."""
+        """Reclaim what a parked slot has from these pages on, or from the first border of extents behind."""
         for arena, end in zip(self.arenas, end_pages, strict=True):
             span = arena.spans[slot]
             border = span.border_after(max(span.first_page, min(span.end_page, end)))
@@ -369,12 +369,12 @@ class SlotMemory:
     # laws
 
     def assert_owned(self, slot: int) -> None:
-        """Law 3, before whatever is appended next: nobody else holds what is mapped behind a running sequence's tokens."""
+        """Law 3, before the next append: no extent behind a running sequence's tokens has another holder."""
         for arena in self.arenas:
             span = arena.spans[slot]
             first = max(span.first_page, int(self.table.lengths[slot]) * arena.group.row_bytes // PAGE_BYTES)
             for mapping in span.live_from(span.border_before(first)):
-                assert not mapping.extent.shared, f"slot {slot} would write to what others hold (law 3)"
+                assert not mapping.extent.shared, f"slot {slot} would write to a shared extent (law 3)"
 
     def check(self) -> None:
         """Recount the mappings and the numbers of every slot."""
@@ -390,7 +390,7 @@ class SlotMemory:
             assert not live or next(reversed(live)).end_page == span.end_page, f"slot {slot} ends within an extent"
             for mapping in span.mappings.values():
                 assert (mapping in live) == (mapping.fence is None) != self.mapper.is_pending(mapping), (
-                    "a mapping is neither live nor retiring"
+                    "a mapping is neither live nor pending reclaim"
                 )
                 assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"
             first_row = int(table.starts[index, slot]) * arena.group.row_bytes
