@@ -1,6 +1,9 @@
 """Run as a child process without the interpreter: compile the kernels for an H200 (sm_90), which needs no GPU.
 
-    python -m tests.kernels.compiled
+    python -m tests.kernels.compiled (frontend|binary)
+
+`frontend` stops at Triton's own representation, a tenth of a second a kernel. `binary` goes on to machine code, and checks the
+shared memory.
 
 The interpreter accepts what the compiler refuses, such as a name that changes its type in a loop. The launchers run as they
 are, on tensors without memory of the sizes that models have; instead of being launched, a kernel is compiled for its arguments.
@@ -9,23 +12,31 @@ are, on tensors without memory of the sizes that models have; instead of being l
 import functools
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vmmkv.kernels import checks, copy
+from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.attention import append, cascade, decode, prefill
+from vmmkv.kernels.linear import linear
+from vmmkv.kernels.norm import rms_norm
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, payload_width
+from vmmkv.kernels.sampling import logits, sample
+from vmmkv.kernels.step import begin_step, end_step
 
 H200 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon") is not None
-"""Else prefill for Hopper is left out here; test_prefill.py says so."""
+"""Else prefill for Hopper is left out."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 META = torch.device("meta")
 TYPES = {
     torch.float16: "fp16",
@@ -51,7 +62,7 @@ def type_of(argument: Any) -> str:
     return "i32" if -(2**31) <= argument < 2**31 else "i64"
 
 
-def build(kernel: JITFunction[Any], *positional: Any, **named: Any) -> None:
+def build(to_binary: bool, kernel: JITFunction[Any], *positional: Any, **named: Any) -> None:
     """Compile a kernel for these arguments and options."""
     options = {name: value for name, value in named.items() if name not in kernel.arg_names}
     given = {name: value for name, value in named.items() if name not in options}
@@ -69,13 +80,22 @@ def build(kernel: JITFunction[Any], *positional: Any, **named: Any) -> None:
     source = ASTSource
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source
-    binary = triton.compile(source(kernel, signature, constants, attributes), target=H200, options=options)
+    program = source(kernel, signature, constants, attributes)
+    if not to_binary:
+        backend = make_backend(H200)
+        parsed = backend.parse_options(options | program.parse_options())
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        program.make_ir(H200, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+        return
+    binary = triton.compile(program, target=H200, options=options)
     assert binary.metadata.shared <= SHARED_BYTES, f"{binary.metadata.shared} bytes of shared memory"
 
 
-def pretend_to_have_a_gpu() -> None:
+def pretend_to_have_a_gpu(to_binary: bool) -> None:
     """Let the launchers believe that tensors without memory are on an H200, and compile what they launch."""
-    JITFunction.__getitem__ = lambda kernel, grid: functools.partial(build, kernel)  # type: ignore[method-assign]
+    JITFunction.__getitem__ = lambda kernel, grid: functools.partial(build, to_binary, kernel)  # type: ignore[method-assign]
     checks.runnable = lambda argument, device: None
     checks.launches_dependents = lambda device: True  # type: ignore[assignment]
     checks.has_tma = lambda device: True  # type: ignore[assignment]
@@ -127,38 +147,116 @@ class Model:
         options |= self.tables
         prefill.prefill(self.q_NHD, *self.kv, *where, **self.scales, limit_S=empty(SLOTS) if limit else None, **options)
 
-    def append(self, index: torch.dtype = torch.int32, *, rope: bool = False) -> None:
+    def append(self, index: torch.dtype = torch.int32, *, rope: bool = False, norms: bool = False) -> None:
         """Its one launch."""
         where = (empty(SLOTS, dtype=index), empty(SLOTS, dtype=index), empty(SLOTS))
         angles = empty(ROWS, self.q_NHD.shape[2] // 2, dtype=torch.float32)
-        options = {"q_NHD": self.q_NHD, "cos_TR": angles, "sin_TR": angles} if rope else {}
+        options: dict[str, Any] = {"cos_TR": angles, "sin_TR": angles} if rope else {}
+        if norms:
+            weight_D = empty(self.q_NHD.shape[2], dtype=self.q_NHD.dtype)
+            options |= {"q_norm_D": weight_D, "k_norm_D": weight_D, "norm_eps": 1e-6}
+        if options:
+            options["q_NHD"] = self.q_NHD
         append.append(self.k_NKD, self.k_NKD, *self.kv, *where, **self.scales, **self.tables, **options)
 
+    def cascade(self, **options: Any) -> None:
+        """Its two launches, and those of decode."""
+        rows, groups = (empty(SLOTS), empty(SLOTS)), (empty(9), empty(8), empty(8))
+        cascade.cascade(self.q_NHD, *self.kv, *rows, *groups, **self.tables, firsts_B=empty(SLOTS), **options)
 
-def main() -> None:
+
+def attention() -> None:
     """One of each kind of code, and each dtype in one of them."""
-    pretend_to_have_a_gpu()
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    llama = (32, 8, 128, bf16)
+    llama = (32, 8, 128, BF16)
     Model(*llama).decode()
-    Model(*llama).prefill()
-    Model(32, 8, 128, fp16).prefill()
-    Model(*llama).append(rope=True)
+    Model(*llama).decode(firsts_B=empty(SLOTS), lse_BH=empty(SLOTS, 32, dtype=FP32))
     Model(*llama, block=16).decode(torch.int64, window=4096)
     Model(*llama, "fp8").decode()
-    Model(9, 3, 64, fp16, "fp8", "head").decode(limit=False, softcap=30.0)
+    Model(9, 3, 64, FP16, "fp8", "head").decode(limit=False, softcap=30.0)
     Model(*llama, "int8", block=5).decode()
     Model(*llama, "int4").decode()
-    Model(128, 2, 64, bf16).decode()  # the largest query of its tile
-    Model(4, 1, 80, fp32).decode(torch.int64, limit=False)
-    Model(64, 1, 256, bf16, "int4", block=16).prefill(window=100, softcap=30.0)
+    Model(128, 2, 64, BF16).decode()  # the largest query of its tile
+    Model(4, 1, 80, FP32).decode(torch.int64, limit=False)
+    Model(32, 8, 128, FP16).prefill()
+    Model(64, 1, 256, BF16, "int4", block=16).prefill(window=100, softcap=30.0)
+    for form in ((*llama, None, "", 0), (*llama, None, "", 16), (9, 3, 64, FP16, None, "", 0), (4, 1, 80, FP32, None, "", 0)):
+        Model(*form).cascade(limit_S=empty(SLOTS) if form[3] == BF16 else None, softcap=30.0 if form[3] == FP16 else None)
+
+
+def hopper() -> None:
+    """Prefill for Hopper, and that it is launched where it applies and nowhere else."""
+    from vmmkv.kernels.attention import prefill_hopper
+
+    launch, launched = prefill_hopper.launch_prefill_hopper, []
+    prefill_hopper.launch_prefill_hopper = lambda *arguments: launched.append(launch(*arguments))  # type: ignore[assignment]
+    for heads, kv_heads in ((32, 8), (7, 1)):
+        for limit in (False, True):
+            Model(heads, kv_heads, 128, BF16).prefill(torch.int64 if limit else torch.int32, limit=limit)
+    assert len(launched) == 4
+    for other in (Model(8, 8, 128, FP16), Model(8, 8, 64, BF16), Model(8, 8, 128, BF16, "fp8")):
+        other.prefill()
+    Model(8, 8, 128, BF16, block=16).prefill()
+    Model(8, 8, 128, BF16).prefill(window=9)
+    Model(8, 8, 128, BF16).prefill(softcap=9.0)
+    assert len(launched) == 4
+    prefill_hopper.launch_prefill_hopper = launch
+
+
+def writing() -> None:
+    """Append and copies."""
+    llama = (32, 8, 128, BF16)
     Model(*llama).append()
-    Model(8, 8, 80, bf16, "fp8", block=16).append(rope=True)
-    Model(8, 8, 96, fp32, "int4").append(torch.int64)
+    Model(*llama).append(rope=True)
+    Model(*llama).append(rope=True, norms=True)
+    Model(16, 8, 128, BF16, "fp8").append(norms=True)
+    Model(8, 8, 80, BF16, "fp8", block=16).append(rope=True)
+    Model(8, 8, 96, FP32, "int4").append(torch.int64)
     copy.copy_rows(empty(SLOTS, ROWS, 131_072, dtype=torch.uint8), *(empty(9) for _ in range(4)))
     copy.copy_extents(empty(4096, dtype=torch.int64), empty(4096, dtype=torch.int64), 2**21)
 
 
+def rows() -> None:
+    """Norm, activation and linear layers."""
+    for dtype, width in ((BF16, 1024), (BF16, 8192), (FP16, 576), (FP32, 16_384)):
+        x_NE, weight_E = empty(16, width, dtype=dtype), empty(width, dtype=dtype)
+        rms_norm(x_NE, weight_E, 1e-6)
+        rms_norm(x_NE, weight_E, 1e-6, residual_NE=x_NE)
+    for dtype, width, pitch in ((BF16, 28_672, 57_600), (FP16, 1111, 2224), (FP32, 111, 224)):
+        silu_mul(empty(16, pitch, dtype=dtype)[:, : 2 * width])
+    for dtype, num_rows in ((BF16, 1), (BF16, 8), (FP16, 3), (FP32, 2)):
+        x_MK, weight_NK, norm_K = empty(num_rows, 1024, dtype=dtype), empty(512, 1024, dtype=dtype), empty(1024, dtype=dtype)
+        bias_N, residual_MN = empty(512, dtype=dtype), empty(num_rows, 512, dtype=dtype)
+        linear(x_MK, weight_NK, bias_N=bias_N, norm_weight_K=norm_K, norm_eps=1e-6, residual_MN=residual_MN)
+        linear(x_MK, weight_NK, gated=True)
+
+
+def sampling() -> None:
+    """Sampling, changes to logits, and the ends of a step."""
+    floats = {name: empty(257, dtype=FP32) for name in ("temperature_S", "top_p_S", "min_p_S")}
+    penalties = dict.fromkeys(("repetition_S", "frequency_S", "presence_S"), empty(257, dtype=FP32))
+    for num_rows, size, dtype in ((1, 50_257, FP32), (256, 128_256, BF16)):
+        logits_BV, index_B = empty(num_rows, size, dtype=dtype), empty(num_rows)
+        sample.argmax(logits_BV)
+        sample.sample(logits_BV, index_B, index_B, **floats, top_k_S=empty(257), seed_S=empty(257, dtype=torch.int64))
+        state = {
+            "counts_RV": empty(5, size),
+            "prompt_RV": empty(5, size, dtype=torch.uint8),
+            "bias_RV": empty(5, size, dtype=FP32),
+        }
+        logits.apply_penalties(logits_BV, index_B, state_row_S=empty(257), **penalties, **state)
+        logits.apply_token_mask(logits_BV, index_B, empty(num_rows, -(-size // 32)))
+        slots = empty(513)
+        begin_step(index_B, slots, slots, index_B, index_B, index_B)
+        end_step(index_B, index_B, index_B, slots, slots, slots, index_B)
+
+
+def main(what: str) -> None:
+    """All of them."""
+    pretend_to_have_a_gpu(what == "binary")
+    for compile_family in (attention, hopper if HAS_GLUON else attention, writing, rows, sampling):
+        compile_family()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
     print("done")

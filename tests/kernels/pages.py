@@ -16,7 +16,7 @@ from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
 
 LAYERS, LAYER, KV_HEADS, HEAD_DIM = 32, 17, 2, 64
-LENGTHS = (1000, 1, 300, 129)
+LENGTHS = (600, 1, 129)
 NEW = 3
 """Queries of each sequence in prefill, at most."""
 

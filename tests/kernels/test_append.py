@@ -1,13 +1,11 @@
 """Laws of the append kernel."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.cases import FORMATS, NAN, POISON, make_memory
-from tests.kernels.compiling import assert_compiles
+from tests.kernels.cases import FORMATS, NAN, POISON, make_memory, some
 from tests.kernels.test_checks import append_arguments, assert_refused, meta, misaligned, spread
 from tests.kernels.test_norm import assert_rounded_alike
 from vmmkv.kernels import reference
@@ -18,9 +16,6 @@ from vmmkv.units import ceil_div
 SLOTS, ROWS, TOKENS, HEADS = 5, 40, 63, 4
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-shapes = pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (1, 96), (3, 128), (1, 256)])
-formats = pytest.mark.parametrize(("kind", "scale"), FORMATS)
-ropes = pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
 
 
 def make_tokens(
@@ -49,12 +44,24 @@ def make_angles(head_dim: int, device: torch.device, positions: int = ROWS) -> d
     return {"cos_TR": angles_TR.cos().to(device), "sin_TR": angles_TR.sin().to(device)}
 
 
-@shapes
+WRITTEN = [(torch.float16, kind, scale) for kind, scale in FORMATS] + [
+    (torch.float32, None, ""),
+    (torch.float32, "int8", "token"),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kind", "scale"),
-    [(torch.float16, kind, scale) for kind, scale in FORMATS] + [(torch.float32, None, ""), (torch.float32, "int8", "token")],
+    ("kv_heads", "head_dim", "dtype", "kind", "scale", "rope"),
+    some(
+        [(3, 80, *form, i % 2 == 0) for i, form in enumerate(WRITTEN)],
+        [
+            (*shape, *form, rope)
+            for shape in ((2, 64), (1, 96), (3, 128), (1, 256))
+            for form in WRITTEN
+            for rope in (False, True)
+        ],
+    ),
 )
-@ropes
 def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
     kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str, rope: bool, device: torch.device
 ) -> None:
@@ -71,9 +78,13 @@ def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
     assert torch.equal(queries[0], q_NHD) != rope
 
 
-@formats
-@ropes
-@pytest.mark.parametrize("block", [1, 5, 16, 64])
+@pytest.mark.parametrize(
+    ("block", "kind", "scale", "rope"),
+    some(
+        [(5, None, "", False), (16, "int4", "token", True)],
+        [(block, *form, rope) for block in (1, 5, 64) for form in FORMATS for rope in (False, True)],
+    ),
+)
 def test_blocks_hold_bit_for_bit_what_slots_do(
     block: int, kind: Kind | None, scale: str, rope: bool, device: torch.device
 ) -> None:
@@ -131,9 +142,16 @@ def make_norms(head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[
     return {"q_norm_D": weights_2D[0], "k_norm_D": weights_2D[1], "norm_eps": 1e-6}
 
 
-@pytest.mark.parametrize(("dtype", "kind", "scale"), [*((torch.float16, *form) for form in FORMATS), (torch.float32, None, "")])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (3, 80), (3, 128)])
-@ropes
+NORMED = [*((torch.float16, *form) for form in FORMATS), (torch.float32, None, "")]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "dtype", "kind", "scale", "rope"),
+    some(
+        [(2, 64, torch.float16, "int8", "token", False), (3, 80, torch.float32, None, "", True)],
+        [(*shape, *form, rope) for shape in ((2, 64), (3, 128)) for form in NORMED for rope in (False, True)],
+    ),
+)
 def test_norming_on_the_way_is_norming_before(
     kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str, rope: bool, device: torch.device
 ) -> None:
@@ -226,20 +244,6 @@ def test_append_names_what_it_refuses_of_a_norm(refusal: Any, device: torch.devi
 def test_a_norm_of_queries_wants_queries(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"^q_norm_D is given without q_NHD; wanted both"):
         append(**append_arguments(device), **make_norms(64, torch.float16, device))
-
-
-def test_append_with_norms_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    statements = """
-for kind, rope in ((None, True), ("fp8", False)):
-    model = Model(16, 8, 128, torch.bfloat16, kind)
-    where = (empty(64), empty(64, dtype=torch.int64), empty(64))
-    angles = empty(32_768, 64, dtype=torch.float32)
-    options = {"cos_TR": angles, "sin_TR": angles} if rope else {}
-    weight_D = empty(128, dtype=torch.bfloat16)
-    norms = {"q_norm_D": weight_D, "k_norm_D": weight_D, "norm_eps": 1e-6}
-    append.append(model.k_NKD, model.k_NKD, *model.kv, *where, q_NHD=model.q_NHD, **options, **norms, **model.scales)
-"""
-    assert_compiles(statements, tmp_path)
 
 
 def test_a_position_without_an_angle_is_left_alone(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""No kernel touches a row past the length or the limit, or before the window: there is nothing mapped."""
+"""No kernel touches a row past the length or the limit, or before the window, and none depends on the physical pages."""
 
 import os
 import signal
@@ -8,8 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kernels.guarded import STRAYS
+from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
+from vmmkv.layout import KVType
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +40,9 @@ def signals() -> dict[str, str]:
     return dict(line.split() for line in child.stdout.splitlines())
 
 
-def test_kernels_stay_within_mapped_memory() -> None:
-    child = run_guarded("within")
+@pytest.mark.parametrize("what", ["within", pytest.param("within-wide", marks=pytest.mark.nightly)])
+def test_kernels_stay_within_mapped_memory(what: str) -> None:
+    child = run_guarded(what)
     assert child.returncode == 0, child.stderr
     assert child.stdout == "done\n"
 
@@ -46,3 +50,8 @@ def test_kernels_stay_within_mapped_memory() -> None:
 @pytest.mark.parametrize("what", STRAYS)
 def test_the_guard_sees_a_stray_access(what: str, signals: dict[str, str]) -> None:
     assert signals[what] == str(int(signal.SIGSEGV))
+
+
+@pytest.mark.parametrize("kind", [None, pytest.param("int4", marks=pytest.mark.nightly)])
+def test_shuffled_physical_pages_give_the_bits_of_ordered_ones(kind: str | None, device: torch.device) -> None:
+    assert_shuffled_pages_give_the_same_bits(device, torch.float16, KVType(kind) if kind else None)

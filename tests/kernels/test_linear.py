@@ -7,28 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.cases import some
 from vmmkv.kernels import linear as module
 from vmmkv.kernels.linear import MAX_ROWS, LinearTiling, linear, linear_tiling
 
 NAN = float("nan")
 EPS = 1e-5
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-row_counts = pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
 # [outputs, inputs]: of SmolLM2, of Qwen3 cut down, and sizes that no tile divides.
-shapes = pytest.mark.parametrize(("num_outputs", "num_inputs"), [(24, 576), (16, 1024), (40, 8), (24, 1544)])
+SHAPES = [(24, 576), (16, 1024), (40, 8), (24, 1544)]
+FP16, FP32 = torch.float16, torch.float32
 REGISTERS = LinearTiling(dots=False, tile_n=4, tile_k=256, depth=2)
 DOTS = LinearTiling(dots=True, tile_n=16, tile_k=128, depth=2)
-tilings = pytest.mark.parametrize(
-    "cut",
-    [
-        REGISTERS,
-        LinearTiling(dots=False, tile_n=1, tile_k=2048, depth=9),
-        DOTS,
-        LinearTiling(dots=True, tile_n=32, tile_k=256, splits=4),
-    ],
-    ids=["registers", "one-row", "dots", "splits"],
-)
+ONE_ROW = LinearTiling(dots=False, tile_n=1, tile_k=2048, depth=9)
+SPLITS = LinearTiling(dots=True, tile_n=32, tile_k=256, splits=4)
 
 
 @contextmanager
@@ -106,28 +98,42 @@ def check(problem: dict[str, Any]) -> torch.Tensor:
     return given_MN
 
 
-@dtypes
-@shapes
-@row_counts
-@pytest.mark.parametrize("form", ["plain", "norm bias residual", "gated norm bias"])
+@pytest.mark.parametrize(
+    ("form", "num_rows", "num_outputs", "num_inputs", "dtype"),
+    some(
+        [("plain", 1, 24, 576, FP16), ("norm bias residual", 3, 40, 8, FP16), ("gated norm bias", MAX_ROWS, 16, 1024, FP16),
+         ("gated norm bias", 1, 24, 1544, FP32)],
+        [(form, rows, *shape, dtype) for form in ("plain", "norm bias residual", "gated norm bias") for rows in (1, 3, MAX_ROWS)
+         for shape in SHAPES for dtype in (FP16, FP32)],
+    ),
+)  # fmt: skip
 def test_every_form_is_as_exact_as_torch(
     form: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     check(make(num_rows, num_outputs, num_inputs, dtype, device, form))
 
 
-@dtypes
-@tilings
-@pytest.mark.parametrize("num_rows", [1, 2, 8])
-@pytest.mark.parametrize("form", ["norm bias residual", "gated norm"])
+@pytest.mark.parametrize(
+    ("form", "num_rows", "cut", "dtype"),
+    some(
+        [("norm bias residual", 2, REGISTERS, FP16), ("gated norm", 1, ONE_ROW, FP16), ("gated norm", 2, DOTS, FP32),
+         ("norm bias residual", 8, SPLITS, FP16)],
+        [(form, rows, cut, dtype) for form in ("norm bias residual", "gated norm") for rows in (1, 2, 8)
+         for cut in (REGISTERS, ONE_ROW, DOTS, SPLITS) for dtype in (FP16, FP32)],
+    ),
+)  # fmt: skip
 def test_however_it_is_cut(form: str, num_rows: int, cut: LinearTiling, dtype: torch.dtype, device: torch.device) -> None:
     with cut_as(cut):
         check(make(num_rows, 40, 712, dtype, device, form))
 
 
-@dtypes
-@pytest.mark.parametrize("cut", [REGISTERS, DOTS], ids=["registers", "dots"])
-@pytest.mark.parametrize("form", ["norm bias residual", "gated norm"])
+@pytest.mark.parametrize(
+    ("form", "cut", "dtype"),
+    some(
+        [("norm bias residual", REGISTERS, FP32), ("gated norm", DOTS, FP16)],
+        [("gated norm", REGISTERS, FP16), ("norm bias residual", DOTS, FP16), ("gated norm", DOTS, FP32)],
+    ),
+)
 def test_a_row_depends_on_no_other(form: str, cut: LinearTiling, dtype: torch.dtype, device: torch.device) -> None:
     problem = make(5, 24, 712, dtype, device, form)
     other = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in problem.items()}

@@ -1,15 +1,14 @@
-"""Laws of the RMS norm kernel."""
+"""Laws of the kernels of RMS norm and activation."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.cases import NAN
-from tests.kernels.compiling import assert_compiles
+from tests.kernels.cases import NAN, some
 from tests.kernels.test_checks import Refusal, assert_refused, meta, misaligned, odd_strides, spread
 from vmmkv.kernels import reference
+from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.norm import MAX_WIDTH, rms_norm
 from vmmkv.units import round_up
 
@@ -47,11 +46,15 @@ def assert_rounded_alike(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("columns", [1, 63, 64, 111, 576, 5120])
-@pytest.mark.parametrize("rows", [1, 2, 17])
-@pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    ("columns", "rows", "has_residual"),
+    some(
+        [(1, 2, False), (63, 1, True), (576, 17, True), (5120, 2, False)],
+        [(columns, rows, has) for columns in (64, 111, 576) for rows in (1, 2, 17) for has in (False, True)],
+    ),
+)
 def test_rows_are_normed_and_nothing_beside_them_is_touched(
-    rows: int, columns: int, has_residual: bool, dtype: torch.dtype, device: torch.device
+    columns: int, rows: int, has_residual: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     x_NE, weight_E = make_rows(rows, columns, dtype, device), make_weight(columns, dtype, device)
     residual_NE = make_rows(rows, columns, dtype, device, seed=1) if has_residual else None
@@ -149,11 +152,72 @@ def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
         rms_norm(torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16), EPS)
 
 
-def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    statements = """
-for dtype, width in ((torch.bfloat16, 1024), (torch.bfloat16, 8192), (torch.float16, 576), (torch.float32, 16_384)):
-    x_NE, weight_E = empty(16, width, dtype=dtype), empty(width, dtype=dtype)
-    norm.rms_norm(x_NE, weight_E, 1e-6)
-    norm.rms_norm(x_NE, weight_E, 1e-6, residual_NE=x_NE)
-"""
-    assert_compiles(statements, tmp_path)
+# Activation
+
+
+def make_gate_up(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random gates and ups in poison, with gates so large that their exponentials are infinite."""
+    generator = torch.Generator().manual_seed(0)
+    _, gate_up_NG = in_poison(rows, 2 * width, dtype, device)
+    gate_up_NG.copy_(torch.randn(rows, 2 * width, generator=generator) * 3)
+    extremes = torch.tensor([0.0, -0.0, -90.0, 90.0, -1e4, 1e4], device=device, dtype=dtype)[:width]
+    gate_up_NG[0, : len(extremes)] = extremes
+    return gate_up_NG
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of numpy, in the interpreter
+@dtypes
+@pytest.mark.parametrize(("rows", "width"), some([(1, 1), (5, 63), (1, 2056)], [(5, 64), (5, 1111), (5, 2048)]))
+def test_gates_open_and_nothing_beside_the_output_is_touched(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    gate_up_NG = make_gate_up(rows, width, dtype, device)
+    given_NG = gate_up_NG.clone()
+    wide, out_NF = in_poison(rows, width, dtype, device)
+    assert silu_mul(gate_up_NG, out_NF) is out_NF
+    assert_rounded_alike(out_NF, reference.silu_mul(gate_up_NG))
+    assert torch.equal(gate_up_NG, given_NG)
+    assert torch.equal(silu_mul(gate_up_NG), out_NF)
+    out_NF.fill_(NAN)
+    assert wide.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@dtypes
+def test_activation_is_that_of_transformers(dtype: torch.dtype, device: torch.device) -> None:
+    activations = pytest.importorskip("transformers.activations")
+    gate_up_NG = make_gate_up(3, 200, dtype, device)
+    gate_NF, up_NF = gate_up_NG.split(200, dim=-1)
+    assert_rounded_alike(silu_mul(gate_up_NG), activations.ACT2FN["silu"](gate_NF) * up_NF)
+
+
+def test_activating_nothing_launches_nothing(device: torch.device) -> None:
+    assert silu_mul(torch.empty(0, 64, device=device)).shape == (0, 32)
+
+
+SILU_REFUSALS: list[Refusal] = [
+    ("gate_up_NG", lambda gate_up: gate_up[0], "2 dimensions: [tokens, 2 * MLP width]"),
+    ("gate_up_NG", lambda gate_up: gate_up.int(), "float16, bfloat16 or float32"),
+    ("gate_up_NG", lambda gate_up: gate_up[:, :63], "even number"),
+    ("gate_up_NG", lambda gate_up: gate_up[:, :0], "even number"),
+    ("gate_up_NG", spread, "stride 1"),
+    ("gate_up_NG", odd_strides, "16 bytes"),
+    ("gate_up_NG", misaligned, "16 bytes"),
+    ("gate_up_NG", meta, "tensor"),
+    ("gate_up_NG", lambda gate_up: gate_up[:1].expand(2**31, 64), "fewer than 2147483648 of this width"),
+    ("out", lambda out: out[:-1], "(3, 32)"),
+    ("out", lambda out: out.float(), "torch.float16"),
+    ("out", odd_strides, "16 bytes"),
+    ("out", meta, "where the others are"),
+]
+
+
+@pytest.mark.parametrize("refusal", SILU_REFUSALS, ids=lambda refusal: refusal[0])
+def test_silu_mul_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    arguments: dict[str, Any] = {
+        "gate_up_NG": torch.zeros(3, 64, dtype=torch.float16, device=device),
+        "out": torch.zeros(3, 32, dtype=torch.float16, device=device),
+    }
+    if refusal[2].startswith("fewer than"):
+        arguments["out"] = None  # of so many rows there is none
+    assert_refused(silu_mul, arguments, refusal)

@@ -1,13 +1,11 @@
 """The two ends of a decode step: they do what the engine does on a CPU, and touch nobody else's slots."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.compiling import assert_compiles
 from tests.kernels.test_checks import Refusal, assert_refused, meta
 from vmmkv.kernels import step
 from vmmkv.kernels.step import begin_step, end_step
@@ -170,14 +168,3 @@ def test_begin_step_names_the_argument_it_refuses(refusal: Refusal, device: torc
 @pytest.mark.parametrize("refusal", [each for name in END for each in spoils(name)], ids=lambda refusal: refusal[0])
 def test_end_step_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
     assert_refused(end_step, arguments(END, device), refusal)
-
-
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    statements = """
-from vmmkv.kernels.step import begin_step, end_step
-for num_rows in (1, 17, 256):
-    rows, slots = empty(num_rows), empty(513)
-    begin_step(rows, slots, slots, rows, rows, rows)
-    end_step(rows, rows, rows, slots, slots, slots, rows)
-"""
-    assert_compiles(statements, tmp_path)

@@ -1,6 +1,5 @@
 """Laws of the sampling kernels: token for token what plain torch samples."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.cases import NAN
-from tests.kernels.compiling import assert_compiles
+from tests.kernels.cases import NAN, some
 from tests.kernels.test_checks import Refusal, assert_refused, meta, spread
 from vmmkv.kernels import reference
 from vmmkv.kernels.sampling import noise
 from vmmkv.kernels.sampling import sample as module
-from vmmkv.kernels.sampling.logits import apply_penalties
+from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
 from vmmkv.kernels.sampling.sample import argmax, sample
 
 INFINITY = float("inf")
@@ -80,8 +78,9 @@ def test_philox_gives_the_published_numbers() -> None:
     assert " ".join(f"{int(word):08x}" for word in words) == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
-@pytest.mark.parametrize("position", [0, 77, 2**31 - 1])
+@pytest.mark.parametrize(
+    ("seed", "position"), [(0, 0), (1, 77), (-1, 2**31 - 1), (2**63 - 1, 5), (-(2**63), 77), (0x123456789ABCDEF, 0)]
+)
 def test_random_words_have_the_same_bits_in_torch(seed: int, position: int, device: torch.device) -> None:
     words = torch.zeros(4, 64, dtype=torch.int64, device=device)
     seeds = index([seed], device, torch.int64)
@@ -118,7 +117,7 @@ def test_arithmetic_is_that_of_mathematics() -> None:
     assert weights[-1] == 1.0
 
 
-@pytest.mark.parametrize("vocabulary", [1, 700, 1024, 2500])
+@pytest.mark.parametrize("vocabulary", some([1, 2500], [700, 1024]))
 def test_tokens_are_those_of_torch(vocabulary: int, device: torch.device) -> None:
     logits_BV = make_logits(len(FILTERS), vocabulary, torch.float32, device, vocabulary)
     parameters = make_parameters(device)
@@ -199,7 +198,7 @@ def test_no_rows_are_no_tokens(device: torch.device) -> None:
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-def test_adjusting_has_the_bits_of_torch(dtype: torch.dtype, has_bias: bool, device: torch.device) -> None:
+def test_penalties_have_the_bits_of_torch(dtype: torch.dtype, has_bias: bool, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     logits_BV = make_logits(4, 2500, dtype, device)
     before_BV = logits_BV.clone()
@@ -249,19 +248,61 @@ def test_sample_names_what_it_refuses(refusal: Refusal, device: torch.device) ->
     assert_refused(sample, arguments | make_parameters(device, [{}, {"temperature": 0.0}]), refusal)
 
 
-def test_sampling_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    statements = """
-from vmmkv.kernels.sampling import logits
-from vmmkv.kernels.sampling import sample
-floats = {name: empty(257, dtype=torch.float32) for name in ("temperature_S", "top_p_S", "min_p_S")}
-for rows, vocabulary, dtype in ((1, 50_257, torch.float32), (256, 128_256, torch.bfloat16)):
-    logits_BV = empty(rows, vocabulary, dtype=dtype)
-    index_B = empty(rows)
-    sample.argmax(logits_BV)
-    sample.sample(logits_BV, index_B, index_B, **floats, top_k_S=empty(257), seed_S=empty(257, dtype=torch.int64))
-    penalties = dict.fromkeys(("repetition_S", "frequency_S", "presence_S"), empty(257, dtype=torch.float32))
-    state = {"counts_RV": empty(5, vocabulary), "prompt_RV": empty(5, vocabulary, dtype=torch.uint8)}
-    bias_RV = empty(5, vocabulary, dtype=torch.float32)
-    logits.apply_penalties(logits_BV, index_B, state_row_S=empty(257), **penalties, **state, bias_RV=bias_RV)
-"""
-    assert_compiles(statements, tmp_path)
+# Token masks
+
+
+def words_of(may_GV: torch.Tensor, num_words: int) -> torch.Tensor:
+    """A bit for each token, the lowest of the first word for token 0; of what is no token, at random."""
+    bits_GV = torch.randint(0, 2, (len(may_GV), 32 * num_words), generator=torch.Generator().manual_seed(9))
+    bits_GV[:, : may_GV.shape[1]] = may_GV
+    places = torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int64)
+    return (bits_GV.view(len(may_GV), num_words, 32) * places).sum(2).int()
+
+
+@pytest.mark.parametrize("size, more_words", [(1, 0), (31, 0), (32, 1), (33, 0), (2049, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+def test_masking_has_the_bits_of_torch(device: torch.device, size: int, more_words: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits_BV = torch.randn(6, size + 8, generator=generator).to(dtype)[:, :size]
+    logits_BV[1, 0] = float("nan")
+    may_GV = torch.rand(4, size, generator=generator) < torch.tensor([0.5, 0.0, 1.0, 0.01])[:, None]
+    expected_BV, ours_BV = logits_BV.clone(), logits_BV.to(device)
+    for row, may_V in ((4, may_GV[0]), (1, may_GV[1]), (0, may_GV[3])):
+        expected_BV[row, ~may_V] = -torch.inf
+    rows_G, words_GW = torch.tensor([4, 1, -1, 0], dtype=torch.int32), words_of(may_GV, -(-size // 32) + more_words)
+    apply_token_mask(ours_BV, rows_G.to(device), words_GW.to(device))
+    assert torch.equal(ours_BV.cpu().nan_to_num(7.0, neginf=-torch.inf), expected_BV.nan_to_num(7.0, neginf=-torch.inf))
+    reference_BV = logits_BV.clone()
+    reference.apply_token_mask(reference_BV, rows_G, words_GW)
+    assert torch.equal(reference_BV.nan_to_num(7.0, neginf=-torch.inf), expected_BV.nan_to_num(7.0, neginf=-torch.inf))
+
+
+def test_a_mask_of_a_row_that_does_not_exist_is_skipped(device: torch.device) -> None:
+    buffer_BV = torch.ones(4, 40, device=device)
+    index = torch.tensor([2, 5, -9], device=device)
+    apply_token_mask(buffer_BV[1:3], index, torch.zeros(3, 2, dtype=torch.int32, device=device))
+    assert (buffer_BV == 1).all()
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ("logits_BV", lambda logits: logits[0], "2 dimensions"),
+        ("logits_BV", lambda logits: logits.long(), "float16, bfloat16 or float32"),
+        ("logits_BV", spread, "the last one contiguous"),
+        ("rows_G", lambda rows: rows.float(), "int32 or int64"),
+        ("rows_G", lambda rows: rows[0], "(0,)"),
+        ("words_GW", lambda words: words.long(), "contiguous torch.int32"),
+        ("words_GW", lambda words: words[:, :1], "(2, 2)"),
+        ("words_GW", lambda words: words[:1], "(2, 2)"),
+        ("words_GW", meta, "on meta; wanted"),
+    ],
+    ids=lambda refusal: refusal[0],
+)
+def test_a_token_mask_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
+    arguments: dict[str, Any] = {
+        "logits_BV": torch.zeros(3, 40, device=device),
+        "rows_G": torch.zeros(2, dtype=torch.int32, device=device),
+        "words_GW": torch.zeros(2, 2, dtype=torch.int32, device=device),
+    }
+    assert_refused(apply_token_mask, arguments, refusal)
