@@ -24,19 +24,26 @@ FAILURES = "tests/laws/test_failures.py"
 
 
 class Mutant(NamedTuple):
-    """A fault: `old` is replaced by `new` in a file of vmmkv/, and one of the tests fails."""
+    """A fault: `old` is replaced by `new` in a file of vmmkv/, and one of the tests fails.
+
+    `also`: more such files, texts and replacements, where what is left would still do.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    also: tuple[tuple[str, str, str], ...] = ()
 
 
 SLOT_MEMORY, MAPPER, SHARING, POOL = (f"memory/{name}.py" for name in ("slot_memory", "mapper", "sharing", "pool"))
 
+RAISED_BEHIND = "                for fence in behind.values():\n                    fence.order(self.streams)\n"
+
 MUTANTS = (
     # limits
+    Mutant("a limit raised ahead of a lowering on another stream", SLOT_MEMORY, RAISED_BEHIND, "", (ORDER,)),
     Mutant(
         "limits raised without waiting for a lowering",
         SLOT_MEMORY,
@@ -100,7 +107,8 @@ MUTANTS = (
         "cache.py",
         "            parked.fence.order(self.memory.streams)\n",
         "",
-        (CACHE, PREFIX),
+        (ORDER,),
+        also=((SLOT_MEMORY, RAISED_BEHIND, ""),),
     ),
     Mutant(
         "a parked source's fence not renewed after a copy",
@@ -251,15 +259,27 @@ def main(words: list[str]) -> int:
 
 def attempt(mutant: Mutant, tree: Path) -> str:
     """What became of one fault; the tree is as before."""
-    path = tree / "vmmkv" / mutant.file
-    source = path.read_text(encoding="utf-8")
-    if source.count(mutant.old) != 1:
-        return "does not apply"
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    before: dict[Path, str] = {}
+    try:
+        for file, old, new in ((mutant.file, mutant.old, mutant.new), *mutant.also):
+            path = tree / "vmmkv" / file
+            source = path.read_text(encoding="utf-8")
+            before.setdefault(path, source)
+            if source.count(old) != 1:
+                return f"does not apply: {file}"
+            path.write_text(source.replace(old, new), encoding="utf-8")
+        return outcome_of(mutant.tests, tree)
+    finally:
+        for path, source in before.items():
+            path.write_text(source, encoding="utf-8")
+
+
+def outcome_of(tests: tuple[str, ...], tree: Path) -> str:
+    """What some tests say of the tree."""
     options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *mutant.tests],
+            [sys.executable, "-m", "pytest", *options, *tests],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE,
@@ -270,8 +290,6 @@ def attempt(mutant: Mutant, tree: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return "killed"  # what waits for ever is noticed
-    finally:
-        path.write_text(source, encoding="utf-8")
     if done.returncode == 0:
         return "SURVIVED"
     return "killed" if done.returncode == 1 else f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"

@@ -48,7 +48,10 @@ class LawMachine(RuleBasedStateMachine):
     def open_device(self, seed: int, pages: int) -> None:
         """The driver and a pool of so many pages, before anything else."""
         self.below = HostDriver() if self.real_memory else None
-        self.driver = FakeDriver(over=self.below) if self.real_memory else SimulatedDriver(seed=seed)
+        if self.real_memory:
+            self.driver = FakeDriver(over=self.below)
+        else:
+            self.driver = SimulatedDriver(seed=seed, creates_zeroed=seed % 3 == 0)
         self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.caches: list[KVCache] = []
         self.live: list[Any] = []

@@ -14,8 +14,8 @@ from vmmkv.units import PAGE_BYTES
 class Device:
     """A cache on a device on which nothing runs before it must; one sequence, of three tokens a page."""
 
-    def __init__(self) -> None:
-        self.driver = SimulatedDriver(haste=0)
+    def __init__(self, seed: int) -> None:
+        self.driver = SimulatedDriver(seed=seed, haste=0)
         self.pool = Pool("cpu", 16 * PAGE_BYTES, driver=self.driver)
         self.cache = KVCache(ONE_GROUP, self.pool, slots=2, max_tokens=14)
         self.live = self.opened("red")
@@ -34,9 +34,9 @@ class Device:
         sequence.advance(num_tokens)
 
 
-@pytest.fixture
-def device() -> Iterator[Device]:
-    device = Device()
+@pytest.fixture(params=range(4))
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = Device(request.param)
     yield device
     device.driver.finish_all()
     check_limits(device.cache)
@@ -65,6 +65,28 @@ def test_a_limit_is_lowered_behind_its_raise_whatever_stream_is_current(device):
     sequence.grow(9)
     with device.driver.on(device.driver.new_stream()):
         sequence.truncate(0)
+
+
+def test_a_limit_is_raised_behind_its_lowering_whatever_stream_is_current(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    device.step(9)
+    device.driver.finish_all()
+    with device.driver.on(device.driver.new_stream()):
+        sequence.truncate(1)
+    sequence.grow(5)
+
+
+def test_an_adopted_slot_is_not_written_before_those_who_read_it_are_done(device):
+    device.live.sequence.grow(9)
+    device.step(9)
+    attend(device.driver, device.live)
+    parked = device.live.sequence.park()
+    with device.driver.on(device.driver.new_stream()):
+        device.live.sequence = device.cache.adopt(parked, 2, tenant="red")
+        device.live.rows.stamps[2:] = []
+        device.step(3)
+        device.driver.synchronize_stream(device.driver.current)
 
 
 def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):

@@ -176,9 +176,10 @@ class PrefixMachine(LawMachine):
                 self.cache.adopt(kept.parked, tenant=kept.parked.tenant)
 
     @precondition(lambda self: self.live)
-    @rule(pick=picks, count=st.integers(1, 2))
-    def fork(self, pick, count):
+    @rule(pick=picks, count=st.integers(1, 2), tokens=words)
+    def fork(self, pick, count, tokens):
         live = self.live[pick % len(self.live)]
+        self.say(live, tokens)
         try:
             forks = self.attempt(lambda: self.cache.fork(live.sequence, count))
         except OutOfSlots:
@@ -287,12 +288,17 @@ class PrefixMachine(LawMachine):
     def copy_rows(self, pick, other, first, more):
         """A beam goes on from another: what they have in common stays."""
         source, target = self.live[pick % len(self.live)], self.live[other % len(self.live)]
-        if source is target or source.sequence.tenant != target.sequence.tenant:
+        if source is target:
+            return
+        if source.sequence.tenant != target.sequence.tenant:
+            if not any(source.rows.starts) and not any(target.rows.starts):
+                with pytest.raises(ValueError, match="two tenants"):
+                    self.cache.copy_rows([(source.sequence, target.sequence)], 0, 0)
             return
         first = min(first, num_common(source.tokens, target.tokens))
         end = min(first + more, len(source.tokens), target.sequence.limit)
         try:
-            self.cache.copy_rows([(source.sequence, target.sequence)], first, end)
+            self.attempt(lambda: self.cache.copy_rows([(source.sequence, target.sequence)], first, end))
         except RowsUnmapped:
             assert any(source.rows.starts) or any(target.rows.starts)
         except ValueError as error:

@@ -246,8 +246,8 @@ calls = [
     lambda: driver.export_fd(handle), lambda: driver.import_fd(0, PAGE_BYTES), driver.close,
 ]
 
-def forked(function):
-    child = os.fork()
+def forked(function, fork=os.fork):
+    child = fork()
     if child == 0:
         function()
         os._exit(0)
@@ -273,6 +273,7 @@ assert forked(every_call_is_refused) == 0
 assert forked(addresses_are_kept) == 0
 assert forked(lambda: ctypes.string_at(address, 1)) == -signal.SIGSEGV
 assert forked(lambda: ctypes.memset(address, 1, 1)) == -signal.SIGSEGV
+assert forked(lambda: ctypes.string_at(address, 1), ctypes.CDLL(None).fork) == -signal.SIGSEGV  # Python does not know of it
 assert bool((memory == 5).all())
 driver.unmap(address, PAGE_BYTES)
 print("done")
