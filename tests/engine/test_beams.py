@@ -3,16 +3,20 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tests.engine.conftest import prompt_of, tiny_model
-from vmmkv.server.engine.beams import BeamSearch, Candidate
+from tests.attending import attending_by
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from vmmkv import DriverError, KVCache
+from vmmkv.server.engine.beams import BeamSearch, Candidate, LiveBeam
 from vmmkv.server.engine.sampler import likeliest
-from vmmkv.server.protocol import Beam
+from vmmkv.server.protocol import Abort, Beam, Beams, decode_from_engine, encode
 
 Model = Callable[[Sequence[int]], list[Candidate]]
 """From a beam's tokens to all that may come next, the likeliest first."""
@@ -162,3 +166,372 @@ def test_long_beams_go_as_they_came() -> None:
 def test_no_beams_and_no_tokens_are_refused(changed: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BeamSearch(**({"width": 2, "max_new_tokens": 2} | changed))
+
+
+PAGE_TOKENS = 2048
+"""Of the tiny model's cache."""
+
+
+def model_of(seed: int = 3, **changes: Any) -> LlamaForCausalLM:
+    """Not as indifferent as random weights are, so that beams end, win and lose."""
+    return opinionated(tiny_model(seed, **changes))
+
+
+def opinionated(model: Any) -> Any:
+    with torch.no_grad():
+        model.lm_head.weight *= 12.0
+    return model
+
+
+def wide_rows(**changes: Any) -> LlamaForCausalLM:
+    """A row of 8 KiB, so that 256 tokens fill a page, and a search of some tokens crosses one."""
+    return model_of(num_attention_heads=16, num_key_value_heads=16, **changes)
+
+
+def answer(harness: Harness, request_id: str) -> Beams:
+    """What the search of that name found: one message, and it is the last."""
+    (found,) = (message for message in harness.sent if isinstance(message, Beams) and message.request_id == request_id)
+    assert decode_from_engine(encode(found)) == found
+    return found
+
+
+def by_transformers(
+    harness: Harness,
+    prompt: list[int],
+    *,
+    width: int,
+    max_new_tokens: int,
+    stops: Sequence[int] = (),
+    length_penalty: float = 1.0,
+) -> list[tuple[list[int], float]]:
+    """The sequences, without end tokens, and their scores."""
+    model = harness.model
+    ids = torch.tensor([prompt], device=harness.cache.device)
+    with attending_by(model, "sdpa"):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=length_penalty,
+            eos_token_id=list(stops) or None,
+            pad_token_id=0,
+            do_sample=False,
+            early_stopping=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    kept = [
+        list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
+    ]
+    return list(zip(kept, out.sequences_scores.tolist(), strict=True))
+
+
+def check(found: Beams, wanted: list[tuple[list[int], float]]) -> None:
+    assert [beam.token_ids for beam in found.beams] == [tokens for tokens, _ in wanted]
+    assert [beam.score for beam in found.beams] == pytest.approx([score for _, score in wanted], rel=1e-4)
+
+
+def held_by_sequences(harness: Harness) -> int:
+    stats = harness.cache.stats()
+    return stats.mapped_bytes - stats.parked_bytes
+
+
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "share"), [(1, 1.0, True), (2, 0.0, False), (5, 0.0, True), (5, 1.0, False), (5, 2.0, True)]
+)
+def test_over_the_cache_it_finds_what_transformers_finds(
+    harness: Callable[..., Harness], width: int, length_penalty: float, share: bool
+) -> None:
+    one = harness(model_of(), share=share)
+    prompts = [prompt_of(11, 5), prompt_of(40, 6)]
+    for index, prompt in enumerate(prompts):
+        one.ask(str(index), prompt, 12, beam_width=width, length_penalty=length_penalty)
+    one.run()
+    assert not one.failures()
+    for index, prompt in enumerate(prompts):
+        if width > 1:
+            check(
+                answer(one, str(index)),
+                by_transformers(one, prompt, width=width, max_new_tokens=12, length_penalty=length_penalty),
+            )
+        else:
+            assert answer(one, str(index)).beams[0].token_ids == one.expected(prompt, 12)
+    assert held_by_sequences(one) == 0
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 1.0])
+@pytest.mark.parametrize("as_eos", [True, False])
+def test_stop_tokens_end_beams(harness: Callable[..., Harness], as_eos: bool, length_penalty: float) -> None:
+    prompt = prompt_of(11, 5)
+    free = harness(model_of())
+    free.ask("free", prompt, 10, beam_width=6)
+    free.run()
+    stops = list(dict.fromkeys(token for beam in answer(free, "free").beams for token in beam.token_ids[2:]))[:3]
+    one = harness(model_of(), eos_ids=frozenset(stops) if as_eos else frozenset())
+    asked: dict[str, Any] = {"beam_width": 4, "length_penalty": length_penalty}
+    one.ask("a", prompt, 10, stop_token_ids=[] if as_eos else stops, **asked)
+    one.run()
+    wanted = by_transformers(one, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    check(answer(one, "a"), wanted)
+    assert "stop" in {beam.finish_reason for beam in answer(one, "a").beams}
+
+
+def test_beams_beside_others_in_small_steps(harness: Callable[..., Harness]) -> None:
+    one = harness(model_of(), step_tokens=7, slots=16, share=True)
+    asked = {"wide": (prompt_of(50), 5), "narrow": (prompt_of(33, 1), 2), "late": (prompt_of(50)[:30], 3)}
+    for name, (prompt, width) in asked.items():
+        one.ask(name, prompt, 15, beam_width=width)
+        one.ask(f"plain {name}", prompt, 20)
+    one.run()
+    assert not one.failures()
+    for name, (prompt, width) in asked.items():
+        check(answer(one, name), by_transformers(one, prompt, width=width, max_new_tokens=15))
+        assert one.tokens(f"plain {name}") == one.expected(prompt, 20)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_long_prompt_is_shared_and_pages_are_crossed(harness: Callable[..., Harness], share: bool) -> None:
+    one = harness(wide_rows(), share=share, step_tokens=2048)
+    prompt = prompt_of(3 * 256 + 240)
+    one.ask("a", prompt, 40, beam_width=4)
+    for _ in range(20):
+        one.engine.step()
+        one.cache.check()
+    assert one.pool.stats().held_bytes <= (3 + 4 * 2) * 2**21, "the prompt's full pages are there once"
+    one.run()
+    check(answer(one, "a"), by_transformers(one, prompt, width=4, max_new_tokens=40))
+    one.ask("again", prompt, 40, beam_width=4)
+    one.run()
+    check(answer(one, "again"), [(beam.token_ids, beam.score) for beam in answer(one, "a").beams])
+    assert answer(one, "again").cached_tokens == (len(prompt) - 1 if share else 0)
+
+
+def test_reordering_copies_what_differs_and_calls_no_driver(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = harness(model_of(), share=True)
+    copied: list[int] = []
+    copy_rows = KVCache.copy_rows
+
+    def counted(cache: KVCache, pairs: Any, first: int, end: int) -> None:
+        before = cache.pool.driver.calls.copy()
+        copy_rows(cache, pairs, first, end)
+        assert cache.pool.driver.calls == before
+        copied.append(end - first)
+
+    monkeypatch.setattr(KVCache, "copy_rows", counted)
+    one.ask("a", prompt_of(500), 60, beam_width=4)
+    one.run()
+    check(answer(one, "a"), by_transformers(one, prompt_of(500), width=4, max_new_tokens=60))
+    assert copied[0] == 0 < max(copied) < 60
+    assert sum(copied) < 60 * 60 / 4, "less than all that was written since the start, each time"
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_search_that_gives_way_finds_the_same(harness: Callable[..., Harness], share: bool) -> None:
+    one = harness(wide_rows(), share=share, budget_pages=9, step_tokens=2048)
+    older = {"first": prompt_of(250, 1), "second": prompt_of(240, 2)}
+    for name, prompt in older.items():
+        one.ask(name, prompt, 300)
+    searches = {"search": prompt_of(230, 3), "another": prompt_of(20, 4)}
+    for name, prompt in searches.items():
+        one.ask(name, prompt, 60, beam_width=4)
+    one.run()
+    assert not one.failures()
+    assert 1 <= one.engine._scheduler.num_preempted < 10, "who gives way waits until somebody has ended"
+    for name, prompt in searches.items():
+        check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
+    for name, prompt in older.items():
+        assert one.tokens(name) == one.expected(prompt, 300), name
+
+
+def test_a_search_that_can_never_fit_fails_alone(harness: Callable[..., Harness]) -> None:
+    one = harness(wide_rows(), budget_pages=4, step_tokens=2048, share=True)
+    one.ask("before", prompt_of(20), 30)
+    one.ask("at once", prompt_of(20), 5, beam_width=5)
+    one.ask("later", prompt_of(240), 40, beam_width=4)
+    one.ask("fits", prompt_of(20), 40, beam_width=4)
+    one.ask("after", prompt_of(20), 30)
+    one.run()
+    assert one.failures().keys() == {"at once", "later"}
+    assert all("never fit" in reason and "budget" in reason for reason in one.failures().values())
+    check(answer(one, "fits"), by_transformers(one, prompt_of(20), width=4, max_new_tokens=40))
+    assert one.tokens("before") == one.tokens("after") == one.expected(prompt_of(20), 30)
+    assert held_by_sequences(one) == 0
+
+
+def test_beams_wait_for_as_many_slots(harness: Callable[..., Harness]) -> None:
+    one = harness(model_of(), slots=4)
+    for index in range(2):
+        one.ask(str(index), prompt_of(9, index), 12)
+    one.ask("wide", prompt_of(9, 5), 8, beam_width=3)
+    one.engine.step()
+    assert len(one.engine._scheduler.running) == 2
+    one.ask("last", prompt_of(9, 6), 12)
+    one.run()
+    assert one.engine._scheduler.num_preempted == 0 and not one.failures()
+    check(answer(one, "wide"), by_transformers(one, prompt_of(9, 5), width=3, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("width", [5, -1])
+def test_more_beams_than_slots_are_refused(harness: Callable[..., Harness], width: int) -> None:
+    one = harness(slots=4)
+    one.ask("a", prompt_of(9), beam_width=width)
+    one.ask("b", prompt_of(9))
+    one.run()
+    assert one.failures().keys() == {"a"} and "4" in one.failures()["a"]
+    assert one.tokens("b") == one.expected(prompt_of(9))
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 9])
+def test_an_aborted_search_leaves_nothing_running(harness: Callable[..., Harness], num_steps: int, share: bool) -> None:
+    one = harness(model_of(), share=share, step_tokens=60)
+    one.ask("gone", prompt_of(100), 50, beam_width=4)
+    for _ in range(num_steps):
+        one.engine.step()
+    one.engine.receive(Abort(request_id="gone"))
+    one.cache.check()
+    assert not one.engine._scheduler.has_work
+    assert one.cache.stats().num_sequences == 0
+    one.run(at_most=3)  # steps under way are read, and nothing else
+    assert held_by_sequences(one) == 0
+    assert one.sent and not any(isinstance(message, Beams) for message in one.sent)
+    one.ask("next", prompt_of(100), 10, beam_width=4)
+    one.run()
+    check(answer(one, "next"), by_transformers(one, prompt_of(100), width=4, max_new_tokens=10))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_failing_step_ends_a_search_once(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    one = harness(model_of(), lookahead=lookahead)
+    one.ask("a", prompt_of(9), 20, beam_width=4)
+    for _ in range(4):
+        one.engine.step()
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.runner, "forward", fail)
+        one.run()
+    assert one.failures() == {"a": "the step failed: not now"}
+    assert sum(getattr(message, "request_id", None) == "a" for message in one.sent) == 1
+    assert held_by_sequences(one) == 0
+
+
+def test_no_numbers_end_a_search_once_and_alone(harness: Callable[..., Harness]) -> None:
+    one = harness(model_of())
+    one.ask("bad", prompt_of(9), 20, beam_width=3)
+    one.ask("good", prompt_of(9, 1), 20, beam_width=3)
+    for _ in range(4):
+        one.engine.step()
+    (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
+    for sequence in bad.sequences:
+        sequence.v(0)[:5] = float("nan")
+    one.run()
+    assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
+    assert sum(getattr(message, "request_id", None) == "bad" for message in one.sent) == 1
+    check(answer(one, "good"), by_transformers(one, prompt_of(9, 1), width=3, max_new_tokens=20))
+    assert held_by_sequences(one) == 0
+
+
+def test_a_driver_that_fails_at_the_fork_ends_that_search(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = harness(model_of())
+    one.ask("a", prompt_of(9), 5, beam_width=3)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise DriverError("not now", call="map", code="TEST")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "fork", fail)
+        one.run()
+    assert one.failures().keys() == {"a"} and "no memory could be mapped" in one.failures()["a"]
+    assert held_by_sequences(one) == 0
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_windows_move_with_the_beams(harness: Callable[..., Harness], share: bool) -> None:
+    torch.manual_seed(3)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=16, head_dim=32, max_position_embeddings=8192, sliding_window=100,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    one = harness(opinionated(MistralForCausalLM(config).eval()), share=share, step_tokens=512)
+    prompts = {"within": prompt_of(60), "past": prompt_of(700)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 80, beam_width=3)
+    one.run()
+    for name, prompt in prompts.items():
+        check(answer(one, name), by_transformers(one, prompt, width=3, max_new_tokens=80))
+    assert held_by_sequences(one) == 0
+
+
+def test_a_vocabulary_smaller_than_the_search(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beams become more from step to step, after their sequences were forked; the last of them behind a page's end."""
+    one = harness(wide_rows(vocab_size=2), share=True)
+    monkeypatch.setattr(one.cache, "map_ahead", lambda *args, **options: 0)
+    prompt = [token % 2 for token in prompt_of(255)]
+    one.ask("a", prompt, 5, beam_width=8, length_penalty=0.0)
+    one.run()
+    every = {tokens: _log_probability(one, prompt, tokens) for tokens in itertools.product(range(2), repeat=5)}
+    ranked = sorted(every, key=lambda tokens: every[tokens], reverse=True)
+    found = answer(one, "a").beams
+    assert tuple(found[0].token_ids) == ranked[0]
+    assert [beam.score for beam in found] == pytest.approx([every[tuple(beam.token_ids)] for beam in found], rel=1e-4)
+    assert len({tuple(beam.token_ids) for beam in found}) == 8
+
+
+def _log_probability(harness: Harness, prompt: list[int], tokens: Sequence[int]) -> float:
+    with torch.inference_mode(), attending_by(harness.model, "sdpa"):
+        logits_TV = harness.model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1], dim=-1)
+    return sum(float(row[token]) for row, token in zip(logprobs_TV, tokens, strict=True))
+
+
+@pytest.mark.nightly
+def test_smollm2_searches_as_transformers_does(smollm2: Path, harness: Callable[..., Harness]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    one = harness(model, share=True, budget_pages=60, slots=8)
+    prompts = [tokenizer(text)["input_ids"] for text in ("The oldest bridge in the city was built", "The oldest mill")]
+    stops = tokenizer(".")["input_ids"]
+    for index, prompt in enumerate(prompts):
+        one.ask(str(index), prompt, 16, beam_width=4, stop_token_ids=stops)
+    one.run()
+    for index, prompt in enumerate(prompts):
+        check(answer(one, str(index)), by_transformers(one, prompt, width=4, max_new_tokens=16, stops=stops))
+
+
+def live_beams(shape: Sequence[tuple[int, int]]) -> Iterator[LiveBeam]:
+    """Beams by (place of the parent among those before, token); the first of all is the prompt."""
+    beams = [LiveBeam(None, None, 0.0)]
+    for parent, token in shape:
+        beams.append(LiveBeam(beams[parent], token, 0.0))
+    yield from beams
+
+
+def test_beams_have_in_common_what_their_ancestors_had() -> None:
+    root, a, ab, abc, abd, x = live_beams([(0, 1), (1, 2), (2, 3), (2, 4), (0, 1)])
+    assert abc.num_common(abd) == abd.num_common(abc) == 2
+    assert abc.num_common(abc) == 3
+    assert abc.num_common(a) == ab.num_common(a) == 1
+    assert root.num_common(abd) == abd.num_common(root) == 0
+    assert x.num_common(a) == 0, "equal tokens computed apart are not the same rows"
+
+
+def test_a_search_of_one_new_token_needs_no_fork(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "fork", None)
+    one = harness(model_of())
+    one.ask("a", prompt_of(9), 1, beam_width=3)
+    one.run()
+    check(answer(one, "a"), by_transformers(one, prompt_of(9), width=3, max_new_tokens=1))
+    assert all(isinstance(beam, Beam) and beam.finish_reason == "length" for beam in answer(one, "a").beams)

@@ -1,7 +1,9 @@
-"""The engine's greedy tokens are those of transformers' own generate with DynamicCache, in float32."""
+"""Tokens are those of transformers' generate, in float32, and depend on the request alone: not on batch, step or preemption."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,9 @@ from transformers import (
     AutoTokenizer,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
@@ -31,6 +32,7 @@ QUESTIONS = (
 )
 
 
+@pytest.mark.nightly
 def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # so that all run to the end
@@ -79,38 +81,6 @@ def test_joining_and_leaving_changes_nobody(harness: Callable[..., Harness]) -> 
     one.run()
     for index, prompt in enumerate(prompts):
         assert one.tokens(str(index)) == one.expected(prompt, 3 + 4 * index)
-
-
-def test_sliding_window(harness: Callable[..., Harness]) -> None:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, sliding_window=16,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    one = harness(MistralForCausalLM(config).eval(), step_tokens=40)
-    prompts = {str(length): prompt_of(length, length) for length in (3, 15, 16, 17, 100)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 20)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 20), name
-
-
-def test_another_family_of_models(harness: Callable[..., Harness]) -> None:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=1, head_dim=80, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    one = harness(Qwen3ForCausalLM(config).eval())
-    prompts = [prompt_of(length, length) for length in (4, 33)]
-    for index, prompt in enumerate(prompts):
-        one.ask(str(index), prompt)
-    one.run()
-    for index, prompt in enumerate(prompts):
-        assert one.tokens(str(index)) == one.expected(prompt)
 
 
 def test_a_long_prompt_under_a_window_is_attended_to_in_blocks(harness: Callable[..., Harness]) -> None:
@@ -163,3 +133,92 @@ def test_models_with_an_attention_of_their_own_are_refused(harness: Callable[...
     )  # fmt: skip
     with pytest.raises(ValueError, match="GPTNeoForCausalLM has an attention of its own"):
         harness(GPTNeoForCausalLM(config).eval())
+
+
+PROMPT = prompt_of(100)
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0, "seed": 7},
+    "hot, of the likeliest": {"temperature": 1.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2**63 - 1},
+    "penalised": {
+        "temperature": 0.9, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4,
+        "logit_bias": {3: 2.0, 5: -100.0},
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def model() -> LlamaForCausalLM:
+    """A row of 16 KiB: 128 tokens fill a page."""
+    return tiny_model(hidden_size=32, num_attention_heads=16, num_key_value_heads=16, head_dim=64, max_position_embeddings=1024)
+
+
+@functools.cache
+def alone(sampling: str, ours: bool) -> list[int]:
+    """In an engine of its own, each step read at once."""
+    one = Harness(model(), ours=ours, lookahead=0, slots=1, step_tokens=1024)
+    one.ask("x", PROMPT, 60, **SAMPLING[sampling])
+    one.run()
+    one.close()
+    return one.tokens("x")
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "transformers"])
+@pytest.mark.parametrize("share", [True, False])
+def test_in_a_batch_of_64(harness: Callable[..., Harness], share: bool, ours: bool) -> None:
+    """Beside others of all kinds, some of whose prompts begin as that one's does."""
+    wanted = {name: alone(name, ours) for name in SAMPLING}
+    one = harness(model(), ours=ours, share=share, slots=64, step_tokens=300, budget_pages=160)
+    for index in range(60):
+        prompt = [*PROMPT[: index % 40], *prompt_of(1 + index % 23, index)]
+        options = list(SAMPLING.values())[index % 4] | {"seed": 100 + index, "want_logprobs": index % 5 == 0}
+        one.ask(str(index), prompt, 50 + 7 * index % 60, **options)
+    for name, options in SAMPLING.items():
+        one.ask(name, PROMPT, 60, **options)
+    most = 0
+    while one.engine.has_work:
+        one.step()
+        most = max(most, len(one.engine._scheduler.running))
+    assert most == 64 and one.engine._scheduler.num_preempted == 0
+    assert {name: one.tokens(name) for name in SAMPLING} == wanted
+
+
+@pytest.mark.parametrize(("lookahead", "share"), [(0, False), (2, True)])
+@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
+def test_after_preemption(harness: Callable[..., Harness], sampling: str, share: bool, lookahead: int) -> None:
+    """Again and again: what it had generated is computed again, and its penalties count it once."""
+    wanted = alone(sampling, True)
+    one = harness(model(), ours=True, share=share, slots=8, step_tokens=300, budget_pages=4, lookahead=lookahead)
+    for index in range(3):
+        one.ask(str(index), prompt_of(60 + 20 * index, index), 90, temperature=1.0, seed=index)
+    one.ask("x", PROMPT, 60, **SAMPLING[sampling])
+    gave_way = 0
+    begun = False
+    while one.engine.has_work:
+        one.step()
+        waits = any(request.ask.request_id == "x" and request.num_generated for request in one.engine._scheduler.waiting)
+        gave_way += waits and not begun
+        begun = waits
+    assert gave_way >= 1 and not one.failures()
+    assert one.tokens("x") == wanted
+
+
+@pytest.mark.parametrize(("known", "sampling"), [(1, "plain"), (64, "greedy"), (99, "penalised"), (100, "plain")])
+def test_whatever_is_known_of_its_prompt(harness: Callable[..., Harness], sampling: str, known: int) -> None:
+    one = harness(model(), ours=True, share=True, slots=4, step_tokens=33)
+    one.ask("before", [*PROMPT[:known], 11], 3, temperature=1.0, seed=5)
+    one.run()
+    one.ask("x", PROMPT, 60, **SAMPLING[sampling])
+    one.run()
+    assert one.outputs("x")[0].cached_tokens == min(known, 99)
+    assert one.tokens("x") == alone(sampling, True)
+
+
+def test_seeds_differ_and_are_all_that_differs(harness: Callable[..., Harness]) -> None:
+    one = harness(model(), ours=True, share=True, slots=16)
+    for index in range(12):
+        one.ask(str(index), PROMPT, 30, temperature=1.0, seed=index % 6)
+    one.run()
+    for index in range(6):
+        assert one.tokens(str(index)) == one.tokens(str(index + 6))
+    assert len({tuple(one.tokens(str(index))) for index in range(6)}) == 6

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.conftest import VOCABULARY, Harness, harness, prompt_of, smollm2, tiny_model
-from tests.engine.test_beam_engine import answer, by_transformers, check, model_of
+from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from tests.engine.test_prompt_logprobs import assert_right
-from tests.engine.test_unmodified import RIGHT, assert_tokens_are_those_of_transformers
+from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
 from vmmkv.kernels import reference
 from vmmkv.server.engine.attention import attend_run
 

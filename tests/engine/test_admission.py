@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of
-from tests.engine.test_core_bugs import windowed
+from tests.engine.test_engine import windowed
 from tests.engine.test_lookahead import wide_rows
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.engine.admission import least_bytes
