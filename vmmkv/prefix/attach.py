@@ -29,7 +29,7 @@ from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Pages, SlotRows, Windows
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
+from vmmkv.prefix.radix_tree import Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES
 
 MOST_LOST_PAGES: Final = LARGE_PAGES
@@ -82,11 +82,11 @@ class Plan:
     """
 
     def __init__(self, memory: SlotMemory, path: list[Node[Placed]], num_tokens: int, starts: list[int]) -> None:
+        self.path: Final = path
         self.num_tokens: Final = num_tokens
         self.starts: Final = starts
         """For each group: the first row that the next token sees."""
         self._memory = memory
-        self._path = path
         node = next(node for node in path if node.end >= num_tokens)
         self.resident: Final = next(iter(self.slots_with_rows(node)), None)
         """A slot, live or parked, that has all these rows; None if there is none."""
@@ -101,7 +101,7 @@ class Plan:
     @functools.cached_property
     def sources(self) -> Sources:
         """The extents of the tree that hold these rows."""
-        by_page = _by_page(self._path, len(self.starts))
+        by_page = _by_page(self.path, len(self.starts))
         pages: list[Pages] = []
         tails: list[Placed | None] = []
         reach = self.num_tokens
@@ -109,7 +109,7 @@ class Plan:
             aliased, page = _run_of_extents(by_page[index], arena.group, start, self.num_tokens)
             tail = None
             if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
-                tail = _extent_over(page, start, by_page[index], self._path[-1], index)
+                tail = _extent_over(page, start, by_page[index], self.path[-1], index)
                 if tail is None:
                     reach = min(reach, page * PAGE_BYTES // arena.group.row_bytes)
             pages.append(aliased)
@@ -132,18 +132,18 @@ class Attacher:
         attached: Attached | None = None
         # A match can hold pages that attaching it needs; without it they can be evicted, and all rows are computed.
         with contextlib.suppress(OutOfPages):
-            found = None if method is AttachMethod.COMPUTE else self.plan(namespace, tokens)
-            if found is not None:
-                parked = None if method is AttachMethod.ALIAS else self._adoptable(*found, is_forced=method is not None)
+            plan = None if method is AttachMethod.COMPUTE else self.plan(namespace, tokens)
+            if plan is not None:
+                parked = None if method is AttachMethod.ALIAS else self._adoptable(plan, is_forced=method is not None)
                 if parked is not None:
-                    attached = self._adopt(parked, found[1].num_tokens, end)
+                    attached = self._adopt(parked, plan.num_tokens, end)
                 elif method is not AttachMethod.ADOPT:
                     attached = self._alias(namespace, tokens, end)
         if attached is None:
             attached = Attached(self._cache.open_any(end, namespace), 0, AttachMethod.COMPUTE)
         return attached
 
-    def plan(self, namespace: Hashable, tokens: Tokens) -> tuple[Match[Placed], Plan] | None:
+    def plan(self, namespace: Hashable, tokens: Tokens) -> Plan | None:
         """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
         match = self._index.tree.match(namespace, tokens[: len(tokens) - 1])
         num_tokens = match.num_tokens
@@ -151,18 +151,18 @@ class Attacher:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
             plan = Plan(self._memory, match.path, num_tokens, starts)
             if plan.resident is not None or plan.sources.reach == num_tokens:
-                return match, plan
+                return plan
             reach = plan.sources.reach
             ends = (node.end for node in match.path if reach < node.end < num_tokens and node.has_residents)
             num_tokens = max(ends, default=reach)
         return None
 
-    def _adoptable(self, match: Match[Placed], plan: Plan, *, is_forced: bool) -> ParkedSlot | None:
+    def _adoptable(self, plan: Plan, *, is_forced: bool) -> ParkedSlot | None:
         """The shortest parked slot with these rows that may be overwritten past them; None if there is none."""
         most_tokens = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
         fitting = [
             self._cache.parked_slots[slot]
-            for slot in plan.slots_with_rows(match.path[-1])
+            for slot in plan.slots_with_rows(plan.path[-1])
             if slot in self._index.parked_at
             and self._cache.parked_slots[slot].length - plan.num_tokens <= most_tokens
             and self._index.is_free_past(slot, plan.num_tokens)
@@ -189,11 +189,10 @@ class Attacher:
         """Into a free slot; None if the match was evicted while one was made free."""
         cache, memory, index, pool = self._cache, self._memory, self._index, self._cache.pool
         slot = cache.clear_run(1)
-        found = self.plan(namespace, tokens)
-        if found is None:
+        plan = self.plan(namespace, tokens)
+        if plan is None:
             return None
-        match, plan = found
-        node, pages = match.path[-1], plan.sources.pages
+        node, pages = plan.path[-1], plan.sources.pages
         memory.table.starts[:, slot] = plan.starts
         tails = [tail.extent for tail in plan.sources.tails if tail is not None]
         # Making room must not evict what is about to be read: neither a slot with these rows, nor extents of nodes below.

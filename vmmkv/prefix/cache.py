@@ -78,8 +78,8 @@ class PrefixCache:
         tokens = _checked(tokens)
         with self.cache.pool.lock:
             self.cache.check_open()
-            found = self._attacher.plan(namespace, tokens)
-            return found[1].num_tokens if found else 0
+            plan = self._attacher.plan(namespace, tokens)
+            return 0 if plan is None else plan.num_tokens
 
     def attach(
         self,
