@@ -1,9 +1,8 @@
-"""Who asks what, and when: requests in tokens and seconds alone, for every suite that serves some. No model, no memory.
+"""Workloads: requests by their tokens and moments of arrival, for every suite that serves some. No model, no memory.
 
     draw lengths ──> again if prompt + answer pass max_tokens ──> token ids at random ──> (arriving) moments of arrival
 
-All of it follows from the seed. In a closed loop everybody is there at once, and `arrival_s` is 0; `arriving` spreads them out.
-Lengths that are published were not made up to suit anybody:
+All of it follows from the seed. In a closed loop all requests arrive at once; `arriving` spreads them out. Published lengths:
 
     dataset                median and 90th percentile of prompts     of answers
     openchat_sharegpt4     1730, 5696                                415, 834
@@ -38,7 +37,7 @@ class Ask:
     """One request."""
 
     arrival_s: float = 0.0
-    """0.0 for all in a closed loop, and for whoever waits for another (`after`)."""
+    """0.0 in a closed loop, and for a request that waits for another (`after`)."""
     prompt: TokenIds
     num_out: int
     after: int | None = None
@@ -147,13 +146,13 @@ def multi_turn(
 ) -> Workload:
     """`count` conversations of so many turns each: a turn's prompt is the whole conversation before it and `new` tokens.
 
-    What the model will have answered is not known here. In its place stand tokens at random, of the right number: who compares
-    answers, or wants the model's own rows to be found again, puts the real ones there. All first turns come first, then all
-    second ones; before each turn but the first somebody thinks for `think_s` on average, exponentially distributed.
+    In place of the model's answers stand random tokens of the right number: the serving loop puts the real ones there. All first
+    turns come first, then all second ones. Each turn but the first comes `think_s` after the one before, on average,
+    exponentially distributed.
     """
     rng = _checked(seed, vocabulary, count, (turns, turns), new, out)
     if think_s < 0:
-        raise ValueError(f"think_s={think_s}: nobody thinks for less than no time")
+        raise ValueError(f"think_s={think_s}: at least 0")
 
     def conversations(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths]:
         """New tokens of all turns [n, turns], and answers."""
@@ -224,7 +223,7 @@ def arriving(workload: Workload, rate_per_s: float, burstiness: float = 1.0, *, 
     """The same requests, spread out: gaps between arrivals are gamma-distributed, with mean 1 / rate.
 
     `burstiness` is their squared coefficient of variation: 1 is a Poisson process, 4 comes in bursts, near 0 all are alike.
-    Whoever waits for another request (`after`) has no moment of its own, and keeps 0.0.
+    A request that waits for another (`after`) has no moment of its own, and keeps 0.0.
     Raises: ValueError if either is not positive.
     """
     if not (rate_per_s > 0 and burstiness > 0):

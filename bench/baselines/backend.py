@@ -1,4 +1,7 @@
-"""Each system as the engine's memory: what `loading.assemble` takes as `open_memory`."""
+"""Each system as the engine's memory: what `loading.assemble` takes as `open_memory`.
+
+Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,12 +17,8 @@ from vmmkv.server.engine.attention import Batch, SlotRows
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 from vmmkv.units import format_bytes
 
-# -------- common prefill
-# Prefill over slots by the kernel that blocks have too, so that two systems differ by where rows lie and by nothing else.
-#
-# On Hopper slots in bf16 with heads of 128 have a kernel of their own (vmmkv/kernels/prefill_hopper.py), which has no twin.
-#
-# Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
+# vmmkv with the prefill kernel that blocks have too: two systems then differ by where rows lie, and by nothing else. On Hopper
+# slots in bf16 with heads of 128 have a kernel of their own (kernels/attention/prefill_hopper.py).
 
 
 def prefill_as_over_blocks(
@@ -76,7 +75,7 @@ class SlotsWithCommonPrefill(SlotBackend):
         return opened
 
 
-# -------- memory
+# blocks and static slots
 
 
 class PagedMemory:
@@ -164,7 +163,7 @@ _SYSTEMS: Final[Mapping[str, OpenBackend]] = MappingProxyType(
 
 
 def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
-    """By the name that rows have; static ones add how many tokens were taken for each slot.
+    """By the name that rows have; `static` adds the tokens of a slot.
 
     On Hopper, where slots have a prefill kernel of their own, also vmmkv without that.
     """

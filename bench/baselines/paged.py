@@ -1,9 +1,11 @@
-"""The block-table cache: blocks of 16 rows in one tensor, and a table on the device that says which are whose.
+"""The block-table cache: blocks of 16 rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM and SGLang.
 
-It gives the engine what `KVCache` gives it. Nothing is mapped; tables and limits go to the device when they change, which is at
-block borders, ahead of need and for all sequences in one copy.
+It gives the engine what `KVCache` and `PrefixCache` give it, with the same radix tree. Nothing is mapped: tables and limits go
+to the device when they change, which is at block borders, ahead of need and for all sequences in one copy. Attention is by the
+kernels under a block table; on a CPU, rows are gathered for torch's own.
 
-Legend: S slots, P blocks, U rows of a block, C columns of the tables, K kv heads, D head dim.
+Legend: N tokens of the step, B sequences, S slots, P blocks, U rows of a block, C columns of the tables, T rows, H query heads,
+K kv heads, D head dim.
 """
 
 import itertools
@@ -25,15 +27,14 @@ from vmmkv.server.engine.attention import Batch, RotaryParams, SharedPrefixes
 from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
 
-# -------- blocks
-# Blocks of 16 rows with reference counts, and the radix tree over them: what vLLM and SGLang keep rows in.
+# blocks
 
 BLOCK_ROWS: Final = 16
 """vLLM's default."""
 
 
 class BlockPool:
-    """Which block is whose: free, or held by tables and the tree. `num_refs[b]` is how many hold it."""
+    """Blocks with reference counts, and the radix tree over them. `num_refs[b]` counts tables and the tree."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_refs = np.zeros(num_blocks, np.int32)
@@ -48,11 +49,11 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that are not free."""
         return len(self.num_refs) - len(self._free)
 
     def acquire(self, count: int) -> list[int]:
-        """Blocks with one reference each. What was used least recently leaves the tree if too few are free.
+        """Blocks with one reference each. Least recently used prefixes are evicted if too few are free.
 
         Raises: OutOfPages; then nothing has changed.
         """
@@ -72,7 +73,7 @@ class BlockPool:
         return blocks
 
     def evict_oldest(self) -> bool:
-        """Have the leaf that was used least recently leave the tree; False if there is none that may."""
+        """Evict the least recently used leaf; False if there is none that may go."""
         leaf = self.tree.oldest_evictable()
         if leaf is None:
             return False
@@ -88,7 +89,7 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """One fewer; those that have none left are free."""
         for block in blocks:
-            assert self.num_refs[block] > 0, f"block {block} is released and nobody holds it"
+            assert self.num_refs[block] > 0, f"block {block} is released and is free"
             self.num_refs[block] -= 1
             if not self.num_refs[block]:
                 self._free.append(block)
@@ -100,10 +101,10 @@ class BlockPool:
         assert not self.num_refs[free].any() and np.count_nonzero(self.num_refs) == self.num_held
 
 
-# -------- paged
+# the cache
 
 NO_BLOCK: Final = -1
-"""An entry of a table that stands for nothing: kernels write nowhere, and nobody reads it."""
+"""An empty entry of a table: kernels neither read nor write there."""
 
 
 class PagedSequence:
@@ -188,7 +189,7 @@ class PagedCache(SlottedCache):
         try:
             num_blocks = self._reserve(dict(zip(short.tolist(), wanted[short].tolist(), strict=True)))
         except OutOfPages:
-            return 0  # who needs one will ask, and be told
+            return 0  # a sequence that needs one asks for it, and is refused then
         self._num_ahead += num_blocks
         return num_blocks
 
@@ -263,7 +264,7 @@ class PagedCache(SlottedCache):
         )
 
     def check(self) -> None:
-        """Recount who holds each block: tables, and pieces of the tree."""
+        """Recount the references of each block: tables, and pieces of the tree."""
         self.blocks.check()
         num_refs = np.zeros(self.blocks.num_blocks, np.int64)
         for slot in self._sequences:
@@ -333,8 +334,7 @@ class PagedCache(SlottedCache):
         self.numbers.give_back(slot)
 
 
-# -------- paged prefixes
-# Prefixes over blocks: the same radix tree as vmmkv's. Whole blocks are shared; the rest of a match is computed again.
+# prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,10 +441,7 @@ def _whole(match: Match[int]) -> list[int]:
     return [piece.value for node in match.path for piece in node.pieces if piece.end_token <= match.num_tokens]
 
 
-# -------- block rows
-# Attention over blocks: by the kernels under a block table, or on a CPU rows gathered into a tensor for torch's own.
-#
-# Legend: N tokens of the step, B sequences, H query heads, K kv heads, D head dimension, T rows, P blocks, U rows of a block.
+# attention
 
 
 class BlockRows:

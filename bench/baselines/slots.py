@@ -1,4 +1,4 @@
-"""The numbers of each slot, on the host and on the device: what a cache tells the engine, whatever its rows lie in."""
+"""Per-slot lengths and limits, on the host and on the device: what a cache tells the engine, whatever its rows lie in."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -14,7 +14,7 @@ from vmmkv.server.engine.uploads import Uploads
 
 
 class SlotNumbers:
-    """Rows and limits by slot, and which slots are free. Slot 0 is nobody's."""
+    """Rows and limits by slot, and which slots are free. Slot 0 is the null slot."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots: Final = num_slots
@@ -31,7 +31,7 @@ class SlotNumbers:
         return self.num_slots - len(self._free)
 
     def take(self) -> int:
-        """A free slot, with no rows. Raises: OutOfPages, for a slot is memory to who asks for one."""
+        """A free slot, with no rows. Raises: OutOfPages: a missing slot is handled as missing memory."""
         if not self._free:
             raise OutOfPages(f"all {self.num_slots} slots run a sequence")
         slot = self._free.pop()
@@ -39,7 +39,7 @@ class SlotNumbers:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Nobody runs there any more. The device's limit stays until the next one's: nothing is launched there before."""
+        """Free it. The device's limit stays until the next sequence's: nothing is launched there before."""
         self.lengths[slot] = self.limits[slot] = 0
         self._free.append(slot)
 
