@@ -146,8 +146,8 @@ def multi_turn(
 ) -> Workload:
     """`count` conversations of so many turns each: a turn's prompt is the whole conversation before it and `new` tokens.
 
-    In place of the model's answers stand random tokens of the right number: the serving loop puts the real ones there. All first
-    turns come first, then all second ones. Each turn but the first comes `think_s` after the one before, on average,
+    In place of the model's answers stand random tokens of the right number: the serving loop puts the real ones there. All
+    first turns come first, then all second ones. Each turn but the first comes `think_s` after the one before, on average,
     exponentially distributed.
     """
     rng = _checked(seed, vocabulary, count, (turns, turns), new, out)

@@ -1,4 +1,4 @@
-"""The block-table cache: blocks of 16 rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM and SGLang.
+"""The block-table cache: blocks of 16 rows in one tensor, tables on the device, prefixes in whole blocks, as in vLLM.
 
 It gives the engine what `KVCache` and `PrefixCache` give it, with the same radix tree. Nothing is mapped: tables and limits go
 to the device when they change, which is at block borders, ahead of need and for all sequences in one copy. Attention is by the
