@@ -108,7 +108,7 @@ class GrammarCompiler:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, _Worker):
-                ended.kill()
+                await asyncio.to_thread(ended.kill, wait=True)
         self._starting = None
 
     async def _compile(self, key: _Key) -> bytes:
@@ -171,12 +171,12 @@ class _Worker:
             self.kill()
             raise
 
-    def kill(self) -> None:
-        """End it at once. Idempotent."""
+    def kill(self, *, wait: bool = False) -> None:
+        """End it at once. Idempotent. `wait` until its semaphores can be given back."""
         self._is_killed = True
         for process in self._processes:  # before Python 3.14 the executor has no method that does
             process.kill()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait, cancel_futures=True)
 
 
 @contextlib.contextmanager

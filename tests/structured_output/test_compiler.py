@@ -241,6 +241,25 @@ def test_the_worker_imports_no_main_script_and_ends_with_a_killed_server(tmp_pat
     assert eventually(lambda: not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text())
 
 
+CLOSES = """
+import asyncio, os
+from vmmkv.server.structured_output.compiler import _Worker
+
+async def main():
+    worker = _Worker()
+    await worker.run(60, os.getpid)
+    await asyncio.to_thread(worker.kill, wait=True)
+
+asyncio.run(main())
+os._exit(0)  # as the server does
+"""
+
+
+def test_a_closed_worker_leaves_no_semaphore() -> None:
+    ran = subprocess.run([sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stderr == ""
+
+
 def rules(kind: str, source: str) -> str:
     made = {
         "regex": xgrammar.Grammar.from_regex,
