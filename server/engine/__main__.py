@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
-    """Load what `config` says and answer what comes over the socket, until told to finish; the exit code."""
+    """Load a model and serve requests from the socket until told to finish. Returns the exit code."""
 
     def send(message: FromEngine) -> None:
         socket.send(encode(message))
@@ -58,7 +58,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         return 1
     send(loaded.ready)
     loaded.engine.settle()
-    # What has been loaded stays: a full collection would look at all of it, 0.2 s for 400,000 objects, between two steps.
+    # What has been loaded stays. A full garbage collection would traverse it between two steps: 0.2 s for 400,000 objects.
     gc.collect()
     gc.freeze()
     log.info(
@@ -81,7 +81,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
 
 
 def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool:
-    """Take all that has come, waiting only if there is nothing else to do; False when asked to finish."""
+    """Take the messages that have come, and wait for one only if there is no work. False when told to finish."""
     engine = loaded.engine
     wait = not engine.has_work
     while wait or socket.poll(0):

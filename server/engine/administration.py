@@ -1,4 +1,9 @@
-"""What an administrator may ask of an engine that runs: forget its prefixes, have another budget."""
+"""What an operator asks of a running engine: a map of its memory, another budget, no cached prefixes.
+
+    ask ── work, work, work ... ── send                 a slice of a map: slots, until SLICE_US have passed
+
+A step waits for at most a slice and one slot. While there is work, maps take at most `1 / REST` of the time.
+"""
 
 import logging
 import time
@@ -12,15 +17,13 @@ from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.protocol import Forget, FromEngine, Managed, MemoryMap, Resize
 from vmmkv.units import format_bytes
 
-# -------- administration
-
 log = logging.getLogger(__name__)
 
 
 def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
-    """Do it between two steps, and say what there is then; what cannot be done changes nothing.
+    """Do it between two steps, and answer with what there is then. A refusal changes nothing.
 
-    Cost: a release for each page that goes back to the device; may wait for the steps under way.
+    Cost: a release for each page that goes back to the device; may wait for the steps in flight.
     """
     engine, memory, error = loaded.engine, loaded.memory, None
     before = engine.cache.stats()
@@ -44,24 +47,16 @@ def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
     )
 
 
-# -------- memory map
-# The map of memory that somebody asked for, made between steps, a slice at a time.
-#
-#     ask ── work, work, work ... ── send                 a slice: slots, until SLICE_US have passed
-#
-# A step is never kept waiting for more than a slice and one slot. However often somebody asks, and however much is mapped, maps
-# take at most `1 / REST` of the time of an engine that has work.
-
 SLICE_US: Final = 250.0
-"""How long slots are looked at between two steps."""
+"""Time for a map between two steps."""
 _AT_ONCE: Final = 16
-"""Slots, at most, and no more than should fit into the slice: one that has a thousand extents takes a hundred us."""
+"""The most slots that are read before the clock is. A slot with a thousand extents takes 100 us."""
 REST: Final = 100.0
-"""How many times as long as a map took there is no other, while there is work."""
+"""While there is work, the next map waits this many times as long as the last one took."""
 
 
 class MapMaker:
-    """Answers `AskMap`. `request_in` names the request that runs in a slot. A memory that is no `KVCache` has an empty map."""
+    """Answers `AskMap`. `request_in` names the request in a slot. The map of a cache that is no `KVCache` is empty."""
 
     def __init__(self, cache: EngineCache, request_in: Callable[[int], str | None], send: Callable[[FromEngine], None]) -> None:
         self._cache = cache if isinstance(cache, KVCache) else None
@@ -70,20 +65,20 @@ class MapMaker:
         self._slot_pages = [] if self._cache is None else self._cache.slot_pages
         self._is_wanted = False
         self._left: list[int] | None = None
-        """Slots still to be looked at, in order; None if no map is being made."""
+        """Slots still to be read, in order; None if no map is being made."""
         self._slots: list[SlotMap] = []
         self._requests: dict[int, str] = {}
         self._took_us = 0.0
         self._slot_us = 0.0
-        """What a slot of this map took to look at, at most; 0 before the first."""
+        """The longest time that a slot of this map took; 0 before the first."""
         self._rest_until_s = 0.0
 
     def ask(self) -> None:
-        """Somebody wants a map."""
+        """A map is wanted."""
         self._is_wanted = True
 
     def work(self, budget_us: float) -> None:
-        """Go on with the map that is wanted, if one is, for about so long; send it when it is done. Infinite: at once."""
+        """Go on with a wanted map for about `budget_us`, and send it when it is done. Infinite: without a pause."""
         if not self._is_wanted:
             return
         began_s = time.perf_counter()
@@ -106,7 +101,7 @@ class MapMaker:
             now_s = time.perf_counter()
             self._slot_us = max(self._slot_us, (now_s - some_began_s) * 1e6 / len(some))
             some_began_s = now_s
-            if now_s >= until_s:  # asked last, so that it gets on, however short the slice
+            if now_s >= until_s:  # checked last: each slice makes progress
                 break
         self._took_us += (time.perf_counter() - began_s) * 1e6
         if not self._left:

@@ -1,4 +1,4 @@
-"""From a configuration to a model on a device, over memory of its own, and to an engine that is ready to work."""
+"""From a configuration to an engine that is ready to work: the model, the memory, the warm-up, the graphs."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, EngineCache, KVBackend, OpenBackend, SlotBackend, check_budget
 from vmmkv.server.engine.models import Model
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
-from vmmkv.server.engine.models.transformers import UnmodifiedModel, refuse_own_attention
+from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
 from vmmkv.server.engine.request import Chunk, Request
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 8192}
-"""Tokens that one step computes at most, if nobody says. On a CPU a longer one would keep the others waiting for seconds."""
+"""Default of the most tokens of one step. On a CPU a longer one would delay all other requests by seconds."""
 
 _STAGES: Final = ("loading weights", "preparing the cache", "warming up")
 
 LOOKAHEAD: Final = {"cpu": 0, "cuda": 2}
-"""Steps under way while the next is planned. On a CPU a step is over when it is launched."""
+"""Steps in flight while the next is scheduled. On a CPU a step is over when it is launched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine that is ready to work, its memory, and what the HTTP process must know of it."""
+    """An engine that is ready to work, its memory, and its limits."""
 
     engine: Engine
     ready: Ready
@@ -96,7 +96,7 @@ def assemble(
         cache = memory.cache
         model = source.over(cache, memory.rows)
         runner = Runner(model, cache, max_rows=min(config.max_num_seqs, cache.num_slots), max_tokens=step_tokens)
-        with model.refusing() if isinstance(model, UnmodifiedModel) else contextlib.nullcontext():
+        with model.refusing() if isinstance(model, TransformersModel) else contextlib.nullcontext():
             warm_up(runner, cache, min(step_tokens, max_tokens - 1, memory.num_tokens))
         runner.capture()
         memory.take_free()
@@ -112,7 +112,7 @@ def assemble(
             structured=StructuredOutputManager(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
         )
     except BaseException:
-        with contextlib.suppress(VmmkvError):  # what was raised first is what matters
+        with contextlib.suppress(VmmkvError):  # the first error matters
             memory.close()
         raise
     ready = Ready(
@@ -131,9 +131,9 @@ def assemble(
 
 
 class ModelSource:
-    """A model's weights on a device, before there is a cache for it to run over.
+    """The weights of a model on a device, before there is a cache.
 
-    It is the config-driven decoder where that knows the model, and transformers' own code otherwise, unless one is asked for.
+    The model is run by the config-driven decoder if that supports it, else by transformers' own code; `model_impl` forces one.
     Raises: ValueError, of the kind UnsupportedModel for an architecture that cannot be served, or OSError.
     """
 
@@ -147,7 +147,7 @@ class ModelSource:
         self.text_config = hf_config.get_text_config()
         self.layout: Final = choose_layout(self.text_config, dtype)
         if config.max_tokens is not None:
-            choose_max_tokens(config.max_tokens, self.text_config)  # a refusal is not to wait for the weights
+            choose_max_tokens(config.max_tokens, self.text_config)  # refuse before the weights are read
         self.end_tokens = end_tokens(directory, hf_config)
         self._decoder: Decoder | None = None
         self._transformers: Any = None
@@ -182,14 +182,14 @@ class ModelSource:
         self._transformers = model.eval().to(device)
 
     def over(self, cache: EngineCache, rows: KVRows) -> Model:
-        """The model, with its keys and values in a cache, whose rows these are."""
+        """The model over a cache and its rows."""
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
-        return UnmodifiedModel(self._transformers, cache, rows)
+        return TransformersModel(self._transformers, cache, rows)
 
 
 def choose_layout(text_config: Any, dtype: torch.dtype) -> KVLayout:
-    """What a row of this model is. Raises UnsupportedModel if it keeps more than keys and values, or in another way."""
+    """The layout of this model's keys and values. Raises UnsupportedModel if it keeps anything else."""
     try:
         return KVLayout.from_config(text_config, dtype)
     except LayoutError as error:
@@ -199,7 +199,7 @@ def choose_layout(text_config: Any, dtype: torch.dtype) -> KVLayout:
 
 
 def choose_max_tokens(wanted: int | None, text_config: Any) -> int:
-    """The longest sequence: what was asked for, or all that the model's positions reach. Raises ValueError for more."""
+    """The longest sequence: as wanted, by default all of the model's positions. Raises ValueError for more."""
     reach: int | None = getattr(text_config, "max_position_embeddings", None)
     longest = wanted if wanted is not None else reach
     if longest is None:
@@ -255,12 +255,11 @@ def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Voca
 
 
 def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
-    """A prefill of the largest step, one that scores its tokens too, and a decode step, with all that can be asked of sampling;
-    and one for which nothing is asked but a mask.
+    """Run the largest prefill, one that scores its tokens, a decode step with every sampling option, and one with a mask only.
 
-    The first step scores nothing: by it a model learns whether it can. Kernels compile, and torch's peak of memory is reached.
+    Kernels compile, and torch's peak of memory is reached. The first step scores nothing: it shows whether the model can.
 
-    Raises ValueError if the model cannot be served.
+    Raises: ValueError if the model cannot be served.
     """
     everything = Generate(
         request_id="warm-up", prompt=[0] * num_tokens, max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},

@@ -1,6 +1,6 @@
-"""From the host to the device, without waiting for it, which pageable memory would.
+"""Copies from the host to the device that never wait for it: they go through pinned memory.
 
-What is small goes in order on the current stream, what is large beside what runs there.
+Small ones go in order on the current stream, large ones on a stream beside it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ALIGNED_ELEMENTS: Final = 4
 
 
 class Uploads:
-    """Copies to one device, and their number: in steady decode it stands still."""
+    """Copies to one device, and their number, which stands still in steady decode."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,13 +44,13 @@ class Uploads:
         return [device[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=True)]
 
     def blank(self, *shape: int) -> torch.Tensor:
-        """int32 on the host, not set, to be written to and then sent: no copy is made on the way."""
+        """Uninitialised int32 on the host, to be written and then sent without another copy."""
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def send(self, blank: torch.Tensor) -> torch.Tensor:
-        """What has been written to a blank, on the device: copied while the current stream goes on, which then waits for it.
+        """Copy a blank to the device, beside the current stream, which then waits for it.
 
-        What is written to it later may or may not come too.
+        Later writes to the blank may or may not arrive.
         """
         self.count += 1
         if self._device.type != "cuda":
@@ -68,7 +68,7 @@ class Uploads:
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens may come next, of some rows of a step; on the host, and to be sent in one piece."""
+    """Which tokens may come next in some rows of a step; on the host, to be sent in one piece."""
 
     rows: list[int]
     words_GW: torch.Tensor
@@ -78,7 +78,7 @@ class TokenMasks(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[int], num_words: int, uploads: Uploads) -> "TokenMasks":
-        """For these rows; what the masks say is not set."""
+        """Uninitialised masks for these rows."""
         num_elements = len(rows) * num_words
         begin = round_up(num_elements, ALIGNED_ELEMENTS)
         packed = uploads.blank(begin + len(rows))
@@ -87,7 +87,7 @@ class TokenMasks(NamedTuple):
 
 
 def apply_masks(logits_BV: torch.Tensor, masks: TokenMasks, uploads: Uploads) -> None:
-    """-inf, in place, for the tokens that may not come next. A copy to the device and a launch; waits for nothing."""
+    """Set the logits of tokens that may not come next to -inf, in place. One copy and one launch; waits for nothing."""
     operations: ModuleType = reference
     if logits_BV.is_cuda:
         from vmmkv.kernels.sampling import logits as operations

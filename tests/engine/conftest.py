@@ -15,7 +15,7 @@ from vmmkv.server.engine.attention import KVRows, SlotRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
-from vmmkv.server.engine.models.transformers import UnmodifiedModel
+from vmmkv.server.engine.models.transformers import TransformersModel
 from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve
@@ -105,7 +105,7 @@ class Harness:
             )
             self.memory = open_memory(wanted)
             self.cache, rows = self.memory.cache, self.memory.rows
-        runnable = DecoderModel(decoder_of(model), self.cache, rows) if ours else UnmodifiedModel(model, self.cache, rows)
+        runnable = DecoderModel(decoder_of(model), self.cache, rows) if ours else TransformersModel(model, self.cache, rows)
         self.runner = Runner(runnable, self.cache, max_rows=slots, max_tokens=step_tokens)
         if capture:
             self.runner.capture()

@@ -384,7 +384,7 @@ def test_of_those_who_begin_together_one_that_cannot_keeps_nobody_from_what_it_a
 @pytest.mark.parametrize("share", [False, True])
 def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Harness], share: bool) -> None:
     """Those of who has ended are still read by the device when the next begins."""
-    one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=kv_backend.SlotsInPool.open, max_tokens=64)
+    one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=kv_backend.SlotBackend.open, max_tokens=64)
     one.pool = one.cache.pool
     assert one.cache.num_slots >= 6
     for index in range(9):

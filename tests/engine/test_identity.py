@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
-from vmmkv.server.engine.models.transformers import UnmodifiedModel
+from vmmkv.server.engine.models.transformers import TransformersModel
 
 QUESTIONS = (
     "What is the capital of France, and which river runs through it?",
@@ -101,7 +101,7 @@ def test_a_long_prompt_under_a_window_is_attended_to_in_blocks(harness: Callable
 def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model())
     model = one.runner.model
-    assert isinstance(model, UnmodifiedModel)
+    assert isinstance(model, TransformersModel)
     tensor = torch.zeros(1, 4, 1, 32)
     with pytest.raises(ValueError, match="softcap"):
         model.attend(torch.nn.Module(), tensor, tensor, tensor, None, softcap=50.0)

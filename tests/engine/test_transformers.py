@@ -42,7 +42,7 @@ from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.attention import SlotRows
 from vmmkv.server.engine.loading import ModelSource, choose_max_tokens, load
 from vmmkv.server.engine.models.decoder import DecoderModel
-from vmmkv.server.engine.models.transformers import UnmodifiedModel
+from vmmkv.server.engine.models.transformers import TransformersModel
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import Failed, Generate, Message, Outputs
 
@@ -157,7 +157,7 @@ def test_a_mask_that_shows_later_tokens_is_refused_also_where_the_layers_say_tha
 
 def test_whatever_stops_the_first_step_is_told_of_the_model(harness: Callable[..., Harness]) -> None:
     model = harness().runner.model
-    assert isinstance(model, UnmodifiedModel)
+    assert isinstance(model, TransformersModel)
     reason = "LlamaForCausalLM cannot be served: IndexError: list index out of range"
     with pytest.raises(UnsupportedModel, match=reason), model.refusing():
         raise IndexError("list index out of range")
@@ -165,7 +165,7 @@ def test_whatever_stops_the_first_step_is_told_of_the_model(harness: Callable[..
 
 def test_what_the_machine_cannot_do_is_not_the_models_fault(harness: Callable[..., Harness]) -> None:
     model = harness().runner.model
-    assert isinstance(model, UnmodifiedModel)
+    assert isinstance(model, TransformersModel)
     for error in (OutOfPages("none is free"), torch.OutOfMemoryError("none is left"), MemoryError()):
         with pytest.raises(type(error)), model.refusing():
             raise error
@@ -203,7 +203,7 @@ def test_families_give_the_tokens_of_transformers(
     harness: Callable[..., Harness], family: str, step_tokens: int, ours: bool
 ) -> None:
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=step_tokens)
-    assert isinstance(one.runner.model, DecoderModel if ours else UnmodifiedModel)
+    assert isinstance(one.runner.model, DecoderModel if ours else TransformersModel)
     prompts = {str(length): prompt_of(length, length) for length in FAMILY_LENGTHS}
     for name, prompt in prompts.items():
         one.ask(name, prompt, 20)

@@ -1,7 +1,7 @@
-"""A causal language model of transformers as it is: only its attention function is ours.
+"""Any causal language model of transformers, by its own code: only its attention function is replaced.
 
 A step is a batch of runs of tokens, one run for each sequence, side by side in one row of the model's input. The model
-computes everything but attention on all of them at once; there each run meets its own sequence's memory.
+computes everything but attention on all of them at once. Attention goes by run, over the rows of its sequence.
 
 Legend: N tokens of the step, B rows of logits, V vocabulary, H query heads, K key-value heads, D head dimension.
 """
@@ -31,17 +31,17 @@ _NOT_CAUSAL: Final = "attention to later tokens too (is it an encoder?)"
 
 
 def refuse_own_attention(model: Any) -> None:
-    """Raises UnsupportedModel for a model of transformers that calls no attention function by name."""
+    """Raises: UnsupportedModel for a model of transformers that calls no attention function by name."""
     if not model._supports_attention_backend:
         raise UnsupportedModel(f"{type(model).__name__} has an attention of its own, which cannot use vmmkv's cache")
 
 
-class UnmodifiedModel:
-    """Runs one transformers model over one cache. Several can live in one process, each with a model of its own."""
+class TransformersModel:
+    """One transformers model over one cache. Several can live in one process, each with a model of its own. See Model."""
 
     implementation: Final = "transformers"
     capturable: Final = False
-    """What an unknown model does between its layers need not be capturable, nor independent of the host."""
+    """An unknown model may depend on the host between its layers."""
 
     def __init__(self, model: Any, cache: EngineCache, rows: KVRows) -> None:
         refuse_own_attention(model)
@@ -52,9 +52,9 @@ class UnmodifiedModel:
         self._attention = CachedAttention(rows, windows=windows)
         self._calls: Counter[int] = Counter()
         self._masked_windows: set[int | None] = set()
-        """Of the masks that the model asked for in this forward pass; None among them for one that shows all rows."""
+        """Windows of the masks that the model asked for in this forward pass; None for a mask that shows all rows."""
         self._output: Any = None
-        """What the part of the model without its head gave last, but for the states."""
+        """The last output of the model without its head, but for the states."""
         self._has_states: bool | None = None
         """None before the first forward pass."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
@@ -85,11 +85,11 @@ class UnmodifiedModel:
 
     @property
     def has_states(self) -> bool:
-        """See Model: is its head apart from the rest, and is that called as a whole? OPT's head calls a part of it."""
+        """See Model. Only if the head calls the rest of the model as a whole; OPT's calls a part of it."""
         return self._model.base_model is not self._model if self._has_states is None else self._has_states
 
     def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
-        """See Model: what the part of the model without its head gives."""
+        """See Model: the output of the model without its head."""
         given: list[Any] = []
         hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
         try:
@@ -102,21 +102,21 @@ class UnmodifiedModel:
         return states_WE
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See Model: by the model itself, whose part without the head gives these states and computes nothing.
+        """See Model: by the whole model, in which the part without the head is replaced by these states.
 
-        What a model does behind its states (a bias, a cap, a scale) is so done as it does it.
+        So whatever the model does behind its states (a bias, a cap, a scale) is done by its own code.
         """
         output = dataclasses.replace(self._output, last_hidden_state=states_WE[None])
-        nobody = torch.zeros((1, len(states_WE)), dtype=torch.int64, device=states_WE.device)
+        zeros = torch.zeros((1, len(states_WE)), dtype=torch.int64, device=states_WE.device)
         with _giving(self._model.base_model, output):
-            logits_WV: torch.Tensor = self._model(input_ids=nobody, position_ids=nobody, use_cache=False).logits[0]
+            logits_WV: torch.Tensor = self._model(input_ids=zeros, position_ids=zeros, use_cache=False).logits[0]
         return logits_WV
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Of a model that is tried out: raises UnsupportedModel, naming the model and the cause, for whatever it raises.
+        """Around the first steps of a model: its errors become UnsupportedModel, naming the model and the cause.
 
-        What the machine or the driver cannot do is raised as it is.
+        Errors of the driver, and of memory, are raised as they are.
         """
         name = type(self._model).__name__
         try:
@@ -129,9 +129,9 @@ class UnmodifiedModel:
             raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
-        """Did every layer attend here, once, in the last forward pass? Raises UnsupportedModel.
+        """Did every layer attend once in the last forward pass? Raises: UnsupportedModel.
 
-        A layer that attends by itself sees all runs of a step as one sequence; one that attends twice overwrites its rows.
+        A layer with its own attention sees all runs of a step as one sequence. One that attends twice overwrites its rows.
         """
         others = {layer: self._calls[layer] for layer in self._groups if self._calls[layer] != 1}
         if others:
@@ -172,11 +172,11 @@ class UnmodifiedModel:
         return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling)[None], None
 
     def masks(self, window: int | None) -> None:
-        """In this forward pass some layers see so many of the last rows, or all."""
+        """The model asks for a mask that shows so many of the last rows, or all."""
         self._masked_windows.add(window)
 
     def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
-        """Does the layer see the rows that its group keeps? Its window is what it gives, or stands in its mask alone."""
+        """Raise UnsupportedModel unless the layer's window, as an argument or as a mask, is that of its group."""
         kept = self._groups[layer].window
         seen = {given} if given is not None else self._masked_windows or {None}
         if kept not in seen:
@@ -188,7 +188,7 @@ class UnmodifiedModel:
     def _in_rows(
         self, module: torch.nn.Module, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as the layer's rows have them; one head may stand for all (GPT-BigCode's configuration has many)."""
+        """Keys and values in the shape of the layer's rows. One head may stand for all, as in GPT-BigCode."""
         planes = [self._groups[layer].plane(name) for name in ("k", "v")]
         given = [(side.shape[1], side.shape[3]) for side in (key, value)]
         if any(dim != plane.dim or heads not in (1, plane.heads) for (heads, dim), plane in zip(given, planes, strict=True)):
@@ -201,8 +201,8 @@ class UnmodifiedModel:
 
 @contextlib.contextmanager
 def _giving(module: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Meanwhile the module computes nothing, and gives this."""
-    own = vars(module).get("forward")  # of the module itself, if anybody has put one in the place of its class's
+    """Within the block the module returns `output`, and computes nothing."""
+    own = vars(module).get("forward")  # set on the module itself, in place of its class's
     module.forward = lambda *args, **kwargs: output
     try:
         yield
@@ -212,22 +212,22 @@ def _giving(module: torch.nn.Module, output: Any) -> Iterator[None]:
             module.forward = own
 
 
-_running: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnmodifiedModel]]" = weakref.WeakKeyDictionary()
-"""Whose part a module is: transformers knows one attention function of a name in a process."""
+_running: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[TransformersModel]]" = weakref.WeakKeyDictionary()
+"""The model that a module is a part of: in a process transformers has one attention function of a name."""
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer."""
+    """The attention function that transformers calls in every layer."""
     model = _running[module]()
     assert model is not None, "a model outlives what runs it"
     return model.attend(module, *args, **kwargs)
 
 
-_computing: ContextVar[UnmodifiedModel] = ContextVar("vmmkv's model in its forward pass")
+_computing: ContextVar[TransformersModel] = ContextVar("vmmkv's model in its forward pass")
 
 
 def _no_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
-    """Instead of transformers' mask: who sees what is known from the runs, and the window from the layout."""
+    """No mask, in place of transformers': the runs say which rows a token sees, and the layout its window."""
     if mask_function is bidirectional_mask_function:
         raise UnsupportedModel(f"the model asks for {_NOT_CAUSAL}, which vmmkv does not do")
     _computing.get().masks(local_size)

@@ -16,7 +16,7 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 
 
 _COMPUTED: Final = ".rotary_emb.inv_freq"
-"""Older checkpoints have these, which follow from the configuration; nobody reads them any more."""
+"""Older checkpoints have these tensors, which follow from the configuration."""
 
 
 _NAMED: Final = 4
