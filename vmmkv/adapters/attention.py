@@ -5,9 +5,9 @@ Two forms, which vmmkv's own kernels have as well, and `vmmkv.testing.conformanc
     decode(q_BHD, k_STKD, v_STKD, lengths_B, slots_B)                     one new query for each sequence
     prefill(q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)      the last queries of each, packed, causal
 
-The views are `cache.k(layer)` and `cache.v(layer)`, `slots_B` is where the sequences are, and `lengths_B` counts the queries'
-own rows, which have been written already (`prefill`: sequence b has the queries [query_starts[b], query_starts[b + 1]), the
-last of its tokens). All three are int32 on the device. What comes back has the queries' shape and dtype.
+The views are `cache.k(layer)` and `cache.v(layer)`. `slots_B` are the sequences' slots. `lengths_B` includes the queries' own
+rows, which are written before. In `prefill` sequence b has the queries [query_starts[b], query_starts[b + 1]), the last of its
+tokens. All three are int32 on the device. The result has the queries' shape and dtype.
 
 | function | guard_tokens of the cache | reads lengths on the host, so that no graph can capture it |
 |---|---|---|
@@ -17,10 +17,10 @@ last of its tokens). All three are int32 on the device. What comes back has the 
 | flash_3_* | flash_3_guard_tokens(head_dim, dtype): it loads whole tiles by TMA | no |
 | flashinfer_* | 0: what it is given ends with the sequence, and it loads under a predicate | yes |
 
-What FlashAttention-3 loads of the guard it multiplies by zero, so that it must be finite. It is, unless a model wrote NaN there
-before the sequence was truncated: vmmkv zeroes pages before their first use.
+FlashAttention-3 multiplies the guard's rows by zero, so they must be finite. They are, since vmmkv zeroes pages before first
+use, unless a model wrote NaN there before the sequence was truncated.
 
-A library is imported when its function is called first, and so are the parts of torch that bring its compiler along.
+A library is imported on the first call of its function, and so are the parts of torch that import its compiler.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
@@ -52,7 +52,7 @@ class LibraryMissing(VmmkvError, ImportError):
 
 
 def flash_3_guard_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """The `guard_tokens` that a cache needs for FlashAttention-3: a KV tile of its, since it loads whole ones.
+    """The `guard_tokens` that a cache needs for FlashAttention-3: a KV tile, since it loads whole tiles.
 
     176 for bf16 with heads of 128, 224 for fp8. Raises: ValueError for heads or dtypes that it does not have.
     """
@@ -149,13 +149,10 @@ def flash_2_decode(
 ) -> Tensor:
     """FlashAttention-2's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`.
 
-    `max_length`: no sequence is longer; it splits the work by what it could be, which else is the whole slot. Cost: no
-    synchronisation; safe while a graph is captured, if `max_length` stays true. Raises: LibraryMissing.
+    `max_length`: no sequence is longer. The kernel splits its work by this bound, the whole slot by default. Cost: no
+    synchronisation; safe under graph capture, if `max_length` stays true. Raises: LibraryMissing.
     """
-    attend = _library("flash_attn", "flash_attn_with_kvcache")
-    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
-    out_B1HD: Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
-    return out_B1HD[:, 0]
+    return _decode_in_slots("flash_attn", q_BHD, k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)
 
 
 def flash_2_prefill(
@@ -181,10 +178,8 @@ def flash_3_decode(
 
     Guard: `flash_3_guard_tokens`.
     """
-    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
     views = k_STKD[:, :max_length], v_STKD[:, :max_length]
-    out_B1HD: Tensor = attend(q_BHD[:, None], *views, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
-    return out_B1HD[:, 0]
+    return _decode_in_slots("flash_attn_interface", q_BHD, *views, lengths_B, slots_B)
 
 
 def flash_3_prefill(
@@ -222,7 +217,7 @@ def flash_3_varlen(
         )
     if any(view.stride(0) != slot_tokens * view.stride(1) for view in (k_STKD, v_STKD)):
         raise ValueError("the views are to be of whole slots, as cache.k(layer) gives them: cut, they cannot be flattened")
-    # Where a sequence ends is said by its length alone; the last entry is of nobody.
+    # A sequence ends by its length alone; the last entry belongs to none.
     starts = torch.nn.functional.pad(slots_B * slot_tokens, (0, 1))
     out_NHD: Tensor = attend(
         q_NHD,
@@ -262,6 +257,12 @@ def flashinfer_prefill(
 
 
 # within
+
+
+def _decode_in_slots(module: str, q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
+    attend = _library(module, "flash_attn_with_kvcache")
+    out_B1HD: Tensor = attend(q_BHD[:, None], k_STKD, v_STKD, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
+    return out_B1HD[:, 0]
 
 
 def _library(module: str, function: str) -> Callable[..., Any]:

@@ -558,8 +558,8 @@ def mask(
 ) -> Tensor | None:
     """What a model calls once a pass for each kind of mask: sdpa's, or None where `attention` needs none.
 
-    None for causal masks without padding, of queries that are the last of the keys, if no window cuts any of them off. A mask
-    of a window alone says so, for those who find it whole: then its numbers are not read.
+    None for causal masks without padding, if the queries are the last tokens and no window cuts a key off. A mask of a window
+    alone carries the window as an attribute, so that the kernels need not read its numbers.
     """
     in_graph = torch.compiler.is_compiling()
     window = _window_in_graph(mask_function, local_size, config) if in_graph else _window_of(mask_function)
