@@ -1,4 +1,4 @@
-"""The public cache: what each call does and costs, and what it says of bad input."""
+"""KVCache: what each call does and costs, and how it refuses bad input."""
 
 import copy
 import errno
@@ -42,8 +42,8 @@ from vmmkv.units import PAGE_BYTES
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 ROW_BYTES = 128 * 1024
 TOKENS_PER_PAGE = 16
-PAD = 1
-"""Mappings of the pad, of which each group has one."""
+NULL_PAGES = 1
+"""Mappings of the null page, of which each group has one."""
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
 WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
@@ -117,14 +117,6 @@ def test_slots_are_taken_in_order_and_the_fifth_of_four_is_refused(cache):
         cache.open()
 
 
-def test_a_closed_slot_is_opened_again_once_its_work_is_done(cache, driver):
-    sequences = [written(cache, 1) for _ in range(4)]
-    launch = launch_over(driver, cache, sequences[2])
-    sequences[2].close()
-    assert cache.open().slot == sequences[2].slot == 3
-    assert launch.finished
-
-
 def test_a_batch_has_adjacent_slots(cache):
     blocking = cache.open_batch(2)[0]
     assert [sequence.slot for sequence in cache.open_batch(2)] == [3, 4]
@@ -178,7 +170,7 @@ def test_a_budget_below_a_page_for_each_group_is_refused(driver):
     pool.close()
 
 
-def test_a_cache_that_could_not_be_made_warns_of_nothing_when_it_goes(pool, driver, recwarn):
+def test_a_cache_that_could_not_be_made_warns_of_nothing(pool, driver, recwarn):
     driver.fail_at = {driver.num_calls}
     with pytest.raises(DriverError):
         KVCache(LAYOUT, pool, slots=1, max_tokens=10)
@@ -249,20 +241,6 @@ def test_out_of_pages_says_what_would_work(cache):
         sequence.grow(128)
     cache.pool.resize(33554432)
     sequence.grow(128)
-
-
-def test_addresses_never_change(cache, driver):
-    sequence = written(cache, 40)
-    address, in_arena = sequence.k(2).data_ptr(), cache.k(2)[sequence.slot].data_ptr()
-    assert address == in_arena
-    launch = launch_over(driver, cache, sequence)
-    for act in (lambda: sequence.grow(100), lambda: sequence.truncate(3), cache.map_ahead, launch.finish, cache.map_ahead):
-        act()
-        in_arena = cache.k(2)[sequence.slot].data_ptr()
-        assert sequence.k(2).data_ptr() == address == in_arena
-    sequence.grow(128)
-    assert sequence.k(2).data_ptr() == address
-    assert sequence.k(2)[:3, 5, 7].tolist() == [0, 1, 2]
 
 
 # writing
@@ -408,7 +386,7 @@ def test_payload_that_another_row_left_is_never_read_as_a_scale(pool):
 # truncating
 
 
-def test_truncating_retires_pages_and_growing_again_revives_them_without_a_driver_call(cache, driver):
+def test_growing_again_revives_truncated_pages_without_a_driver_call(cache, driver):
     sequence = written(cache, 60)
     calls = Calls(driver)
     sequence.truncate(20)
@@ -436,18 +414,6 @@ def test_truncating_keeps_at_most_what_there_is(cache):
     for num_tokens in (21, -1):
         with pytest.raises(ValueError, match=f"num_tokens={num_tokens}: the sequence in slot 1 has 20 tokens to keep"):
             sequence.truncate(num_tokens)
-
-
-def test_truncated_pages_stay_mapped_while_a_launch_may_read_them(cache, driver):
-    sequence = written(cache, 60)
-    base = sequence.k(0).data_ptr()
-    launch = driver.launch([(base, base + 60 * ROW_BYTES)])
-    sequence.truncate(1)
-    assert cache.map_ahead() == 0
-    assert driver.live_mappings == 4 + PAD
-    launch.finish()
-    assert cache.map_ahead() == 3
-    assert driver.live_mappings == 1 + PAD
 
 
 # windows
@@ -481,7 +447,7 @@ def test_a_start_is_given_or_refused_with_what_the_next_token_sees(windowed):
             use(2)
 
 
-def test_rows_that_a_window_has_passed_cannot_be_come_back_to(windowed):
+def test_rows_that_a_window_has_passed_do_not_come_back(windowed):
     sequence = written(windowed, 150)
     sequence.advance_start(1)
     sequence.truncate(150)
@@ -494,21 +460,10 @@ def test_rows_that_a_window_has_passed_cannot_be_come_back_to(windowed):
     assert windowed.adopt(parked).k(1)[0, 0, 0] == 111
 
 
-def test_a_blank_slot_whose_windows_moved_starts_from_nothing_there(windowed):
-    sequence = written(windowed, 150)
-    sequence.advance_start(1)
-    sequence.park(0)
-    sequence = windowed.open()
-    assert (sequence.slot, sequence.limit, sequence.start(1)) == (1, 0, 0)
-    sequence.grow(100)
-    windowed.check()
-    assert sequence.k(1).shape[0] == sequence.k(0).shape[0] >= 100
-
-
 # parking and adopting
 
 
-def test_a_parked_slot_is_adopted_with_its_rows_and_no_driver_call_but_the_limit(cache, driver):
+def test_adopting_a_parked_slot_costs_the_write_of_its_limit(cache, driver):
     parked = written(cache, 40).park()
     assert (parked.slot, parked.length, parked.num_pages) == (1, 40, 3)
     assert cache.parked() == [parked]
@@ -568,17 +523,6 @@ def test_with_no_slot_free_a_tenant_takes_its_oldest_parked_one_over(cache, driv
     assert (sequence.slot, sequence.length, sequence.limit) == (1, 0, 32)
 
 
-def test_no_tenant_reads_what_another_wrote(cache):
-    written(cache, 64, tenant="red").close()
-    cache.map_ahead()
-    sequence = cache.open(tenant="blue")
-    sequence.grow(128)
-    assert cache.stats().driver_calls["zero"] == 4
-    for layer in range(4):
-        assert not sequence.k(layer).any()
-        assert not sequence.v(layer).any()
-
-
 def test_a_tenants_own_memory_is_not_zeroed_again(cache):
     written(cache, 64, tenant="red").close()
     cache.map_ahead()
@@ -589,7 +533,7 @@ def test_a_tenants_own_memory_is_not_zeroed_again(cache):
 # ahead of need
 
 
-def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache, driver):
+def test_map_ahead_serves_the_nearest_deadline_and_never_passes_an_end(cache, driver):
     near, far = cache.open(max_tokens=17), cache.open()
     near.grow(16)
     far.grow(16)
@@ -605,7 +549,7 @@ def test_pump_maps_for_those_who_need_it_soonest_and_never_past_their_end(cache,
     assert cache.stats().mapped_ahead_pages == 2
 
 
-def test_pump_maps_for_newcomers_last_for_nobody_waits_for_them_yet(cache):
+def test_map_ahead_serves_sequences_without_tokens_last(cache):
     newcomer, running = cache.open(), cache.open()
     running.grow(16)
     running.advance(10)
@@ -615,14 +559,14 @@ def test_pump_maps_for_newcomers_last_for_nobody_waits_for_them_yet(cache):
     assert (newcomer.limit, running.limit) == (16, 32)
 
 
-def test_the_next_token_of_all_comes_before_the_lead_of_anybody(cache):
+def test_map_ahead_serves_every_next_token_before_any_lookahead(cache):
     first, second = written(cache, 16), written(cache, 16)
     cache.pool.resize(4 * PAGE_BYTES)
     assert cache.map_ahead(lookahead_tokens=32) == 2
     assert (first.limit, second.limit) == (32, 32)
 
 
-def test_pump_evicts_no_slot_that_running_work_may_touch(cache, driver):
+def test_map_ahead_evicts_no_slot_that_running_work_may_touch(cache, driver):
     cache.pool.resize(8 * PAGE_BYTES)
     idle = written(cache, 33).park()
     busy = written(cache, 33)
@@ -638,7 +582,7 @@ def test_pump_evicts_no_slot_that_running_work_may_touch(cache, driver):
 
 
 @pytest.mark.parametrize(("budget_pages", "mapped"), [(0.0, 1), (3.5, 3), (6.5, 6), (20.0, 8)])
-def test_the_budget_of_a_pump_is_shared_among_the_groups(windowed, budget_pages, mapped):
+def test_the_budget_of_map_ahead_is_shared_among_the_groups(windowed, budget_pages, mapped):
     windowed.memory.mapper.map_us = 1e6  # whatever it really takes is little against it
     windowed.memory.mapper.unmap_us = 1e6
     windowed.open()
@@ -681,13 +625,8 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
     assert clock.late_s and cache.memory.mapper.map_us < 60e6, "some of the hour is in it"
 
 
-def test_negative_leads_are_refused(cache):
-    with pytest.raises(ValueError, match="lookahead_tokens=-3: how far memory is mapped ahead is at least 0"):
-        cache.map_ahead(lookahead_tokens=-3)
-
-
 @pytest.mark.parametrize("budget_us", [-1, float("nan")])
-def test_a_pump_that_may_take_less_than_no_time_is_refused(cache, budget_us):
+def test_mapping_ahead_for_less_than_no_time_is_refused(cache, budget_us):
     with pytest.raises(ValueError, match=f"budget_us={budget_us}: .* at least 0"):
         cache.map_ahead(budget_us)
 
@@ -702,7 +641,7 @@ def in_thread(function):
 
 
 @pytest.mark.parametrize("end", [KVCache.drain, KVCache.close])
-def test_nobody_else_waits_while_a_cache_waits_for_its_fences(cache, pool, driver, end, monkeypatch):
+def test_a_cache_waits_for_its_fences_without_the_lock(cache, pool, driver, end, monkeypatch):
     other = KVCache(LAYOUT, pool, slots=1, max_tokens=64)
     sequence = written(other, 1)
     launch_over(driver, other, sequence)
@@ -723,7 +662,7 @@ def test_nobody_else_waits_while_a_cache_waits_for_its_fences(cache, pool, drive
     cache.check()
 
 
-def test_a_growth_that_lacked_memory_counts_its_wait_for_the_lock(cache, pool, clock):
+def test_a_growth_that_lacked_memory_counts_its_wait(cache, pool, clock):
     sequence = written(cache, 16)
     with pool.lock:
         thread = in_thread(lambda: sequence.grow(20))
@@ -818,7 +757,7 @@ def test_in_steady_state_a_step_makes_no_driver_call(cache, driver):
     assert cache.stats().blocked_steps == 0
 
 
-def test_the_lead_follows_from_what_mapping_costs_and_who_may_need_it_at_once(windowed):
+def test_lookahead_follows_from_the_cost_of_mapping_and_the_sequences(windowed):
     windowed.open_batch(2)
     map_us = windowed.memory.mapper.map_us
     assert windowed.lookahead_tokens(4 * map_us) == 2
@@ -863,7 +802,7 @@ def test_windows_count_what_they_keep(windowed):
     assert stats.mapped_bytes == (5 + 2) * PAGE_BYTES
 
 
-def test_a_stall_is_a_running_sequence_that_waited_for_the_driver(cache):
+def test_a_blocked_step_is_a_running_sequence_that_waited_for_memory(cache):
     sequence = cache.open()
     sequence.grow(16)
     assert cache.stats().blocked_steps == 0
@@ -941,7 +880,7 @@ def test_a_sequence_closes_with_its_block(cache, driver):
         sequence.grow(5)
     assert sequence.closed
     cache.map_ahead()
-    assert driver.live_mappings == PAD
+    assert driver.live_mappings == NULL_PAGES
 
 
 def test_a_cache_that_was_forgotten_says_so(pool):
@@ -972,7 +911,7 @@ def forked(function):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made(cache, pool):
+def test_a_forked_child_is_refused_though_the_lock_was_held(cache, pool):
     sequence, held, over = written(cache, 3), threading.Event(), threading.Event()
 
     def hold():
@@ -1025,7 +964,7 @@ def test_a_child_is_refused_though_another_thread_held_the_lock_when_it_was_made
     assert sequence.k(0)[:3, 0, 0].tolist() == [0, 1, 2]
 
 
-def test_drain_waits_for_the_work_and_unmaps_all_that_retires() -> None:
+def test_drain_waits_for_the_work_and_unmaps_all_reclaimed_memory() -> None:
     driver = FakeDriver()
     with Pool("cpu", 8 * PAGE_BYTES, driver=driver) as pool, KVCache(LAYOUT, pool, slots=2, max_tokens=100) as cache:
         sequence = cache.open()
@@ -1074,7 +1013,7 @@ def test_a_batch_of_forks_stands_in_adjacent_slots_and_shares_full_pages(pool):
         assert batch[1, :4].tolist() == [0, 1, 2, 3]
 
 
-def test_who_owns_what_it_cuts_needs_no_page_to_be_truncated(pool, driver):
+def test_truncating_owned_pages_needs_no_page(pool, driver):
     with KVCache(LAYOUT, pool, slots=3, max_tokens=128) as cache:
         sequence = written(cache, 3 * TOKENS_PER_PAGE)
         (fork,) = cache.fork(sequence)
@@ -1095,38 +1034,6 @@ def test_who_owns_what_it_cuts_needs_no_page_to_be_truncated(pool, driver):
         fork.k(0)[TOKENS_PER_PAGE + 5] = -1
         assert sequence.k(0)[TOKENS_PER_PAGE + 5, 0, 0] == TOKENS_PER_PAGE + 5
         cache.check()
-
-
-def test_a_sequence_owns_no_more_than_it_has(cache):
-    sequence = written(cache, 20)
-    with pytest.raises(ValueError, match="num_tokens=21: the sequence in slot 1 has 20 tokens to keep"):
-        sequence.own_from(21)
-    sequence.close()
-    with pytest.raises(Closed):
-        sequence.own_from(0)
-
-
-def test_a_batch_of_forks_is_all_or_none(pool, driver):
-    with KVCache(LAYOUT, pool, slots=6, max_tokens=128) as cache:
-        parent = cache.open()
-        parent.grow(40)
-        parent.advance(40)
-        held = pool.held_bytes
-        with pytest.raises(OutOfSlots, match="6 adjacent slots are wanted"):
-            cache.fork_batch([parent] * 6)
-        with pytest.raises(SequenceTooLong, match="40 tokens are forked"):
-            cache.fork_batch([parent], max_tokens=30)
-        with pytest.raises(ValueError, match="at least 1 sequence"):
-            cache.fork_batch([])
-        pool.resize(held + PAGE_BYTES)
-        with pytest.raises(OutOfPages):
-            cache.fork_batch([parent, parent])
-        cache.drain()
-        assert pool.held_bytes == held
-        cache.check()
-        parent.close()
-        with pytest.raises(Closed, match="no running sequence"):
-            cache.fork_batch([parent])
 
 
 # defects that were found once
@@ -1245,7 +1152,7 @@ def test_a_rollback_survives_a_synchronize_that_fails(cache, driver, monkeypatch
     cache.check()
 
 
-def test_limits_written_behind_running_work_are_written_back_on_a_failure(cache, driver, monkeypatch):
+def test_a_failed_raise_of_limits_is_written_back(cache, driver, monkeypatch):
     sequence = written(cache, 40)
     launch_over(driver, cache, sequence)
     sequence.truncate(3)
