@@ -279,7 +279,8 @@ def append(
     - cos_TR, sin_TR: float32, by position. q_norm_D, k_norm_D: contiguous, of the vectors' dtype.
 
     Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Compute capability 9 makes it ready
-    while the kernel before it still runs. Raises: ValueError naming the argument.
+    while the kernel before it still runs.
+    Raises: ValueError naming the argument.
     """
     device = k_NKD.device
     checks.runnable("k_NKD", device)

@@ -390,7 +390,8 @@ def cascade(
     The result is that of `decode` within rounding. Its bits are the same on every run, but depend on batch and groups.
 
     Cost: four launches (some more without `firsts_B`), no synchronisation; safe while a graph is captured, and the graph serves
-    all lengths and groups. Raises: ValueError naming the argument.
+    all lengths and groups.
+    Raises: ValueError naming the argument.
     """
     device = q_BHD.device
     checks.runnable("q_BHD", device)

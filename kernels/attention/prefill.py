@@ -251,7 +251,8 @@ def prefill(
 
     Cost: three launches, or four with the kernel for Hopper; no synchronisation; safe while a graph is captured, and the graph
     serves all counts and lengths. The device finds the sequences of one query. Decode's two launches attend to them, spread
-    over the whole device, with the bits of `decode`. Raises: ValueError naming the argument.
+    over the whole device, with the bits of `decode`.
+    Raises: ValueError naming the argument.
     """
     checks.runnable("q_NHD", q_NHD.device)
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_NHD.dtype, q_NHD.device)

@@ -122,7 +122,8 @@ def apply_token_mask(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: to
     W = ceil(V / 32) or more.
 
     Cost: one launch, no allocation, no synchronisation; safe while a graph is captured. Bytes: the masks, and the logits that
-    are written. Raises: ValueError naming the argument.
+    are written.
+    Raises: ValueError naming the argument.
     """
     device = logits_BV.device
     num_rows, num_tokens = checks.logits("logits_BV", logits_BV)

@@ -487,7 +487,8 @@ def sample(
 
     Cost: two launches, no synchronisation; allocates scratch; safe while a graph is captured, and the graph serves any
     parameters. The first launch reads all logits. The second reads, in filtered rows, the groups of 1024 that may matter, some
-    times over. Raises: ValueError naming the argument.
+    times over.
+    Raises: ValueError naming the argument.
     """
     num_rows, num_tokens, out = _check(logits_BV, out)
     device = logits_BV.device

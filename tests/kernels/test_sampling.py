@@ -117,18 +117,18 @@ def test_arithmetic_is_that_of_mathematics() -> None:
     assert weights[-1] == 1.0
 
 
-@pytest.mark.parametrize("vocabulary", some([1, 2500], [700, 1024]))
+@pytest.mark.parametrize("vocabulary", some([1, 1100], [700, 1024, 2500]))
 def test_tokens_are_those_of_torch(vocabulary: int, device: torch.device) -> None:
     logits_BV = make_logits(len(FILTERS), vocabulary, torch.float32, device, vocabulary)
     parameters = make_parameters(device)
     slots_B = index(list(range(len(FILTERS))), device)
-    for position in (0, 12_345):
+    for position in (12_345,) if vocabulary <= 1100 else (0, 12_345):
         positions_B = slots_B * 7 + position
         ours = sample(logits_BV, slots_B, positions_B, **parameters)
         assert ours.tolist() == reference.sample(logits_BV, slots_B, positions_B, **parameters).tolist()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index_dtype", some([torch.int64], [torch.int32]))
 def test_equal_logits_are_kept_and_dropped_together(index_dtype: torch.dtype, device: torch.device) -> None:
     logits_BV = make_logits(len(FILTERS), 1500, torch.float16, device).mul_(0.5).round_().mul_(2)
     logits_BV[:, ::7] *= -0.0  # zeros of both signs
