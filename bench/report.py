@@ -283,15 +283,11 @@ def _workload(row: Row) -> str:
     return textwrap.fill(row.workload, 34)
 
 
-def _before_colon(row: Row) -> str:
-    return row.workload.partition(":")[0]
-
-
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bars:
     """A figure of bars: a panel for each metric, a bar for each system at each workload."""
 
@@ -300,81 +296,24 @@ class Bars:
     title: str
     metrics: tuple[str, ...]
     workload: str = ""
-    """A pattern that workloads match; what it captures as `group` names the bars."""
-    by: str | None = None
-    """What it captures as this splits the rows into figures."""
+    """A pattern that workloads match. What it captures as `group` names the bars, as `by` it splits the rows into figures."""
 
 
+_SHARED: Final = r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))"
+_NAMED: Final = r"(?P<group>[^:]+):"
 _BARS: Final = (
-    Bars(suite="append", slug="step", title="What growing adds to a decode step", metrics=("step, over static", "step")),
-    Bars(suite="resize", slug="shrink", title="Giving memory back", metrics=("resize", "until back"), workload="shrink"),
-    Bars(
-        suite="resize",
-        slug="regrow",
-        title="Taking memory again",
-        metrics=("first page", "until all are in"),
-        workload="regrow",
-    ),
-    Bars(
-        suite="resize",
-        slug="two-caches",
-        title="Memory handed over",
-        metrics=("first grow", "until all are in"),
-        workload="two",
-    ),
-    Bars(
-        suite="memory_efficiency",
-        slug="waste",
-        title="Memory held for running sequences that is no row",
-        metrics=("waste",),
-        workload=r"(?P<group>[^:]+):",
-    ),
-    Bars(
-        suite="memory_efficiency",
-        slug="admitted",
-        title="Sequences that run at once in the same memory",
-        metrics=("admitted sequences",),
-        workload=r"(?P<group>[^:]+):",
-    ),
-    Bars(
-        suite="kernels",
-        slug="decode",
-        title="Decode attention, by the memory it reads",
-        metrics=("bandwidth",),
-        workload=r"(?P<by>\S+) decode (?P<group>.+)",
-        by="by",
-    ),
-    Bars(
-        suite="kernels",
-        slug="prefill",
-        title="Prefill attention, by the memory it reads",
-        metrics=("throughput",),
-        workload=r"(?P<by>\S+) prefill (?P<group>.+)",
-        by="by",
-    ),
-    Bars(
-        suite="prefix",
-        slug="total",
-        title="Requests that share a prefix: time until the last answer",
-        metrics=("total",),
-        workload=r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))",
-    ),
-    Bars(
-        suite="prefix",
-        slug="memory",
-        title="Requests that share a prefix: memory that is held",
-        metrics=("memory, held",),
-        workload=r".*?requests of (?P<group>\d+) \+.*?(?P<state>, (?:cold|warm))",
-    ),
+    Bars("append", "step", "What growing adds to a decode step", ("step, over static", "step")),
+    Bars("resize", "shrink", "Giving memory back", ("resize", "until back"), "shrink"),
+    Bars("resize", "regrow", "Taking memory again", ("first page", "until all are in"), "regrow"),
+    Bars("resize", "two-caches", "Memory handed over", ("first grow", "until all are in"), "two"),
+    Bars("memory_efficiency", "waste", "Memory held for running sequences that is no row", ("waste",), _NAMED),
+    Bars("memory_efficiency", "admitted", "Sequences that run at once in the same memory", ("admitted sequences",), _NAMED),
+    Bars("kernels", "decode", "Decode attention, by memory", ("bandwidth",), r"(?P<by>\S+) decode (?P<group>.+)"),
+    Bars("kernels", "prefill", "Prefill attention, by memory", ("throughput",), r"(?P<by>\S+) prefill (?P<group>.+)"),
+    Bars("prefix", "total", "Requests that share a prefix: time until the last answer", ("total",), _SHARED),
+    Bars("prefix", "memory", "Requests that share a prefix: memory that is held", ("memory, held",), _SHARED),
     *(
-        Bars(
-            suite="serve",
-            slug=f"{part}-{slug}",
-            title=f"{what}: {', '.join(metrics)}",
-            metrics=metrics,
-            workload=rf"(?P<by>.+?) {part}: (?P<group>[^:]+)",
-            by="by",
-        )
+        Bars("serve", f"{part}-{slug}", f"{what}: {', '.join(metrics)}", metrics, rf"(?P<by>.+?) {part}: (?P<group>[^:]+)")
         for part, what in (
             ("closed", "All requests at once"),
             ("outside", "Beside systems outside the engine"),
@@ -383,21 +322,10 @@ _BARS: Final = (
         )
         for slug, metrics in (("throughput", ("throughput",)), ("latency", ("first token", "time per output token")))
     ),
-    Bars(
-        suite="transformers",
-        slug="decode",
-        title="A decode step over each cache of transformers",
-        metrics=("time per token",),
-        workload=r".+? decode: (?P<group>.+)",
-    ),
-    Bars(suite="transformers", slug="longest", title="The longest context that fits", metrics=("longest context",)),
-    Bars(suite="transformers", slug="admitted", title="Requests that fit at once", metrics=("admitted sequences",)),
-    Bars(
-        suite="quality",
-        slug="losses",
-        title="What quantised K and V lose",
-        metrics=("perplexity above exact", "attention output error"),
-    ),
+    Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
+    Bars("transformers", "longest", "The longest context that fits", ("longest context",)),
+    Bars("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
+    Bars("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
 )
 
 
@@ -407,16 +335,13 @@ def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
     name = f"{prefix}-{_slug(suite)}"
     for spec in (spec for spec in _BARS if spec.suite == suite):
         matched = [(row, match) for row in rows if (match := re.match(spec.workload, row.workload))]
-        parts = dict.fromkeys(match[spec.by] if spec.by else "" for _, match in matched)
+        parts = dict.fromkeys(match.groupdict().get("by", "") for _, match in matched)
         for part in parts:
-            of_part = {id(row): match for row, match in matched if not spec.by or match[spec.by] == part}
+            of_part = {id(row): match for row, match in matched if match.groupdict().get("by", "") == part}
 
             def group(row: Row, of_part: Mapping[int, re.Match[str]] = of_part) -> str:
-                match = of_part[id(row)]
-                if "group" not in match.re.groupindex:
-                    return _workload(row)
-                state = match["state"] if "state" in match.re.groupindex else ""
-                return textwrap.fill(match["group"] + state, 34)
+                found = of_part[id(row)].groupdict()
+                return textwrap.fill(found["group"] + found.get("state", ""), 34) if "group" in found else _workload(row)
 
             chosen = [row for row in rows if id(row) in of_part]
             panels = {metric: found for metric in spec.metrics if (found := _gathered(chosen, metric, _system, group))}
