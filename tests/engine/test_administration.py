@@ -27,7 +27,7 @@ def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:
     return MapMaker(one.cache, one.engine.request_in, send), maps
 
 
-def test_nobody_asks_and_nothing_is_sent(harness: Callable[..., Harness]) -> None:
+def test_no_map_is_sent_unless_asked(harness: Callable[..., Harness]) -> None:
     mapper, maps = maker(harness())
     mapper.work(math.inf)
     assert maps == []
@@ -38,7 +38,7 @@ def test_nobody_asks_and_nothing_is_sent(harness: Callable[..., Harness]) -> Non
     assert [(each.num_slots, each.slot_pages, each.slots) for each in maps] == [(8, [4], [])]
 
 
-def test_the_map_has_every_mapped_page_and_names_who_runs(harness: Callable[..., Harness]) -> None:
+def test_the_map_has_every_mapped_page_and_names_the_requests(harness: Callable[..., Harness]) -> None:
     one = harness(step_tokens=8192)
     mapper, maps = maker(one)
     one.ask("a", prompt_of(3000, 1), 8)
@@ -158,7 +158,7 @@ def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
     one.run()
 
 
-def test_who_found_no_room_looks_again_when_the_budget_grows(harness: Callable[..., Harness]) -> None:
+def test_a_larger_budget_admits_requests_that_found_no_room(harness: Callable[..., Harness]) -> None:
     one = harness(slots=4, budget_pages=2, step_tokens=4096)
     one.ask("a", prompt_of(1500, 1), 500)
     one.ask("b", prompt_of(4000, 2), 20)

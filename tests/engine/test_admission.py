@@ -1,4 +1,4 @@
-"""Who could not run with the whole memory for itself is refused when it comes; who could run never is."""
+"""A request that could not run with the whole memory for itself is refused when it arrives; no other request is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,9 @@ WINDOWS = pytest.mark.parametrize("model", [wide_rows, windowed])
 
 @WINDOWS
 @pytest.mark.parametrize("share", [False, True])
-def test_who_can_never_fit_is_refused_while_others_run(harness: Callable[..., Harness], model: Any, share: bool) -> None:
+def test_a_request_that_never_fits_is_refused_while_others_run(
+    harness: Callable[..., Harness], model: Any, share: bool
+) -> None:
     one = harness(model(), ours=True, budget_pages=5, step_tokens=512, share=share)
     one.ask("runs", prompt_of(20), 30)
     one.step()
@@ -57,7 +59,7 @@ def test_what_fits_to_the_last_row_is_not_refused(
     assert not one.failures()
 
 
-def test_who_may_stop_early_is_not_refused_for_what_it_may_not_say(harness: Callable[..., Harness]) -> None:
+def test_a_request_that_may_stop_early_is_not_refused_for_its_limit(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), budget_pages=5, step_tokens=512)
     first = one.expected(prompt_of(300), 1)
     one.ask("stops", prompt_of(300), 400, stop_token_ids=first)

@@ -98,7 +98,7 @@ def test_namespaces_share_nothing(over: Callable[..., Harness]) -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_who_finds_no_block_gives_way_and_says_the_same(over: Callable[..., Harness], share: bool) -> None:
+def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Callable[..., Harness], share: bool) -> None:
     one = over(open_memory=PAGED, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
     prompts = [prompt_of(600, index) for index in range(3)]
     for index, prompt in enumerate(prompts):
@@ -178,7 +178,7 @@ def test_a_failed_growth_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("system", BASELINES)
-def test_who_gives_no_budget_or_a_window_is_told(system: str) -> None:
+def test_a_baseline_refuses_windows_and_a_missing_budget(system: str) -> None:
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
     wanted = {
         "layout": layout, "device": torch.device("cpu"), "max_sequences": 2, "max_tokens": 64, "step_tokens": 8,
@@ -233,7 +233,7 @@ def test_what_a_prefix_is_followed_by_in_its_node_can_go() -> None:
     attached.sequence.close()
 
 
-def test_who_is_refused_has_evicted_nothing() -> None:
+def test_a_refused_request_has_evicted_nothing() -> None:
     cache, prefixes = blocks_for(20)
     running = cache.open()
     running.grow(15 * BLOCK_ROWS)

@@ -330,7 +330,7 @@ def test_reordering_copies_what_differs_and_calls_no_driver(
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_search_that_gives_way_finds_the_same(harness: Callable[..., Harness], share: bool) -> None:
+def test_a_preempted_search_finds_the_same(harness: Callable[..., Harness], share: bool) -> None:
     one = harness(wide_rows(), share=share, budget_pages=9, step_tokens=2048)
     older = {"first": prompt_of(250, 1), "second": prompt_of(240, 2)}
     for name, prompt in older.items():

@@ -67,7 +67,7 @@ def test_what_does_not_fit_now_waits(harness: Callable[..., Harness]) -> None:
         assert one.tokens(name) == one.expected(prompt_of(4090, seed), 4)
 
 
-def test_the_newest_gives_way_and_is_computed_again(harness: Callable[..., Harness]) -> None:
+def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harness]) -> None:
     one = harness(budget_pages=2, step_tokens=8192)
     prompts = {"a": prompt_of(2030, 1), "b": prompt_of(2030, 2)}  # a page each, and each will want a second
     for name, prompt in prompts.items():
@@ -239,7 +239,7 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
             one.engine.step()
 
 
-def test_what_fails_ahead_of_need_fails_nobody(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_map_ahead_fails_no_request(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
     one.ask("a", prompt_of(5))
 
@@ -252,7 +252,7 @@ def test_what_fails_ahead_of_need_fails_nobody(harness: Callable[..., Harness], 
     assert one.tokens("a") == one.expected(prompt_of(5))
 
 
-def test_log_probabilities_are_the_models_own_and_only_of_who_asked(harness: Callable[..., Harness]) -> None:
+def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: Callable[..., Harness]) -> None:
     one = harness(step_tokens=6)
     one.ask("greedy", prompt_of(9), 5, want_logprobs=True)
     one.ask("beside", prompt_of(4), 5)
@@ -351,7 +351,7 @@ def test_memory_trouble_at_admission_fails_one_request(
     assert len(one.tokens("good")) == 10
 
 
-def test_of_those_who_begin_together_one_that_cannot_keeps_nobody_from_what_it_asked(
+def test_one_that_cannot_begin_changes_no_other_of_its_step(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, dict[str, Any]] = {
@@ -393,7 +393,7 @@ def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Har
     assert one.failures() == {} and all(len(one.tokens(str(index))) == 6 for index in range(9))
 
 
-def test_all_who_begin_in_a_step_are_told_to_the_device_in_one_upload(
+def test_requests_that_begin_in_a_step_take_one_upload(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = harness(slots=6, ours=True)
@@ -422,7 +422,7 @@ def test_what_a_window_gives_back_lets_others_in(harness: Callable[..., Harness]
     assert one.outputs("short") and one.engine._scheduler.num_preempted == 0
 
 
-def test_windows_slide_before_anybody_gives_way(harness: Callable[..., Harness]) -> None:
+def test_windows_slide_before_any_preemption(harness: Callable[..., Harness]) -> None:
     one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300)
     one.ask("a", prompt_of(120), 200)
     one.ask("b", prompt_of(125, 1), 200)
@@ -450,7 +450,7 @@ def test_idle_time_is_no_steps_time(harness: Callable[..., Harness], monkeypatch
     assert one.engine._step_us < 60e6, "of the hour some has come in"
 
 
-def test_a_few_common_tokens_keep_nobody_waiting(harness: Callable[..., Harness]) -> None:
+def test_a_short_common_prefix_is_not_waited_for(harness: Callable[..., Harness]) -> None:
     one = harness(ours=True, share=True, step_tokens=256)
     for index in range(8):
         one.ask(str(index), [1, 2, 3, *prompt_of(20, index + 1)], 4)

@@ -72,7 +72,7 @@ def test_across_page_borders(harness: Callable[..., Harness]) -> None:
     assert one.tokens("long") == one.expected(prompt, 16)
 
 
-def test_joining_and_leaving_changes_nobody(harness: Callable[..., Harness]) -> None:
+def test_joining_and_leaving_changes_no_other_request(harness: Callable[..., Harness]) -> None:
     one = harness(slots=3)
     prompts = [prompt_of(5 + 7 * index, index) for index in range(7)]
     for index, prompt in enumerate(prompts):

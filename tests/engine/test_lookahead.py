@@ -98,7 +98,7 @@ def test_the_tokens_are_the_same(harness: Callable[..., Harness], lookahead: int
 
 
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_so_many_steps_are_under_way(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
+def test_so_many_steps_are_in_flight(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
     one = harness(lookahead=lookahead)
     launched: list[Readback] = []
     read: list[Readback] = []
@@ -126,7 +126,7 @@ def test_so_many_steps_are_under_way(harness: Callable[..., Harness], monkeypatc
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_who_ends_in_flight_gives_its_slot_to_another_at_once(
+def test_a_request_that_ends_in_flight_frees_its_slot_at_once(
     harness: Callable[..., Harness], lookahead: int, share: bool
 ) -> None:
     """The steps under way compute for somebody who is gone, in a slot that another has."""
@@ -187,7 +187,7 @@ def test_overrun_rows_are_never_shared(
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_aborts_in_flight_change_nobody_else(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+def test_aborts_in_flight_change_no_other_request(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
     wanted = read_at_once(share, True)
     one = harness(slots=3, share=share, ours=True, eos_ids=EOS, step_tokens=30, lookahead=lookahead)
     gone = [name for index, name in enumerate(MIXTURE) if index % 3 == 1]
@@ -215,7 +215,9 @@ def test_aborts_in_flight_change_nobody_else(harness: Callable[..., Harness], lo
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_who_gives_way_in_flight_goes_on_where_it_was(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+def test_a_request_preempted_in_flight_goes_on_where_it_was(
+    harness: Callable[..., Harness], lookahead: int, share: bool
+) -> None:
     """Steps under way are read before anybody gives way: one of them may end a request, and each gives a token that is kept."""
     asks = {
         str(index): Ask(prompt_of(40 + 7 * index, index), 70, sampled(index, frequency_penalty=0.4 * (index % 2)))
@@ -231,7 +233,7 @@ def test_who_gives_way_in_flight_goes_on_where_it_was(harness: Callable[..., Har
     assert_answered_once(tight, list(asks))
 
 
-def test_a_step_under_way_may_make_the_room_that_is_missing(harness: Callable[..., Harness]) -> None:
+def test_a_step_in_flight_may_make_the_room_that_is_missing(harness: Callable[..., Harness]) -> None:
     """The older one has ended, though nobody has read it yet, when the newer one finds no page."""
     asks = {"older": Ask(prompt_of(57), 40, sampled(1)), "newer": Ask(prompt_of(60, 1), 20)}
     free = harness(wide_rows(), lookahead=0, ours=True)

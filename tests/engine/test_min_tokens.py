@@ -90,7 +90,7 @@ def test_every_kind_of_end_is_withheld(harness: Callable[..., Harness], way: str
         assert len(tokens) == 8 and one.finish_reasons("one")[-1] == "stop", "it is forced as soon as it may come"
 
 
-def test_a_slot_forgets_what_was_withheld_of_who_had_it_before(harness: Callable[..., Harness]) -> None:
+def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: Callable[..., Harness]) -> None:
     biased = {"logit_bias": {VOCABULARY - 1: -1.0}}  # whose logits are changed at each step
     tokens, ends = ends_of(harness, **biased)
     one = harness(slots=1, ours=True)
@@ -103,7 +103,7 @@ def test_a_slot_forgets_what_was_withheld_of_who_had_it_before(harness: Callable
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_who_gives_way_counts_what_it_had(harness: Callable[..., Harness], share: bool) -> None:
+def test_min_tokens_count_the_tokens_before_a_preemption(harness: Callable[..., Harness], share: bool) -> None:
     asks = [(str(index), prompt_of(40 + 7 * index, index)) for index in range(5)]
     stops = list(range(0, VOCABULARY, 3))
     answers = []

@@ -455,7 +455,7 @@ def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> 
             Engine(directory, dtype=wrong)
 
 
-def test_a_sequence_longer_than_the_models_positions_is_refused_before_the_weights_are_read(
+def test_more_tokens_than_the_models_positions_are_refused_before_weights(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("the weights were read"))

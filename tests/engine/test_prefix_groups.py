@@ -1,4 +1,4 @@
-"""Groups of sharers are true, and worth their while; rows of a step may stand in any order."""
+"""Prefix groups are true, and worth their while; rows of a step may stand in any order."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence

@@ -131,7 +131,7 @@ def test_what_the_prefix_cache_has_is_computed_again(harness: Callable[..., Harn
     assert one.outputs("scored")[0].cached_tokens == 0 and one.outputs("plain")[0].cached_tokens > 500
 
 
-def test_who_is_scored_waits_for_nobody_who_computes_the_same(harness: Callable[..., Harness]) -> None:
+def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: Callable[..., Harness]) -> None:
     one = harness(ours=True, share=True, step_tokens=700)
     prompt = prompt_of(600)
     one.ask("first", prompt, 4)
@@ -145,7 +145,7 @@ def test_who_is_scored_waits_for_nobody_who_computes_the_same(harness: Callable[
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_who_gives_way_is_told_nothing_twice(
+def test_prompt_log_probabilities_are_sent_once_despite_preemption(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
 ) -> None:
     """In the midst of a prompt, to those that press more, and behind it, when pages run out."""
@@ -190,7 +190,7 @@ def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
     assert_right(one, "scored", prompt)
 
 
-def test_who_gave_way_in_its_prompt_takes_what_was_scored_from_the_cache(harness: Callable[..., Harness]) -> None:
+def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), ours=True, share=True, step_tokens=64, slots=4, max_sequences=1, lookahead=0)
     prompt = prompt_of(300)
     one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)

@@ -1,4 +1,4 @@
-"""In steady decode nothing is made from the host's data, and the host's own work does not grow with what is cached."""
+"""A steady step takes nothing from the host but its launches, and costs the host the same whatever the context."""
 
 import gc
 import sys
@@ -110,7 +110,7 @@ def test_a_steady_step_takes_nothing_from_the_host(
     one.run()
 
 
-def test_who_watches_sees_what_there_is(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_show_what_there_is(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt is one upload, a batch of other rows another; then there are none again."""
     one = steady(harness, "sampled")
     before = one.runner.uploads.count

@@ -1,4 +1,4 @@
-"""Sampling follows the distribution, keeps to what was asked, and minds no neighbours."""
+"""Sampling follows the distribution, keeps to its parameters, and depends on no other row."""
 
 import math
 from collections.abc import Sequence

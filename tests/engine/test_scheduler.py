@@ -1,4 +1,4 @@
-"""Who is less pressing gives way to a waiting request that finds no slot or no memory, and says the same afterwards."""
+"""Admission by prefix, preemption by priority, and what is shared: which requests run, and that their tokens do not change."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def running(one: Harness) -> list[str]:
 
 @LOOKAHEADS
 @SHARES
-def test_the_newest_of_the_least_pressing_gives_its_slot(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
+def test_the_newest_of_the_lowest_priority_gives_its_slot(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
     one = harness(wide_rows(), ours=True, max_sequences=3, share=share, lookahead=lookahead)
     sampled = {"temperature": 1.0, "seed": 3}
     asked: dict[str, dict[str, Any]] = {"old": {"priority": 1}, "first": {"priority": 2}, "second": {"priority": 2, **sampled}}
@@ -56,7 +56,7 @@ def test_the_newest_of_the_least_pressing_gives_its_slot(harness: Callable[..., 
 @LOOKAHEADS
 @SHARES
 @pytest.mark.parametrize("model", [wide_rows, windowed])
-def test_as_many_of_the_less_pressing_give_their_memory_as_it_takes(
+def test_as_many_lower_priorities_are_preempted_as_it_takes(
     harness: Callable[..., Harness], model: Callable[[], Any], lookahead: int, share: bool
 ) -> None:
     one = harness(model(), ours=True, budget_pages=4, step_tokens=512, share=share, lookahead=lookahead)
@@ -75,7 +75,7 @@ def test_as_many_of_the_less_pressing_give_their_memory_as_it_takes(
 
 
 @pytest.mark.parametrize("options", [{"max_sequences": 2}, {"budget_pages": 2}])
-def test_nobody_gives_way_to_an_equal(harness: Callable[..., Harness], options: dict[str, int]) -> None:
+def test_equal_priorities_never_preempt_each_other(harness: Callable[..., Harness], options: dict[str, int]) -> None:
     one = harness(wide_rows(), ours=True, **options)
     one.ask("a", prompt_of(30), 12)
     one.ask("b", prompt_of(30, 1), 12, priority=-1)
@@ -86,7 +86,7 @@ def test_nobody_gives_way_to_an_equal(harness: Callable[..., Harness], options: 
     assert not one.failures() and one.engine._scheduler.num_preempted == 0
 
 
-def test_nobody_gives_way_whom_a_step_under_way_ends(harness: Callable[..., Harness]) -> None:
+def test_no_preemption_while_a_step_in_flight_makes_room(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), ours=True, max_sequences=1, lookahead=2)
     one.ask("ends", prompt_of(30), 4, priority=1)
     for _ in range(4):
@@ -98,7 +98,7 @@ def test_nobody_gives_way_whom_a_step_under_way_ends(harness: Callable[..., Harn
 
 
 @SHARES
-def test_nobody_gives_way_whose_window_leaves_enough(harness: Callable[..., Harness], share: bool) -> None:
+def test_no_preemption_while_sliding_windows_makes_room(harness: Callable[..., Harness], share: bool) -> None:
     one = harness(windowed(), ours=True, budget_pages=5, step_tokens=300, share=share)
     one.ask("long", prompt_of(250), 60, priority=1)
     one.step()
@@ -110,7 +110,7 @@ def test_nobody_gives_way_whose_window_leaves_enough(harness: Callable[..., Harn
     assert not one.failures() and one.engine._scheduler.num_preempted == 0
 
 
-def test_nobody_gives_way_in_vain(harness: Callable[..., Harness]) -> None:
+def test_no_preemption_that_would_not_suffice(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), slots=4)
     one.ask("equal", prompt_of(20), 12)
     one.ask("lesser", prompt_of(20, 1), 30, priority=1)
@@ -125,7 +125,7 @@ def test_nobody_gives_way_in_vain(harness: Callable[..., Harness]) -> None:
 
 
 @LOOKAHEADS
-def test_a_search_gives_way_with_all_its_beams_and_waits_for_who_displaced_it(
+def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(
     harness: Callable[..., Harness], lookahead: int
 ) -> None:
     one = harness(wide_rows(), slots=4, share=True, lookahead=lookahead)
@@ -142,7 +142,7 @@ def test_a_search_gives_way_with_all_its_beams_and_waits_for_who_displaced_it(
     check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 
 
-def test_a_search_takes_the_slots_of_the_less_pressing(harness: Callable[..., Harness]) -> None:
+def test_a_search_takes_the_slots_of_lower_priorities(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), slots=4)
     for index in range(4):
         one.ask(str(index), prompt_of(20, index), 30, priority=index)
@@ -159,7 +159,7 @@ def test_a_search_takes_the_slots_of_the_less_pressing(harness: Callable[..., Ha
 
 @SHARES
 @pytest.mark.parametrize("seed", range(3))
-def test_all_end_with_their_tokens_however_they_press(harness: Callable[..., Harness], share: bool, seed: int) -> None:
+def test_all_end_with_their_tokens_whatever_their_priorities(harness: Callable[..., Harness], share: bool, seed: int) -> None:
     chance = random.Random(seed)
     model = wide_rows() if seed else windowed()
     one = harness(model, ours=True, max_sequences=3, budget_pages=5, step_tokens=96, share=share)
@@ -180,7 +180,7 @@ def test_all_end_with_their_tokens_however_they_press(harness: Callable[..., Har
     assert all(one.tokens(name) == alone.tokens(name) for name in asked)
 
 
-def test_nobody_gives_way_to_who_cannot_fit_beside_its_equals(harness: Callable[..., Harness]) -> None:
+def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: Callable[..., Harness]) -> None:
     """Who cannot fit beside its equals waits for them; the less pressing run on meanwhile."""
     rows = 2**21 // 1024
     one = harness(ours=True, share=True, budget_pages=6, max_tokens=8192, step_tokens=512)
@@ -199,7 +199,7 @@ def test_nobody_gives_way_to_who_cannot_fit_beside_its_equals(harness: Callable[
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_prompt_logprobs": 0}], ids=["said", "scored"])
-def test_who_wants_a_slot_and_could_not_have_the_memory_waits_and_the_loop_goes_on(
+def test_a_request_with_a_slot_and_no_memory_waits_and_the_loop_goes_on(
     harness: Callable[..., Harness], options: dict[str, int], share: bool
 ) -> None:
     one = harness(wide_rows(), budget_pages=6, step_tokens=512, share=share, ours=True, slots=2, max_sequences=2)
@@ -306,7 +306,7 @@ def test_a_salt_never_hits_anothers(harness: Callable[..., Harness]) -> None:
     assert [cached(one, str(index)) for index in range(4)] == [0, 0, 0, 299]
 
 
-def test_who_gives_way_keeps_what_is_shared(harness: Callable[..., Harness]) -> None:
+def test_a_preempted_request_keeps_shared_pages(harness: Callable[..., Harness]) -> None:
     one = harness(share=True, budget_pages=4, step_tokens=4096, slots=4)
     shared = prompt_of(PAGE_TOKENS + 20)
     prompts = {str(seed): [*shared, *prompt_of(PAGE_TOKENS - 100, seed)] for seed in range(1, 5)}
@@ -336,7 +336,7 @@ def test_windowed_layers_need_their_last_window_only(harness: Callable[..., Harn
     assert cached(one, "longer") == len(longer) - 1
 
 
-def test_nobody_waits_for_ever_behind_longer_prefixes(harness: Callable[..., Harness]) -> None:
+def test_longer_prefixes_overtake_a_bounded_number_of_times(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model(1), share=True, slots=1)
     known = prompt_of(200)
     one.ask("known", known, 1)

@@ -139,9 +139,7 @@ def test_the_others_are_refused_and_it_is_said_why(tmp_path: Path, name: str) ->
     assert reason in str(raised.value)
 
 
-def test_a_mask_that_shows_later_tokens_is_refused_also_where_the_layers_say_that_they_are_causal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_of_later_tokens_is_refused_even_if_layers_say_causal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def later_tokens_too(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, **_: Any) -> Any:
         return create_bidirectional_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
 
@@ -301,7 +299,7 @@ def test_an_engine_over_a_directory_says_which_it_is_and_answers(tmp_path: Path,
     pool.close()
 
 
-def test_a_model_that_nobody_can_run_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_an_implementation_is_refused(tmp_path: Path) -> None:
     config = small(Gemma2Config, head_dim=16, attn_logit_softcapping=50.0)
     config.save_pretrained(tmp_path)
     settings = ServeConfig(model=str(tmp_path), load_format="dummy", device="cpu", max_num_seqs=4, max_tokens=128)
@@ -309,7 +307,7 @@ def test_a_model_that_nobody_can_run_is_refused(tmp_path: Path) -> None:
         load(dataclasses.replace(settings, kv_budget_bytes=32 * 2**21), lambda message: None)
 
 
-def test_the_engines_attention_takes_nobody_elses_name() -> None:
+def test_the_engines_attention_has_a_name_of_its_own() -> None:
     """transformers keeps such functions by name, for the whole process."""
     from vmmkv.adapters.transformers import attention
     from vmmkv.server.engine.models import transformers

@@ -131,7 +131,7 @@ def test_llama_8b_attention_shapes(harness: Callable[..., Harness]) -> None:
         assert one.tokens(name) == one.expected(prompt, 20), name
 
 
-def test_the_newest_gives_way_and_is_computed_again(harness: Callable[..., Harness]) -> None:
+def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harness]) -> None:
     one = harness(tiny_model(), device=DEVICE, budget_pages=2, step_tokens=8192)
     prompts = {"a": prompt_of(2030, 1), "b": prompt_of(2030, 2)}
     for name, prompt in prompts.items():
