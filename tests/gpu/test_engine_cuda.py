@@ -71,7 +71,7 @@ def test_shared_prefixes_give_the_same_tokens(harness: Callable[..., Harness]) -
             assert one.tokens(name)[-20:] == one.expected(prompt, 20), name
     assert one.prefix is not None
     hits = one.prefix.stats().attached
-    assert hits["alias"] + hits["copy"] > 0
+    assert hits["alias"] > 0
     assert hits["adopt"] > 0
 
 
