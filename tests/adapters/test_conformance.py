@@ -74,6 +74,7 @@ def test_the_adapters_of_torch_conform(attention_fn: Callable[..., torch.Tensor]
     assert not_passed == {"growth between graph replays", *ON_A_CPU}
 
 
+@pytest.mark.nightly
 def test_flex_attention_conforms_but_for_far_rows_on_a_gpu(worker: Worker) -> None:
     report = report_of_adapter(attention.flex_prefill, "prefill", worker)  # which flex_decode calls
     not_passed = {result.check: result.detail for result in report.results if result.status != "passed"}
@@ -202,10 +203,22 @@ RUN = "conformance({function}, device='cpu', checks=['strides']).raise_if_failed
     ("how", "function", "guarded", "said"),
     [
         ("stdin", "sdpa_decode", True, r"CheckError: strides: .* <stdin> is no file: write the script to a file"),
-        ("command", "decode", True, r"CheckError: strides: .* at the top of a module, or of the file that is run"),
-        ("command", "sdpa_decode", True, None),
+        pytest.param(
+            "command",
+            "decode",
+            True,
+            r"CheckError: strides: .* at the top of a module, or of the file that is run",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("command", "sdpa_decode", True, None, marks=pytest.mark.nightly),
         ("file", "decode", True, None),
-        ("file", "decode", False, r'CheckError: strides: the child .* exited with 1 .* `if __name__ == "__main__":`'),
+        pytest.param(
+            "file",
+            "decode",
+            False,
+            r'CheckError: strides: the child .* exited with 1 .* `if __name__ == "__main__":`',
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_script_that_a_child_process_cannot_import_is_told_what_works(
@@ -240,11 +253,13 @@ def test_a_device_that_is_not_here_is_said_before_any_check(monkeypatch: pytest.
     ("message", "status", "is_replaced"),
     [
         ("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA", "crashed", True),
-        ("Triton Error [CUDA]: an illegal instruction was encountered", "crashed", True),
-        ("map: CUDA_ERROR_INVALID_PC (invalid program counter)", "crashed", True),
-        ("CUDA error: the launch timed out and was terminated", "crashed", True),
-        ("CUDA error: operation not supported on global/shared address space", "crashed", True),
-        ("CUDA error: uncorrectable ECC error encountered", "failed", True),
+        pytest.param("Triton Error [CUDA]: an illegal instruction was encountered", "crashed", True, marks=pytest.mark.nightly),
+        pytest.param("map: CUDA_ERROR_INVALID_PC (invalid program counter)", "crashed", True, marks=pytest.mark.nightly),
+        pytest.param("CUDA error: the launch timed out and was terminated", "crashed", True, marks=pytest.mark.nightly),
+        pytest.param(
+            "CUDA error: operation not supported on global/shared address space", "crashed", True, marks=pytest.mark.nightly
+        ),
+        pytest.param("CUDA error: uncorrectable ECC error encountered", "failed", True, marks=pytest.mark.nightly),
         ("Triton Error [CUDA]: invalid argument", "failed", True),
         ("head_dim 64 is not supported", "failed", False),
     ],
@@ -344,6 +359,7 @@ def test_the_command_says_what_it_does_and_refuses_what_it_does_not_know(
     assert (ended.value.code, said in shown.out + shown.err) == (status, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU it takes bfloat16 and all of the GPU's kernels")
 def test_the_command_prints_the_table_of_what_is_at_hand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -32,6 +32,8 @@ SAYS = {
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+QUICK = ("custom_kernel", "two_models")
+"""Run by default; the others nightly."""
 SCRIPTS = [path for path in EXAMPLES if "def main()" in path.read_text()]
 
 
@@ -46,7 +48,10 @@ def test_an_example_is_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= most_lines
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.nightly) for path in SCRIPTS],
+)
 def test_an_example_runs_and_says_what_it_saw(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.run([sys.executable, path], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
