@@ -40,7 +40,7 @@ _STEP_BEGINS: Final = "_begin"
 """The first kernel of each decode step, by its name: see kernels/step.py."""
 _OTHER: Final = "other kernels"
 _KINDS: Final = (
-    ("attention", re.compile(r"attend|merge_|_prefill|flash|fmha|attention|sdpa")),
+    ("attention", re.compile(r"attend|merge_|prefill|flash|fmha|attention|sdpa")),
     ("GEMM", re.compile(r"multiply_by_dots|multiply_in_registers|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas", re.IGNORECASE)),
     (_OTHER, re.compile("")),
 )
