@@ -1,29 +1,26 @@
-"""The HTTP server over vmmkv: an OpenAI-shaped API in one process, the engine in another; or the engine in your own process.
+"""Serving: an OpenAI-shaped HTTP server with the engine in a process of its own, or the engine in your process.
 
-`launch.run` starts both. This process does HTTP, tokenising and detokenising (`app`, `tokenizer`, `detokenize`);
-`engine` alone launches kernels and maps memory, since a busy Python thread beside a driver call makes it a hundred
-times dearer. They speak `protocol` over one local socket.
+    from vmmkv.server import LLM, SamplingParams
 
-    from vmmkv.server import Engine, SamplingParams
-
-is the same engine without HTTP, for prompts that are at hand: see `offline`. Importing this package imports neither; they
-come when they are asked for.
+`launch.run` starts the server; `http.app` has its routes; `engine` computes; `protocol` is what the two processes say.
+The engine has a process of its own because a busy Python thread beside it makes driver calls a hundred times dearer.
+Importing this package imports none of its modules; they come with the first name that needs them.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vmmkv.server.llm import Completion, CompletionOutput, Engine
+    from vmmkv.server.llm import LLM, CompletionOutput, RequestOutput
     from vmmkv.server.models import ModelUnavailable, UnsupportedModel
     from vmmkv.server.sampling_params import SamplingParams
 
-__all__ = ["Completion", "CompletionOutput", "Engine", "ModelUnavailable", "SamplingParams", "UnsupportedModel"]
+__all__ = ["LLM", "CompletionOutput", "ModelUnavailable", "RequestOutput", "SamplingParams", "UnsupportedModel"]
 
 _MODULE_OF = {
-    "Completion": "llm",
     "CompletionOutput": "llm",
-    "Engine": "llm",
+    "LLM": "llm",
     "ModelUnavailable": "models",
+    "RequestOutput": "llm",
     "SamplingParams": "sampling_params",
     "UnsupportedModel": "models",
 }

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from vmmkv.config import LOG_LEVELS, PREFIX
-from vmmkv.server.hosts import check_name
 from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 # -------- settings
@@ -137,6 +136,7 @@ class ServeConfig:
 LEAST_KEY_CHARS: Final = 8
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII, which a header carries as it is."""
+_HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,6 @@ class FrontConfig:
     allowed_hosts: tuple[str, ...] = ()
     """Names in the Host header that are answered, beside addresses and localhost, where only this machine can reach the server;
     once there are any, only these everywhere."""
-    max_tokens_per_key: int | None = None
-    """Tokens, of prompts and of answers at their longest, that the requests of one key may have in flight together."""
     max_queued_requests: int = 1024
     """Sequences that may wait or be tokenised beyond those that run."""
     max_queued_tokens: int = 1 << 22
@@ -181,11 +179,8 @@ class FrontConfig:
         if self.admin_key in self.api_keys:
             raise ValueError("--admin-key is one of the API keys: its holder could do all that the administrator can")
         for name in self.allowed_hosts:
-            check_name(name)
-        if self.max_tokens_per_key is not None:
-            if not self.api_keys:
-                raise ValueError("--max-tokens-per-key has no keys to count by: add --api-key or --api-key-file")
-            self._at_least("--max-tokens-per-key", self.max_tokens_per_key, 2, "tokens, one of a prompt and one of an answer")
+            if not _HOST.fullmatch(name):
+                raise ValueError(f"--allowed-host {name!r} is no host's name; write it as llm.example.org, without a port")
         self._at_least("--max-queued-requests", self.max_queued_requests, 0, "sequences that wait")
         self._at_least("--max-queued-tokens", self.max_queued_tokens, 1, "tokens of prompts that wait")
         if self.max_body_bytes < 4 * KIB:

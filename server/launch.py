@@ -14,6 +14,7 @@ import errno
 import gc
 import ipaddress
 import logging
+import math
 import resource
 import signal
 import socket
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
-import h11
 import msgspec
 import uvicorn
 import zmq
@@ -33,7 +33,6 @@ from vmmkv.errors import VmmkvError
 from vmmkv.server.config import FrontConfig, ServeConfig, with_flags
 from vmmkv.server.console import LoadingProgress, LogLines, configure_logging, in_daemon
 from vmmkv.server.engine_client import ENGINE_COMMAND, EngineClient, EngineProcess
-from vmmkv.server.hosts import Hosts
 from vmmkv.server.http.app import Service, create_app
 from vmmkv.server.http.limits import MAX_HEADER_BYTES
 from vmmkv.server.metrics import tell
@@ -42,69 +41,83 @@ from vmmkv.server.protocol import Ready
 from vmmkv.server.tokenizer import Tokenizer
 from vmmkv.units import counted, format_bytes
 
-# -------- connections
-# Connections, before there is a request on them: headers of a limited size, in a limited time.
-#
-# uvicorn closes a connection that is idle between two requests, but waits for ever for the first one, or for the rest of a
-# header that comes byte by byte.
-
-HEADER_S: Final = 30.0
-"""How long a client may take to send a request's headers, from the connection or from their first byte on."""
-SPARE_CONNECTIONS: Final = 4096
-"""Beyond those of requests in flight: who only asks, or is only connected."""
-
-
-class PatientProtocol(H11Protocol):
-    """uvicorn's, of limited patience."""
-
-    header_s: float = HEADER_S
-    _header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
-        super().connection_made(transport)
-        self._await_header()
-
-    def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._await_header()
-        else:
-            self._forget_header()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
-        self._forget_header()
-        super().connection_lost(exc)
-
-    def _await_header(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.header_s, self.transport.close)
-
-    def _forget_header(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-
-def uvicorn_options(num_in_flight: int) -> dict[str, Any]:
-    """Of a server with so many sequences in flight at most. httptools, which uvicorn would take, has no limit on headers."""
-    return {
-        "http": PatientProtocol,
-        "h11_max_incomplete_event_size": 4 * MAX_HEADER_BYTES,
-        "limit_concurrency": num_in_flight + SPARE_CONNECTIONS,
-    }
-
-
-# -------- launch
-
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
-"""How long errors may take to be sent to those whose answers were not in time, when the server stops."""
+"""How long errors may take to be sent to clients whose answers were not in time, when the server stops."""
 LAST_ANSWERS_S: Final = 3.0
 """How long /health and requests are answered with 503 after the engine has died, before this process ends too."""
+SPARE_CONNECTIONS: Final = 4096
+"""Connections beyond those of requests in flight."""
+BACKLOG: Final = 2048
+"""Connections that the kernel holds until they are accepted."""
+ACCEPTS_AT_ONCE: Final = 64
+"""Connections accepted in one turn of the event loop; so often it tries again at once when there are no descriptors left."""
+PROBE_S: Final = 1.0
+"""How often a client that has ended its side is asked whether it still reads."""
+
+
+class HalfCloseProtocol(H11Protocol):
+    """uvicorn's protocol, which also answers a client that ends its side of the connection after its request.
+
+    A client that is gone ends its side too, and TCP tells them apart only by what happens to bytes that are sent. So until the
+    answer begins an interim response (100, which clients skip) is sent now and then; a dead connection ends by it.
+    """
+
+    _probe_timer: asyncio.TimerHandle | None = None
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection open while an answer is due."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False  # the connection closes behind the answer
+        self._probe()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        super().connection_lost(exc)
+
+    def _probe(self) -> None:
+        if self.cycle.response_started or self.transport.is_closing():
+            return
+        if self.scope["http_version"] == "1.1":  # 1.0 has no interim responses
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(PROBE_S, self._probe)
+
+
+def uvicorn_options(num_in_flight: int) -> dict[str, Any]:
+    """For so many sequences in flight at most. httptools, which uvicorn would take, has no limit on headers."""
+    return {
+        "http": HalfCloseProtocol,
+        "h11_max_incomplete_event_size": 4 * MAX_HEADER_BYTES,
+        "limit_concurrency": num_in_flight + SPARE_CONNECTIONS,
+        "backlog": ACCEPTS_AT_ONCE,  # also the kernel's, until `_Server.startup` has set that
+    }
+
+
+def log_once_without_descriptors(loop: asyncio.AbstractEventLoop) -> None:
+    """Log one line when connections cannot be accepted for want of descriptors, instead of a traceback for each try.
+
+    asyncio tries again after a second, and reports each of its tries to the loop's exception handler.
+    """
+    last_s = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last_s
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            loop.default_exception_handler(context)
+            return
+        if loop.time() - last_s > 10:  # else the same shortage
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            log.error("no connection can be accepted: %s (limit %d); trying again every second", error.strerror, limit)
+        last_s = loop.time()
+
+    loop.set_exception_handler(handle)
 
 
 class CannotStart(VmmkvError):
@@ -161,6 +174,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with the kernel's queue as long as it should be."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams that would never end, and wait for the others."""
         self._before_end()
@@ -178,8 +197,7 @@ class _Launch:
             console = Console(file=cast(IO[str], LogLines(log)), width=1000)
         self._progress = LoadingProgress(console)
         self._client = EngineClient(address, on_loading=self._progress.show)
-        hosts = Hosts(front.allowed_hosts, own=config.host, listens_here=_is_here(listener))
-        self._service = Service(self._client, name, front, hosts)
+        self._service = Service(self._client, name, front, hosts=answered_hosts(front, config.host, here=_is_here(listener)))
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._service),
@@ -191,7 +209,7 @@ class _Launch:
                 timeout_graceful_shutdown=GRACE_S,
                 **uvicorn_options(config.max_num_seqs + front.max_queued_requests),
             ),
-            self._service.viewers.close,
+            self._service.dashboard.close,
         )
         self._draining: asyncio.Task[None] | None = None
         self._stopping = False
@@ -200,6 +218,7 @@ class _Launch:
 
     async def serve(self, engine_command: Sequence[str]) -> int:
         loop = asyncio.get_running_loop()
+        log_once_without_descriptors(loop)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
         # Before ZeroMQ's threads are there, for it forks; the engine's connect waits for our bind.
@@ -244,7 +263,7 @@ class _Launch:
 
     async def _drain(self) -> None:
         """Answer new requests, and whoever asks for the health, with 503, until those in flight have ended or may no more."""
-        if not await self._service.drain():
+        if not await self._service.queue.drain():
             self._client.fail("The server is shutting down.")
         self._server.should_exit = True
 
@@ -300,7 +319,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:  # a name that no host can have is the latter
         code = error.errno if isinstance(error, OSError) else None
         remedy = "use 127.0.0.1 for this machine alone" if isinstance(error, (socket.gaierror, UnicodeError)) else ""
@@ -312,6 +331,18 @@ def _listen(host: str, port: int) -> socket.socket:
         raise CannotStart(
             "; ".join(filter(None, [f"cannot listen on --host {host} --port {port}: {reason}", remedy]))
         ) from error
+
+
+def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> list[str] | None:
+    """Names in the Host header that are answered; None for any.
+
+    A page of another site can reach a server on this machine through a browser here, by a name that its owner points at
+    127.0.0.1 (DNS rebinding). So a server that listens `here` alone answers to its own names, and so does any server once
+    names are given.
+    """
+    if not here and not front.allowed_hosts:
+        return None
+    return [*front.allowed_hosts, host, "localhost", "*.localhost", "127.0.0.1", "[::1]"]
 
 
 def _is_here(listener: socket.socket) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vmmkv.memory.memory_map import SlotMap
+from vmmkv.server.sampling_params import SamplingParams
 
 # -------- protocol
 
@@ -19,50 +20,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: continue `prompt` by up to `max_new_tokens`."""
+    """HTTP -> engine: continue `prompt`. One message asks for one answer, or for one beam search."""
 
     request_id: str
     prompt: list[int]
-    max_new_tokens: int
-    """0 only with `num_prompt_logprobs`."""
-    stop_token_ids: list[int] = []
-    """Ends the sequence when sampled, in addition to the model's own end tokens; neither is sent back."""
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    """Before so many tokens of the answer neither an end token nor one of `stop_token_ids` is sampled, `ignore_eos` or not."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """Only the likeliest so many can be drawn; 0 for all."""
-    min_p: float = 0.0
-    """Only tokens at least so likely as this share of the likeliest one can be drawn."""
-    presence_penalty: float = 0.0
-    """Taken from the logit of each token generated before."""
-    frequency_penalty: float = 0.0
-    """Taken from the logit of a token for each time that it was generated before."""
-    repetition_penalty: float = 1.0
-    """What the logits of tokens of the prompt and the answer are divided by, or multiplied with if they are negative."""
-    logit_bias: dict[int, float] = {}
-    """Added to the logits of these tokens."""
-    seed: int = 0
-    """The random stream depends on this and on the position only."""
-    want_logprobs: bool = False
-    """Have each `Output` carry the log-probability of what was chosen."""
-    num_logprobs: int = 0
-    """And those of the likeliest so many, if `want_logprobs`."""
-    num_prompt_logprobs: int | None = None
-    """If not None, have `PromptLogprobs` of the prompt's tokens, and of the likeliest so many at each place."""
+    params: SamplingParams
+    """`n`, `stop` and `structured_outputs` are not the engine's; a `seed` of None counts as 0."""
     priority: int = 0
-    """Whoever has a lower one goes first."""
+    """Lower ones run first."""
     cache_salt: str | None = None
-    """Part of the prefix namespace: prompts share what is known of them only with prompts of the same salt."""
-    beam_width: int = 0
-    """Above 0, search for the best answers with so many beams, instead of sampling; `Beams` is the answer then."""
-    length_penalty: float = 1.0
-    """Of a beam search: answers compare by log-probability / (number of tokens) ** length_penalty."""
+    """Prefix namespace: requests share cached prefixes only with requests of the same salt."""
     grammar: bytes = b""
-    """If any, what every answer follows: as `server.structured_output` compiled it for this model's vocabulary."""
+    """The compiled grammar that the answer follows; empty for none."""
 
 
 class Abort(Message, frozen=True, kw_only=True):

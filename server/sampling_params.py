@@ -1,4 +1,8 @@
-"""What a caller in this process asks of a generation; HTTP has the same options (`sampling_schemas.py`)."""
+"""How tokens are chosen, and whether a request can be served: one declaration for LLM, HTTP and the engine.
+
+SamplingParams is what a caller asks for, validated when it is made, and part of the message to the engine.
+Limits is what a model and its memory allow; every process refuses a request by `Limits.check`.
+"""
 
 import difflib
 import functools
@@ -6,51 +10,73 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from vmmkv.units import counted, format_bytes
-
-# -------- sampling params
 
 T = TypeVar("T")
 
 MAX_PENALTY: Final = 2.0
-"""Presence and frequency penalties, either way; OpenAI's limit."""
+"""Bound of presence and frequency penalties, either way; OpenAI's limit."""
 MAX_REPETITION_PENALTY: Final = 100.0
-"""And its inverse: logits times more leave what floats hold."""
+"""Bound of the repetition penalty and of its inverse; beyond it logits leave the range of floats."""
 MAX_BIAS: Final = 100.0
-"""Either way; OpenAI's limit. It as good as forces or forbids a token."""
+"""Bound of a logit bias, either way; OpenAI's limit."""
 MAX_LENGTH_PENALTY: Final = 10.0
-"""Either way, of a beam search; a length to the power of more leaves what floats hold."""
+"""Bound of a beam search's length penalty, either way."""
 MAX_CHOICES: Final = 128
-"""Sequences of the engine that one request, or one prompt in this process, may be continued by."""
+"""Sequences that one HTTP request, or one prompt of an LLM, may have."""
 MAX_INDEX: Final = 2**31
-"""Token ids and counts of them are below it."""
+"""Token ids and counts of tokens are below it."""
+MAX_PROMPT_TOP_LOGPROBS: Final = 1024
+"""Likeliest tokens at each place of a prompt: a step of 8192 places takes 100 MiB of the device."""
 
 HTTP_ALONE: Final = (
-    "best_of", "beam_width", "cache_salt", "chat_template_kwargs", "length_penalty", "response_format", "stream",
-    "stream_options", "structured_outputs", "timeout", "use_beam_search", "user",
+    "cache_salt", "chat_template_kwargs", "metadata", "prompt_cache_key", "response_format", "safety_identifier",
+    "service_tier", "stream", "stream_options", "timeout", "user",
 )  # fmt: skip
-"""Options of a request that there are not in this process."""
+"""Options of an HTTP request without a counterpart in SamplingParams."""
 ELSEWHERE: Final = {
     **dict.fromkeys(HTTP_ALONE, "HTTP alone has it: see `vmmkv serve`"),
     "echo": "prompt_logprobs says how likely a prompt is, and HTTP alone repeats it",
     "max_completion_tokens": "did you mean max_tokens?",
-    "priority": "give Engine.generate priorities",
+    "priority": "give LLM.generate priorities",
     "top_logprobs": "logprobs is how many of the likeliest there are at each place",
+    "use_beam_search": "give beam_width",
 }
-"""What a request over HTTP has and SamplingParams has not, and what there is in its place."""
+"""Options of an HTTP request that SamplingParams lacks, and what to use instead."""
+
+
+class InvalidParam(ValueError):
+    """A sampling parameter that cannot be; `param` is its name, `reason` the text without the name."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"{param} {reason}")
+        self.param = param
+        self.reason = reason
+
+
+class RequestRefused(ValueError):
+    """A request that this model or its memory can never serve.
+
+    `param` is the parameter at fault (`prompt` for the prompt), `code` a word for machines.
+    """
+
+    def __init__(self, message: str, *, param: str, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 def unknown_option(owner: str, name: str, options: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """What to say of an option that there is not: what is `elsewhere` in its place, the nearest that there is, or else all."""
+    """The error text for an option that does not exist: what to use instead, the nearest name, or all names."""
     near = difflib.get_close_matches(name, options)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
     return f"{owner} has no option {name}; {(elsewhere or {}).get(name, remedy)}"
 
 
-def _names_what_there_is(cls: type[T]) -> type[T]:
-    """The dataclass, which says of an argument that it has not what there is instead."""
+def _explains_unknown_options(cls: type[T]) -> type[T]:
+    """Class decorator: the TypeError for an unknown keyword says what exists instead."""
     init, options = cls.__init__, list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
 
     @functools.wraps(init)
@@ -64,64 +90,67 @@ def _names_what_there_is(cls: type[T]) -> type[T]:
     return cls
 
 
-@_names_what_there_is
+@_explains_unknown_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. Validated once; the same object may serve any number of prompts.
+    """How tokens are chosen, and when to stop. Validated once; one object may serve any number of prompts.
 
-    What changes the logits or the choice among them is applied in this order: penalties, `logit_bias`, temperature, `top_k`,
-    `top_p` of what `top_k` left, `min_p`. Tokens that are equally likely are kept or dropped together.
+    Logits are changed in this order: penalties, `logit_bias`, temperature, `top_k`, `top_p`, `min_p`. Tokens of equal
+    probability are kept or dropped together. Log-probabilities are those of the model's logits before all of this.
 
-    Log-probabilities are the model's own, in answers and prompts: of its logits before all of this.
+    numpy's numbers and any list are accepted; they are kept as Python's numbers and tuples.
 
-    Numbers may also be numpy's; stops may come in any order that a list has. They are kept as Python's own numbers, in tuples.
-
-    Raises: ValueError naming the option, what it was and what it may be; TypeError for an option that there is not.
+    Raises: InvalidParam (a ValueError) naming the option, its value and what it may be; TypeError for an unknown option.
     """
 
     max_tokens: int = 16
-    """New tokens, at most. 0 only with `prompt_logprobs`, which can be all that is asked for."""
+    """New tokens at most. 0 only with `prompt_logprobs`."""
     min_tokens: int = 0
-    """And at least: before so many neither an end token nor one of `stop_token_ids` is sampled, and no text of `stop` ends the
-    answer."""
+    """New tokens at least: until then no end token, no `stop_token_ids` and no `stop` ends the answer."""
     temperature: float = 1.0
     """0 takes the likeliest token; so does anything below 1e-5."""
     top_p: float = 1.0
-    """The least likely tokens go, as long as this much probability is left; the likeliest always stays."""
+    """Keep the likeliest tokens that have this much probability together; at least one is kept."""
     top_k: int = 0
-    """Only the likeliest so many can be drawn; 0 or -1 for all, which is kept as 0."""
+    """Keep this many of the likeliest tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the likeliest one's probability can be drawn."""
+    """Keep tokens with at least this share of the likeliest token's probability."""
     presence_penalty: float = 0.0
     """Taken from the logit of each token generated before."""
     frequency_penalty: float = 0.0
     """Taken from the logit of a token for each time that it was generated before."""
     repetition_penalty: float = 1.0
-    """What logits of tokens of the prompt and the answer are divided by, or multiplied with if they are negative."""
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt and the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Of the random stream, which depends on nothing else but the position; None for one that differs every time."""
+    """Seed of the random stream, which depends on nothing else but the position; None for a new one each time."""
     n: int = 1
-    """Answers for each prompt, MAX_CHOICES at most."""
+    """Answers for each prompt."""
     stop: Sequence[str] = ()
-    """Texts that end the answer, and are no part of it; or one such text."""
+    """Texts that end the answer and are no part of it; or one such text."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the answer, in addition to the model's own end tokens."""
+    """Token ids that end the answer, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
     logprobs: int | None = None
-    """None for none; else of each token chosen, and of so many of the likeliest beside it."""
+    """None for none; else the log-probability of each chosen token, and of this many of the likeliest beside it."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens. Its rows are all computed then, whatever the prefix cache has of them."""
+    """The same of the prompt's tokens. All rows of the prompt are computed then, cached or not."""
+    beam_width: int = 0
+    """Above 0, a beam search of this width; the answers are its `n` best. Needs `temperature=0`."""
+    length_penalty: float = 1.0
+    """Beams compare by log-probability / (number of tokens) ** length_penalty."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """What the answer follows: one of `json` (a schema), `regex`, `choice` (a list of texts) or `grammar` (GBNF)."""
 
     def __post_init__(self) -> None:
         wanted = "at least 1" if self.prompt_logprobs is None else "0 or more"
-        self._whole("max_tokens", int(self.prompt_logprobs is None), MAX_INDEX, wanted)
-        self._whole("min_tokens", 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
+        self._integer("max_tokens", int(self.prompt_logprobs is None), MAX_INDEX, wanted)
+        self._integer("min_tokens", 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
         self._number("temperature", 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
         self._number("top_p", 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", above=True)
-        self._whole("top_k", -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
+        self._integer("top_k", -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
         self._keep("top_k", max(0, self.top_k))
         self._number("min_p", 0.0, 1.0, "from 0, which keeps all tokens, to 1")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -131,24 +160,163 @@ class SamplingParams:
         self._number("repetition_penalty", least, MAX_REPETITION_PENALTY, wanted)
         self._keep("logit_bias", _biases(self.logit_bias))
         if self.seed is not None:
-            self._whole("seed", -(2**63), 2**63, "an integer of 64 bits, or None")
-        self._whole("n", 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
+            self._integer("seed", -(2**63), 2**63, "an integer of 64 bits, or None")
+        self._integer("n", 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
         self._keep("stop", _texts(self.stop))
         self._keep("stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._whole(name, 0, MAX_INDEX, "None for none, or how many of the likeliest, 0 or more")
+                self._integer(name, 0, MAX_INDEX, "None for none, or how many of the likeliest, 0 or more")
+        self._integer("beam_width", 0, MAX_INDEX, "0 to sample, or the width of a beam search")
+        wanted = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        self._number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, wanted)
+        if self.beam_width:
+            self._check_beams()
+        elif self.length_penalty != 1.0:
+            raise InvalidParam("length_penalty", "is only for a beam search: give beam_width, or leave it out")
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
+
+    @property
+    def is_search(self) -> bool:
+        """Whether this is a beam search, which has one request of the engine for all its answers."""
+        return self.beam_width > 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the engine for each prompt."""
+        return self.beam_width or self.n
+
+    def _check_beams(self) -> None:
+        if self.temperature:
+            raise InvalidParam("temperature", "must be 0 for a beam search, which samples nothing: send 0")
+        for name, neutral in _NEUTRAL.items():
+            if getattr(self, name) != neutral:
+                reason = f"changes probabilities, and a beam search compares the model's own: leave {name} out"
+                raise InvalidParam(name, reason)
+        for name, reason in (
+            ("min_tokens", "is not for a beam search, which ends where its beams do: leave min_tokens out, or the beam search"),
+            ("structured_outputs", "is not for a beam search, which samples nothing"),
+        ):
+            if getattr(self, name):
+                raise InvalidParam(name, reason)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                raise InvalidParam(name, "is not for a beam search, which has none of single tokens: leave logprobs out")
+        if self.n > self.beam_width:
+            raise InvalidParam(
+                "n",
+                f"is {self.n}, and so many answers cannot come from {self.beam_width} beams: "
+                f"raise beam_width to {self.n} or lower n to {self.beam_width}",
+            )
+
+    def _check_structured_outputs(self) -> None:
+        wanted = 'one of json, regex, choice and grammar, such as {"regex": "[0-9]+"}'
+        if not isinstance(self.structured_outputs, Mapping) or len(self.structured_outputs) != 1:
+            _refuse("structured_outputs", self.structured_outputs, wanted)
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidParam(name, "is not for structured outputs, which end where the grammar does")
 
     def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # it is frozen for everybody else
+        object.__setattr__(self, name, value)
 
-    def _whole(self, name: str, least: int, end: int, wanted: str) -> None:
-        self._keep(name, _whole(name, getattr(self, name), least, end, wanted))
+    def _integer(self, name: str, least: int, end: int, wanted: str) -> None:
+        self._keep(name, _integer(name, getattr(self, name), least, end, wanted))
 
     def _number(self, name: str, least: float, most: float, wanted: str, *, above: bool = False) -> None:
         self._keep(name, _number(name, getattr(self, name), least, most, wanted, above=above))
+
+
+_NEUTRAL: Final[Mapping[str, object]] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+"""Parameters that change probabilities, at the values where they do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request can have, by the model and by the memory of its engine."""
+
+    model: str
+    """The name that the caller knows."""
+    model_tokens: int
+    """Prompt and answer together, as the model's positions or a slot allow."""
+    pool_tokens: int
+    """Tokens of one sequence that the whole KV budget holds."""
+    budget_bytes: int
+    max_sequences: int
+    vocabulary_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and answer together."""
+        return min(self.model_tokens, self.pool_tokens)
+
+    def fit(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None = None) -> int:
+        """New tokens that a request may have: what it `wanted`, else `default`, else as many as fit.
+
+        Raises: RequestRefused if the prompt is empty or the request could never fit.
+        """
+        if num_prompt_tokens == 0:
+            raise RequestRefused("The prompt has no tokens; send at least one.", param="prompt", code="empty_prompt")
+        room = self.max_tokens - num_prompt_tokens
+        if wanted is not None and wanted <= room:
+            return wanted
+        if wanted is None and room > 0:
+            return room if default is None else min(default, room)
+        param = "prompt" if room <= 0 else "max_tokens"
+        raise RequestRefused(self._too_long(num_prompt_tokens, wanted, room), param=param, code="context_length_exceeded")
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, *, follows_grammar: bool = False) -> None:
+        """Can this request ever run here? The prompt, each token id, the answer's length and the beams are checked.
+
+        Raises: RequestRefused, InvalidParam.
+        """
+        self.fit(len(prompt), params.max_tokens)
+        if params.max_tokens == 0 and follows_grammar:
+            raise InvalidParam("max_tokens", "is 0, which leaves nothing that could follow the grammar: raise it")
+        size = self.vocabulary_size
+        for param, ids in (("prompt", prompt), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                unknown = next(token_id for token_id in ids if not 0 <= token_id < size)
+                message = f"{unknown} is not a token id of this model: they go from 0 to {size - 1}."
+                raise RequestRefused(f"Invalid {param}: {message}", param=param)
+        if params.prompt_logprobs is not None and params.prompt_logprobs > MAX_PROMPT_TOP_LOGPROBS:
+            raise InvalidParam("prompt_logprobs", f"is {params.prompt_logprobs}; {MAX_PROMPT_TOP_LOGPROBS} is the most")
+        if params.beam_width > self.max_sequences:
+            message = (
+                f"A search of {params.beam_width} beams needs as many slots, and this server has {self.max_sequences}: "
+                f"lower beam_width to {self.max_sequences}."
+            )
+            raise RequestRefused(message, param="beam_width", code="too_many_beams")
+        if follows_grammar and (params.beam_width or params.ignore_eos or params.min_tokens):
+            name = next(name for name in ("beam_width", "ignore_eos", "min_tokens") if getattr(params, name))
+            raise InvalidParam(name, "is not for an answer that follows a grammar, which ends where the grammar does")
+
+    def _too_long(self, num_prompt_tokens: int, wanted: int | None, room: int) -> str:
+        limit = self.max_tokens
+        if self.pool_tokens < self.model_tokens:
+            reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
+        else:
+            reason = f"the most that {self.model} takes here"
+        given = f"{counted(num_prompt_tokens, 'token')} of prompt"
+        if wanted is not None:
+            given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
+        num_new = 1 if wanted is None else wanted
+        remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
+        if wanted is not None and room > 0:
+            remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
+        remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
+        return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
 
 
 def _biases(bias: Any) -> dict[int, float]:
@@ -156,7 +324,7 @@ def _biases(bias: Any) -> dict[int, float]:
         _refuse("logit_bias", bias, "a mapping from token ids to numbers, such as {50256: -100.0}")
     wanted = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
     return {
-        _whole("logit_bias", token_id, 0, MAX_INDEX, "a token id, 0 or more, as each key"): _number(
+        _integer("logit_bias", token_id, 0, MAX_INDEX, "a token id, 0 or more, as each key"): _number(
             f"logit_bias[{token_id}]", value, -MAX_BIAS, MAX_BIAS, wanted
         )
         for token_id, value in bias.items()
@@ -172,7 +340,7 @@ def _texts(stop: Any) -> tuple[str, ...]:
 
 def _token_ids(ids: Any) -> tuple[int, ...]:
     listed = _listed("stop_token_ids", ids, "a list of token ids, such as [2]")
-    return tuple(_whole("stop_token_ids", token_id, 0, MAX_INDEX, "token ids, 0 or more") for token_id in listed)
+    return tuple(_integer("stop_token_ids", token_id, 0, MAX_INDEX, "token ids, 0 or more") for token_id in listed)
 
 
 def _listed(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
@@ -181,14 +349,14 @@ def _listed(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _whole(name: str, value: Any, least: int, end: int, wanted: str) -> int:
+def _integer(name: str, value: Any, least: int, end: int, wanted: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < end:
         _refuse(name, value, wanted)
     return int(value)
 
 
 def _number(name: str, value: Any, least: float, most: float, wanted: str, *, above: bool = False) -> float:
-    """`above` leaves `least` itself out."""
+    """`above` excludes `least` itself."""
     is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     if not is_number or not least <= value <= most or (above and value == least):
         _refuse(name, value, wanted)
@@ -196,65 +364,4 @@ def _number(name: str, value: Any, least: float, most: float, wanted: str, *, ab
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
-    raise ValueError(f"{name} is {value!r}; wanted {wanted}")
-
-
-# -------- admission limits
-# Whether a request can ever fit, however little else runs: said the same way over HTTP and to callers in this process.
-
-
-class DoesNotFit(ValueError):
-    """A request that could never run; `at_fault` says what must change, its words say how."""
-
-    def __init__(self, message: str, *, at_fault: Literal["prompt", "max_tokens"], empty: bool = False) -> None:
-        super().__init__(message)
-        self.at_fault = at_fault
-        self.empty = empty
-        """It has no tokens at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one request can have; `of_model` is the tokens that the model's positions or a slot reach."""
-
-    model: str
-    """The name that whoever asks knows."""
-    of_model: int
-    of_pool: int
-    """Tokens of one sequence that the whole KV budget holds."""
-    budget_bytes: int
-
-    @property
-    def tokens(self) -> int:
-        """Of a prompt and its answer together."""
-        return min(self.of_model, self.of_pool)
-
-    def fit(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None = None) -> int:
-        """How many new tokens a request may have: what it `wanted`, else `default`, else whatever fits.
-
-        Raises: DoesNotFit if the prompt is empty or the request could never fit, whatever else runs.
-        """
-        if num_prompt_tokens == 0:
-            raise DoesNotFit("The prompt has no tokens; send at least one.", at_fault="prompt", empty=True)
-        room = self.tokens - num_prompt_tokens
-        if wanted is not None and wanted <= room:
-            return wanted
-        if wanted is None and room > 0:
-            return room if default is None else min(default, room)
-        raise DoesNotFit(self._too_long(num_prompt_tokens, wanted, room), at_fault="prompt" if room <= 0 else "max_tokens")
-
-    def _too_long(self, num_prompt_tokens: int, wanted: int | None, room: int) -> str:
-        limit = self.tokens
-        if self.of_pool < self.of_model:
-            reason = f"all that the KV budget of {format_bytes(self.budget_bytes)} can hold; a larger budget would hold more"
-        else:
-            reason = f"the most that {self.model} takes here"
-        given = f"{counted(num_prompt_tokens, 'token')} of prompt"
-        if wanted is not None:
-            given = f"{num_prompt_tokens + wanted} tokens, {num_prompt_tokens} of prompt and {wanted} new"
-        num_new = 1 if wanted is None else wanted
-        remedy = f"shorten the prompt to {counted(limit - num_new, 'token')}" if limit > num_new else ""
-        if wanted is not None and room > 0:
-            remedy = f"lower max_tokens to {room}" + (f" or {remedy}" if remedy else "")
-        remedy = remedy or f"shorten the prompt and lower max_tokens to {limit} together at most"
-        return f"This request is for {given}, but one request can have {limit} ({reason}): {remedy}."
+    raise InvalidParam(name, f"is {value!r}; wanted {wanted}")

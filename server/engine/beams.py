@@ -182,10 +182,10 @@ class BeamGroup:
     def __init__(self, request: Request, cache: EngineCache) -> None:
         ask = request.ask
         self.search = BeamSearch(
-            width=ask.beam_width,
-            max_new_tokens=ask.max_new_tokens,
+            width=ask.params.beam_width,
+            max_new_tokens=ask.params.max_tokens,
             stop_ids=request.stop_ids,
-            length_penalty=ask.length_penalty,
+            length_penalty=ask.params.length_penalty,
         )
         self.sequences: list[KVSequence] = [request.memory]
         """Of the live beams, in the search's order."""
@@ -220,7 +220,7 @@ class BeamGroup:
         self._rows_of.update(zip(self.sequences, self.search.live, strict=True))
         self._continuations = self.search.advance([self._candidates[each] for each in self.sequences])
         self._candidates = {}
-        return self.search.best(self._request.ask.beam_width) if self.search.done else None
+        return self.search.best(self._request.ask.params.beam_width) if self.search.done else None
 
     def arrange(self) -> None:
         """Give each beam that goes on a sequence with its parent's rows.

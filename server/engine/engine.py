@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vmmkv import DriverError
-from vmmkv.server.engine.admission import Limits, why_never_fits, why_refused
+from vmmkv.server.engine.admission import suppressed_ids, why_never_fits, why_refused
 from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.prefix_groups import BatchOrder
 from vmmkv.server.engine.request import Chunk, Request, Status
@@ -31,6 +31,7 @@ from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
+from vmmkv.server.sampling_params import Limits
 from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
 from vmmkv.units import PAGE_BYTES
 
@@ -97,10 +98,12 @@ class Engine:
         self._runner = runner
         self._prefix = prefix
         self._limits = Limits(
-            max_tokens=cache.max_tokens,
+            model="this engine",
+            model_tokens=cache.max_tokens,
+            pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `why_never_fits`
+            budget_bytes=0,
             max_sequences=max_sequences or cache.num_slots,
             vocabulary_size=runner.model.vocabulary_size,
-            eos_ids=eos_ids,
         )
         self._scheduler = Scheduler(
             cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._limits.max_sequences, drain=self.drain
@@ -166,8 +169,8 @@ class Engine:
         if (reason := self._why_refused(message)) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        stop_ids = frozenset(message.stop_token_ids) | (frozenset() if message.ignore_eos else self._eos_ids)
-        request = Request(message, stop_ids, self._limits.suppressed_ids(message))
+        stop_ids = frozenset(message.params.stop_token_ids) | (frozenset() if message.params.ignore_eos else self._eos_ids)
+        request = Request(message, stop_ids, suppressed_ids(message, self._limits, self._eos_ids))
         if message.grammar:
             assert self._structured is not None, "it was refused"
             self._structured.open(request)
@@ -175,7 +178,7 @@ class Engine:
             self._scheduler.waiting.append(request)
 
     def _why_refused(self, ask: Generate) -> str | None:
-        if reason := why_refused(ask, self._limits, self._runner.check):
+        if reason := why_refused(ask, self._limits, self._eos_ids, self._runner.check):
             return reason
         if self._why_never_fits(ask) is not None:
             self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
@@ -183,13 +186,11 @@ class Engine:
                 return reason
         if ask.grammar and self._structured is None:
             return "this engine knows no grammars"
-        if ask.grammar and (ask.beam_width or ask.ignore_eos):
-            return "an answer by a grammar is sampled, and ends where its grammar does: no beams, no ignore_eos"
         return None
 
     def _why_never_fits(self, ask: Generate) -> str | None:
         attaches = self._prefix is not None
-        return why_never_fits(ask, self._limits, self.cache.layout, self._budget_bytes, attaches=attaches)
+        return why_never_fits(ask, self._limits, self._eos_ids, self.cache.layout, self._budget_bytes, attaches=attaches)
 
     # ------------------------------------------------------------------ the loop
 
@@ -326,7 +327,7 @@ class Engine:
                 self._scheduler.insert_prefix(request)
         if not chunk.is_last or not chunk.is_answered:
             return False
-        if not request.ask.max_new_tokens and results.tokens[row] >= 0:
+        if not request.ask.params.max_tokens and results.tokens[row] >= 0:
             outputs.append(request.output(reason="length"))
             self._scheduler.finish(request)
         elif request.beams is None:

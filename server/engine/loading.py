@@ -26,6 +26,7 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
+from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.units import ceil_div
 
@@ -261,10 +262,8 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
 
     Raises: ValueError if the model cannot be served.
     """
-    everything = Generate(
-        request_id="warm-up", prompt=[0] * num_tokens, max_new_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0},
-        want_logprobs=True, num_logprobs=1, num_prompt_logprobs=1,
-    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, top_k=1, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1, prompt_logprobs=1)
+    everything = Generate(request_id="warm-up", prompt=[0] * num_tokens, params=params)
     request, no_slots = Request(everything, frozenset()), np.zeros(0, np.int64)
     num_words = ceil_div(runner.model.vocabulary_size, 32)
 

@@ -102,17 +102,17 @@ class Request:
     @property
     def max_tokens(self) -> int:
         """The most tokens it may have. The last one is never written: nothing attends to it."""
-        return len(self.prompt) + self.ask.max_new_tokens
+        return len(self.prompt) + self.ask.params.max_tokens
 
     @property
     def min_length(self) -> int:
         """Tokens, the prompt's included, that must be there before one of `suppressed_ids` may come; 0 if any may come."""
-        return len(self.prompt) + self.ask.min_tokens if self.ask.min_tokens and self.suppressed_ids else 0
+        return len(self.prompt) + self.ask.params.min_tokens if self.ask.params.min_tokens and self.suppressed_ids else 0
 
     @property
     def num_slots(self) -> int:
         """Slots that it takes while it runs: one for each beam, from the start."""
-        return max(1, self.ask.beam_width)
+        return max(1, self.ask.params.beam_width)
 
     @property
     def memory(self) -> KVSequence:
@@ -149,15 +149,15 @@ class Request:
 
         Rows whose next token is still to be scored may not: cached rows have no logits.
         """
-        is_scored = self.ask.num_prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
+        is_scored = self.ask.params.prompt_logprobs is None or self.num_scored >= len(self.prompt) - 1
         return self.tokens if is_scored else self.tokens[: self.num_scored + 1]
 
     def scored_rows(self, start: int, end: int) -> ScoredRows | None:
         """Which of its rows [start, end) need the log-probability of their next token."""
         first, end = max(start, self.num_scored), min(end, len(self.prompt) - 1)
-        if self.ask.num_prompt_logprobs is None or first >= end:
+        if self.ask.params.prompt_logprobs is None or first >= end:
             return None
-        return ScoredRows(first, self.prompt[first + 1 : end + 1], self.ask.num_prompt_logprobs)
+        return ScoredRows(first, self.prompt[first + 1 : end + 1], self.ask.params.prompt_logprobs)
 
     def pending(self) -> "list[Chunk]":
         """All that can be computed of it now from tokens that the host has: its own, or those of its live beams."""
@@ -271,7 +271,7 @@ class Chunk:
     @property
     def is_sampled(self) -> bool:
         """Is the request's next token sampled behind it?"""
-        return self.is_last and not self.num_candidates and self.request.ask.max_new_tokens > 0
+        return self.is_last and not self.num_candidates and self.request.ask.params.max_tokens > 0
 
     def first(self, count: int) -> "Chunk":
         """Its first `count` tokens, or all if there are no more."""
@@ -315,8 +315,8 @@ class RequestTable:
         self.num_confirmed[slot] = num_rows
         self.max_tokens[slot] = request.max_tokens
         self.epochs[slot] += 1
-        self.ignores_eos[slot] = request.ask.ignore_eos
-        self.has_stops[slot] = bool(request.ask.stop_token_ids)
+        self.ignores_eos[slot] = request.ask.params.ignore_eos
+        self.has_stops[slot] = bool(request.ask.params.stop_token_ids)
         self.constrained[slot] = request.matcher is not None
         self.num_constrained += request.matcher is not None
 

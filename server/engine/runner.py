@@ -101,7 +101,7 @@ class Runner:
     def check(self, ask: Generate) -> None:
         """Raises: ValueError for parameters that this model cannot serve, in words for the client."""
         self._sampler.check(ask)
-        if ask.num_prompt_logprobs is not None and not self.model.has_states:
+        if ask.params.prompt_logprobs is not None and not self.model.has_states:
             raise ValueError("this model has no head of its own, and so no log-probabilities of its prompts: leave them out")
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class Runner:
             slot, ask = request.memory.slot, request.ask
             self._is_greedy[slot] = self._sampler.is_greedy(slot)
             self._adjusted_until[slot] = _ALWAYS if self._sampler.has_penalties(slot) else request.min_length
-            self._num_logprobs[slot] = ask.num_logprobs if ask.want_logprobs else -1
+            self._num_logprobs[slot] = -1 if ask.params.logprobs is None else ask.params.logprobs
 
     def release(self, slot: int) -> None:
         """The request in this slot is over."""

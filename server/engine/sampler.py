@@ -64,7 +64,7 @@ class Sampler:
 
     def check(self, ask: Generate) -> None:
         """Raises: ValueError for parameters that this model cannot serve, in words for the client."""
-        stranger = next((token for token in ask.logit_bias if not 0 <= token < self._vocabulary_size), None)
+        stranger = next((token for token in ask.params.logit_bias if not 0 <= token < self._vocabulary_size), None)
         if stranger is not None:
             wanted = f"ids of the model's vocabulary, 0 to {self._vocabulary_size - 1}"
             raise ValueError(f"logit_bias has token {stranger}; wanted {wanted}")
@@ -84,12 +84,12 @@ class Sampler:
             self._penalties.release(request.memory.slot)
         planes_PN = np.empty((_NUM_PLANES, len(requests)), np.int32)
         for i, name in enumerate(_FLOATS):
-            planes_PN[i] = np.array([getattr(request.ask, name) for request in requests], np.float32).view(np.int32)
-        planes_PN[-3] = [min(request.ask.top_k, self._vocabulary_size) for request in requests]
+            planes_PN[i] = np.array([getattr(request.ask.params, name) for request in requests], np.float32).view(np.int32)
+        planes_PN[-3] = [min(request.ask.params.top_k, self._vocabulary_size) for request in requests]
         planes_PN[-2] = self._penalties.assign(requests, self._uploads)
         planes_PN[-1] = [request.min_length for request in requests]
         self._min_tokens.assign(requests, self._uploads)
-        seeds = np.array([request.ask.seed & (2**64 - 1) for request in requests], np.uint64)
+        seeds = np.array([(request.ask.params.seed or 0) & (2**64 - 1) for request in requests], np.uint64)
         slots = np.array([request.memory.slot for request in requests], np.int32)
         slots_N, planes, seed_words = self._uploads.pack([slots, planes_PN.reshape(-1), seeds.view(np.int32)])
         slots_N = slots_N.long()
@@ -187,7 +187,7 @@ class Penalties:
             return [0] * len(requests)
         if len(self._free) < len(penalised):
             self._grow(len(penalised))
-        if self._bias_RV is None and any(request.ask.logit_bias for request in penalised):
+        if self._bias_RV is None and any(request.ask.params.logit_bias for request in penalised):
             self._bias_RV = torch.zeros(self._counts_RV.shape, dtype=torch.float32, device=self._device)
         for request in penalised:
             self._row_of_slot[request.memory.slot] = self._free.pop()
@@ -220,8 +220,8 @@ class Penalties:
         firsts = rows * self._vocabulary_size
         prompts = [np.unique(request.prompt) for request in requests]
         counted = [np.unique(request.tokens[len(request.prompt) :], return_counts=True) for request in requests]
-        biased = [np.fromiter(request.ask.logit_bias, np.int64) for request in requests]
-        biases = np.fromiter(chain.from_iterable(request.ask.logit_bias.values() for request in requests), np.float32)
+        biased = [np.fromiter(request.ask.params.logit_bias, np.int64) for request in requests]
+        biases = np.fromiter(chain.from_iterable(request.ask.params.logit_bias.values() for request in requests), np.float32)
         rows_A, prompt, generated, counts, biased_places, bias_bits = uploads.pack(
             [
                 rows,
@@ -323,8 +323,8 @@ def logprobs(
 
 
 def _has_penalties(ask: Generate) -> bool:
-    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
-    return penalties != (0.0, 0.0, 1.0) or bool(ask.logit_bias)
+    penalties = (ask.params.presence_penalty, ask.params.frequency_penalty, ask.params.repetition_penalty)
+    return penalties != (0.0, 0.0, 1.0) or bool(ask.params.logit_bias)
 
 
 def _places(firsts: npt.NDArray[np.int64], ids: Sequence[npt.NDArray[np.int32 | np.int64]]) -> npt.NDArray[np.int64]:

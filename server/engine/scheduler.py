@@ -269,7 +269,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.enter(self.table, sequence, num_known)
-        if not request.ask.beam_width:
+        if not request.ask.params.beam_width:
             self._unassigned.append(request)
             return
         try:

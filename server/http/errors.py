@@ -1,22 +1,36 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from vmmkv.server.http.schemas import ErrorBody, ErrorDetail
-from vmmkv.server.turns import QueueFull, ShareFull
 from vmmkv.units import counted
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S: Final = 1
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request's end with an HTTP status other than 200; `param` names the parameter at fault, if it is one's fault."""
+    """A request's end with an HTTP status other than 200; `param` names the parameter at fault, if there is one."""
 
     def __init__(
         self,
@@ -66,34 +80,20 @@ def unavailable(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError
 
 
 def too_many(message: str, *, of: Literal["requests", "tokens"], retry_after_s: int) -> ApiError:
-    """429: it may work later. The type says of what there were too many, as OpenAI has it."""
+    """429: it may work later. The type says what there were too many of, as OpenAI's does."""
     message = f"{message} Try again in {retry_after_s} s."
     return ApiError(429, message, type=of, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
 
 
-def no_turn(error: QueueFull) -> ApiError:
-    """429 where a key has its own share of what waits, 503 where all of it is taken."""
-    if isinstance(error, ShareFull):
-        return too_many(str(error), of="requests", retry_after_s=RETRY_AFTER_S)
-    return unavailable(f"{error} Try again in a while.")
-
-
 def too_late(seconds: float) -> ApiError:
-    """408: the request's time is over. OpenAI's client, which would send it again by itself, is told not to."""
+    """408: the request's time is over. OpenAI's client would send it again by itself, and is told not to."""
     message = f"The answer was not finished within {seconds:g} s."
     return ApiError(408, message, type="timeout", code="request_timeout", headers={"x-should-retry": "false"})
 
 
 def client_left() -> ApiError:
-    """499, as nginx has it: nobody reads it."""
+    """499, nginx's status for a client that closed the connection."""
     return ApiError(499, "The client went away.", type="invalid_request_error", code="client_closed_request")
-
-
-def foreign_host(header: bytes) -> ApiError:
-    """403: a browser may have been led here by another site."""
-    shown = header.decode("ascii", "replace")[:80]
-    message = f"This server is not called {shown!r}: use its address, or have it started with --allowed-host and that name."
-    return ApiError(403, message, type="invalid_request_error", code="foreign_host")
 
 
 def no_key() -> ApiError:
@@ -105,13 +105,13 @@ def no_key() -> ApiError:
 
 
 def not_the_administrator() -> ApiError:
-    """403: a key that may ask for completions may not do everything."""
+    """403: an API key does not open the administrator's routes."""
     message = "This route is for the administrator: send the server's admin key as 'Authorization: Bearer KEY'."
     return ApiError(403, message, type="invalid_request_error", code="insufficient_permissions")
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of `app` one of these, also those that FastAPI and Starlette raise themselves."""
+    """Give every error of `app` this form, also those that FastAPI and Starlette raise themselves."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -141,7 +141,7 @@ async def _unexpected(_: Request, error: Exception) -> JSONResponse:
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's complaints, for OpenAI's form has room for one."""
+    """The first of pydantic's complaints; OpenAI's form has room for one."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return bad_request(
@@ -164,7 +164,7 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _in_words(error: Mapping[str, Any]) -> str:
-    """What pydantic says, but for what it says of Python's types and its own steps."""
+    """pydantic's message, without Python's types and pydantic's own steps."""
     context = error.get("ctx", {})
     match error["type"]:
         case "model_type" | "model_attributes_type" | "dict_type":

@@ -221,7 +221,7 @@ class StructuredOutputManager:
         if self.is_overloaded:
             raise CallOverran("others that took too long are still being worked on; try again later")
         assert request.matcher is not None, "its grammar has been read"
-        return request.matcher.force(request.ask.max_new_tokens - 1) if request.may_jump else []
+        return request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
 
     def _call(self, calls: Sequence[tuple[Request, Callable[[], T]]], *, spread: bool = False) -> list[T | Exception]:
         """The results of calls of the requests' matchers, or their errors. The time is charged to the requests.
@@ -255,9 +255,9 @@ def may_jump(request: Request) -> bool:
     Not if each is to be counted by a penalty, has a log-probability, or may be one that ends the answer.
     """
     ask = request.ask
-    wants_logprobs = ask.want_logprobs or ask.num_prompt_logprobs is not None
-    penalties = (ask.presence_penalty, ask.frequency_penalty, ask.repetition_penalty)
-    return not wants_logprobs and not ask.stop_token_ids and penalties == (0.0, 0.0, 1.0)
+    wants_logprobs = ask.params.logprobs is not None or ask.params.prompt_logprobs is not None
+    penalties = (ask.params.presence_penalty, ask.params.frequency_penalty, ask.params.repetition_penalty)
+    return not wants_logprobs and not ask.params.stop_token_ids and penalties == (0.0, 0.0, 1.0)
 
 
 def _accept(matcher: Matcher, token: int, num_left: int, may_jump: bool) -> Next | None:

@@ -58,6 +58,20 @@ def of_object() -> Grammar:
     return of_schema({"type": "object"})
 
 
+def of_structured_outputs(asked: Mapping[str, Any]) -> Grammar:
+    """The grammar of vLLM's `structured_outputs`: one of json, regex, choice and grammar. Raises: GrammarRefused."""
+    match asked:
+        case {"json": dict() | bool() as schema, **others} if not others:
+            return of_schema(schema)
+        case {"regex": str() as pattern, **others} if not others:
+            return Grammar("regex", pattern)
+        case {"choice": list() | tuple() as choices, **others} if not others:
+            return of_choices(choices)
+        case {"grammar": str() as source, **others} if not others:
+            return Grammar("ebnf", source)
+    raise GrammarRefused("it must have exactly one of json (a schema), regex, choice (a list of texts) and grammar (GBNF)")
+
+
 def of_choices(choices: Sequence[str]) -> Grammar:
     """One of several texts. Raises: GrammarRefused."""
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):

@@ -20,6 +20,7 @@ from vmmkv.server.engine.request import Status
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.models import resolve
 from vmmkv.server.protocol import Failed, Generate, Message, Output, Outputs
+from vmmkv.server.sampling_params import InvalidParam, SamplingParams
 
 VOCABULARY = 199
 
@@ -126,8 +127,13 @@ class Harness:
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
         """Queue a request; greedy unless the options say otherwise."""
-        options = {"temperature": 0.0} | options
-        self.engine.receive(Generate(request_id=request_id, prompt=prompt, max_new_tokens=max_new_tokens, **options))
+        message = {name: options.pop(name) for name in ("priority", "cache_salt", "grammar") if name in options}
+        try:
+            params = SamplingParams(**{"max_tokens": max_new_tokens, "temperature": 0.0, "seed": 0} | options)
+        except InvalidParam as error:  # refused by the process that makes it
+            self.sent.append(Failed(request_id=request_id, message=str(error)))
+            return
+        self.engine.receive(Generate(request_id=request_id, prompt=prompt, params=params, **message))
 
     def run(self, *, at_most: int = 5000) -> None:
         """Step until all is done, recounting the laws after each step."""
@@ -162,7 +168,7 @@ class Harness:
             if owner.beams is None:
                 assert confirmed <= known and coming == (length + 1 if owner.status is Status.DECODING else known)
                 assert owner.table is table and owner.num_answered == owner.num_generated
-                assert known < end or not owner.ask.max_new_tokens, "a request with all its tokens has ended"
+                assert known < end or not owner.ask.params.max_tokens, "a request with all its tokens has ended"
 
     def outputs(self, request_id: str | None = None) -> list[Output]:
         """What was answered, in order: to one request, or to all."""

@@ -375,10 +375,9 @@ def test_beams_wait_for_as_many_slots(harness: Callable[..., Harness]) -> None:
     check(answer(one, "wide"), by_transformers(one, prompt_of(9, 5), width=3, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("width", [5, -1])
-def test_more_beams_than_slots_are_refused(harness: Callable[..., Harness], width: int) -> None:
+def test_more_beams_than_slots_are_refused(harness: Callable[..., Harness]) -> None:
     one = harness(slots=4)
-    one.ask("a", prompt_of(9), beam_width=width)
+    one.ask("a", prompt_of(9), beam_width=5)
     one.ask("b", prompt_of(9))
     one.run()
     assert one.failures().keys() == {"a"} and "4" in one.failures()["a"]

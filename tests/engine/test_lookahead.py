@@ -331,7 +331,7 @@ def test_log_probabilities_stay_with_their_tokens(harness: Callable[..., Harness
     for lookahead in LOOKAHEADS:
         one = harness(slots=4, lookahead=lookahead, step_tokens=20, eos_ids=EOS)
         for index in range(8):
-            asked = {} if index % 3 == 0 else {"want_logprobs": True, "num_logprobs": index % 3}
+            asked = {} if index % 3 == 0 else {"logprobs": index % 3}
             one.ask(str(index), prompt_of(5 + 3 * index, index), 20, **sampled(index, **asked))
         one.run()
         for index in range(8):

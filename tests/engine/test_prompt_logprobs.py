@@ -55,7 +55,7 @@ def test_a_prompt_of_several_chunks_beside_others(harness: Callable[..., Harness
         one.ask(f"plain {index}", prompt_of(11 + index), 20)
     one.engine.step()
     for name, prompt in prompts.items():
-        one.ask(name, prompt, 6, num_prompt_logprobs=TOP, want_logprobs=name == "odd")
+        one.ask(name, prompt, 6, prompt_logprobs=TOP, logprobs=0 if name == "odd" else None)
     one.run()
     for name, prompt in prompts.items():
         assert_right(one, name, prompt, TOP if len(prompt) > 1 else 0)
@@ -77,7 +77,7 @@ def test_slices_of_rows_are_joined(harness: Callable[..., Harness], monkeypatch:
         return logits(model, states_WE)
 
     monkeypatch.setattr(type(one.runner.model), "logits", watched)
-    one.ask("one", prompt_of(50), 2, num_prompt_logprobs=TOP)
+    one.ask("one", prompt_of(50), 2, prompt_logprobs=TOP)
     one.run()
     assert max(most) == 7 and len(most) == 1 + 7
     assert_right(one, "one", prompt_of(50))
@@ -89,14 +89,14 @@ def test_what_a_model_does_behind_its_head_is_done_here_too(harness: Callable[..
     forward = model.lm_head.forward
     model.lm_head.forward = lambda states: 0.05 * torch.tanh(forward(states))
     one = harness(model, ours=False, step_tokens=16)
-    one.ask("one", prompt_of(40), 2, num_prompt_logprobs=TOP)
+    one.ask("one", prompt_of(40), 2, prompt_logprobs=TOP)
     one.run()
     assert_right(one, "one", prompt_of(40))
 
 
 def test_answers_come_behind_their_prompts(harness: Callable[..., Harness]) -> None:
     one = harness(ours=True, step_tokens=16)
-    one.ask("one", prompt_of(40), 4, num_prompt_logprobs=0)
+    one.ask("one", prompt_of(40), 4, prompt_logprobs=0)
     one.run()
     kinds = [type(message) for message in one.sent if isinstance(message, Outputs | PromptLogprobs)]
     assert kinds == [PromptLogprobs] * 3 + [Outputs] * 4
@@ -108,7 +108,7 @@ def test_a_prompt_can_be_scored_and_not_continued(harness: Callable[..., Harness
     """Also one that takes all that a sequence may have."""
     one = harness(ours=True, share=True, step_tokens=16, max_tokens=64)
     prompt = prompt_of(length)
-    one.ask("scored", prompt, 0, num_prompt_logprobs=TOP)
+    one.ask("scored", prompt, 0, prompt_logprobs=TOP)
     one.ask("beside", prompt_of(20, 3), 12)
     one.run()
     assert_right(one, "scored", prompt, TOP if length > 1 else 0)
@@ -123,7 +123,7 @@ def test_what_the_prefix_cache_has_is_computed_again(harness: Callable[..., Harn
     one.ask("first", prompt, 4)
     one.run()
     assert one.prefix.match(np.array(prompt, np.int32)) >= 599
-    for name, options in (("scored", {"num_prompt_logprobs": TOP}), ("plain", {})):
+    for name, options in (("scored", {"prompt_logprobs": TOP}), ("plain", {})):
         one.ask(name, prompt, 4, **options)
         one.run()
         assert one.tokens(name) == one.tokens("first")
@@ -135,7 +135,7 @@ def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: Callable[...
     one = harness(ours=True, share=True, step_tokens=700)
     prompt = prompt_of(600)
     one.ask("first", prompt, 4)
-    one.ask("scored", prompt, 4, num_prompt_logprobs=TOP)
+    one.ask("scored", prompt, 4, prompt_logprobs=TOP)
     one.engine.step()
     assert one.engine.num_running == 2
     one.run()
@@ -160,7 +160,7 @@ def test_prompt_log_probabilities_are_sent_once_despite_preemption(
 
     monkeypatch.setattr(scheduler, "_preempt", watched)
     for index, prompt in enumerate(prompts):
-        one.ask(str(index), prompt, 60, num_prompt_logprobs=TOP, priority=1)
+        one.ask(str(index), prompt, 60, prompt_logprobs=TOP, priority=1)
     for urgent in range(3):
         for _ in range(3 + 4 * urgent):
             one.step()
@@ -179,7 +179,7 @@ def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
     prompt = prompt_of(150)
     one.ask("beside", prompt_of(5, 1), 15)
     one.step()
-    one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
+    one.ask("scored", prompt, 3, prompt_logprobs=TOP, priority=1)
     for _ in range(3):
         one.step()
     num_scored = len(told(one, "scored")[0])
@@ -193,7 +193,7 @@ def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
 def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[..., Harness]) -> None:
     one = harness(wide_rows(), ours=True, share=True, step_tokens=64, slots=4, max_sequences=1, lookahead=0)
     prompt = prompt_of(300)
-    one.ask("scored", prompt, 3, num_prompt_logprobs=TOP, priority=1)
+    one.ask("scored", prompt, 3, prompt_logprobs=TOP, priority=1)
     for _ in range(3):
         one.step()
     assert len(told(one, "scored")[0]) == 192
@@ -217,9 +217,9 @@ def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[.
     ("options", "max_new_tokens"),
     [
         ({}, 0),
-        ({"num_prompt_logprobs": 1}, -1),
-        ({"num_prompt_logprobs": -1}, 4),
-        ({"num_prompt_logprobs": 1, "beam_width": 2}, 4),
+        ({"prompt_logprobs": 1}, -1),
+        ({"prompt_logprobs": -1}, 4),
+        ({"prompt_logprobs": 1, "beam_width": 2}, 4),
     ],
 )
 def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dict[str, Any], max_new_tokens: int) -> None:
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dic
 def test_a_model_without_a_head_of_its_own_says_so(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
     monkeypatch.setattr(type(one.model), "base_model_prefix", "")
-    one.ask("bad", prompt_of(5), 4, num_prompt_logprobs=1)
+    one.ask("bad", prompt_of(5), 4, prompt_logprobs=1)
     one.ask("good", prompt_of(5), 4)
     one.run()
     assert "no head of its own" in one.failures()["bad"] and one.tokens("good") == one.expected(prompt_of(5), 4)

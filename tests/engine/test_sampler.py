@@ -13,13 +13,16 @@ from vmmkv.kernels.reference import least_kept
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
 from vmmkv.server.protocol import Generate
+from vmmkv.server.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 INFINITY = float("inf")
 
 
 def request_in(slot: int, prompt: Sequence[int] = (0,), generated: Sequence[int] = (), **options: Any) -> Request:
-    request = Request(Generate(request_id=str(slot), prompt=list(prompt), max_new_tokens=1, **options), frozenset())
+    request = Request(
+        Generate(request_id=str(slot), prompt=list(prompt), params=SamplingParams(max_tokens=1, **options)), frozenset()
+    )
     request.begin_with(generated)
     request.sequence = SimpleNamespace(slot=slot)  # type: ignore[assignment]
     return request

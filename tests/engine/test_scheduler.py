@@ -198,7 +198,7 @@ def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: 
 
 
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("options", [{}, {"num_prompt_logprobs": 0}], ids=["said", "scored"])
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}], ids=["said", "scored"])
 def test_a_request_with_a_slot_and_no_memory_waits_and_the_loop_goes_on(
     harness: Callable[..., Harness], options: dict[str, int], share: bool
 ) -> None:

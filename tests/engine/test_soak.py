@@ -57,7 +57,7 @@ def requests(chance: random.Random, count: int) -> list[Asked]:
             "priority": chance.choice([0, 0, 0, 1, -1]),
             "ignore_eos": chance.random() < 0.3,
             "stop_token_ids": chance.sample(range(VOCABULARY), chance.choice([0, 0, 3, 40])),
-            "want_logprobs": chance.random() < 0.1,
+            "logprobs": 0 if chance.random() < 0.1 else None,
         }
         max_new_tokens = chance.choice([1, 2, 5, chance.randrange(1, 20), chance.randrange(1, 60)])
         siblings = chance.choice([1, 1, 1, 2, 4])
@@ -78,7 +78,7 @@ def requests(chance: random.Random, count: int) -> list[Asked]:
             if "beam_width" not in options and max_new_tokens > 0:
                 own = random.Random(len(asked))
                 options["min_tokens"] = min(max_new_tokens, own.choice([0, 0, 0, 1, 4, 30]))
-                options["num_prompt_logprobs"] = own.choice([*[None] * 9, 2])
+                options["prompt_logprobs"] = own.choice([*[None] * 9, 2])
             abort_after = chance.randrange(30) if chance.random() < 0.15 else None
             asked.append(Asked(str(len(asked)), prompt, max_new_tokens, options | sampling | penalties, abort_after))
     return asked
@@ -145,7 +145,7 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     assert stats.pool_held_bytes == 0, "the pool has everything back"
     for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], max(8, int(40 * share))):
         assert one.tokens(each.name) == tokens_alone(each), each.name
-    scored = [each for each in asked if each.options.get("num_prompt_logprobs") and ends[each.name].keys() & {"stop", "length"}]
+    scored = [each for each in asked if each.options.get("prompt_logprobs") and ends[each.name].keys() & {"stop", "length"}]
     assert len(scored) > 50 * share
     told = Counter[str]()
     for message in one.sent:

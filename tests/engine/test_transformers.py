@@ -36,7 +36,7 @@ from tests.engine.conftest import Harness, prompt_of
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB, KVCache, KVLayout, Pool
 from vmmkv.errors import OutOfPages
-from vmmkv.server import Engine, SamplingParams
+from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.attention import SlotRows
@@ -85,8 +85,8 @@ NUM_NEW = 12
 
 
 @contextmanager
-def engine_of(directory: Path, **options: Any) -> Iterator[Engine]:
-    with Engine(
+def engine_of(directory: Path, **options: Any) -> Iterator[LLM]:
+    with LLM(
         directory, **{"device": "cpu", "max_num_seqs": 4, "max_tokens": 128, "kv_budget_bytes": 64 * MIB} | options
     ) as one:
         yield one
@@ -286,7 +286,9 @@ def test_an_engine_over_a_directory_says_which_it_is_and_answers(tmp_path: Path,
     assert loaded.ready.implementation == ("transformers" if name in OTHERS else "vmmkv")
     engine = loaded.engine
     for index in range(6):
-        request = Generate(request_id=str(index), prompt=prompt_of(9 + index), max_new_tokens=5, ignore_eos=True)
+        request = Generate(
+            request_id=str(index), prompt=prompt_of(9 + index), params=SamplingParams(max_tokens=5, ignore_eos=True)
+        )
         engine.receive(request)
     while engine.has_work:
         engine.step()

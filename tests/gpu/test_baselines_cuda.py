@@ -76,7 +76,7 @@ def test_in_bfloat16_blocks_give_the_bits_of_slots_by_the_same_kernels(over: Cal
     for memory in ("paged", "slots, prefill of blocks", "static"):
         one = over(memory, dtype=torch.bfloat16)
         for index in range(8):
-            one.ask(str(index), prompt_of(50 + 37 * index, index), 40, want_logprobs=True)
+            one.ask(str(index), prompt_of(50 + 37 * index, index), 40, logprobs=0)
         finish(one)
         said.append([(one.tokens(str(index)), one.logprobs(str(index))) for index in range(8)])
         one.memory.close()

@@ -82,7 +82,7 @@ def test_graphs_change_no_bit(harness: Callable[..., Harness], dtype: torch.dtyp
         one = harness(model_of("qwen3").to(dtype), device=DEVICE, ours=True, capture=capture, slots=16)
         for index in range(16):
             options = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": index} if index % 2 else {}
-            one.ask(str(index), prompt_of(5 + 31 * index, index), 50, want_logprobs=True, **options)
+            one.ask(str(index), prompt_of(5 + 31 * index, index), 50, logprobs=0, **options)
         one.run()
         said.append({str(index): (one.tokens(str(index)), one.logprobs(str(index))) for index in range(16)})
     assert said[0] == said[1]
@@ -91,12 +91,12 @@ def test_graphs_change_no_bit(harness: Callable[..., Harness], dtype: torch.dtyp
 def test_logits_hardly_depend_on_the_batch(harness: Callable[..., Harness]) -> None:
     model = model_of("qwen3").to(torch.bfloat16)
     alone = harness(model, device=DEVICE, ours=True, capture=True, slots=64)
-    alone.ask("x", prompt_of(300), 1, want_logprobs=True)
+    alone.ask("x", prompt_of(300), 1, logprobs=0)
     alone.run()
     crowd = harness(model, device=DEVICE, ours=True, capture=True, slots=64, step_tokens=512)
     for index in range(63):
         crowd.ask(str(index), prompt_of(20 + index, index), 30)
-    crowd.ask("x", prompt_of(300), 1, want_logprobs=True)
+    crowd.ask("x", prompt_of(300), 1, logprobs=0)
     crowd.run()
     assert crowd.logprobs("x") == pytest.approx(alone.logprobs("x"), abs=0.05)
 

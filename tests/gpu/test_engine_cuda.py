@@ -82,7 +82,7 @@ def test_prompts_are_as_likely_as_transformers_says_beside_others(harness: Calla
     one.ask("plain", prompt_of(130), 40)
     for rounds in range(2):  # the second time the prefix cache has the prompts
         for name, prompt in prompts.items():
-            one.ask(f"{name} {rounds}", prompt, 4 * rounds, num_prompt_logprobs=3)
+            one.ask(f"{name} {rounds}", prompt, 4 * rounds, prompt_logprobs=3)
         one.run()
         for name, prompt in prompts.items():
             assert_right(one, f"{name} {rounds}", prompt, 3, within=2e-3)

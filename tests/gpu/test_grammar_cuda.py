@@ -74,7 +74,7 @@ def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabil
 ) -> None:
     one = following(harness, device=DEVICE, capture=True, slots=6)
     one.ask("bound", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=1)
-    one.ask("scored", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=2, want_logprobs=True)
+    one.ask("scored", token_ids("free"), 60, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=2, logprobs=0)
     one.ask("free", token_ids("free"), 60, ignore_eos=True)
     one.run()
     assert one.tokens("free") == one.expected(token_ids("free"), 60)

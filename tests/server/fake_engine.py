@@ -66,20 +66,30 @@ def echo(request: Generate) -> list[int]:
 
 def echoes(request: Generate) -> list[Beam]:
     """The prompt from its first token on, from its second on, and so forth."""
-    answers = [request.prompt[start:][: request.max_new_tokens] for start in range(request.beam_width)]
+    answers = [request.prompt[start:][: request.params.max_tokens] for start in range(request.params.beam_width)]
     return [Beam(token_ids=answer, score=-float(rank), finish_reason="stop") for rank, answer in enumerate(answers)]
 
 
 class FakeEngine:
-    """Answers each request with `answer(request)` and an end token, a token each `step_s`, up to max_new_tokens."""
+    """Answers each request with `answer(request)` and an end token, a token each `step_s`, up to max_tokens."""
 
     def __init__(self, address: str, *, ready: Ready = READY) -> None:
+        self._running: dict[str, tuple[Generate, list[int]]] = {}
+        self._ready = ready
+        self._address = address
+        self._num_tokens = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.run, name="fake-engine", daemon=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Answer as at first, forget what came, and end what runs."""
         self.answer: Callable[[Generate], list[int]] = echo
         self.search: Callable[[Generate], list[Beam]] = echoes
         self.logprob: Callable[[Generate, int], float] = lambda request, place: -1.0
         """Of the token at a place of the answer, the end token's behind the last."""
         self.likeliest: Callable[[Generate, int], list[tuple[int, float]]] = lambda request, place: [
-            (token_id, -2.0 - token_id) for token_id in range(request.num_logprobs)
+            (token_id, -2.0 - token_id) for token_id in range(request.params.logprobs or 0)
         ]
         """What is said to have been the likeliest at a place."""
         self.cached: Callable[[Generate], int] = lambda request: 0
@@ -87,19 +97,14 @@ class FakeEngine:
         self.memory_map: MemoryMap | None = MemoryMap(num_slots=4, slot_pages=[64], slots=[], requests={}, took_us=1.0)
         """What it says is mapped; None: it does not say."""
         self.endless = False
-        """Repeat the answer up to max_new_tokens."""
+        """Repeat the answer up to max_tokens."""
         self.deaf = False
         """Go on when told to finish."""
         self.step_s = 0.0
         self.received: list[ToEngine] = []
         self.most_running = 0
         """Requests at once, at the worst."""
-        self._ready = ready
-        self._address = address
-        self._running: dict[str, tuple[Generate, list[int]]] = {}
-        self._num_tokens = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.run, name="fake-engine", daemon=True)
+        self._running.clear()
 
     def start(self) -> None:
         self._thread.start()
@@ -133,7 +138,8 @@ class FakeEngine:
     def _take(self, message: ToEngine) -> None:
         self.received.append(message)
         match message:
-            case Generate(request_id=request_id, seed=seed):
+            case Generate(request_id=request_id, params=params):
+                seed = params.seed
                 if seed == FAIL_SEED:
                     self._send(Failed(request_id=request_id, message="the fake engine was told to fail"))
                 elif seed == DIE_SEED:
@@ -157,7 +163,7 @@ class FakeEngine:
 
     def _say_prompt(self, request: Generate) -> None:
         """In two messages, as if in two chunks: token t had -t / 8, and the likeliest as in answers."""
-        count = request.num_prompt_logprobs
+        count = request.params.prompt_logprobs
         assert count is not None
         for tokens in (request.prompt[1:3], request.prompt[3:]):
             if tokens:
@@ -168,13 +174,13 @@ class FakeEngine:
     def _step(self) -> None:
         outputs: list[Output] = []
         for request_id, (request, generated) in list(self._running.items()):
-            if request.num_prompt_logprobs is not None and not generated:
+            if request.params.prompt_logprobs is not None and not generated:
                 self._say_prompt(request)
-            if not request.max_new_tokens:
+            if not request.params.max_tokens:
                 del self._running[request_id]
                 outputs.append(Output(request_id=request_id, token_ids=(), finish_reason="length"))
                 continue
-            if request.beam_width:
+            if request.params.beam_width:
                 del self._running[request_id]
                 self._send(Beams(request_id=request_id, beams=self.search(request), cached_tokens=self.cached(request)))
                 continue
@@ -186,7 +192,7 @@ class FakeEngine:
                 token_ids = [next(itertools.islice(itertools.cycle(answer), len(generated), None))]
                 generated += token_ids
                 self._num_tokens += 1
-                reason = "length" if len(generated) == request.max_new_tokens else None
+                reason = "length" if len(generated) == request.params.max_tokens else None
             if reason is not None:
                 del self._running[request_id]
             outputs.append(
@@ -194,8 +200,8 @@ class FakeEngine:
                     request_id=request_id,
                     token_ids=tuple(token_ids),
                     finish_reason=reason,
-                    logprobs=(self.logprob(request, place),) if request.want_logprobs else (),
-                    top_logprobs=(tuple(self.likeliest(request, place)),) if request.num_logprobs else (),
+                    logprobs=(self.logprob(request, place),) if request.params.logprobs is not None else (),
+                    top_logprobs=(tuple(self.likeliest(request, place)),) if request.params.logprobs else (),
                     cached_tokens=self.cached(request) if place == 0 else 0,
                 )
             )

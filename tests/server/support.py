@@ -1,14 +1,15 @@
-"""The HTTP server over a fake engine, in threads of the test's process, on a free port."""
+"""The HTTP server over a fake engine: its app in a thread of this process, reached by ASGI, or by sockets."""
 
 import asyncio
 import contextlib
 import json
+import queue
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -21,98 +22,194 @@ from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http.app import Service, create_app
 from vmmkv.server.launch import uvicorn_options
-from vmmkv.server.protocol import Ready
+from vmmkv.server.protocol import Abort, Ready, encode
 from vmmkv.server.tokenizer import Tokenizer
+
+WAIT_S = 30.0
+App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+class AppTransport(httpx.BaseTransport):
+    """Requests of a synchronous client to an app in another thread's event loop, with answers as they are sent."""
+
+    def __init__(self, app: App, loop: asyncio.AbstractEventLoop) -> None:
+        self._app, self._loop = app, loop
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        exchange = _Exchange(self._app, self._loop, request)
+        start = exchange.next()
+        assert start is not None, "the app answered nothing"
+        return httpx.Response(start["status"], headers=start["headers"], stream=exchange)
+
+
+class _Exchange(httpx.SyncByteStream):
+    """One request and its answer. Closed before its end, the client has gone away."""
+
+    def __init__(self, app: App, loop: asyncio.AbstractEventLoop, request: httpx.Request) -> None:
+        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._gone = asyncio.Event()
+        self._loop = loop
+        url = request.url
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "scheme": url.scheme,
+            "path": url.path, "raw_path": url.raw_path.partition(b"?")[0], "query_string": url.query, "root_path": "",
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "client": ("127.0.0.1", 1), "server": (url.host, url.port or 80),
+        }  # fmt: skip
+        asyncio.run_coroutine_threadsafe(self._run(app, scope, request.read()), loop)
+
+    async def _run(self, app: App, scope: dict[str, Any], body: bytes) -> None:
+        bodies = [body]
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            self._messages.put(message)
+
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._messages.put(None)
+
+    def next(self) -> dict[str, Any] | None:
+        """The next message of the answer; None at its end."""
+        return self._messages.get(timeout=WAIT_S)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (message := self.next()) is not None:
+            yield message.get("body", b"")
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._gone.set)
 
 
 @dataclass
 class Running:
     """A server that runs, and what a test holds of it."""
 
-    url: str
     engine: FakeEngine
     client: EngineClient
     service: Service
     loop: asyncio.AbstractEventLoop
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+    app: Any
+    url: str = "http://localhost"
+    """Of sockets, or only for show."""
+    has_sockets: bool = field(default=False, kw_only=True)
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20)
+        transport = None if self.has_sockets else AppTransport(self.app, self.loop)
+        return httpx.Client(base_url=self.url, timeout=20, transport=transport)
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=self.http)
 
     def engine_dies(self, reason: str) -> None:
         asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(10)
 
+    def reset(self) -> None:
+        """As a new one, but for counters: nothing runs, and the engine answers as at first."""
+        idle = eventually(lambda: not self.service.queue.num_sequences and not self.client._answers)
+        assert idle, "a request is left"
+        mark = Abort(request_id="mark")  # behind all that is on its way to the engine
+        self.loop.call_soon_threadsafe(self.client._send, encode(mark))
+        assert eventually(lambda: mark in self.engine.received)
+        self.engine.reset()
+        self.service.tokenizer = Tokenizer(byte_tokenizer())
+
 
 @contextlib.contextmanager
 def running_server(
-    *,
-    ready: Ready = READY,
-    start_engine: bool = True,
-    front: FrontConfig | None = None,
-    send_buffer_bytes: int | None = None,
-) -> Iterator[Running]:
-    """Start all of it, and stop all of it; nothing is left of either. The kernel holds so much of an answer for a client."""
-    with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, socket.create_server(("127.0.0.1", 0)) as listener:
-        if send_buffer_bytes is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # connections have it from there
+    *, ready: Ready = READY, start_engine: bool = True, front: FrontConfig | None = None, sockets: bool = False,
+    hosts: list[str] | None = None,
+) -> Iterator[Running]:  # fmt: skip
+    """Start all of it, and stop all of it; nothing is left of either. With `sockets` uvicorn serves it."""
+    with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, contextlib.ExitStack() as stack:
         address = f"ipc://{directory}/engine"
         engine = FakeEngine(address, ready=ready)
-        started = threading.Event()
-        running: list[Running] = []
-        servers: list[uvicorn.Server] = []
+        running: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+        stop = asyncio.Event()
 
         async def serve() -> None:
             client = EngineClient(address)
             client.start()
-            service = Service(client, "tiny", front)
+            service = Service(client, "tiny", front, hosts)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
-            server = uvicorn.Server(uvicorn.Config(create_app(service), lifespan="off", log_level="warning", **options))
-            servers.append(server)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            running.append(Running(url, engine, client, service, asyncio.get_running_loop()))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), has_sockets=sockets)
             if start_engine:
                 engine.start()
                 await client.settled()
-            started.set()
-            await serving
-            await client.close()
+            async with contextlib.AsyncExitStack() as closing:
+                closing.push_async_callback(client.close)
+                if sockets:
+                    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                    one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                    options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
+                    config = uvicorn.Config(
+                        one.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1, **options
+                    )
+                    server = uvicorn.Server(config)
+                    serving = asyncio.create_task(server.serve(sockets=[listener]))
+                    running.put(one)
+                    await stop.wait()
+                    server.should_exit = True
+                    await serving
+                else:
+                    running.put(one)
+                    await stop.wait()
 
-        thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+        def run() -> None:
+            try:
+                asyncio.run(serve())
+            except BaseException as error:
+                running.put(error)
+                raise
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        assert started.wait(20), "the server did not start"
+        one = running.get(timeout=WAIT_S)
+        if isinstance(one, BaseException):
+            raise one
         try:
-            yield running[0]
+            yield one
         finally:
-            servers[0].should_exit = True
+            one.loop.call_soon_threadsafe(stop.set)
             thread.join(20)
             if start_engine:
                 engine.stop()
 
 
 @contextlib.contextmanager
-def asking(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+def asking(server: Running | str, path: str, body: dict[str, Any]) -> Iterator[None]:
     """A request whose client waits until the end of the block, answered or not, and then goes away without a word."""
-    server, content = httpx.URL(url), json.dumps(body).encode()
+    content = json.dumps(body).encode()
+    if isinstance(server, Running) and not server.has_sockets:
+        request = httpx.Request(
+            "POST", f"http://localhost{path}", content=content, headers={"Content-Type": "application/json"}
+        )
+        exchange = _Exchange(server.app, server.loop, request)
+        try:
+            yield
+        finally:
+            exchange.close()
+        return
+    url = httpx.URL(server.url if isinstance(server, Running) else server)
     head = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((server.host, server.port or 80), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=20) as connection:
         connection.sendall(f"POST {path} {head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
 
 
 def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
-    """Whether the condition comes true in time.
-
-    What another thread or process does after it has answered is waited for like this: how soon is up to the machine.
-    """
+    """Whether the condition comes true in time: other threads and processes are as fast as the machine lets them be."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(0.005)
     return True

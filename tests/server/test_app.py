@@ -72,7 +72,7 @@ class TestChat:
     def test_it_may_go_on_as_long_as_it_fits(self, server: Running) -> None:
         server.openai.chat.completions.create(model="tiny", messages=HELLO)
         request = sent(server)
-        assert request.max_new_tokens == READY.max_tokens - len(request.prompt)
+        assert request.params.max_tokens == READY.max_tokens - len(request.prompt)
 
     @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
     def test_length_ends_it(self, server: Running, name: str) -> None:
@@ -229,7 +229,7 @@ class TestCompletions:
 
     def test_the_default_shrinks_to_what_fits(self, server: Running) -> None:
         server.openai.completions.create(model="tiny", prompt=[1] * (READY.max_tokens - 3))
-        assert sent(server).max_new_tokens == 3
+        assert sent(server).params.max_tokens == 3
 
     def test_parameters_reach_the_engine(self, server: Running) -> None:
         extra = {"ignore_eos": True, "stop_token_ids": [7, 8]}
@@ -237,32 +237,37 @@ class TestCompletions:
             model="tiny", prompt="a", max_tokens=5, temperature=0, top_p=0.5, seed=42, extra_body=extra
         )
         request = sent(server)
-        assert (request.max_new_tokens, request.temperature, request.top_p, request.seed) == (5, 0.0, 0.5, 42)
-        assert (request.ignore_eos, request.stop_token_ids) == (True, [7, 8])
+        assert (request.params.max_tokens, request.params.temperature, request.params.top_p, request.params.seed) == (
+            5,
+            0.0,
+            0.5,
+            42,
+        )
+        assert (request.params.ignore_eos, request.params.stop_token_ids) == (True, (7, 8))
 
     def test_defaults_are_openais_and_the_seed_is_random(self, server: Running) -> None:
         for _ in range(2):
             server.openai.completions.create(model="tiny", prompt="a", temperature=None, top_p=None, seed=None)
         first, second = (message for message in server.engine.received if isinstance(message, Generate))
-        assert (first.temperature, first.top_p) == (1.0, 1.0)
-        assert first.seed != second.seed
+        assert (first.params.temperature, first.params.top_p) == (1.0, 1.0)
+        assert first.params.seed != second.params.seed
 
     @pytest.mark.parametrize("seed", [-1, -(1 << 63), (1 << 63) - 1])
     def test_every_seed_that_openai_allows_is_taken(self, server: Running, seed: int) -> None:
         server.openai.completions.create(model="tiny", prompt="a", seed=seed)
-        assert 0 <= sent(server).seed < 1 << 63
+        assert 0 <= sent(server).params.seed < 1 << 63
 
     @pytest.mark.parametrize("seed", [42, -1, None])
     def test_equal_prompts_have_seeds_of_their_own(self, server: Running, seed: int | None) -> None:
         server.openai.completions.create(model="tiny", prompt=["a"] * 128, seed=seed)
-        seeds = [message.seed for message in server.engine.received if isinstance(message, Generate)]
+        seeds = [message.params.seed for message in server.engine.received if isinstance(message, Generate)]
         assert len(set(seeds)) == 128
         assert all(0 <= each < 1 << 63 for each in seeds)
         if seed is not None:
             server.openai.completions.create(model="tiny", prompt="a", seed=seed)
             alone = server.engine.received[-1]
             assert isinstance(alone, Generate)
-            assert alone.seed == seeds[0]
+            assert alone.params.seed == seeds[0]
 
     def test_values_that_ask_for_nothing_are_taken(self, server: Running) -> None:
         body = {
@@ -283,7 +288,7 @@ class TestCompletions:
         """They are answered while tokens are made of it: not so on the event loop, or in a thread that keeps Python's lock."""
         tokenizer, encoded, answered = server.service.tokenizer, list[tuple[float, float]](), list[tuple[float, float]]()
         assert tokenizer is not None
-        encode = tokenizer.encode_one
+        encode = tokenizer.encode
 
         def timed(prompt: Any, **options: bool) -> list[int]:
             began_s = time.monotonic()
@@ -291,8 +296,8 @@ class TestCompletions:
             encoded.append((began_s, time.monotonic()))
             return ids
 
-        monkeypatch.setattr(tokenizer, "encode_one", timed)
-        with httpx.Client(base_url=server.url, timeout=60) as http, server.http as other:
+        monkeypatch.setattr(tokenizer, "encode", timed)
+        with server.http as http, server.http as other:
             body = {"model": "tiny", "prompt": prompt}
             large = threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": body})
             ticking = asyncio.run_coroutine_threadsafe(longest_turn_s(large), server.loop)
@@ -345,7 +350,7 @@ class TestStop:
         server.engine.answer = answering("a.b.c.d")
         extra = {"min_tokens": 3}
         reply = server.openai.completions.create(model="tiny", prompt="a", stop=".", max_tokens=7, extra_body=extra)
-        assert reply.choices[0].text == "a.b" and sent(server).min_tokens == 3
+        assert reply.choices[0].text == "a.b" and sent(server).params.min_tokens == 3
 
     def test_one_choice_stops_and_the_other_goes_on(self, server: Running) -> None:
         server.engine.answer = lambda request: request.prompt
@@ -360,8 +365,6 @@ class TestRefusals:
             ("n", 0),
             ("n", 129),
             ("n", 1.5),
-            ("best_of", 0),
-            ("best_of", 129),
             ("cache_salt", ""),
             ("cache_salt", 5),
             ("cache_salt", "\ud800"),
@@ -496,7 +499,6 @@ class TestRefusals:
             ("chat_template_kwargs", {str(number): 1 for number in range(17)}),
             ("chat_template_kwargs", {"a b": 1}),
             ("chat_template_kwargs", {"a" * 65: 1}),
-            ("messages.0.name", [{"role": "user", "content": "x", "name": "me"}]),
         ],
     )
     def test_the_parameter_of_a_chat_is_named(self, server: Running, param: str, value: Any) -> None:
@@ -636,12 +638,12 @@ class TestFailure:
             assert [model.id for model in server.openai.models.list()] == ["tiny"]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_when_the_client_goes_away_the_engine_is_told(self, server: Running, stream: bool) -> None:
+    def test_when_the_client_goes_away_the_engine_is_told(self, fresh: Running, stream: bool) -> None:
         body = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED, "stream": stream}
-        with asking(server.url, "/v1/completions", body):
-            assert eventually(lambda: bool(server.engine.received))
-        assert eventually(lambda: server.engine.aborted() == {sent(server).request_id})
-        assert eventually(lambda: 'vmmkv_requests_total{outcome="aborted"} 1.0' in server.http.get("/metrics").text)
+        with asking(fresh, "/v1/completions", body):
+            assert eventually(lambda: bool(fresh.engine.received))
+        assert eventually(lambda: fresh.engine.aborted() == {sent(fresh).request_id})
+        assert eventually(lambda: 'vmmkv_requests_total{outcome="aborted"} 1.0' in fresh.http.get("/metrics").text)
 
     def test_when_the_client_goes_away_in_the_middle_of_a_stream_the_engine_is_told(self, server: Running) -> None:
         server.engine.endless, server.engine.step_s = True, 0.02
@@ -656,8 +658,8 @@ class TestModelsAndMetrics:
         assert [model.id for model in server.openai.models.list()] == ["tiny"]
         assert server.openai.models.retrieve("tiny").owned_by == "vmmkv"
 
-    def test_metrics_show_the_engines_snapshot(self, server: Running) -> None:
-        server.openai.completions.create(model="tiny", prompt="abc")
+    def test_metrics_show_the_engines_snapshot(self, fresh: Running) -> None:
+        fresh.openai.completions.create(model="tiny", prompt="abc")
         wanted = {
             "vmmkv_engine_ready 1.0",
             "vmmkv_requests_running 0.0",
@@ -678,5 +680,5 @@ class TestModelsAndMetrics:
             'vmmkv_requests_total{outcome="finished"} 1.0',
         }
         # The engine's last account of itself comes behind its last token.
-        eventually(lambda: wanted <= set(server.http.get("/metrics").text.splitlines()))
-        assert not wanted - set(server.http.get("/metrics").text.splitlines())
+        eventually(lambda: wanted <= set(fresh.http.get("/metrics").text.splitlines()))
+        assert not wanted - set(fresh.http.get("/metrics").text.splitlines())

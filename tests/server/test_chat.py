@@ -45,39 +45,39 @@ def chatting(*arguments: str, **environment: str) -> "Iterator[subprocess.Popen[
             process.kill()
 
 
-def prompts(server: Running) -> list[str]:
+def prompts(listening: Running) -> list[str]:
     """What the engine was asked, as text."""
-    asked = [message.prompt for message in server.engine.received if isinstance(message, Generate)]
-    tokenizer = server.service.tokenizer
+    asked = [message.prompt for message in listening.engine.received if isinstance(message, Generate)]
+    tokenizer = listening.service.tokenizer
     assert tokenizer is not None
     return [tokenizer.rust.decode(prompt, skip_special_tokens=False) for prompt in asked]
 
 
-def test_a_conversation_has_a_history_until_it_is_reset(server: Running) -> None:
-    server.engine.answer = lambda request: token_ids("well [said]")
-    with chatting("--url", f"{server.url}/v1/", "--system", "Be brief.") as chat:
+def test_a_conversation_has_a_history_until_it_is_reset(listening: Running) -> None:
+    listening.engine.answer = lambda request: token_ids("well [said]")
+    with chatting("--url", f"{listening.url}/v1/", "--system", "Be brief.") as chat:
         out, err = chat.communicate("one\n\n/what\ntwo\n/reset\nthree\n/exit\nfour\n", timeout=60)
     assert (chat.returncode, err) == (0, "there is no /what; there are /reset and /exit\n")
     assert out.startswith("tiny at ")
     assert out.count("> well [said]\n") == 3 and "forgotten" in out
-    one, two, three = prompts(server)
+    one, two, three = prompts(listening)
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert one == f"{system}<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     assert two == f"{one}well [said]<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert three == one.replace("one", "three")
 
 
-def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(server: Running) -> None:
-    server.engine.answer = lambda request: token_ids("well")
+def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(listening: Running) -> None:
+    listening.engine.answer = lambda request: token_ids("well")
     options = ["--temperature", "0.5", "--top-p", "0.25", "--max-tokens", "3", "--seed", "7"]
     for arguments in (options, ["--temperature", "0"], []):
-        with chatting("--url", server.url, *arguments) as chat:
+        with chatting("--url", listening.url, *arguments) as chat:
             assert chat.communicate("one\n", timeout=60)[1] == ""
-    given, greedy, default = (message for message in server.engine.received if isinstance(message, Generate))
-    assert (given.temperature, given.top_p, given.max_new_tokens, given.seed) == (0.5, 0.25, 3, 7)
-    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
-    assert (default.temperature, default.top_p, default.max_new_tokens) == (1.0, 1.0, greedy.max_new_tokens)
-    assert greedy.max_new_tokens > 3
+    given, greedy, default = (message for message in listening.engine.received if isinstance(message, Generate))
+    assert (given.params.temperature, given.params.top_p, given.params.max_tokens, given.params.seed) == (0.5, 0.25, 3, 7)
+    assert (greedy.params.temperature, greedy.params.top_p) == (0.0, 1.0)
+    assert (default.params.temperature, default.params.top_p, default.params.max_tokens) == (1.0, 1.0, greedy.params.max_tokens)
+    assert greedy.params.max_tokens > 3
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_no_server_takes_is_wrong_usage(wrong: tuple[str, str], capsys: pyt
 @pytest.fixture
 def patient() -> Iterator[Running]:
     """Whose endless answers outlast any test."""
-    with running_server(ready=msgspec.structs.replace(READY, max_tokens=1 << 20, pool_tokens=1 << 20)) as running:
+    with running_server(ready=msgspec.structs.replace(READY, max_tokens=1 << 20, pool_tokens=1 << 20), sockets=True) as running:
         yield running
 
 
@@ -135,12 +135,12 @@ def test_a_ctrl_c_in_the_middle_of_a_piece_waits_for_its_end() -> None:
     assert conversation.messages[-1]["content"] == "la "
 
 
-def test_an_answer_comes_as_it_is_made(server: Running) -> None:
-    server.engine.answer = lambda request: token_ids("a")
-    server.engine.endless, server.engine.step_s = True, 0.05
-    with contextlib.closing(ChatClient(server.url).answer("tiny", [{"role": "user", "content": "x"}])) as pieces:
+def test_an_answer_comes_as_it_is_made(listening: Running) -> None:
+    listening.engine.answer = lambda request: token_ids("a")
+    listening.engine.endless, listening.engine.step_s = True, 0.05
+    with contextlib.closing(ChatClient(listening.url).answer("tiny", [{"role": "user", "content": "x"}])) as pieces:
         assert set(next(pieces)) == {"a"}, "a letter, or those of as many steps as it was kept waiting"
-    assert eventually(lambda: len(server.engine.aborted()) == 1)
+    assert eventually(lambda: len(listening.engine.aborted()) == 1)
 
 
 def test_without_a_server_it_says_how_to_start_one() -> None:
@@ -157,14 +157,14 @@ def test_what_is_no_address_is_refused() -> None:
             ChatClient(url)
 
 
-def test_an_error_in_the_conversation_leaves_it_where_it_was(server: Running) -> None:
-    server.engine.answer = lambda request: token_ids("yes")
-    with chatting("--url", server.url) as chat:
+def test_an_error_in_the_conversation_leaves_it_where_it_was(listening: Running) -> None:
+    listening.engine.answer = lambda request: token_ids("yes")
+    with chatting("--url", listening.url) as chat:
         out, err = chat.communicate(f"{'long ' * 300}\nshort\n", timeout=60)
     assert chat.returncode == 0
     assert "256" in err and "(status 400)" in err
     assert out.count("> yes\n") == 1
-    assert "long" not in prompts(server)[0]
+    assert "long" not in prompts(listening)[0]
 
 
 class Guarded(http.server.BaseHTTPRequestHandler):

@@ -22,12 +22,12 @@ def all_sent(server: Running) -> list[Generate]:
 
 def of_seed(request: Generate) -> list[int]:
     """An answer that depends on the prompt's first token and on the seed, as a sampled one does."""
-    return [request.prompt[0], *token_ids(str(request.seed % 1000))]
+    return [request.prompt[0], *token_ids(str(request.params.seed % 1000))]
 
 
 def listed(*texts: str) -> Callable[[Generate], list[int]]:
     """An answer for each seed from 0 on."""
-    return lambda request: token_ids(texts[request.seed])
+    return lambda request: token_ids(texts[request.params.seed])
 
 
 class TestN:
@@ -43,12 +43,12 @@ class TestN:
     @pytest.mark.parametrize("seed", [-2, SEED_RANGE - 2, 7])
     def test_seeds_wrap_at_the_end_of_their_range(self, server: Running, seed: int) -> None:
         server.openai.completions.create(model="tiny", prompt="a", n=4, seed=seed)
-        assert [request.seed for request in all_sent(server)] == [(seed + index) % SEED_RANGE for index in range(4)]
+        assert [request.params.seed for request in all_sent(server)] == [(seed + index) % SEED_RANGE for index in range(4)]
 
     def test_without_a_seed_they_are_random_and_differ(self, server: Running) -> None:
         for _ in range(2):
             server.openai.completions.create(model="tiny", prompt="a", n=3)
-        assert len({request.seed for request in all_sent(server)}) == 6
+        assert len({request.params.seed for request in all_sent(server)}) == 6
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_choices_of_a_prompt_stand_side_by_side(self, server: Running, stream: bool) -> None:
@@ -62,7 +62,7 @@ class TestN:
                 texts[choice.index] += choice.text
                 reasons[choice.index] = choice.finish_reason
         requests = all_sent(server)
-        assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 6
+        assert len({request.params.seed for request in requests}) == len({request.request_id for request in requests}) == 6
         assert [request.prompt for request in requests] == [token_ids("ab")] * 3 + [token_ids("cd")] * 3
         decode = byte_tokenizer().backend_tokenizer.decode
         assert texts == {index: decode(of_seed(request)) for index, request in enumerate(requests)}
@@ -87,7 +87,7 @@ class TestN:
     def test_greedy_choices_are_allowed(self, server: Running) -> None:
         reply = server.openai.completions.create(model="tiny", prompt="abc", n=2, temperature=0)
         assert [choice.text for choice in reply.choices] == ["abc", "abc"]
-        assert not any(request.want_logprobs for request in all_sent(server))
+        assert not any(request.params.logprobs is not None for request in all_sent(server))
 
     def test_a_prompt_is_counted_once_and_all_its_choices(self, server: Running) -> None:
         server.engine.answer = listed("a", "bb", "ccc")
@@ -109,7 +109,6 @@ class TestN:
             ({"prompt": "a", "n": 129}, "n", 128),
             ({"prompt": ["a"] * 3, "n": 43}, "n", 42),
             ({"prompt": [[1]] * 100, "n": 2}, "n", 1),
-            ({"prompt": ["a"] * 3, "n": 2, "best_of": 43}, "best_of", 42),
             ({"prompt": ["a"] * 3, "use_beam_search": True, "beam_width": 43}, "beam_width", 42),
             ({"prompt": ["a"] * 3, "use_beam_search": True, "n": 43}, "n", 42),
         ],
@@ -122,77 +121,6 @@ class TestN:
         assert f"lower {param} to {would_work} " in error["message"]
         if "use_beam_search" not in body:
             assert post(server, "/v1/completions", {"model": "tiny", **body, param: would_work}).status_code == 200
-
-
-class TestBestOf:
-    def test_the_likeliest_are_returned_best_first(self, server: Running) -> None:
-        server.engine.answer = listed("bad", "best", "good", "worst")
-        chances = [-3.0, -1.0, -2.0, -4.0]
-        server.engine.logprob = lambda request, _: chances[request.seed]
-        reply = server.openai.completions.create(model="tiny", prompt="x", n=2, best_of=4, seed=0)
-        assert [(choice.index, choice.text) for choice in reply.choices] == [(0, "best"), (1, "good")]
-        assert all(request.want_logprobs for request in all_sent(server))
-
-    def test_every_candidate_is_counted(self, server: Running) -> None:
-        server.engine.answer = listed("a", "bb", "ccc", "dddd")
-        usage = server.openai.completions.create(model="tiny", prompt="12345", best_of=4, seed=0).usage
-        assert usage is not None
-        assert (usage.prompt_tokens, usage.completion_tokens) == (5, 10)
-
-    def test_the_mean_is_over_tokens_the_end_token_among_them(self, server: Running) -> None:
-        server.engine.answer = listed("aaaa", "b")
-        # Sums -5.0 and -4.0; means -1.0 of five tokens and -2.0 of two.
-        server.engine.logprob = lambda request, place: [[-1.0] * 5, [-0.5, -3.5]][request.seed][place]
-        reply = server.openai.completions.create(model="tiny", prompt="x", best_of=2, seed=0)
-        assert reply.choices[0].text == "aaaa"
-
-    def test_what_follows_a_stop_string_counts_for_nothing(self, server: Running) -> None:
-        server.engine.answer = listed("a.bcdefgh", "xyz")
-        server.engine.logprob = lambda request, place: -2.0 if request.seed else (-1.0 if place < 2 else -100.0)
-        reply = server.openai.completions.create(model="tiny", prompt="x", best_of=2, seed=0, stop=".")
-        assert reply.choices[0].text == "a"
-
-    @pytest.mark.parametrize(("of_empty", "best"), [(-1.0, ""), (-3.0, "abc")])
-    def test_an_empty_answer_is_as_likely_as_its_end_token(self, server: Running, of_empty: float, best: str) -> None:
-        server.engine.answer = listed("abc", "")
-        server.engine.logprob = lambda request, _: of_empty if request.seed else -2.0
-        reply = server.openai.completions.create(model="tiny", prompt="x", best_of=2, seed=0)
-        assert reply.choices[0].text == best
-
-    def test_what_is_not_a_number_is_the_worst(self, server: Running) -> None:
-        server.engine.answer = listed("nan", "bad", "nan")
-        server.engine.logprob = lambda request, _: -50.0 if request.seed == 1 else float("nan")
-        reply = server.openai.completions.create(model="tiny", prompt="x", best_of=3, seed=0)
-        assert reply.choices[0].text == "bad"
-
-    def test_each_prompt_has_its_own_best(self, server: Running) -> None:
-        server.engine.answer = of_seed
-        server.engine.logprob = lambda request, _: -float(request.seed % 7)
-        reply = server.openai.completions.create(model="tiny", prompt=["a", "b"], n=2, best_of=5, seed=3)
-        requests, decode = all_sent(server), byte_tokenizer().backend_tokenizer.decode
-        wanted = []
-        for own in (requests[:5], requests[5:]):
-            wanted += [decode(of_seed(request)) for request in sorted(own, key=lambda request: request.seed % 7)[:2]]
-        assert [choice.text for choice in reply.choices] == wanted
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_as_many_as_are_returned_asks_for_nothing(self, server: Running, stream: bool) -> None:
-        body = {"model": "tiny", "prompt": "a", "n": 2, "best_of": 2, "stream": stream}
-        assert post(server, "/v1/completions", body).status_code == 200
-        assert [request.want_logprobs for request in all_sent(server)] == [False, False]
-
-    @pytest.mark.parametrize(
-        ("body", "said"),
-        [
-            ({"n": 3, "best_of": 2}, "raise best_of to 3"),
-            ({"best_of": 2, "stream": True}, "leave stream out"),
-            ({"best_of": 2, "use_beam_search": True}, "beam_width"),
-        ],
-    )
-    def test_what_cannot_be_chosen_from_is_refused(self, server: Running, body: dict[str, Any], said: str) -> None:
-        error = refused(server, "/v1/completions", {"prompt": "a", **body})
-        assert error["param"] == "best_of"
-        assert said in error["message"]
 
 
 class TestBeams:
@@ -208,12 +136,12 @@ class TestBeams:
         extra: dict[str, Any] = {"use_beam_search": True, "beam_width": 3, "length_penalty": 2, "stop_token_ids": [9]}
         server.openai.chat.completions.create(model="tiny", messages=HELLO, temperature=0, max_tokens=7, extra_body=extra)
         (request,) = all_sent(server)
-        assert (request.beam_width, request.length_penalty, request.temperature) == (3, 2.0, 0.0)
-        assert (request.max_new_tokens, request.stop_token_ids) == (7, [9])
+        assert (request.params.beam_width, request.params.length_penalty, request.params.temperature) == (3, 2.0, 0.0)
+        assert (request.params.max_tokens, request.params.stop_token_ids) == (7, (9,))
 
     def test_n_is_the_width_unless_one_is_given(self, server: Running) -> None:
         reply = server.openai.chat.completions.create(model="tiny", messages=HELLO, n=4, extra_body={"use_beam_search": True})
-        assert [request.beam_width for request in all_sent(server)] == [4]
+        assert [request.params.beam_width for request in all_sent(server)] == [4]
         assert len(reply.choices) == 4
 
     def test_a_beam_says_why_it_ended(self, server: Running) -> None:
@@ -239,7 +167,7 @@ class TestBeams:
     def test_without_beams_the_engine_is_told_of_none(self, server: Running) -> None:
         body = {"model": "tiny", "prompt": "a", "use_beam_search": False, "beam_width": None, "length_penalty": 1}
         assert post(server, "/v1/completions", body).status_code == 200
-        assert [(request.beam_width, request.length_penalty) for request in all_sent(server)] == [(0, 1.0)]
+        assert [(request.params.beam_width, request.params.length_penalty) for request in all_sent(server)] == [(0, 1.0)]
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     @pytest.mark.parametrize(
@@ -260,7 +188,7 @@ class TestBeams:
             ({"beam_width": READY.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.max_sequences}"),
             ({"length_penalty": 11}, "length_penalty", "10"),
             ({"use_beam_search": False, "beam_width": 2}, "beam_width", "use_beam_search=true"),
-            ({"min_tokens": 2}, "min_tokens", "or use_beam_search"),
+            ({"min_tokens": 2}, "min_tokens", "or the beam search"),
             ({"use_beam_search": False, "length_penalty": 0}, "length_penalty", "use_beam_search=true"),
         ],
     )
@@ -290,7 +218,7 @@ class TestCached:
         usage = (list(reply)[-1] if stream else reply).usage
         assert usage.prompt_tokens_details.cached_tokens == cached
 
-    @pytest.mark.parametrize("extra", [{}, {"best_of": 4}, {"use_beam_search": True}])
+    @pytest.mark.parametrize("extra", [{}, {"use_beam_search": True}])
     def test_each_prompt_counts_once_by_its_first_choice(self, server: Running, extra: dict[str, Any]) -> None:
         first: set[int] = set()
 

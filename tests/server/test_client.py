@@ -14,6 +14,7 @@ import zmq.asyncio
 from tests.server.fake_engine import FAIL_SEED, READY, SILENT_SEED, FakeEngine
 from vmmkv.server.engine_client import Answers, Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed
 from vmmkv.server.protocol import Abort, Beams, FromEngine, Generate, Loading, Output, Shutdown
+from vmmkv.server.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ async def connected(address: str) -> AsyncIterator[tuple[EngineClient, FakeEngin
 
 
 def request(request_id: str, *, seed: int = 0, num_tokens: int = 8) -> Generate:
-    return Generate(request_id=request_id, prompt=[1, 2, 3], max_new_tokens=num_tokens, seed=seed)
+    return Generate(request_id=request_id, prompt=[1, 2, 3], params=SamplingParams(max_tokens=num_tokens, seed=seed))
 
 
 async def every(answers: Answers) -> list[Output]:
@@ -196,8 +197,9 @@ def test_an_error_of_the_receiving_task_reaches_everybody(address: str) -> None:
 def test_requests_of_which_one_cannot_be_encoded_are_not_sent(address: str) -> None:
     async def check() -> None:
         async with connected(address) as (client, engine):
+            unsendable = msgspec.structs.replace(request("b"), prompt=[1 << 70])
             with pytest.raises(OverflowError):
-                client.submit([request("a"), request("b", seed=1 << 70)])
+                client.submit([request("a"), unsendable])
             assert client._answers == {}
             with client.submit([request("c")]) as answers:
                 assert {output.request_id for output in await every(answers)} == {"c"}

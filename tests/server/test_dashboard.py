@@ -1,21 +1,17 @@
 """deploy/grafana.json asks for what /metrics has, and for all of it."""
 
-import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.responses import PlainTextResponse
 
 from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
 from tests.server.support import Running, eventually, running_server
 from vmmkv.server.config import FrontConfig
-from vmmkv.server.http.limits import Guard, Keys
 from vmmkv.server.metrics import Times
 from vmmkv.server.protocol import Message, Outputs
 
@@ -28,11 +24,11 @@ def expressions() -> list[str]:
 
 
 @pytest.fixture
-def exported(server: Running) -> dict[str, set[str]]:
+def exported(fresh: Running) -> dict[str, set[str]]:
     """By name of a sample, the labels that it has, after a request."""
-    server.openai.completions.create(model="tiny", prompt="abc", max_tokens=4)
-    assert eventually(lambda: "vmmkv_requests_running" in server.http.get("/metrics").text)
-    families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+    fresh.openai.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    assert eventually(lambda: "vmmkv_requests_running" in fresh.http.get("/metrics").text)
+    families = list(text_string_to_metric_families(fresh.http.get("/metrics").text))
     names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # These have a sample for each method or call that there was.
     labelled = {"vmmkv_attaches_total": {"method"}, "vmmkv_attach_seconds_total": {"method"}}
@@ -78,30 +74,30 @@ def test_a_histogram_counts_each_time_in_its_bucket_and_those_above() -> None:
     }
 
 
-def test_times_between_tokens_and_in_the_queue_are_counted(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.engine.endless, server.engine.step_s = True, 0.01
+def test_times_between_tokens_and_in_the_queue_are_counted(fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.engine.endless, fresh.engine.step_s = True, 0.01
     steps: list[Outputs] = []
-    send = server.engine._send
+    send = fresh.engine._send
 
     def sending(message: Message) -> None:
         if isinstance(message, Outputs):
             steps.append(message)
         send(message)
 
-    monkeypatch.setattr(server.engine, "_send", sending)
-    server.openai.completions.create(model="tiny", prompt="abc", max_tokens=8, n=2, seed=1)
-    text = server.http.get("/metrics").text
+    monkeypatch.setattr(fresh.engine, "_send", sending)
+    fresh.openai.completions.create(model="tiny", prompt="abc", max_tokens=8, n=2, seed=1)
+    text = fresh.http.get("/metrics").text
     count = re.search(r"^vmmkv_inter_token_latency_seconds_count (\S+)$", text, re.MULTILINE)
     # Two choices come in the same messages, seven gaps between eight; the second may begin some steps later.
     assert count is not None and 7 <= float(count[1]) == len(steps) - 1
     assert "vmmkv_request_queue_time_seconds_count 0.0" in text  # this engine does not say
 
 
-def test_the_first_token_of_an_answer_that_comes_too_late_is_counted(server: Running) -> None:
-    server.engine.endless, server.engine.step_s = True, 0.02
+def test_the_first_token_of_an_answer_that_comes_too_late_is_counted(fresh: Running) -> None:
+    fresh.engine.endless, fresh.engine.step_s = True, 0.02
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 240, "timeout": 0.5}
-    assert server.http.post("/v1/completions", json=body).status_code == 408
-    assert "vmmkv_time_to_first_token_seconds_count 1.0" in server.http.get("/metrics").text
+    assert fresh.http.post("/v1/completions", json=body).status_code == 408
+    assert "vmmkv_time_to_first_token_seconds_count 1.0" in fresh.http.get("/metrics").text
 
 
 def test_what_is_refused_is_counted_by_its_status_and_what_ends_in_the_engine_is_not() -> None:
@@ -134,33 +130,3 @@ def test_what_is_refused_is_counted_by_its_status_and_what_ends_in_the_engine_is
     counted = dict(re.findall(r'^vmmkv_requests_refused_total\{code="(\d+)"\} (\S+)$', text, re.MULTILINE))
     assert counted == dict.fromkeys(("400", "401", "403", "429", "503"), "1.0")
     assert 'vmmkv_requests_total{outcome="failed"} 3.0' in text
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "is_counted"),
-    [
-        ("/v1/completions", 408, True),
-        ("/v1/completions", 499, False),
-        ("/v1/completions", 200, False),
-        ("/v1/models/another", 404, True),
-        ("/tokenize", 429, True),
-        ("/detokenize", 499, False),
-        ("/kv/resize", 400, True),
-        ("/metrics", 401, False),
-        ("/health", 503, False),
-        ("/favicon.ico", 404, False),
-    ],
-)
-def test_what_is_refused_is_what_asks_for_something_and_whose_client_is_there(path: str, status: int, is_counted: bool) -> None:
-    counted = list[int]()
-
-    async def ask() -> int:
-        guard = Guard(
-            PlainTextResponse("", status), keys=Keys(), max_body_bytes=1, queued_paths=frozenset(), check_room=lambda: None,
-            on_refused=counted.append,
-        )  # fmt: skip
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost") as client:
-            return (await client.get(path)).status_code
-
-    assert asyncio.run(ask()) == status
-    assert counted == [status] * is_counted

@@ -9,7 +9,7 @@ from tests.server.support import Running
 from tests.server.test_app import HELLO, answering, post, refused, sent
 from tests.server.test_choices import all_sent
 from tests.server.tiny import token_ids
-from vmmkv.server.protocol import Generate
+from vmmkv.server.sampling_params import SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EURO = token_ids("€")
@@ -33,10 +33,10 @@ class TestParameters:
         }
         assert post(server, path, body_for(path, **options)).status_code == 200
         request = sent(server)
-        assert request.logit_bias == {5: -100.0, 257: 0.5}
-        assert {name: getattr(request, name) for name in options if name != "logit_bias"} == {
-            name: value for name, value in options.items() if name != "logit_bias"
-        }
+        assert request.params.logit_bias == {5: -100.0, 257: 0.5}
+        assert {
+            name: getattr(request if name == "priority" else request.params, name) for name in options if name != "logit_bias"
+        } == {name: value for name, value in options.items() if name != "logit_bias"}
 
     @pytest.mark.parametrize("empty", [{}, None])
     def test_what_is_absent_or_null_asks_for_nothing(self, server: Running, path: str, empty: Any) -> None:
@@ -44,14 +44,14 @@ class TestParameters:
         options = {} if empty == {} else dict.fromkeys(names)
         assert post(server, path, body_for(path, **options)).status_code == 200
         request = sent(server)
-        plain = Generate(request_id=request.request_id, prompt=request.prompt, max_new_tokens=1)
-        for name in (*names[:-1], "want_logprobs", "num_logprobs", "priority"):
-            assert getattr(request, name) == getattr(plain, name)
+        plain = SamplingParams()
+        for name in (*names[:-1], "logprobs"):
+            assert getattr(request.params, name) == getattr(plain, name)
 
     def test_both_of_vllms_ways_to_say_all_tokens_are_taken(self, server: Running, path: str) -> None:
         for top_k in (0, -1):
             assert post(server, path, body_for(path, top_k=top_k)).status_code == 200
-        assert [request.top_k for request in all_sent(server)] == [0, 0]
+        assert [request.params.top_k for request in all_sent(server)] == [0, 0]
 
     @pytest.mark.parametrize("length_penalty", [1e308, -1e308])
     def test_a_length_penalty_beyond_floats_reaches_no_engine(self, server: Running, path: str, length_penalty: float) -> None:
@@ -70,7 +70,7 @@ class TestCompletionLogprobs:
     def test_each_token_has_its_own_and_those_of_the_likeliest(self, server: Running) -> None:
         server.engine.answer = answering("a€b")
         server.engine.logprob = lambda _, place: -0.5 - place
-        server.engine.likeliest = lambda request, place: [(token_ids("x")[0], -0.1), (EURO[0], -0.2)][: request.num_logprobs]
+        server.engine.likeliest = lambda request, place: [(token_ids("x")[0], -0.1), (EURO[0], -0.2)][: request.params.logprobs]
         choice = server.openai.completions.create(model="tiny", prompt="q", logprobs=2).choices[0]
         assert choice.text == "a€b"
         assert choice.logprobs is not None
@@ -82,18 +82,18 @@ class TestCompletionLogprobs:
         assert choice.logprobs.top_logprobs[0] == likeliest | {"a": -0.5}
         assert choice.logprobs.top_logprobs[1] == likeliest | {"bytes:\\xe2": -1.5}
         request = sent(server)
-        assert (request.want_logprobs, request.num_logprobs) == (True, 2)
+        assert request.params.logprobs == 2
 
     def test_of_none_of_the_likeliest_there_are_those_chosen(self, server: Running) -> None:
         server.engine.answer = answering("ab")
         choice = server.openai.completions.create(model="tiny", prompt="q", logprobs=0).choices[0]
         assert choice.logprobs is not None
         assert choice.logprobs.top_logprobs == [{"a": -1.0}, {"b": -1.0}]
-        assert sent(server).num_logprobs == 0
+        assert sent(server).params.logprobs == 0
 
     def test_who_asks_for_none_gets_none(self, server: Running) -> None:
         assert server.openai.completions.create(model="tiny", prompt="q").choices[0].logprobs is None
-        assert not sent(server).want_logprobs
+        assert sent(server).params.logprobs is None
 
     def test_chunks_together_are_the_whole(self, server: Running) -> None:
         server.engine.answer = answering("a€b STOP it")
@@ -107,14 +107,7 @@ class TestCompletionLogprobs:
                 parts = [getattr(chunk.logprobs, name) for chunk in chunks]
                 assert [each for part in parts for each in part] == getattr(whole.logprobs, name)
 
-    def test_the_best_of_several_bring_their_own(self, server: Running) -> None:
-        server.engine.answer = lambda request: token_ids("ab" if request.seed else "xy")
-        server.engine.logprob = lambda request, _: -1.0 if request.seed else -5.0
-        choices = server.openai.completions.create(model="tiny", prompt="q", best_of=2, seed=0, logprobs=0).choices
-        assert choices[0].logprobs is not None
-        assert choices[0].logprobs.tokens == ["a", "b"]
-
-    @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+    @pytest.mark.parametrize("logprob", [float("-inf"), float("nan"), -1e6])
     def test_what_json_cannot_say_is_very_unlikely(self, server: Running, logprob: float) -> None:
         server.engine.logprob = lambda _, place: logprob
         response = post(server, COMPLETIONS, {"model": "tiny", "prompt": "ab", "logprobs": 0})
@@ -148,7 +141,7 @@ class TestChatLogprobs:
     def test_who_asks_for_none_gets_none(self, server: Running, options: dict[str, Any]) -> None:
         response = post(server, CHAT, body_for(CHAT, **options))
         assert response.json()["choices"][0]["logprobs"] is None
-        assert not sent(server).want_logprobs
+        assert sent(server).params.logprobs is None
 
     def test_a_count_needs_the_log_probabilities(self, server: Running) -> None:
         error = refused(server, CHAT, {"messages": HELLO, "top_logprobs": 2})
@@ -173,7 +166,7 @@ def test_the_models_list_says_whose_code_computes_it(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_is_slow_catches_up_and_misses_nothing(server: Running, stream: bool) -> None:
     """Steps of no time at all: news of many come together, for one of which a stop string is in the midst."""
-    server.engine.answer = lambda request: token_ids("abcdefghij" * 20 if request.seed else "abc.def")
+    server.engine.answer = lambda request: token_ids("abcdefghij" * 20 if request.params.seed else "abc.def")
     body: dict[str, Any] = {"model": "tiny", "prompt": "q", "n": 8, "seed": 0, "max_tokens": 150, "stop": ".", "stream": stream}
     texts, reasons = dict.fromkeys(range(8), ""), {}
     got = server.openai.completions.create(**body)

@@ -74,7 +74,7 @@ class TestMap:
     def test_many_who_ask_at_once_are_one_question(self, server: Running) -> None:
         began_s = time.monotonic()
         with ThreadPoolExecutor(16) as clients:
-            answers = list(clients.map(lambda _: httpx.get(f"{server.url}/kv").status_code, range(16)))
+            answers = list(clients.map(lambda _: server.http.get("/kv").status_code, range(16)))
         assert answers == [200] * 16
         assert asked(server) <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
 
@@ -87,14 +87,14 @@ class TestMap:
         assert num_answers > 4, "each was a question of its own"
         assert time.monotonic() - began_s >= 3 * engine_client.FRESH_S
 
-    def test_a_dead_engine_is_503_at_once(self, server: Running) -> None:
-        server.engine.memory_map = None
+    def test_a_dead_engine_is_503_at_once(self, fresh: Running) -> None:
+        fresh.engine.memory_map = None
         with ThreadPoolExecutor(1) as client:
-            waits = client.submit(server.http.get, "/kv")
-            assert eventually(lambda: asked(server) == 1)
-            server.engine_dies("it was a test")
+            waits = client.submit(fresh.http.get, "/kv")
+            assert eventually(lambda: asked(fresh) == 1)
+            fresh.engine_dies("it was a test")
             assert waits.result(8).status_code == 503, "not the ten seconds that a map is waited for"
-        assert server.http.get("/kv").json()["error"]["message"] == "it was a test"
+        assert fresh.http.get("/kv").json()["error"]["message"] == "it was a test"
 
     def test_a_prefix_keeps_its_number_and_a_number_that_is_free_is_given_again(self) -> None:
         def numbers(maps: MemoryMaps, *handles: int) -> list[int]:
@@ -155,13 +155,13 @@ class TestStream:
     def _asking(server: Running) -> contextlib.AbstractContextManager[None]:
         """In flight for as long as the block lasts."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}], "seed": SILENT_SEED}
-        return asking(server.url, "/v1/chat/completions", body)
+        return asking(server, "/v1/chat/completions", body)
 
     def test_an_answer_that_is_sent_whole_is_counted_as_it_comes(self, server: Running) -> None:
         server.engine.endless, server.engine.step_s, server.engine.cached = True, 0.02, lambda _: 3
         body = {"model": "tiny", "prompt": "abcd", "max_tokens": 240}
         seen: list[dict[str, Any]] = []
-        with asking(server.url, "/v1/completions", body), server.http as http, http.stream("GET", "/events") as response:
+        with asking(server, "/v1/completions", body), server.http as http, http.stream("GET", "/events") as response:
             for kind, data in read_events(response):
                 if kind == "state" and data["requests"] and data["requests"][0]["has_begun"]:
                     seen += data["requests"]
@@ -188,7 +188,7 @@ class TestStream:
     def test_nobody_looks_and_the_engine_is_asked_nothing(self, server: Running) -> None:
         with server.http as http, http.stream("GET", "/events") as response:
             next(read_events(response))
-        assert eventually(lambda: not server.service.viewers._news)
+        assert eventually(lambda: not server.service.dashboard._news)
 
         def is_quiet() -> bool:
             before = asked(server)
@@ -218,7 +218,7 @@ class TestStream:
         with server.http as http, http.stream("GET", "/events") as response:
             events = read_events(response)
             next(events)
-            server.loop.call_soon_threadsafe(server.service.viewers.close)
+            server.loop.call_soon_threadsafe(server.service.dashboard.close)
             for _ in events:
                 pass
 
@@ -228,9 +228,12 @@ class TestPage:
         for path in ("/", *(f"/page/{name}" for name in page.FILES)):
             answer = server.http.get(path)
             assert answer.status_code == 200
-            assert answer.headers["content-security-policy"] == page.POLICY
+            assert answer.headers["content-security-policy"] == page._HEADERS["Content-Security-Policy"]
             assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "unsafe" not in page.POLICY and "default-src 'none'" in page.POLICY
+        assert (
+            "unsafe" not in page._HEADERS["Content-Security-Policy"]
+            and "default-src 'none'" in page._HEADERS["Content-Security-Policy"]
+        )
 
     def test_what_is_no_file_of_it_is_404(self, server: Running) -> None:
         for name in ("nothing.js", "..%2f..%2fapp.py", "%2e%2e/app.py"):
@@ -238,7 +241,7 @@ class TestPage:
 
     def test_whatever_it_names_is_there_and_nothing_of_others(self) -> None:
         texts = {name: content.decode() for name, (content, _) in page.FILES.items()}
-        assert set(texts) == {path.name for path in PAGE.iterdir()}
+        assert set(texts) == {path.name for path in PAGE.iterdir() if path.suffix in {".css", ".html", ".js", ".svg"}}
         for name, text in texts.items():
             named = re.findall(r'(?:src|href)="(?!#)([^"]+)"|from "\./([^"]+)"', text)
             for link in filter(None, (each for pair in named for each in pair)):

@@ -30,7 +30,7 @@ def nothing_is_left(server: Running) -> bool:
     asked = {message.request_id for message in server.engine.received if isinstance(message, Generate)}
     told = {message.request_id for message in server.engine.received if isinstance(message, Abort)}
     return (
-        server.service.intake.num_sequences == 0
+        server.service.queue.num_sequences == 0
         and server.client.waiting_tokens == 0
         and not server.client._answers
         and not server.engine._running

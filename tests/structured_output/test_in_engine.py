@@ -37,6 +37,7 @@ from vmmkv.server.engine.loading import Loaded
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.uploads import TokenMasks, Uploads, apply_masks
 from vmmkv.server.protocol import Abort, Generate
+from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, StructuredOutputManager
@@ -144,7 +145,7 @@ def test_an_answer_that_is_cut_is_as_long_as_was_allowed(engine: Callable[..., H
 
 def test_log_probabilities_and_penalties_count_every_token(engine: Callable[..., Harness]) -> None:
     one = engine()
-    one.ask("scored", token_ids("?"), 40, grammar=of({"const": "aaaa"}), want_logprobs=True)
+    one.ask("scored", token_ids("?"), 40, grammar=of({"const": "aaaa"}), logprobs=0)
     one.ask("penalised", token_ids("?"), 40, grammar=of({"const": "aaaa"}), frequency_penalty=2.0)
     one.run()
     assert text(one, "scored") == text(one, "penalised") == '"aaaa"'
@@ -204,7 +205,7 @@ def test_masks_touch_no_row_without_a_grammar(engine: Callable[..., Harness], mo
 def test_log_probabilities_are_the_models_own(engine: Callable[..., Harness], is_biased: bool) -> None:
     one = engine(slots=3)
     for seed, name in enumerate(("bound", "scored")):
-        options = {"want_logprobs": name == "scored", "logit_bias": BIAS if is_biased else {}}
+        options = {"logprobs": 0 if name == "scored" else None, "logit_bias": BIAS if is_biased else {}}
         one.ask(name, token_ids("?"), 40, grammar=of(SCHEMAS["address"]), temperature=1.0, seed=seed, **options)
     one.run()
     assert_logprobs_are_the_models_own(one, "scored", token_ids("?"), within=1e-3)
@@ -403,7 +404,7 @@ def test_steps_are_read_outside_inference_mode(engine: Callable[..., Harness], m
 
     monkeypatch.setattr(Engine, "read", seen)
     one = engine()
-    one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123"}), want_logprobs=True)
+    one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123"}), logprobs=0)
     one.run()
     assert modes and not any(modes)
 
@@ -435,7 +436,8 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
 ) -> None:
     """Of four calls, each of `took_s` of its thread."""
     reader, now_s = StructuredOutputManager(vocabulary), time.perf_counter()
-    requests = [Request(Generate(request_id=str(index), prompt=[1], max_new_tokens=9), frozenset()) for index in range(4)]
+    params = SamplingParams(max_tokens=9)
+    requests = [Request(Generate(request_id=str(index), prompt=[1], params=params), frozenset()) for index in range(4)]
 
     def made(calls: list[Callable[[], int]], *, spread: bool) -> list[Outcome[int]]:
         nonlocal now_s

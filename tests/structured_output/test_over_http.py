@@ -129,7 +129,7 @@ class TestWhileItIsCompiled:
     def test_a_request_has_its_time_and_no_more(self, slow: Running, stream: bool) -> None:
         late = post(slow, structured_outputs={"regex": "a"}, timeout=0.2, stream=stream)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
-        assert eventually(lambda: slow.service.intake.num_sequences == 0)
+        assert eventually(lambda: slow.service.queue.num_sequences == 0)
 
     def test_a_server_that_ends_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with running_server() as server, ThreadPoolExecutor() as threads:
@@ -140,7 +140,7 @@ class TestWhileItIsCompiled:
 
             monkeypatch.setattr(server.service.grammars, "start", never)
             asked = threads.submit(post, server, structured_outputs={"regex": "a"})
-            assert eventually(lambda: server.service.intake.num_sequences == 1)
+            assert eventually(lambda: server.service.queue.num_sequences == 1)
             server.loop.call_soon_threadsafe(server.client.fail, "The server is shutting down.")
             answered = asked.result(20)
         assert (answered.status_code, answered.json()["error"]["code"]) == (503, "service_unavailable")
@@ -148,9 +148,9 @@ class TestWhileItIsCompiled:
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_goes_away_gives_the_place_back(self, slow: Running, stream: bool) -> None:
         body = {"model": "tiny", "messages": HELLO, "structured_outputs": {"regex": "a"}, "stream": stream}
-        with asking(slow.url, "/v1/chat/completions", body):
-            assert eventually(lambda: slow.service.intake.num_sequences == 1)
-        assert eventually(lambda: slow.service.intake.num_sequences == 0)
+        with asking(slow, "/v1/chat/completions", body):
+            assert eventually(lambda: slow.service.queue.num_sequences == 1)
+        assert eventually(lambda: slow.service.queue.num_sequences == 0)
 
 
 @pytest.mark.parametrize("how", [{"structured_outputs": {"choice": ["a", "b"]}}, {"response_format": {"type": "json_object"}},

@@ -30,7 +30,7 @@ def test_without_options_the_defaults_are_those_of_the_config(fronts: list[Front
 def test_every_option_reaches_its_field(fronts: list[FrontConfig], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{ONE}\n{TWO}\n")
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
-    options = f"--api-key {ONE} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin --max-tokens-per-key 9"
+    options = f"--api-key {ONE} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin"
     options += " --max-queued-requests 0 --max-queued-tokens 5 --max-body-size 1MiB --request-timeout 2.5 --drain-timeout 0"
     options += " --allowed-host a.example --allowed-host b.example"
     assert main(["serve", *options.split(), "--stuck-after", "7"]) == 3
@@ -39,7 +39,6 @@ def test_every_option_reaches_its_field(fronts: list[FrontConfig], tmp_path: Pat
             api_keys=(ONE, TWO),
             admin_key=ADMIN,
             allowed_hosts=("a.example", "b.example"),
-            max_tokens_per_key=9,
             max_queued_requests=0,
             max_queued_tokens=5,
             max_body_bytes=MIB,
@@ -58,7 +57,6 @@ def test_every_option_reaches_its_field(fronts: list[FrontConfig], tmp_path: Pat
     [
         ("--api-key short", "--api-key has a key of 5 characters"),
         ("--api-key-file ./none", "--api-key-file none cannot be read"),
-        ("--max-tokens-per-key 100", "add --api-key"),
         (f"--api-key {ONE} --admin-key {ONE}", "--admin-key is one of the API keys"),
         ("--max-queued-requests -1", "at least 0"),
         ("--max-body-size 1B", "--max-body-size is 1 B"),

@@ -127,13 +127,12 @@ def test_a_bias_out_of_range_is_named_by_its_token() -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("best_of", "SamplingParams has no option best_of; HTTP alone has it"),
         ("response_format", "HTTP alone has it"),
-        ("priority", "give Engine.generate priorities"),
+        ("priority", "give LLM.generate priorities"),
         ("top_logprobs", "logprobs is how many of the likeliest"),
         ("temprature", r"did you mean temperature\?"),
         ("max_new_tokens", r"did you mean .*max_tokens"),
-        ("xyz", "it has max_tokens, min_tokens, temperature, .*prompt_logprobs$"),
+        ("xyz", "it has max_tokens, min_tokens, temperature, .*structured_outputs$"),
     ],
 )
 def test_an_option_that_there_is_not_is_refused_with_what_there_is(option: str, said: str) -> None:

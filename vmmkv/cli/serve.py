@@ -86,9 +86,6 @@ HELP: Final[Mapping[str, Words]] = {
         "NAME",
         "any name beyond this machine",
     ),
-    "max_tokens_per_key": Words(
-        "tokens, of prompts and of answers at their longest, that one key may have in flight", "N", "any number"
-    ),
     "max_queued_requests": Words("sequences in flight beyond --max-num-seqs, before requests get 429", "N"),
     "max_queued_tokens": Words("tokens of prompts whose answers have not begun, before requests get 429", "N"),
     "max_body_bytes": Words("of a request", "SIZE", "16MiB"),

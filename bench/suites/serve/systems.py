@@ -26,7 +26,7 @@ from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers, synchronize
 from bench.suites.serve.models import Models, ServedModel
 from bench.workloads import Ask, TokenIds, Workload
-from vmmkv.server import Engine, SamplingParams
+from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import STEP_TOKENS, assemble
 from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
@@ -186,11 +186,7 @@ def request(name: str, prompt: list[int], num_out: int, *, num_logprobs: int | N
     return Generate(
         request_id=name,
         prompt=prompt,
-        max_new_tokens=num_out,
-        temperature=0.0,
-        ignore_eos=not grammar,
-        want_logprobs=num_logprobs is not None,
-        num_logprobs=num_logprobs or 0,
+        params=SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=not grammar, logprobs=num_logprobs),
         grammar=grammar,
     )
 
@@ -310,7 +306,7 @@ class UserEngine:
     def __init__(self, model: ServedModel, settings: Settings, limits: Limits) -> None:
         self._device = settings.device
         with ExitStack() as stack:
-            self._engine = Engine(
+            self._engine = LLM(
                 stack.enter_context(model.directory()),
                 device=str(settings.device),
                 max_num_seqs=limits.max_num_seqs,

@@ -1,7 +1,10 @@
-"""The routes of those who look: the page, the stream that feeds it, and the map of memory.
+"""The page at `/`, the stream of events that feeds it, and the live memory map.
 
-The page is files of this package, with no data in them: it asks for data as any client does. Its policy lets it load and reach
-nothing but this server, and run no script that is not a file.
+    one ticker ── state, every TICK_S ───────────┐
+    one mapper ── map, as often as it changes ───┴──> the last of each ──> each viewer, as fast as it reads
+
+The page is the files of this folder, with no data in them: it asks for data as any client does. Its policy lets it load
+nothing but this server's files. Nothing runs while there is no viewer.
 """
 
 import asyncio
@@ -13,38 +16,53 @@ from importlib import resources
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 
 from vmmkv.server.engine_client import EngineClient, EngineDead, EngineNotReady, MapUnavailable
 from vmmkv.server.http import errors
-from vmmkv.server.http.limits import CALLER, Keys
+from vmmkv.server.http.limits import AdmissionQueue, RequestState
 from vmmkv.server.metrics import Metrics, Rates, Times
 from vmmkv.server.protocol import Ready, Snapshot
 from vmmkv.units import PAGE_BYTES
 
-# -------- viewers
-# What those who look at the page are sent: the server's state and the map of memory, as server-sent events.
-#
-#     one ticker ── state, every TICK_S ──────────────┐
-#     one mapper ── map, as often as it is new ───────┴──> the last of each ──> each viewer, as fast as it reads
-#
-# Nothing is done while nobody looks. Who reads slowly misses what was in between, and keeps nobody waiting.
-
 TICK_S: Final = 0.5
 WINDOW_S: Final = 2.0
-"""Rates are those of so long."""
+"""Rates are taken over so long."""
 MAX_VIEWERS: Final = 64
 MAX_REQUESTS: Final = 50
-"""Of those in flight so many are told, the oldest first."""
+"""Requests in flight that are listed, the oldest first."""
+_WINDOW_TICKS: Final = 1 + round(WINDOW_S / TICK_S)
+_ALIVE_S: Final = 15
+"""A comment so often finds out which viewers have gone."""
+
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
-class TooManyViewers(Exception):
-    """There is a limit, and it is reached."""
+def _files() -> dict[str, tuple[bytes, str]]:
+    """The page's files by name: so a name that is asked for is never a path."""
+    found = {}
+    for entry in resources.files(__name__).iterdir():
+        suffix = "." + entry.name.rpartition(".")[2]
+        if suffix in _TYPES:
+            found[entry.name] = (entry.read_bytes(), _TYPES[suffix])
+    return found
 
 
-class Viewers:
-    """All who look at one server. `health` gives what /health answers, `model` what clients call it."""
+FILES: Final = _files()
+
+
+class Dashboard:
+    """The state of one server for all viewers. `health` gives the answer of /health, `model` is the served name."""
 
     def __init__(self, engine: EngineClient, metrics: Metrics, health: Callable[[], Any], model: str) -> None:
         self._engine = engine
@@ -52,22 +70,23 @@ class Viewers:
         self._health = health
         self._model = model
         self._last: dict[str, str] = {}
-        """By kind, the event that came last."""
+        """The last event of each kind."""
         self._news: set[asyncio.Event] = set()
         """One for each viewer."""
         self._closed = False
-        self._snapshots: deque[tuple[float, Snapshot]] = deque(maxlen=1 + round(WINDOW_S / TICK_S))
+        self._snapshots: deque[tuple[float, Snapshot]] = deque(maxlen=_WINDOW_TICKS)
         self._totals: dict[str, deque[tuple[int, float]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def watch(self) -> AsyncIterator[str]:
-        """Events until the server stops. Raises: TooManyViewers."""
+        """Server-sent events until the server stops. Raises: ApiError (503) if there are too many viewers."""
         if len(self._news) >= MAX_VIEWERS:
-            raise TooManyViewers(f"{MAX_VIEWERS} are looking already, and no more are served; close a page.")
+            message = f"{MAX_VIEWERS} are looking already, and no more are served; close a page."
+            raise errors.unavailable(message)
         return self._events()
 
     def close(self) -> None:
-        """The server stops: every stream ends."""
+        """End every stream."""
         self._closed = True
         for news in self._news:
             news.set()
@@ -84,9 +103,8 @@ class Viewers:
                     if sent.get(kind) != event:
                         sent[kind] = event
                         yield event
-                # A comment now and then finds out who has gone.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(15):
+                    async with asyncio.timeout(_ALIVE_S):
                         await news.wait()
                     continue
                 yield ": still here\n\n"
@@ -140,22 +158,22 @@ class Viewers:
         new = self._engine.snapshot
         if new is None:
             return None
-        # When it came, if it is new: an engine that is idle, or in a long step, has done nothing more until now.
+        # At its own time, if it is new: an idle engine, or one in a long step, has done nothing more until now.
         is_new = not self._snapshots or self._snapshots[-1][1] is not new
         self._snapshots.append((self._engine.snapshot_s if is_new else time.monotonic(), new))
         (first_s, first), (last_s, _) = self._snapshots[0], self._snapshots[-1]
         return Rates.between(first, new, last_s - first_s) if first is not new else Rates.between(new, new, TICK_S)
 
     def _recent(self, name: str, times: Times) -> float | None:
-        """The mean of those that came within the window; None if none did."""
-        seen = self._totals.setdefault(name, deque(maxlen=1 + round(WINDOW_S / TICK_S)))
+        """The mean of the times within the window; None without any."""
+        seen = self._totals.setdefault(name, deque(maxlen=_WINDOW_TICKS))
         seen.append(times.totals())
         count, sum_s = seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
         return sum_s / count if count else None
 
 
 def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
-    """Physical memory by what it is for, and how many run and wait."""
+    """Physical memory by use, and how many sequences run and wait."""
     if snapshot is None:
         return None
     return {
@@ -172,87 +190,51 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
     }
 
 
-# -------- seeing
+def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) -> APIRouter:
+    """The page, its stream, and the memory map."""
+    router = APIRouter()
+    sees_all = [Depends(require_sees_all(queue))]
 
-POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS: Final = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+    @router.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return _file("index.html")
 
+    @router.get("/page/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in FILES:
+            raise errors.ApiError(404, f"There is no {name!r} here.", type="invalid_request_error", code="not_found")
+        return _file(name)
 
-def _files() -> dict[str, tuple[bytes, str]]:
-    """All of the page, by name: so a name that is asked for is never a path."""
-    found = {}
-    for entry in resources.files(__name__).iterdir():
-        suffix = "." + entry.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            found[entry.name] = (entry.read_bytes(), _TYPES[suffix])
-    return found
+    @router.get("/kv", dependencies=sees_all)
+    async def kv() -> Response:
+        """The live memory map: what is mapped under each slot, and the uses of memory."""
+        try:
+            engine.require_ready()
+            found: dict[str, Any] = await engine.maps.get()
+        except (EngineNotReady, EngineDead, MapUnavailable) as error:
+            raise errors.unavailable(str(error)) from error
+        told = {"page_bytes": PAGE_BYTES, "memory": memory_of(engine.snapshot), **found}
+        return Response(msgspec.json.encode(told), media_type="application/json")
 
+    @router.get("/events", include_in_schema=False, dependencies=sees_all)
+    async def events() -> Response:
+        stream = dashboard.watch()
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-FILES: Final = _files()
-
-router = APIRouter()
-
-
-def install(app: FastAPI, engine: EngineClient, viewers: Viewers, keys: Keys) -> None:
-    """Add the routes. What all are doing is shown to whom `keys` says."""
-    app.state.engine, app.state.viewers, app.state.keys = engine, viewers, keys
-    app.include_router(router)
+    return router
 
 
-async def may_see(request: Request) -> None:
-    """For what all are doing together. Raises: ApiError (403)."""
-    keys: Keys = request.app.state.keys
-    if not keys.sees_all(getattr(request.state, CALLER)):
-        raise errors.not_the_administrator()
+def require_sees_all(queue: AdmissionQueue) -> Callable[[Request], None]:
+    """A dependency of routes that show the requests of all callers. Raises, on use: ApiError (403)."""
 
+    def check(request: Request) -> None:
+        state: RequestState = request.state.request
+        if not queue.sees_all(state.caller):
+            raise errors.not_the_administrator()
 
-@router.get("/", include_in_schema=False)
-async def index() -> Response:
-    """The page."""
-    return _file("index.html")
-
-
-@router.get("/page/{name}", include_in_schema=False)
-async def file(name: str) -> Response:
-    """A file of the page."""
-    if name not in FILES:
-        raise errors.ApiError(404, f"There is no {name!r} here.", type="invalid_request_error", code="not_found")
-    return _file(name)
+    return check
 
 
 def _file(name: str) -> Response:
     content, media_type = FILES[name]
-    return Response(content, media_type=media_type, headers=HEADERS)
-
-
-@router.get("/kv", dependencies=[Depends(may_see)])
-async def kv(request: Request) -> Response:
-    """The live memory map: what is mapped under each slot, and what memory is for."""
-    engine: EngineClient = request.app.state.engine
-    try:
-        engine.require_ready()
-        found: dict[str, Any] = await engine.maps.get()
-    except (EngineNotReady, EngineDead, MapUnavailable) as error:
-        raise errors.unavailable(str(error)) from error
-    told = {"page_bytes": PAGE_BYTES, "memory": memory_of(engine.snapshot), **found}
-    return Response(msgspec.json.encode(told), media_type="application/json")
-
-
-@router.get("/events", include_in_schema=False, dependencies=[Depends(may_see)])
-async def events(request: Request) -> Response:
-    """State and map for as long as somebody looks, as server-sent events."""
-    viewers: Viewers = request.app.state.viewers
-    try:
-        stream = viewers.watch()
-    except TooManyViewers as error:
-        raise errors.unavailable(str(error)) from error
-    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return Response(content, media_type=media_type, headers=_HEADERS)

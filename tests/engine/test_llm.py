@@ -1,6 +1,8 @@
 """Laws of the engine within one's own process: prompts in, completions out, in order, whatever happens to some of them."""
 
+import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,10 @@ from transformers import BloomConfig, Mamba2Config, PreTrainedConfig, T5Config
 
 from tests.engine.conftest import tiny_model
 from tests.server.tiny import byte_tokenizer, token_ids
-from vmmkv import MIB, KVLayout, Pool
-from vmmkv.errors import BudgetError, Closed, DriverError, DriverUnavailable, VmmkvError
-from vmmkv.server import Completion, Engine, ModelUnavailable, SamplingParams, UnsupportedModel
+from vmmkv import MIB
+from vmmkv.errors import BudgetError, Closed, DriverUnavailable, VmmkvError
+from vmmkv.server import LLM, ModelUnavailable, RequestOutput, SamplingParams, UnsupportedModel
 from vmmkv.server.engine import loading
-from vmmkv.server.engine.kv_backend import open_cache
 from vmmkv.server.protocol import Failed
 
 VOCABULARY = 258
@@ -39,8 +40,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(directory: Path) -> Iterator[Engine]:
-    with Engine(directory, **OPTIONS) as one:
+def engine(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, **OPTIONS) as one:
         yield one
 
 
@@ -55,7 +56,7 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
         one._open().engine.cache.check()
 
 
-def answers(completions: list[Completion]) -> list[list[int]]:
+def answers(completions: list[RequestOutput]) -> list[list[int]]:
     """The tokens of each prompt's first answer."""
     return [completion.outputs[0].token_ids for completion in completions]
 
@@ -70,7 +71,7 @@ def expected(directory: Path, prompt: list[int], count: int = 8) -> list[int]:
     return tokens
 
 
-def test_completions_come_in_the_order_of_the_prompts(engine: Engine, directory: Path) -> None:
+def test_completions_come_in_the_order_of_the_prompts(engine: LLM, directory: Path) -> None:
     prompts = [list(range(start, start + length)) for start, length in ((7, 90), (1, 3), (50, 40), (99, 1))]
     completions = engine.generate(prompts, GREEDY)
     assert [completion.prompt_token_ids for completion in completions] == prompts
@@ -81,7 +82,7 @@ def test_completions_come_in_the_order_of_the_prompts(engine: Engine, directory:
         assert completion.first_token_s is not None and 0 < completion.first_token_s <= completion.finished_s
 
 
-def test_text_is_tokenised_and_made_again(engine: Engine) -> None:
+def test_text_is_tokenised_and_made_again(engine: LLM) -> None:
     (of_text,) = engine.generate("hello", GREEDY)
     (of_ids,) = engine.generate(token_ids("hello"), GREEDY)
     assert of_text.prompt_token_ids == token_ids("hello")
@@ -90,13 +91,13 @@ def test_text_is_tokenised_and_made_again(engine: Engine) -> None:
     assert of_text.outputs[0].text == decode(of_text.outputs[0].token_ids)
 
 
-def test_texts_and_token_ids_can_be_mixed_and_each_has_its_params(engine: Engine) -> None:
+def test_texts_and_token_ids_can_be_mixed_and_each_has_its_params(engine: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (1, 2, 3)]
     completions = engine.generate(["one", [1, 2], "three"], params)
     assert [len(tokens) for tokens in answers(completions)] == [1, 2, 3]
 
 
-def test_more_prompts_than_slots_are_all_answered(engine: Engine) -> None:
+def test_more_prompts_than_slots_are_all_answered(engine: LLM) -> None:
     together = engine.generate([[number, 5, 9] for number in range(40)], GREEDY)
     alone = [engine.generate([number, 5, 9], GREEDY)[0] for number in (0, 17, 39)]
     assert [together[number].outputs for number in (0, 17, 39)] == [each.outputs for each in alone]
@@ -116,22 +117,22 @@ def test_more_prompts_than_slots_are_all_answered(engine: Engine) -> None:
     ],
     ids=lambda prompts: type(prompts).__name__,
 )
-def test_whatever_holds_integers_is_a_prompt(engine: Engine, prompts: Any) -> None:
+def test_whatever_holds_integers_is_a_prompt(engine: LLM, prompts: Any) -> None:
     (completion,) = engine.generate(prompts, GREEDY)
     assert repr(completion.prompt_token_ids) == "[5, 6, 7]"
     assert completion.outputs == engine.generate([5, 6, 7], GREEDY)[0].outputs
 
 
-def test_texts_may_come_one_by_one(engine: Engine) -> None:
+def test_texts_may_come_one_by_one(engine: LLM) -> None:
     completions = engine.generate((text for text in ("ab", "c")), (GREEDY for _ in range(2)))
     assert [completion.prompt_token_ids for completion in completions] == [token_ids("ab"), token_ids("c")]
 
 
-def test_an_empty_list_has_no_completions(engine: Engine) -> None:
+def test_an_empty_list_has_no_completions(engine: LLM) -> None:
     assert engine.generate([]) == []
 
 
-def test_answers_of_one_prompt_have_the_seeds_that_follow(engine: Engine) -> None:
+def test_answers_of_one_prompt_have_the_seeds_that_follow(engine: LLM) -> None:
     (several,) = engine.generate("abc", SamplingParams(n=4, seed=30))
     singles = [engine.generate("abc", SamplingParams(seed=30 + index))[0].outputs[0] for index in range(4)]
     assert several.outputs == singles
@@ -141,13 +142,13 @@ def test_answers_of_one_prompt_have_the_seeds_that_follow(engine: Engine) -> Non
 def test_without_a_seed_requests_differ_and_a_run_of_the_program_does_not(directory: Path) -> None:
     runs = []
     for _ in range(2):
-        with Engine(directory, seed=5, **OPTIONS) as one:
+        with LLM(directory, seed=5, **OPTIONS) as one:
             runs.append(answers(one.generate(["a", "a"])) + answers(one.generate(["a"])))
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) == 3
 
 
-def test_log_probabilities_are_those_asked_for(engine: Engine) -> None:
+def test_log_probabilities_are_those_asked_for(engine: LLM) -> None:
     (completion,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
     (output,) = completion.outputs
     assert output.logprobs is not None and len(output.logprobs) == 4
@@ -157,7 +158,7 @@ def test_log_probabilities_are_those_asked_for(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_prompts_log_probabilities_come_with_its_completion(engine: Engine, max_tokens: int) -> None:
+def test_a_prompts_log_probabilities_come_with_its_completion(engine: LLM, max_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=3, n=2)
     engine.generate("abcd" * 30, GREEDY)
     (completion,) = engine.generate("abcd" * 30, params)
@@ -175,7 +176,7 @@ def test_a_prompts_log_probabilities_come_with_its_completion(engine: Engine, ma
     assert plain.outputs[0].token_ids[:max_tokens] == completion.outputs[0].token_ids
 
 
-def test_an_answer_has_at_least_so_many_tokens(engine: Engine) -> None:
+def test_an_answer_has_at_least_so_many_tokens(engine: LLM) -> None:
     (whole,) = answers(engine.generate("abc", GREEDY))
     stops = {"stop_token_ids": tuple(whole[:3]), "stop": tuple(map(chr, range(32, 127)))}
     for least in (0, 2, 8):
@@ -185,7 +186,7 @@ def test_an_answer_has_at_least_so_many_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stop_string_ends_an_answer_and_only_that(engine: Engine, n: int) -> None:
+def test_a_stop_string_ends_an_answer_and_only_that(engine: LLM, n: int) -> None:
     params = SamplingParams(seed=3, n=n, max_tokens=40)
     whole = engine.generate("abc", params)[0].outputs
     stop = whole[0].text[9:11]
@@ -197,7 +198,7 @@ def test_a_stop_string_ends_an_answer_and_only_that(engine: Engine, n: int) -> N
     assert len(cut[0].token_ids) < 40
 
 
-def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: Engine) -> None:
+def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: LLM) -> None:
     (whole,) = answers(engine.generate("abc", GREEDY))
     params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(whole[3],), logprobs=0)
     (output,) = engine.generate("abc", params)[0].outputs
@@ -206,7 +207,7 @@ def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: Engine) -> None:
     assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
 
 
-def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
+def test_what_was_known_of_a_prompt_is_said(engine: LLM) -> None:
     prompt = [(3 * number) % 250 for number in range(3000)]
     first, again = (engine.generate(prompt, GREEDY)[0] for _ in range(2))
     assert first.cached_tokens < 2048 and again.cached_tokens >= 2048
@@ -217,12 +218,16 @@ def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
     ("prompts", "params", "said"),
     [
         (["ok", ""], None, "prompt 1: The prompt has no tokens"),
-        ([[1], [2, VOCABULARY]], None, f"prompt 1: {VOCABULARY} is not a token id: this model's go from 0 to 257"),
-        ([[-1]], None, "prompt 0: -1 is not a token id"),
+        (
+            [[1], [2, VOCABULARY]],
+            None,
+            f"prompt 1: Invalid prompt: {VOCABULARY} is not a token id of this model: they go from 0 to 257",
+        ),
+        ([[-1]], None, "prompt 0: Invalid prompt: -1 is not a token id"),
         ([[1] * 8000], SamplingParams(max_tokens=500), "lower max_tokens to 192"),
         (["a", "b"], [SamplingParams()], "1 params for 2 prompts"),
-        (["a"], SamplingParams(logit_bias={999: 1.0}), "999 is not a token id of logit_bias"),
-        (["a"], SamplingParams(stop_token_ids=[1, 999]), "999 is not a token id of stop_token_ids"),
+        (["a"], SamplingParams(logit_bias={999: 1.0}), "Invalid logit_bias: 999 is not a token id"),
+        (["a"], SamplingParams(stop_token_ids=[1, 999]), "Invalid stop_token_ids: 999 is not a token id"),
         (["\ud800"], None, "half of a surrogate pair"),
         ([50.9], None, "prompt 0: 50.9 is not a token id: these are integers"),
         ([1.0, 2.0], None, "prompt 0: 1.0 is not a token id"),
@@ -232,7 +237,7 @@ def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
         ([["50"]], None, "prompt 0: '50' is not a token id"),
         ([[None]], None, "prompt 0: None is not a token id"),
         ([[[50]]], None, "prompt 0: [50] is not a token id"),
-        ([[2**70]], None, f"prompt 0: {2**70} is not a token id: this model's"),
+        ([[2**70]], None, f"prompt 0: Invalid prompt: {2**70} is not a token id"),
         (["a", 5], None, "prompt 1: 5 is neither a text nor a list of token ids"),
         ([5, "a"], None, "prompt 0: 'a' is not a token id"),
         ([None], None, "prompt 0: None is neither a text"),
@@ -251,14 +256,14 @@ def test_what_was_known_of_a_prompt_is_said(engine: Engine) -> None:
         (["a"], 5, "params=5: wanted SamplingParams"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_runs(engine: Engine, prompts: Any, params: Any, said: str) -> None:
+def test_what_cannot_be_served_is_refused_before_anything_runs(engine: LLM, prompts: Any, params: Any, said: str) -> None:
     before = engine.snapshot
     with pytest.raises(ValueError, match=re.escape(said)):
         engine.generate(prompts, params)
     assert engine.snapshot is before
 
 
-def test_one_priority_for_each_prompt(engine: Engine) -> None:
+def test_one_priority_for_each_prompt(engine: LLM) -> None:
     with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
         engine.generate(["a", "b"], priorities=[1])
     for wrong in ("1", 0.5, True, None, 1 << 31):
@@ -271,14 +276,14 @@ def test_one_priority_for_each_prompt(engine: Engine) -> None:
 
 
 def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = engine._open().engine
     receive = core.receive
 
     def failing(message: Any) -> None:
         if getattr(message, "prompt", None) == token_ids("bad"):
-            engine._said.append(Failed(request_id=message.request_id, message="told to fail"))
+            engine._messages.append(Failed(request_id=message.request_id, message="told to fail"))
         else:
             receive(message)
 
@@ -290,7 +295,7 @@ def test_a_request_that_fails_on_its_way_says_so_and_leaves_the_others_alone(
     assert len(good.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 8
 
 
-def after_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
+def after_steps(engine: LLM, monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
     """Have the engine do `act` once, within a step, when it has done so many."""
     core = engine._open().engine
     step, done = core.step, [0]
@@ -305,7 +310,7 @@ def after_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch, count: int, act
 
 
 def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind itself ignore it
     try:
@@ -320,7 +325,7 @@ def test_ctrl_c_ends_everything_after_the_step_and_the_engine_can_be_used_again(
 
 
 def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise ZeroDivisionError
@@ -331,7 +336,7 @@ def test_an_error_of_a_step_reaches_the_caller_and_the_engine_can_be_used_again(
     assert len(answers(engine.generate("abc", GREEDY))[0]) == 8
 
 
-def test_one_thread_generates_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_generates_at_a_time(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Exception] = []
 
     def intrude() -> None:
@@ -352,15 +357,15 @@ def test_one_thread_generates_at_a_time(engine: Engine, monkeypatch: pytest.Monk
     assert all("another thread" in str(error) for error in errors)
 
 
-def test_it_works_in_a_thread_that_gets_no_signals(engine: Engine) -> None:
-    got: list[list[Completion]] = []
+def test_it_works_in_a_thread_that_gets_no_signals(engine: LLM) -> None:
+    got: list[list[RequestOutput]] = []
     thread = threading.Thread(target=lambda: got.append(engine.generate("abc", GREEDY)))
     thread.start()
     thread.join()
     assert answers(got[0]) == answers(engine.generate("abc", GREEDY))
 
 
-def test_progress_is_shown_when_asked_for_and_not_else(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_when_asked_for_and_not_else(engine: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(["a", "b"], GREEDY)
     assert capsys.readouterr().err == ""
     engine.generate(["a", "b"], GREEDY, progress=True)
@@ -369,13 +374,13 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: Engine, capsys: p
 
 
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
-    one = Engine(directory, **OPTIONS)
+    one = LLM(directory, **OPTIONS)
     calls = one._open().engine.cache.pool.driver.calls
-    assert repr(one) == f"<Engine of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
+    assert repr(one) == f"<LLM of {directory} on cpu: 0 of 8 sequences running, 64.0 MiB of 64.0 MiB free>"
     one.generate("a" * 100, GREEDY)
     assert "64.0 MiB of 64.0 MiB free" not in repr(one), "the prefix cache keeps it"
     one.close()
-    assert repr(one) == f"<Engine of {directory}, closed>"
+    assert repr(one) == f"<LLM of {directory}, closed>"
     one.close()
     assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
     with pytest.raises(Closed, match="closed"):
@@ -387,7 +392,7 @@ def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
 def test_a_directory_without_a_tokenizer_takes_token_ids_alone(directory: Path, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((directory / name).read_bytes())
-    with Engine(tmp_path, **OPTIONS) as one:
+    with LLM(tmp_path, **OPTIONS) as one:
         (completion,) = one.generate([[1, 2, 3]], GREEDY)
         assert completion.outputs[0].token_ids == expected(directory, [1, 2, 3])
         assert completion.outputs[0].text == ""
@@ -403,10 +408,10 @@ def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
 ) -> None:
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     with pytest.raises(ModelUnavailable, match="safetensors"):
-        Engine(tmp_path, **OPTIONS)
+        LLM(tmp_path, **OPTIONS)
     got = []
     for seed in (1, 1, 2):
-        with Engine(tmp_path, load_format="dummy", model_impl=model_impl, seed=seed, **OPTIONS) as one:
+        with LLM(tmp_path, load_format="dummy", model_impl=model_impl, seed=seed, **OPTIONS) as one:
             assert one.ready.implementation == model_impl
             got.append(answers(one.generate([[1, 2, 3], [4, 5]], GREEDY)))
     assert got[0] == got[1] != got[2]
@@ -414,15 +419,15 @@ def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
 
 def test_two_engines_do_not_disturb_each_other(directory: Path) -> None:
     options = OPTIONS | {"model_impl": "transformers"}
-    with Engine(directory, **options) as one:
+    with LLM(directory, **options) as one:
         wanted = answers(one.generate(["abc", "de"], GREEDY))
-        with Engine(directory, **options) as other:
+        with LLM(directory, **options) as other:
             assert answers(other.generate(["abc", "de"], GREEDY)) == wanted
             assert answers(one.generate(["fgh"], GREEDY)) == answers(other.generate(["fgh"], GREEDY))
         assert answers(one.generate(["abc", "de"], GREEDY)) == wanted
 
 
-def test_the_likeliest_tokens_are_named(engine: Engine) -> None:
+def test_the_likeliest_tokens_are_named(engine: LLM) -> None:
     (output,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs
     assert output.top_logprobs is not None and output.logprobs is not None
     for token_id, logprob, likeliest in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
@@ -431,7 +436,7 @@ def test_the_likeliest_tokens_are_named(engine: Engine) -> None:
         assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
 
 
-def test_a_bias_forces_a_token_and_forbids_one(engine: Engine) -> None:
+def test_a_bias_forces_a_token_and_forbids_one(engine: LLM) -> None:
     (free,) = answers(engine.generate("abc", GREEDY))
     forced = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={77: 100.0})
     assert answers(engine.generate("abc", forced)) == [[77, 77, 77]]
@@ -441,18 +446,18 @@ def test_a_bias_forces_a_token_and_forbids_one(engine: Engine) -> None:
 
 def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gguf"):
-        Engine(directory, load_format="gguf")
+        LLM(directory, load_format="gguf")
     with pytest.raises(ModelUnavailable, match=r"config\.json"):
-        Engine(tmp_path)
+        LLM(tmp_path)
     with pytest.raises(ValueError, match="kv_budget_bytes is '4GiB'; wanted a number of bytes"):
-        Engine(directory, kv_budget_bytes="4GiB")  # type: ignore[arg-type]
+        LLM(directory, kv_budget_bytes="4GiB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model is None; wanted a text"):
-        Engine(None)  # type: ignore[arg-type]
+        LLM(None)  # type: ignore[arg-type]
     with pytest.raises(BudgetError, match=r"kv_budget_bytes of 1048576\.0 TiB is more than cpu has: .* in all"):
-        Engine(directory, device="cpu", kv_budget_bytes=2**60)
+        LLM(directory, device="cpu", kv_budget_bytes=2**60)
     for wrong in ("int8", torch.int8):
         with pytest.raises(ValueError, match=r"dtype='int8' is not known; use one of auto, float32, bfloat16, float16"):
-            Engine(directory, dtype=wrong)
+            LLM(directory, dtype=wrong)
 
 
 def test_more_tokens_than_the_models_positions_are_refused_before_weights(
@@ -460,7 +465,7 @@ def test_more_tokens_than_the_models_positions_are_refused_before_weights(
 ) -> None:
     monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=r"max_tokens=99999 is more than this model's positions reach, \d+$"):
-        Engine(directory, **(OPTIONS | {"max_tokens": 99_999}))
+        LLM(directory, **(OPTIONS | {"max_tokens": 99_999}))
 
 
 @pytest.mark.parametrize(
@@ -480,12 +485,12 @@ def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
     config.vocab_size = VOCABULARY
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=said) as error:
-        Engine(tmp_path, load_format="dummy", **OPTIONS)
+        LLM(tmp_path, load_format="dummy", **OPTIONS)
     assert isinstance(error.value, VmmkvError) and isinstance(error.value, ValueError)
 
 
 def test_a_dtype_may_be_torchs_own(directory: Path) -> None:
-    with Engine(directory, **(OPTIONS | {"dtype": torch.bfloat16})) as one:
+    with LLM(directory, **(OPTIONS | {"dtype": torch.bfloat16})) as one:
         assert one.ready.dtype == "bfloat16"
 
 
@@ -495,22 +500,12 @@ def test_a_dtype_may_be_torchs_own(directory: Path) -> None:
         ("kv_budget", r"no option kv_budget; did you mean kv_budget_bytes\?"),
         ("max_num_sequences", r"no option max_num_sequences; did you mean max_num_seqs"),
         ("port", "no option port; it has model, device, dtype, max_num_seqs"),
-        ("top_logprobs", "Engine has no option top_logprobs; it has model, device, dtype, max_num_seqs"),
+        ("top_logprobs", "LLM has no option top_logprobs; it has model, device, dtype, max_num_seqs"),
     ],
 )
 def test_an_option_that_there_is_not_is_refused_with_the_nearest(option: str, said: str) -> None:
     with pytest.raises(TypeError, match=said):
-        Engine("nothing", **{option: 1})
-
-
-def test_too_many_addresses_are_said_with_the_options_that_ask_for_them() -> None:
-    layout = KVLayout.uniform(layers=32, kv_heads=32, head_dim=256, dtype=torch.float32)
-    pool = Pool("cpu", 64 * MIB)
-    with pytest.raises(DriverError, match=r"reserve: .*; lower max_num_seqs or max_tokens") as raised:
-        open_cache(layout, pool, 100_000, 131_072)
-    assert raised.value.call == "reserve"
-    with pytest.raises(Closed):
-        pool.resize(128 * MIB)
+        LLM("nothing", **{option: 1})
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:64"])
@@ -518,19 +513,19 @@ def test_a_gpu_that_there_is_not_is_said_before_anything_is_loaded(directory: Pa
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(DriverUnavailable, match=f"device='{device}': torch sees .* here.*; use .*cpu or auto"):
-        Engine(directory, device=device)
+        LLM(directory, device=device)
 
 
 def test_an_engine_that_starts_and_ends_prints_nothing_where_there_is_no_terminal(
     directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Engine(directory, **OPTIONS) as one:
+    with LLM(directory, **OPTIONS) as one:
         one.generate("abc", GREEDY)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_small_model_answers_in_sensible_english(smollm2: Path) -> None:
-    with Engine(smollm2, device="cpu", max_num_seqs=8, kv_budget_bytes=256 * MIB) as one:
+    with LLM(smollm2, device="cpu", max_num_seqs=8, kv_budget_bytes=256 * MIB) as one:
         chat = "<|im_start|>user\nWhat is the capital of {}?<|im_end|>\n<|im_start|>assistant\n"
         params = SamplingParams(temperature=0.0, max_tokens=24)
         completions = one.generate([chat.format(country) for country in ("France", "Italy")], params)
@@ -544,7 +539,7 @@ import vmmkv
 before = set(sys.modules)
 import vmmkv.server
 after = set(sys.modules) - before
-assert "Engine" in dir(vmmkv.server)
+assert "LLM" in dir(vmmkv.server)
 print(*sorted(after))
 """
 
@@ -554,3 +549,50 @@ def test_importing_the_package_brings_neither_the_server_nor_a_model_library() -
     assert run.stdout.split() == ["vmmkv.server"]
     with pytest.raises(ImportError, match="Enigne"):
         from vmmkv.server import Enigne  # type: ignore[attr-defined]  # noqa: F401
+
+
+FORBIDDEN = """
+import sys
+from vmmkv.server import LLM
+found = {name.partition(".")[0] for name in sys.modules} & {"pydantic", "fastapi", "starlette", "uvicorn", "zmq"}
+assert not found, found
+"""
+
+
+def test_the_engine_in_process_needs_no_http_package() -> None:
+    subprocess.run([sys.executable, "-c", FORBIDDEN], check=True)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_a_chat_is_the_models_template_and_its_answer_alone(engine: LLM) -> None:
+    prompt = token_ids("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    (one,) = engine.chat(HELLO, GREEDY)
+    assert one.prompt_token_ids == prompt
+    assert one.outputs[0].token_ids == engine.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    assert [each.outputs for each in engine.chat([HELLO, HELLO], GREEDY)] == [one.outputs] * 2
+    with pytest.raises(ValueError, match="prompt 0: the model's chat template refuses"):
+        engine.chat([{"role": "assistant", "content": "a"}])
+
+
+def test_a_beam_search_gives_its_best_answers(engine: LLM) -> None:
+    (found,) = engine.generate("abc", SamplingParams(beam_width=4, n=2, temperature=0.0, max_tokens=5))
+    assert len(found.outputs) == 2 and found.error is None
+    assert all(len(output.token_ids) == 5 and output.finish_reason == "length" for output in found.outputs)
+    assert found.outputs[0].token_ids != found.outputs[1].token_ids
+
+
+def test_an_answer_follows_its_grammar(directory: Path, tmp_path: Path) -> None:
+    ended = shutil.copytree(directory, tmp_path / "ended")
+    config = json.loads((ended / "config.json").read_text())
+    (ended / "config.json").write_text(json.dumps(config | {"eos_token_id": VOCABULARY - 1}))
+    (ended / "generation_config.json").unlink(missing_ok=True)
+    asked: list[dict[str, Any]] = [{"regex": "[0-9]{3}"}, {"choice": ["left", "right"]}, {"json": {"type": "boolean"}}]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=each) for each in asked]
+    with LLM(ended, **OPTIONS) as one:
+        texts = [found.outputs[0].text for found in one.generate(["abc"] * 3, params)]
+        with pytest.raises(ValueError, match="structured_outputs: it must have exactly one of"):
+            one.generate("abc", SamplingParams(structured_outputs={"xml": "a"}))
+    for text, pattern in zip(texts, ("[0-9]{3}", "left|right", "true|false"), strict=True):
+        assert re.fullmatch(pattern, text)

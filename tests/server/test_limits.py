@@ -1,0 +1,423 @@
+"""Laws of admission: keys and namespaces, the ends of the queue, deadlines, and the limits on bodies, headers and names."""
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.responses import PlainTextResponse
+
+from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
+from tests.server.support import Running, asking, eventually, running_server
+from vmmkv.server.config import FrontConfig, read_keys
+from vmmkv.server.engine_client import EngineClient
+from vmmkv.server.http.limits import ANYBODY, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Guard, Throughput
+from vmmkv.server.launch import answered_hosts
+from vmmkv.server.protocol import Abort, Forget, Generate, Ready, Resize
+
+SILENT: dict[str, Any] = {"model": "tiny", "prompt": "a", "seed": SILENT_SEED}
+ONE, TWO, ADMIN = "a-key-of-one", "a-key-of-two", "the-key-of-the-administrator"
+ADMIN_ROUTES: dict[str, dict[str, Any]] = {"/kv/reset": {}, "/kv/resize": {"budget_bytes": 1 << 25}}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def basic(key: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(f'anybody:{key}'.encode()).decode()}"}
+
+
+def generates(server: Running) -> list[Generate]:
+    return [message for message in server.engine.received if isinstance(message, Generate)]
+
+
+def complete(server: Running, key: str | None = None, **body: Any) -> httpx.Response:
+    headers = {} if key is None else bearer(key)
+    return server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", **body}, headers=headers)
+
+
+@contextlib.contextmanager
+def in_flight(server: Running, count: int, **body: Any) -> Iterator[None]:
+    """Requests that get no answer, until the block ends."""
+    wanted = len(generates(server)) + count * body.get("n", 1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(asking(server, "/v1/completions", SILENT | body))
+        assert eventually(lambda: len(generates(server)) == wanted)
+        yield
+
+
+def queue(*api_keys: str, **options: Any) -> AdmissionQueue:
+    return AdmissionQueue(EngineClient("ipc://nowhere"), FrontConfig(api_keys=api_keys, **options))
+
+
+class TestQueue:
+    @pytest.fixture(scope="class")
+    def _narrow(self) -> Iterator[Running]:
+        with running_server(front=FrontConfig(max_queued_requests=2, max_queued_tokens=50)) as server:
+            yield server
+
+    @pytest.fixture
+    def narrow(self, _narrow: Running) -> Running:
+        """Four run, two may wait."""
+        _narrow.reset()
+        return _narrow
+
+    def test_a_full_queue_is_a_429_that_says_when_to_come_again(self, narrow: Running) -> None:
+        with in_flight(narrow, READY.max_sequences + 2):
+            with pytest.raises(openai.RateLimitError) as caught:
+                narrow.openai.completions.create(model="tiny", prompt="a")
+            assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "requests")
+            assert 1 <= int(caught.value.response.headers["Retry-After"]) <= MOST_RETRY_S
+            assert len(generates(narrow)) == READY.max_sequences + 2
+        assert eventually(lambda: narrow.service.queue.num_sequences == 0)
+        assert complete(narrow).status_code == 200
+
+    def test_each_sequence_counts_and_a_request_alone_is_let_in_however_wide(self, narrow: Running) -> None:
+        assert len(complete(narrow, n=16).json()["choices"]) == 16
+        with in_flight(narrow, 1, seed=SILENT_SEEDS[0], n=3):
+            assert complete(narrow, prompt=["a", "b", "c"]).status_code == 200
+            assert complete(narrow, n=4).status_code == 429
+
+    def test_tokens_of_prompts_that_wait_have_a_limit_and_those_that_began_do_not_count(self, narrow: Running) -> None:
+        with in_flight(narrow, 1, prompt="a" * 40):
+            refused = complete(narrow, prompt=[1] * 20)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (429, "tokens")
+            assert "40 tokens wait" in refused.json()["error"]["message"]
+            assert complete(narrow, prompt=[1] * 10).status_code == 200
+            assert narrow.client.waiting_tokens == 40
+        assert eventually(lambda: narrow.client.waiting_tokens == 0)
+        narrow.engine.endless, narrow.engine.step_s = True, 0.02
+        stream = narrow.openai.completions.create(model="tiny", prompt=[1] * 45, max_tokens=100, stream=True)
+        next(iter(stream))
+        assert narrow.client.waiting_tokens == 0
+        assert complete(narrow, prompt=[1] * 45, max_tokens=1).status_code == 200
+        stream.close()
+
+    def test_a_request_that_is_refused_leaves_nothing_behind(self, narrow: Running) -> None:
+        for body in ({"prompt": [1] * 300}, {"logit_bias": {"257": 1, "258": 1}}, {"prompt": [999]}):
+            assert complete(narrow, **body).status_code == 400
+        assert eventually(lambda: narrow.service.queue.num_sequences == 0)
+
+    def test_how_long_to_wait_follows_from_throughput(self) -> None:
+        now = 100.0
+        throughput = Throughput(lambda: now)
+        assert throughput.seconds_for(1) == WINDOW_S
+        for _ in range(10):
+            throughput.add(20)
+            now += 1
+        assert [throughput.seconds_for(amount) for amount in (100, 1, 1e9)] == [5, 1, MOST_RETRY_S]
+        now += WINDOW_S + 1
+        assert throughput.seconds_for(1) == WINDOW_S
+
+
+class TestDeadlines:
+    @pytest.mark.parametrize("of_server", [False, True])
+    def test_a_late_answer_is_a_408_that_clients_do_not_repeat(self, of_server: bool) -> None:
+        with running_server(front=FrontConfig(request_timeout_s=0.3 if of_server else 60)) as server:
+            client = server.openai.with_options(max_retries=3)
+            with pytest.raises(openai.APIStatusError, match=r"0\.3 s") as caught:
+                client.completions.create(**SILENT, extra_body={"timeout": 60 if of_server else 0.3})
+            assert (caught.value.status_code, caught.value.code) == (408, "request_timeout")
+            assert eventually(lambda: len(server.engine.aborted()) == 1)
+            assert [request.request_id for request in generates(server)] == [*server.engine.aborted()]
+            assert eventually(lambda: server.service.queue.num_sequences == 0)
+
+    def test_a_late_stream_has_the_text_so_far_and_ends_with_the_error(self, server: Running) -> None:
+        server.engine.endless, server.engine.step_s = True, 0.02
+        texts, body = [], {"timeout": 0.5}
+        stream = server.openai.completions.create(model="tiny", prompt="a", max_tokens=200, stream=True, extra_body=body)
+        with pytest.raises(openai.APIError, match=r"within 0\.5 s"):
+            for chunk in stream:
+                texts.append(chunk.choices[0].text)
+        assert 1 < len("".join(texts)) < 200
+        assert eventually(lambda: any(isinstance(message, Abort) for message in server.engine.received))
+
+    def test_time_in_the_tokeniser_counts(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = server.service.tokenizer
+        assert tokenizer is not None
+        monkeypatch.setattr(tokenizer, "encode", lambda prompt: time.sleep(1) or [97])
+        assert complete(server, prompt="a" * 9999, timeout=0.1).status_code == 408
+        assert not generates(server)
+
+
+class TestSizes:
+    def test_a_body_that_is_too_large_is_a_413_with_and_without_its_length(self) -> None:
+        with running_server(front=FrontConfig(max_body_bytes=10_000), sockets=True) as server, server.http as http:
+            large = b'{"model": "tiny", "prompt": "' + b"a" * 20_000 + b'"}'
+            for content in (large, iter([large[:5000], large[5000:15_000], large[15_000:]])):
+                answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+            assert complete(server, prompt="a" * 100).status_code == 200
+            assert server.service.queue.held_bytes == 0
+
+    def test_all_bodies_together_have_a_limit(self) -> None:
+        held = queue(max_body_bytes=4096)
+        held.held_bytes = MAX_BODIES * 4096 - 10
+        held.check_body(10, held_bytes=0)
+        with pytest.raises(Exception, match="memory there is for bodies"):
+            held.check_body(11, held_bytes=0)
+
+    def test_headers_that_are_too_large_are_a_431(self, server: Running) -> None:
+        answer = server.http.get("/v1/models", headers={"X-Large": "a" * 20_000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
+
+    @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 50_000, b"1" * 100_000, b"\xff\xfe", b""])
+    def test_json_that_is_too_deep_or_none_is_a_400(self, server: Running, content: bytes) -> None:
+        for path in ("/v1/completions", "/tokenize"):
+            answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+class TestDrain:
+    def test_requests_get_503_while_those_in_flight_finish(self, fresh: Running) -> None:
+        fresh.engine.endless, fresh.engine.step_s = True, 0.02
+        stream = iter(fresh.openai.completions.create(model="tiny", prompt="a", max_tokens=40, stream=True))
+        num_letters = len(next(stream).choices[0].text)
+        draining = asyncio.run_coroutine_threadsafe(fresh.service.queue.drain(), fresh.loop)
+        assert eventually(lambda: fresh.http.get("/health").json()["status"] == "draining")
+        refused = complete(fresh)
+        assert (fresh.http.get("/health").status_code, refused.status_code) == (503, 503)
+        assert "shutting down" in refused.json()["error"]["message"] and 1 <= int(refused.headers["Retry-After"]) <= 25
+        assert num_letters + sum(len(chunk.choices[0].text) for chunk in stream) == 40
+        assert draining.result(10) is True
+
+    def test_a_drain_ends_in_time_though_requests_do_not(self) -> None:
+        with running_server(front=FrontConfig(drain_timeout_s=0.2)) as server, in_flight(server, 1):
+            assert asyncio.run_coroutine_threadsafe(server.service.queue.drain(), server.loop).result(10) is False
+
+    def test_an_engine_that_has_work_and_makes_no_step_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
+        with running_server(front=FrontConfig(stuck_after_s=0.3)) as server:
+            watching = asyncio.run_coroutine_threadsafe(server.service.watchdog.watch(), server.loop)
+            time.sleep(0.4)
+            assert server.http.get("/health").json()["status"] == "ok"  # idle is not stuck
+            with in_flight(server, 1):
+                assert eventually(lambda: server.http.get("/health").json()["status"] == "stuck")
+                assert eventually(lambda: "has made no step" in caplog.text)
+                assert eventually(lambda: complete(server).is_success and server.http.get("/health").is_success)
+            assert eventually(lambda: "makes steps again" in caplog.text)
+            watching.cancel()
+
+
+@pytest.fixture(scope="module")
+def _locked() -> Iterator[Running]:
+    with running_server(front=FrontConfig(api_keys=(ONE, TWO), admin_key=ADMIN)) as server:
+        yield server
+
+
+@pytest.fixture
+def locked(_locked: Running) -> Running:
+    _locked.reset()
+    return _locked
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        "authorization",
+        [None, "Bearer no-such-key", f"Bearer {ONE}x", ONE, "Basic ?", "Bearer \xff\xfe", basic("no")["Authorization"]],
+    )
+    def test_without_a_key_every_route_but_the_health_is_a_401(self, locked: Running, authorization: str | None) -> None:
+        document = locked.http.get("/openapi.json", headers=bearer(ONE)).json()
+        paths = {path.replace("{name}", "tiny") for path in document["paths"]} - {"/health"}
+        assert {"/v1/completions", "/v1/models", "/metrics", "/version", "/tokenize", "/kv/reset"} <= paths
+        raw = [] if authorization is None else [(b"Authorization", authorization.encode("latin-1"))]
+        for path in sorted(paths | {"/no/such/route", "/openapi.json"}):
+            answer = locked.http.request("POST" if path.startswith("/kv") else "GET", path, headers=raw)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
+        assert locked.http.get("/health", headers=raw).status_code == 200
+
+    def test_a_browser_may_send_a_key_as_password_but_not_the_administrators(self, locked: Running) -> None:
+        wanted = locked.http.get("/v1/models").headers.get_list("WWW-Authenticate")
+        assert wanted == ["Bearer", 'Basic realm="vmmkv"'], "a browser reads one scheme of each header"
+        assert locked.http.get("/v1/models", headers=basic(ONE)).status_code == 200
+        assert locked.http.post("/kv/reset", json={}, headers=basic(ADMIN)).status_code == 401
+
+    def test_with_several_keys_only_the_administrator_sees_what_all_are_doing(self, locked: Running) -> None:
+        for path in ("/metrics", "/kv", "/events"):
+            refused = locked.http.get(path, headers=bearer(ONE))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_permissions")
+        assert "vmmkv_engine_ready 1.0" in locked.http.get("/metrics", headers=bearer(ADMIN)).text
+        alone = queue(ONE)
+        caller = alone.identify(b"Bearer " + ONE.encode())
+        assert caller is not None and alone.sees_all(caller)
+
+    def test_without_keys_any_header_will_do(self, server: Running) -> None:
+        for headers in ({}, bearer("whatever"), basic("whatever")):
+            assert server.http.get("/v1/models", headers=headers).status_code == 200
+
+    def test_every_key_is_compared_in_full_whichever_is_the_right_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared: list[tuple[int, int]] = []
+        compare_digest = hmac.compare_digest
+
+        def compare(one: bytes, other: bytes) -> bool:
+            compared.append((len(one), len(other)))
+            return compare_digest(one, other)
+
+        keys = queue("first-key", "second-key", "third-key", admin_key="admin-key")
+        monkeypatch.setattr(hmac, "compare_digest", compare)
+        names = []
+        for key in (b"first-key", b"third-key", b"admin-key", b"f", b"x" * 10_000):
+            caller = keys.identify(b"Bearer " + key)
+            names.append(caller and caller.name)
+            assert compared == [(32, 32)] * 4
+            compared.clear()
+        assert names == ["key 1", "key 3", "the administrator", None, None]
+
+    def test_a_key_among_others_may_step_back_and_not_go_first(self, locked: Running, server: Running) -> None:
+        refused = complete(locked, ONE, priority=-1)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert not generates(locked)
+        assert [complete(locked, ONE, priority=priority).status_code for priority in (0, 7)] == [200, 200]
+        assert complete(locked, ADMIN, priority=-5).status_code == 200
+        assert complete(server, priority=-5).status_code == 200, "without keys, requests order as they like"
+
+
+class TestNamespaces:
+    def _sent(self, server: Running, key: str, **options: Any) -> str | None:
+        assert complete(server, key, **options).status_code == 200
+        return generates(server)[-1].cache_salt
+
+    def test_prompts_of_one_key_share_and_those_of_others_or_other_salts_do_not(self, locked: Running) -> None:
+        salts: list[dict[str, str]] = [{}, {"cache_salt": "s"}, {"cache_salt": "t"}]
+        names = [self._sent(locked, key, **salt) for key in (ONE, TWO, ADMIN) for salt in salts]
+        assert len(set(names)) == 9
+        assert names[1] == self._sent(locked, ONE, cache_salt="s")
+        assert not any(secret in (name or "") for name in names for secret in (ONE, TWO, ADMIN))
+        other = self._sent(locked, TWO)
+        assert self._sent(locked, ONE, cache_salt=other) != other, "a key cannot name the namespace of another"
+
+    def test_each_server_has_its_own_and_without_keys_it_is_the_salt(self) -> None:
+        names = []
+        for keys in (queue(ONE), queue(ONE)):
+            caller = keys.identify(f"Bearer {ONE}".encode())
+            assert caller is not None
+            names.append(keys.namespace(caller, None))
+        assert names[0] != names[1]
+        assert [queue().namespace(ANYBODY, salt) for salt in (None, "s")] == [None, "s"]
+
+
+class TestAdministrator:
+    @pytest.mark.parametrize("path", ADMIN_ROUTES)
+    def test_its_routes_are_no_others_and_absent_without_its_key(self, locked: Running, server: Running, path: str) -> None:
+        refused = locked.http.post(path, json=ADMIN_ROUTES[path], headers=bearer(ONE))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_permissions")
+        assert not any(isinstance(message, Forget | Resize) for message in locked.engine.received)
+        assert locked.http.post(path, json=ADMIN_ROUTES[path], headers=bearer(ADMIN)).status_code == 200
+        assert any(isinstance(message, Forget | Resize) for message in locked.engine.received)
+        assert server.http.post(path, json=ADMIN_ROUTES[path], headers=bearer(ADMIN)).status_code == 404
+
+    def test_after_a_resize_requests_are_held_against_the_new_budget(self) -> None:
+        with running_server(front=FrontConfig(admin_key=ADMIN)) as server:
+            assert server.http.post("/kv/resize", json={"budget_bytes": 1 << 25}).status_code == 403
+            answer = server.http.post("/kv/resize", json={"budget_bytes": 1 << 25}, headers=bearer(ADMIN))
+            assert answer.json() == {"freed_bytes": 0, "budget_bytes": 1 << 25, "pool_tokens": 64}
+            assert isinstance(phase := server.client.phase, Ready) and phase.pool_tokens == 64
+            assert complete(server, prompt=[1] * 70).json()["error"]["code"] == "context_length_exceeded"
+            refused = server.http.post("/kv/resize", json={"budget_bytes": 5}, headers=bearer(ADMIN))
+            assert (refused.status_code, refused.json()["error"]["message"]) == (400, "that is too little")
+            server.engine_dies("exit code 3")
+            assert server.http.post("/kv/reset", json={}, headers=bearer(ADMIN)).status_code == 503
+
+    def test_a_page_of_another_site_cannot_have_a_browser_ask_for_it(self, locked: Running) -> None:
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            headers = {**bearer(ADMIN), "Content-Type": kind}
+            assert locked.http.post("/kv/reset", content="{}", headers=headers).status_code == 400
+
+
+class TestHosts:
+    def test_a_server_on_this_machine_answers_to_its_own_names_alone(self) -> None:
+        with running_server(
+            hosts=answered_hosts(FrontConfig(allowed_hosts=("LLM.example.org",)), "my-box", here=True)
+        ) as server:
+            for host in (
+                "localhost",
+                "LOCALHOST:80",
+                "a.localhost:1",
+                "127.0.0.1:9",
+                "[::1]:8000",
+                "my-box",
+                "llm.example.org:443",
+            ):
+                assert server.http.get("/health", headers={"Host": host}).status_code == 200, host
+            for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", ""):
+                for path in ("/", "/health", "/v1/models", "/metrics"):
+                    assert server.http.get(path, headers={"Host": host}).status_code == 400, host  # fmt: skip
+
+    def test_beyond_this_machine_any_name_will_do_until_one_is_given(self) -> None:
+        assert answered_hosts(FrontConfig(), "0.0.0.0", here=False) is None
+        names = answered_hosts(FrontConfig(allowed_hosts=("one.example",)), "0.0.0.0", here=False)
+        assert names is not None and "one.example" in names and "any.example" not in names
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_counted"),
+    [
+        ("/v1/completions", 408, True),
+        ("/v1/completions", 499, False),
+        ("/v1/completions", 200, False),
+        ("/v1/models/another", 404, True),
+        ("/tokenize", 429, True),
+        ("/kv/resize", 400, True),
+        ("/metrics", 401, False),
+        ("/health", 503, False),
+    ],
+)
+def test_refusals_are_counted_on_routes_that_ask_for_something(path: str, status: int, is_counted: bool) -> None:
+    counted = list[int]()
+
+    async def ask() -> int:
+        guard = Guard(PlainTextResponse("", status), queue=queue(), on_refused=counted.append)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost") as client:
+            return (await client.get(path)).status_code
+
+    assert asyncio.run(ask()) == status
+    assert counted == [status] * is_counted
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"api_keys": ("short",)}, "--api-key"),
+            ({"api_keys": ("with a space",)}, "--api-key"),
+            ({"admin_key": "ünicode-key"}, "--admin-key"),
+            ({"api_keys": (ADMIN,), "admin_key": ADMIN}, "--admin-key"),
+            ({"allowed_hosts": ("",)}, "--allowed-host"),
+            ({"allowed_hosts": ("http://a.example",)}, "--allowed-host"),
+            ({"allowed_hosts": ("a.example:80",)}, "--allowed-host"),
+            ({"max_queued_requests": -1}, "--max-queued-requests"),
+            ({"max_queued_tokens": 0}, "--max-queued-tokens"),
+            ({"max_body_bytes": 100}, "--max-body-size"),
+            ({"request_timeout_s": 0.0}, "--request-timeout"),
+            ({"drain_timeout_s": -1.0}, "--drain-timeout"),
+            ({"stuck_after_s": float("nan")}, "--stuck-after"),
+        ],
+    )
+    def test_a_bad_one_is_named_and_no_key_is_told(self, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said) as caught:
+            FrontConfig(**options)
+        assert not any(key in str(caught.value) for key in (*options.get("api_keys", ()), ADMIN, "ünicode-key"))
+
+    def test_a_file_has_a_key_a_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.write_text(f"# those who may\n\n{ONE}\n  {TWO}\t\n")
+        assert read_keys("--api-key-file", path) == (ONE, TWO)
+        path.write_text("# nobody\n")
+        with pytest.raises(ValueError, match=r"--api-key-file .* no key"):
+            read_keys("--api-key-file", path)
+        with pytest.raises(ValueError, match=r"--admin-key-file .* cannot be read"):
+            read_keys("--admin-key-file", tmp_path / "none")
+        path.write_bytes(b"a-key-\xff")
+        with pytest.raises(ValueError, match=r"--api-key-file .* is not UTF-8"):
+            read_keys("--api-key-file", path)
+
+    def test_keys_are_in_no_representation(self) -> None:
+        assert ONE not in repr(FrontConfig(api_keys=(ONE,), admin_key=ADMIN)) + repr(queue(ONE)._callers)
