@@ -224,7 +224,8 @@ class Engine:
     def launch(self, plan: Plan) -> None:
         """Launch a step, and map ahead while the device computes it."""
         self._has_mapped_ahead = False
-        step = self._count(plan, plan.decoding)
+        slots = plan.decoding
+        step = InFlight(slots, self._table.epochs[slots], self.cache.lengths[slots] + 1, plan.chunks)
         self._scheduler.launched(plan)
         try:
             if self._runner.has_prefix_groups and len(plan.decoding):
@@ -281,9 +282,6 @@ class Engine:
                 self._prefix.free_slots((self.cache.num_slots - self._limits.max_sequences) // 4)
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
-
-    def _count(self, plan: Plan, slots: Slots) -> InFlight:
-        return InFlight(slots, self._table.epochs[slots], self.cache.lengths[slots] + 1, plan.chunks)
 
     def _live_requests(self, step: InFlight) -> list[Request]:
         """The requests of a step that run since."""
@@ -354,8 +352,9 @@ class Engine:
         table.append(slots[is_kept], tokens[is_kept])
         self._num_generated_tokens += int(is_kept.sum())
         ends = stops | (table.num_known[slots] >= table.max_tokens[slots])
-        follow = self._structured.follow if self._structured is not None else (lambda *_: NOTHING_FOLLOWED)
-        refused, going_on = follow(table, slots, tokens, is_kept)
+        refused, going_on = NOTHING_FOLLOWED
+        if self._structured is not None:
+            refused, going_on = self._structured.follow(table, slots, tokens, is_kept)
         if refused:
             tokens = tokens.copy()
             tokens[list(refused)] = _REFUSED
