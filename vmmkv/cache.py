@@ -998,21 +998,11 @@ class KVCache:
         return 0 if self.prefix is None else self.prefix.unevictable_bytes()
 
     def oldest_evictable(self) -> Evictable | None:
-        """The least recently used parked slot, or leaf of the prefix tree."""
-        parked = next(self._evictable_slots(), None)
-        slot = None if parked is None else Evictable(parked.stamp, parked.fence.done())
-        leaf = None if self.prefix is None else self.prefix.oldest()
-        return min(filter(None, (slot, leaf)), key=lambda each: each.stamp, default=None)
-
-    def evict_oldest(self) -> None:
-        """Evict that: mapped pages are reclaimed, the others are free at once."""
-        parked = next(self._evictable_slots(), None)
-        leaf = None if self.prefix is None else self.prefix.oldest()
-        if self.prefix is not None and leaf is not None and (parked is None or leaf.stamp < parked.stamp):
-            self.prefix.evict_oldest()
-        else:
-            assert parked is not None, "nothing is evictable"
-            self.evict_parked(parked)
+        """The least recently used parked slot, or leaf of the prefix tree, and how to evict it."""
+        parked, leaf = next(self._evictable_slots(), None), None if self.prefix is None else self.prefix.oldest()
+        if parked is None or (leaf is not None and leaf.stamp < parked.stamp):
+            return leaf
+        return Evictable(parked.stamp, parked.fence.done(), lambda: self.evict_parked(parked))
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap reclaimed memory whose fence has passed, as far as time and `max_pages` allow; the pages. Never blocks."""

@@ -15,7 +15,7 @@ little.
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
@@ -85,6 +85,8 @@ class Evictable(NamedTuple):
     """The pool's clock when it was parked, or last used."""
     idle: bool
     """Is all work done that may touch it? Then its pages are free at once."""
+    evict: Callable[[], None]
+    """Evict it: its mapped pages are reclaimed, the others are free at once."""
 
 
 class NullPage:
@@ -509,13 +511,11 @@ class Pool:
                 break
         if num_unmapped:
             return True
-        kept = [(oldest, cache) for cache in self._caches if (oldest := cache.oldest_evictable()) is not None]
-        evictable = [(oldest, cache) for oldest, cache in kept if wait or oldest.idle]
-        if evictable:
-            oldest, cache = min(evictable, key=lambda entry: entry[0].stamp)
-            if oldest.idle or sum(cache.pending_pages() for cache in self._caches) < num_pages:
-                cache.evict_oldest()
-                return True
+        kept = [oldest for cache in self._caches if (oldest := cache.oldest_evictable()) is not None]
+        oldest = min((each for each in kept if wait or each.idle), key=lambda each: each.stamp, default=None)
+        if oldest is not None and (oldest.idle or sum(cache.pending_pages() for cache in self._caches) < num_pages):
+            oldest.evict()
+            return True
         return wait and any(cache.wait_for_reclaim() for cache in self._caches)
 
 

@@ -177,12 +177,12 @@ class PrefixIndex:
         """What `evict_oldest` would evict."""
         node = self.tree.oldest_evictable()
         if node is not None:
-            return Evictable(node.stamp, self._is_idle(node))
+            return Evictable(node.stamp, self._is_idle(node), self.evict_oldest)
         node = self._oldest_passed()
         if node is not None:
-            return Evictable(node.stamp, True)
+            return Evictable(node.stamp, True, self.evict_oldest)
         parked = self._oldest_parked()
-        return None if parked is None else Evictable(parked.stamp, parked.fence.done())
+        return None if parked is None else Evictable(parked.stamp, parked.fence.done(), self.evict_oldest)
 
     def evict_oldest(self) -> None:
         """Evict the least recently used leaf, and the rows in it of parked slots; if no leaf can be, what a window has passed

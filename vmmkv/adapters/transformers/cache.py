@@ -255,7 +255,10 @@ class VmmCache(Cache):  # type: ignore[misc]
         return other
 
     def close(self) -> None:
-        """Give all memory back, and the addresses too if no deep copy is left. Idempotent. Cost: see KVCache.close."""
+        """Give all memory back. If no deep copy is left, later caches of the same sizes reuse the addresses. Idempotent.
+
+        Cost: see KVCache.close.
+        """
         self._closed = True
         self._batch.close()
 
