@@ -115,7 +115,7 @@ MUTANTS = (
         "prefix/attach.py",
         "cache.parked_slots[plan.resident].fence = memory.fence()",
         "memory.fence()",
-        (PREFIX,),
+        (ORDER,),
     ),
     Mutant(
         "an exchange that unmaps without waiting",
@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "a rollback that unmaps without waiting",
         MAPPER,
-        "            driver.synchronize()  # zeroes may be on their way to what is unmapped next\n",
-        "            pass\n",
+        "                never_live.wait()  # zeroes may be on their way to it\n",
+        "",
         (CACHE,),
     ),
     Mutant(
@@ -155,8 +155,8 @@ MUTANTS = (
     Mutant(
         "recorded streams not ordered behind copies",
         SLOT_MEMORY,
-        "            self.fence().order(self.streams)\n",
-        "            pass\n",
+        "        if self.streams:\n            try:\n",
+        "        if False:\n            try:\n",
         (PREFIX,),
     ),
     # whose bytes
@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         "a page revived that was never live",
         MAPPER,
-        "if mapping.fence is not _PASSED and not",
+        "if not isinstance(mapping.fence, _NeverLive) and not",
         "if not",
         (CACHE, FAILURES),
     ),

@@ -49,10 +49,10 @@ def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
 
 def cases() -> dict[str, tuple[Callable[[], Any], Any]]:
     def cache_world() -> Any:
-        return test_failures.World("two_groups", real_memory=False)
+        return test_failures.World("two_groups")
 
     def prefix_world(layout: str) -> Callable[[], Any]:
-        return lambda: test_prefix_failures.World(layout, real_memory=False)
+        return lambda: test_prefix_failures.World(layout)
 
     found: dict[str, tuple[Callable[[], Any], Any]] = {
         name: (cache_world, operation) for name, operation in test_failures.OPERATIONS.items()

@@ -7,6 +7,7 @@ import pytest
 from tests.laws.model import ONE_GROUP, Live, Rows, addresses, append, attend, check_limits
 from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import KVCache, Pool
+from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import LawBroken
 from vmmkv.units import PAGE_BYTES
 
@@ -87,6 +88,21 @@ def test_an_adopted_slot_is_not_written_before_those_who_read_it_are_done(device
         device.live.rows.stamps[2:] = []
         device.step(3)
         device.driver.synchronize_stream(device.driver.current)
+
+
+def test_a_parked_slot_is_not_unmapped_before_a_copy_from_it_has_run(device):
+    prefix, prompt = PrefixCache(device.cache), [1, 2, 3, 4, 5]
+    device.live.sequence.close()
+    first = prefix.attach(prompt).sequence
+    first.grow(5)
+    first.advance(5)
+    prefix.park(first, prompt)
+    (parked,) = device.cache.parked()
+    attached = prefix.attach([*prompt, 6], method="alias")
+    assert attached.num_tokens == 5
+    device.cache.evict(parked)
+    device.cache.map_ahead()
+    device.live = device.opened("red")
 
 
 def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):

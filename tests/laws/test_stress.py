@@ -16,7 +16,7 @@ from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 THREADS = 3
-TURNS = 400
+TURNS = 150
 MAX_TOKENS = 96
 
 # 64 KiB and 96 KiB a row: 32 and 21.3 tokens a page.
