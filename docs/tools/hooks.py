@@ -1,7 +1,7 @@
-"""What mkdocs does not do by itself: pages and rows that stand elsewhere in the repository, and pictures inside the page.
+"""Hooks of mkdocs: pages and rows from elsewhere in the repository, and pictures inside the page.
 
-A picture is drawn with `currentColor`, which only a part of the page itself can take from it: as an image it would be black on
-a dark page. So `![...](pictures/NAME.svg)` becomes the drawing, and stays an ordinary image for who reads the Markdown.
+A picture is drawn with `currentColor`, which an image does not inherit: it would be black on a dark page. So
+`![...](pictures/NAME.svg)` becomes the drawing in the site, and stays an image in the Markdown.
 """
 
 import posixpath
@@ -28,7 +28,7 @@ _PICTURE = re.compile(r'<p><img alt="[^"]*" src="[^"]*pictures/([a-z]+)\.svg" ?/
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The pages that stand elsewhere, and the rows that the pages speak of."""
+    """Add the pages of BROUGHT, and the rows that pages link to."""
     for path, uri in BROUGHT.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     for rows in sorted((ROOT / "bench" / "results").iterdir()):
@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links by paths of the repository lead to where the site has what they mean; what it has not is named, not linked."""
+    """Rewrite links by repository paths to the site's pages. A file that the site has not is named instead."""
     uri = page.file.src_uri
     home = next((path for path, brought in BROUGHT.items() if brought == uri), f"docs/{uri}")
 
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_uri(path: str) -> str | None:
-    """Where the site has what stands at this path of the repository; None if it has it not."""
+    """The site's address of a file of the repository; None if the site has it not."""
     if path in BROUGHT:
         return BROUGHT[path]
     if not (ROOT / path).is_file():
@@ -69,7 +69,7 @@ def site_uri(path: str) -> str | None:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The drawings, in place of images of them."""
+    """Replace images of pictures by the drawings."""
 
     def drawn(image: re.Match[str]) -> str:
         return f'<figure class="picture">{(ROOT / "docs/pictures" / f"{image[1]}.svg").read_text(encoding="utf-8")}</figure>'
