@@ -134,6 +134,7 @@ def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(loop: Loop, monk
     loop.run(law(loop.compiler))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_was_killed_while_it_waited_is_replaced(loop: Loop) -> None:
     async def law(compiler: GrammarCompiler) -> None:
         worker = await compiler.start()
