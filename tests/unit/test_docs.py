@@ -164,7 +164,6 @@ def test_the_public_names_are_in_the_reference() -> None:
 
 def test_the_server_guide_has_every_option_and_no_other() -> None:
     flags = {"--config", *(serve.flags(one)[-1] if one.default is True else one.flag for one in OPTIONS)}
-    flags -= {"--max-tokens-per-key"}
     assert set(re.findall(r"^\| `(--[a-z-]+)", read("guides/server.md"), re.MULTILINE)) == flags
 
 
@@ -186,7 +185,7 @@ def test_the_server_guide_has_every_keyword_of_schemas_that_is_served() -> None:
 
 
 def test_the_server_guide_has_every_parameter() -> None:
-    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - {"model", "messages", "prompt", "best_of"}
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - {"model", "messages", "prompt"}
     missing = {field for field in fields if f"`{field}`" not in read("guides/server.md")}
     assert not missing
 
