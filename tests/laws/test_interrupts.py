@@ -15,6 +15,7 @@ import torch
 import vmmkv
 from tests.laws import test_failures, test_prefix_failures
 from vmmkv import KVCache, KVLayout, Pool, Reentered
+from vmmkv.memory import transaction
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
@@ -159,4 +160,52 @@ def test_an_interrupted_failure_raises_the_interrupt(cache: KVCache) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         during_a_driver_call(cache, lambda: (signal.raise_signal(signal.SIGINT), 1 / 0))
     assert isinstance(caught.value.__context__, ZeroDivisionError)
+    cache.check()
+
+
+def run_with_call(act: Callable[[], object], number: int | None, call: Callable[[], object]) -> int:
+    """Do it, with a call at the bytecode of that number among all that run in the lock's module; how many did."""
+    opcodes = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal opcodes
+        if frame.f_code.co_filename != transaction.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            opcodes += 1
+            if opcodes - 1 == number:
+                call()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return opcodes
+
+
+def test_a_finalizer_that_uses_the_pool_may_run_anywhere_in_the_lock(cache: KVCache, pool: Pool) -> None:
+    def use() -> None:
+        with contextlib.suppress(Reentered):
+            cache.stats()
+
+    def hold() -> None:
+        with pool.lock:
+            signal.raise_signal(signal.SIGINT)
+            assert len(arrived) == len(held), "the signal is not held back"
+            held.append(number)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None), signal.signal(signal.SIGINT, lambda *_: arrived.append(number))
+    try:
+        number, held, arrived = -1, list[int](), list[int]()
+        for number in range(run_with_call(hold, None, use)):
+            now = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+            run_with_call(hold, number, use)
+            assert len(held) == len(arrived) == number + 2 and held[-1] == arrived[-1], "the signal is lost"
+            assert now == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
     cache.check()

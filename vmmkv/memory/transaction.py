@@ -23,22 +23,27 @@ from vmmkv.errors import ForkedProcess, Reentered
 _HELD_BACK: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)))
 """Signals whose handlers often raise, or end what runs. One that has no Python handler costs 0.1 us."""
 
-_MAIN_THREAD: Final = threading.main_thread().ident
-
 _Handler = Callable[[int, FrameType | None], Any]
 
 
 class TransactionLock:
-    """Used by `with`. Cost: under 1 us, and in the main thread some 0.7 us for each signal that has a Python handler."""
+    """Used by `with`. Cost: under 1 us, and in the main thread some 0.7 us for each signal that has a Python handler.
 
-    __slots__ = ("_arrived", "_handlers", "_lock", "_owner", "_pid")
+    A handler or finalizer can run between any two lines here, and use the pool. So the lock knows its owner as soon as it is
+    taken, and a transaction gives back only the handlers that it held back itself.
+    """
+
+    __slots__ = ("_arrived", "_first", "_handlers", "_lock", "_main_thread", "_pid")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = 0
+        self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._main_thread = threading.main_thread().ident
+        """Of this process: the child of a fork() in another thread has another one."""
         self._handlers: list[tuple[int, _Handler]] = []
         """The handlers that are held back now, by signal. Only the main thread uses this."""
+        self._first: int | None = None
+        """Where the running transaction's handlers begin among them; None if it is another thread's."""
         self._arrived: list[tuple[int, FrameType | None]] = []
 
     def check_process(self) -> None:
@@ -53,24 +58,25 @@ class TransactionLock:
 
     def __enter__(self) -> None:
         self.check_process()
-        thread = threading.get_ident()
-        if self._owner == thread:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
             raise Reentered(
                 "this pool is in the middle of another operation of the same thread, which a finalizer or a signal handler "
                 "interrupted; let it set a flag, and call the pool or its caches when the operation is over"
             )
-        if thread == _MAIN_THREAD:
-            self._hold_back()
+        first = None
+        if threading.get_ident() == self._main_thread:
+            first = len(self._handlers)
+            self._hold_back(first)
         self._lock.acquire()
-        self._owner = thread
+        self._first = first
 
     def __exit__(self, *exc: object) -> None:
-        self._owner = 0
+        first = self._first
         self._lock.release()
-        if self._handlers and threading.get_ident() == _MAIN_THREAD:
-            self._let_go()
+        if first is not None:
+            self._let_go(first)
 
-    def _hold_back(self) -> None:
+    def _hold_back(self, first: int) -> None:
         try:
             for number in _HELD_BACK:
                 handler = _signal.getsignal(number)
@@ -78,26 +84,29 @@ class TransactionLock:
                     self._handlers.append((number, handler))
                     _signal.signal(number, self._arrive)
         except BaseException:  # of a handler that is not held back yet
-            self._let_go()
+            self._let_go(first)
             raise
 
     def _arrive(self, number: int, frame: FrameType | None) -> None:
         self._arrived.append((number, frame))
 
-    def _let_go(self) -> None:
-        """Give the handlers back, and call those whose signal has arrived."""
+    def _let_go(self, first: int) -> None:
+        """Give the handlers from `first` on back, and call those whose signal has arrived, unless some are still held back."""
         try:
-            while self._handlers:
+            while len(self._handlers) > first:
                 _signal.signal(*self._handlers[-1])
                 self._handlers.pop()
-            while self._arrived:
-                number, frame = self._arrived.pop(0)
+            while not first:
+                try:
+                    number, frame = self._arrived.pop(0)
+                except IndexError:  # none, or a handler that used the pool has called them
+                    break
                 handler = _signal.getsignal(number)
                 if callable(handler):
                     handler(number, frame)
         except BaseException:
-            if self._handlers or self._arrived:
-                self._let_go()
+            if len(self._handlers) > first or (self._arrived and not first):
+                self._let_go(first)
             raise
 
 
