@@ -177,15 +177,15 @@ MUTANTS = (
     Mutant(
         "memory still taken for zeroed once it was written",
         MAPPER,
-        "mapping.extent.tenant, mapping.extent.zeroed = tenant, False",
-        "mapping.extent.tenant = tenant",
+        "extent.tenant, extent.zeroed = tenant, False  # before",
+        "extent.tenant = tenant  # before",
         (CACHE,),
     ),
     Mutant(
         "an exchanged page without its tenant",
         SHARING,
-        "mapping.extent.tenant, mapping.extent.zeroed = tenant_of(mapping.page), False",
-        "tenant_of(mapping.page)",
+        "extent.tenant, extent.zeroed = tenant_of(page), False",
+        "tenant_of(page)",
         (PREFIX,),
     ),
     Mutant(

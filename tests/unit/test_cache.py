@@ -1187,3 +1187,35 @@ def test_rows_are_copied_with_a_recorded_stream_or_nothing_changes(cache, driver
         assert target.k(0)[10:20, 0, 0].tolist() == list(range(10, 20))
     driver.fail_at = set()
     cache.check()
+
+
+def test_an_exchange_whose_copy_fails_leaves_the_shared_page_in_place(cache, driver, monkeypatch):
+    parent = written(cache, 64)
+    parent.k(0)[:64] = 7.0
+    (child,) = cache.fork(parent)
+    copy_bytes, num_copies = driver.copy, 0
+
+    def fail_second(*arguments):
+        nonlocal num_copies
+        num_copies += 1
+        if num_copies == 2:  # the copy back into the child's own page
+            raise DriverError("copy: refused", call="copy", code="TEST")
+        copy_bytes(*arguments)
+
+    monkeypatch.setattr(driver, "copy", fail_second)
+    with pytest.raises(DriverError, match="refused"):
+        child.truncate(20)
+    cache.check()
+    assert child.length == 64 and (child.k(0)[:64] == 7.0).all()
+
+
+def test_memory_counts_as_written_before_its_limit_is_raised(cache, driver, monkeypatch):
+    monkeypatch.setattr(driver, "order", mock.Mock(side_effect=DriverError("order: refused", call="order", code="TEST")))
+    with pytest.raises(DriverError, match="refused"):
+        cache.open(tenant="first").grow(16)  # the device's limit was raised: a kernel that runs can have written rows
+    monkeypatch.undo()
+    cache.check()
+    zeroed = driver.calls["zero"]
+    other = cache.open(tenant="second")
+    other.grow(16)
+    assert driver.calls["zero"] > zeroed

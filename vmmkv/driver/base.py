@@ -74,10 +74,12 @@ class Reservations:
 
     def reuse(self, size_bytes: int) -> int | None:
         """The reservation of this size that was given back first; None if there is none."""
-        if not self._free[size_bytes]:
+        try:
+            address = self._free[size_bytes].popleft()
+        except IndexError:  # asked for and taken in one step: pools of several threads share this
             return None
         self._used_bytes += size_bytes
-        return self._free[size_bytes].popleft()
+        return address
 
     def add(self, size_bytes: int) -> None:
         """A new reservation of this size is in use."""
@@ -89,7 +91,7 @@ class Reservations:
         self._free[size_bytes].append(address)
 
     def __str__(self) -> str:
-        free_bytes = sum(size_bytes * len(addresses) for size_bytes, addresses in self._free.items())
+        free_bytes = sum(size_bytes * len(addresses) for size_bytes, addresses in list(self._free.items()))
         return (
             f"this process has reserved {format_bytes(self._used_bytes)} for open caches, and keeps {format_bytes(free_bytes)} "
             f"of closed ones, which caches of the same sizes reuse; it has {format_bytes(ADDRESS_SPACE_BYTES)} in all"

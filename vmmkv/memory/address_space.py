@@ -274,8 +274,8 @@ class Arena:
         if self.reserved_bytes > ADDRESS_SPACE_BYTES:
             raise ValueError(
                 f"slots={slots} of {format_bytes(self.slot_bytes)} each do not fit into the addresses of a process, "
-                f"{format_bytes(ADDRESS_SPACE_BYTES)}: at most {ADDRESS_SPACE_BYTES // self.slot_bytes - 1} do; take fewer, "
-                f"or a smaller max_tokens"
+                f"{format_bytes(ADDRESS_SPACE_BYTES)}: at most {max(0, ADDRESS_SPACE_BYTES // self.slot_bytes - 1)} do; "
+                f"take fewer, or a smaller max_tokens"
             )
         self.address = driver.reserve(self.reserved_bytes)
         self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]

@@ -73,21 +73,18 @@ class Growth:
         self.mapping_us = 0.0
         """What mapping a new extent took, and creating it, but for what the pool may have waited for."""
         self._mapper = mapper
-        self._new: list[tuple[Arena, Mapping, Tenant | None]] = []
+        self._new: list[tuple[Arena, Mapping]] = []
         self._revived: list[tuple[Arena, Mapping, Fence]] = []
 
     def commit(self) -> None:
         """What was staged is live."""
-        for _, mapping, tenant in self._new:
-            if tenant is not None:
-                mapping.extent.tenant, mapping.extent.zeroed = tenant, False
         for target in self.targets:
             target.span.end_page = max(target.span.end_page, target.end_page)
 
     def rollback(self) -> None:
         """Restore the state before the growth. A mapping that cannot be unmapped now is pending reclaim, so nothing is lost."""
         never_live = _NeverLive(self._mapper.pool.driver)
-        for arena, mapping, _ in reversed(self._new):
+        for arena, mapping in reversed(self._new):
             try:
                 never_live.wait()  # zeroes may be on their way to it
                 arena.unmap(mapping)
@@ -157,7 +154,7 @@ class Growth:
             target.arena.map(target.span, page, extent, self._mapper.alias_access)
         finally:
             if page in target.span.mappings:
-                self._new.append((target.arena, target.span.mappings[page], None))
+                self._new.append((target.arena, target.span.mappings[page]))
             else:
                 pool.unuse(extent)
                 pool.drop(extent)
@@ -169,10 +166,11 @@ class Growth:
             target.arena.map(target.span, page, extent)
         finally:
             if page in target.span.mappings:  # it can stand although the call failed: then it is ours to undo
-                self._new.append((target.arena, target.span.mappings[page], tenant))
+                self._new.append((target.arena, target.span.mappings[page]))
                 unused.popleft()
         if extent.must_be_zeroed_for(tenant):
             self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
+        extent.tenant, extent.zeroed = tenant, False  # before the device can see a limit that allows writes
         self.num_mapped += extent.num_pages
 
 

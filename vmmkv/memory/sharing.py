@@ -194,6 +194,8 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
         try:
             for page, extent in enumerate(extents, old.page):
                 new.append(arena.map(span, page, extent))
+                extent.tenant, extent.zeroed = tenant_of(page), False
+            pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
         except BaseException:
             for mapping in new:
                 arena.unmap(mapping)
@@ -203,11 +205,8 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
         for extent in extents:
             pool.drop(extent)
         raise
-    for mapping in new:
-        mapping.extent.tenant, mapping.extent.zeroed = tenant_of(mapping.page), False
     memory.mapper.let_go(old)
     memory.mapped_pages += len(new)
-    pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
     memory.order_copies()
 
 
