@@ -140,8 +140,8 @@ def test_a_batch_that_has_what_it_asked_for_decodes_as_any(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"min_tokens": 9}, "wanted 0 to 8"),
-        ({"min_tokens": -1}, "wanted 0 to 8"),
+        ({"min_tokens": 9}, "wanted 0 to max_tokens, which is 8"),
+        ({"min_tokens": -1}, "wanted 0 to max_tokens, which is 8"),
         ({"min_tokens": 2, "beam_width": 2}, "beam search"),
         ({"min_tokens": 2, "grammar": b"a"}, "grammar"),
         ({"min_tokens": 2, "stop_token_ids": list(range(VOCABULARY))}, "no token"),

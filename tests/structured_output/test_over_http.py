@@ -13,6 +13,7 @@ from tests.server.fake_engine import READY
 from tests.server.support import Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
 from vmmkv.server.protocol import Generate
+from vmmkv.server.structured_output.compiler import GrammarCompiler
 
 HELLO = [{"role": "user", "content": "hello"}]
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
@@ -122,7 +123,8 @@ class TestWhileItIsCompiled:
             await asyncio.sleep(3600)
             raise AssertionError
 
-        monkeypatch.setattr(server.service.grammars, "compiled", never)
+        monkeypatch.setattr(GrammarCompiler, "knows", lambda *_, **options: True)
+        monkeypatch.setattr(GrammarCompiler, "compile", never)
         return server
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -138,7 +140,7 @@ class TestWhileItIsCompiled:
                 await asyncio.sleep(3600)
                 raise AssertionError
 
-            monkeypatch.setattr(server.service.grammars, "start", never)
+            monkeypatch.setattr(GrammarCompiler, "start", never)
             asked = threads.submit(post, server, structured_outputs={"regex": "a"})
             assert eventually(lambda: server.service.queue.num_sequences == 1)
             server.loop.call_soon_threadsafe(server.client.fail, "The server is shutting down.")
@@ -199,7 +201,7 @@ class TestStart:
         async def compiled(*_: object, **options: object) -> bytes:
             return b"{}"
 
-        monkeypatch.setattr(fresh.service.grammars, "start", start)
-        monkeypatch.setattr(fresh.service.grammars, "compiled", compiled)
+        monkeypatch.setattr(GrammarCompiler, "start", start)
+        monkeypatch.setattr(GrammarCompiler, "compile", compiled)
         answer = post(fresh, structured_outputs={"regex": "a"}, timeout=0.9, stream=stream)
         assert answer.status_code == 200 and "timeout" not in answer.text

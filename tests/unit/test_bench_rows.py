@@ -97,7 +97,10 @@ def test_rows_of_two_devices_and_quick_rows_cannot_be_compared() -> None:
         compare([recorded(1)], [recorded(1, made=provenance(quick=True))], 0.02)
 
 
-def test_compare_names_what_is_worse_and_exits_with_1_if_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_what_is_worse_and_exits_with_1_if_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "prefix.jsonl"
     for p50, commit in ((1.0, "aaa"), (1.5, "bbb")):
         RowFile(tmp_path, provenance(commit=commit)).append(recorded(p50).row)
