@@ -285,7 +285,7 @@ class Limits:
         if params.max_tokens == 0 and follows_grammar:
             raise InvalidParam("max_tokens", "is 0, which leaves nothing that could follow the grammar: raise it")
         size = self.vocabulary_size
-        for param, ids in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+        for param, ids in (("prompt", prompt), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < size:
                 unknown = next(token_id for token_id in ids if not 0 <= token_id < size)
                 message = f"{unknown} is not a token id of this model: they go from 0 to {size - 1}."

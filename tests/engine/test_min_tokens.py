@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of
 from tests.engine.test_lookahead import wide_rows
 
 PROMPT = prompt_of(30)
@@ -152,11 +152,3 @@ def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dic
     one.ask("bad", PROMPT, 8, **options)
     assert not one.engine.has_work
     assert "min_tokens" in one.failures()["bad"] and words in one.failures()["bad"]
-
-
-def test_ids_that_the_model_has_not_end_nothing_and_stop_nothing(harness: Callable[..., Harness]) -> None:
-    tokens, _ = ends_of(harness)
-    one = harness(tiny_model(), ours=True)
-    one.ask("one", PROMPT, 8, min_tokens=8, stop_token_ids=[VOCABULARY, 2**31 - 1])
-    one.run()
-    assert one.tokens("one") == tokens[:8]
