@@ -1,8 +1,7 @@
-"""Other ways of keeping K and V, in the same engine, with the same model and kernels: what vmmkv is compared with.
+"""Other ways of keeping K and V under the same engine, model and kernels: what vmmkv is compared with.
 
-paged      blocks of 16 rows under a table: allocation, attention over them, prefixes in whole blocks
-static     the longest request's rows for each slot
-slots      per-slot lengths and limits, which both share
+slots      slots that are numbers, and static slots: the longest request's rows for each
+paged      blocks of 16 rows under tables: allocation, attention over them, prefixes in whole blocks
 backend    each of them as the engine's memory (read first)
 """
 

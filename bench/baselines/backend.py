@@ -1,24 +1,23 @@
 """Each system as the engine's memory: what `loading.assemble` takes as `open_memory`.
 
+On Hopper, slots in bf16 with heads of 128 have a prefill kernel of their own (kernels/attention/prefill_hopper.py). vmmkv
+without it differs from blocks by where rows lie, and by nothing else.
+
 Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final, Self
 
 import torch
 
 from bench.baselines import COMMON_PREFILL
 from bench.baselines.paged import BLOCK_ROWS, BlockRows, PagedCache, PagedPrefixes
-from bench.baselines.static import StaticCache
+from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
 from vmmkv.server.engine.attention import Batch, SlotRows
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 from vmmkv.units import format_bytes
-
-# vmmkv with the prefill kernel that blocks have too: two systems then differ by where rows lie, and by nothing else. On Hopper
-# slots in bf16 with heads of 128 have a kernel of their own (kernels/attention/prefill_hopper.py).
 
 
 def prefill_as_over_blocks(
@@ -50,13 +49,7 @@ class CommonPrefillRows(SlotRows):
     """See engine.attention.KVRows."""
 
     def prefill(
-        self,
-        layer: int,
-        q_NHD: torch.Tensor,
-        batch: Batch,
-        *,
-        scale: float | None,
-        window: int | None,
+        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
         """See KVRows.prefill."""
         assert batch.query_starts is not None, "a decode step"
@@ -75,91 +68,57 @@ class SlotsWithCommonPrefill(SlotBackend):
         return opened
 
 
-# blocks and static slots
+class BaselineBackend:
+    """A baseline's memory, all of it there from the start. See engine.kv_backend.KVBackend."""
 
-
-class PagedMemory:
-    """See engine.kv_backend.KVBackend: as many blocks as the budget holds."""
-
-    def __init__(self, cache: PagedCache, *, shares_prefixes: bool) -> None:
+    def __init__(
+        self, cache: PagedCache | StaticCache, rows: SlotRows, budget_bytes: int, num_tokens: int, *, shares_prefixes: bool
+    ) -> None:
         self.cache: Final = cache
-        self.rows: Final = BlockRows(cache)
+        self.rows: Final = rows
+        self.budget_bytes: Final = budget_bytes
+        self.num_tokens: Final = num_tokens
         self._shares_prefixes = shares_prefixes
 
-    @classmethod
-    def open(cls, wanted: BackendConfig) -> Self:
-        """Raises: BudgetError if no budget was given, or it holds no block; ValueError for a layout that it does not keep."""
-        block_bytes = BLOCK_ROWS * wanted.layout.row_bytes
-        num_blocks = _budget_bytes(wanted, block_bytes) // block_bytes
-        cache = PagedCache(
-            wanted.layout, wanted.device, num_blocks=num_blocks, slots=wanted.max_sequences, max_tokens=wanted.max_tokens
-        )
-        return cls(cache, shares_prefixes=wanted.shares_prefixes)
-
-    @property
-    def budget_bytes(self) -> int:
-        """Of all blocks."""
-        return self.cache.blocks.num_blocks * self.cache.block_bytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of all blocks."""
-        return self.cache.blocks.num_blocks * BLOCK_ROWS
-
     def take_free(self) -> None:
-        """The blocks are there from the start."""
+        """There is nothing more to take."""
 
     def open_prefixes(self) -> PagedPrefixes | None:
-        """Over whole blocks."""
-        return PagedPrefixes(self.cache) if self._shares_prefixes else None
+        """Over whole blocks. Static slots share nothing: a row lies in one of them."""
+        return PagedPrefixes(self.cache) if self._shares_prefixes and isinstance(self.cache, PagedCache) else None
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.cache.close()
-        _release(self.cache.device)
-
-
-class StaticMemory:
-    """See engine.kv_backend.KVBackend: as many slots as the budget holds, each of the longest sequence's rows."""
-
-    def __init__(self, cache: StaticCache) -> None:
-        self.cache: Final = cache
-        self.rows: Final = SlotRows(cache)
-
-    @classmethod
-    def open(cls, wanted: BackendConfig) -> Self:
-        """Raises: BudgetError if no budget was given, or it holds no slot; ValueError for a layout that it does not keep."""
-        slot_bytes = wanted.max_tokens * wanted.layout.row_bytes
-        slots = min(wanted.max_sequences, _budget_bytes(wanted, slot_bytes) // slot_bytes)
-        return cls(StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens))
-
-    @property
-    def budget_bytes(self) -> int:
-        """Of all slots."""
-        return self.cache.num_slots * self.cache.max_tokens * self.cache.layout.row_bytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of one slot: more no request can have."""
-        return self.cache.max_tokens
-
-    def take_free(self) -> None:
-        """The slots are there from the start."""
-
-    def open_prefixes(self) -> None:
-        """A row lies in one slot: nothing can be shared."""
-        return None
-
-    def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. What torch's allocator keeps is not free for the driver's own calls."""
         self.rows.views.clear()
         self.cache.close()
-        _release(self.cache.device)
+        if self.cache.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-_SYSTEMS: Final[Mapping[str, OpenBackend]] = MappingProxyType(
-    {"vmmkv": SlotBackend.open, f"paged {BLOCK_ROWS}": PagedMemory.open, "static": StaticMemory.open}
-)
+def open_paged(wanted: BackendConfig) -> BaselineBackend:
+    """As many blocks as the budget holds. Raises: BudgetError, ValueError: see `_num_in_budget` and BaselineCache."""
+    num_blocks = _num_in_budget(wanted, BLOCK_ROWS)
+    cache = PagedCache(
+        wanted.layout, wanted.device, num_blocks=num_blocks, slots=wanted.max_sequences, max_tokens=wanted.max_tokens
+    )
+    num_tokens = num_blocks * BLOCK_ROWS
+    budget_bytes = num_tokens * wanted.layout.row_bytes
+    return BaselineBackend(cache, BlockRows(cache), budget_bytes, num_tokens, shares_prefixes=wanted.shares_prefixes)
+
+
+def open_static(wanted: BackendConfig) -> BaselineBackend:
+    """As many slots as the budget holds, each of the longest sequence's rows. Raises: as `open_paged`."""
+    slots = min(wanted.max_sequences, _num_in_budget(wanted, wanted.max_tokens))
+    cache = StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
+    budget_bytes = slots * wanted.max_tokens * wanted.layout.row_bytes
+    return BaselineBackend(cache, SlotRows(cache), budget_bytes, wanted.max_tokens, shares_prefixes=False)
+
+
+_SYSTEMS: Final[Mapping[str, OpenBackend]] = {
+    "vmmkv": SlotBackend.open,
+    f"paged {BLOCK_ROWS}": open_paged,
+    "static": open_static,
+}
 
 
 def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
@@ -172,15 +131,11 @@ def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
     return _SYSTEMS
 
 
-def _budget_bytes(wanted: BackendConfig, least_bytes: int) -> int:
+def _num_in_budget(wanted: BackendConfig, num_rows: int) -> int:
+    """Pieces of so many rows that the budget holds. Raises: BudgetError if none was given, or it holds no piece."""
+    least_bytes = num_rows * wanted.layout.row_bytes
     if wanted.budget_bytes is None or wanted.budget_bytes < least_bytes:
         given = "none" if wanted.budget_bytes is None else format_bytes(wanted.budget_bytes)
         least = f"a baseline takes its memory at once: give a budget of at least {format_bytes(least_bytes)}"
         raise BudgetError(f"{least}, not {given}")
-    return wanted.budget_bytes
-
-
-def _release(device: torch.device) -> None:
-    """What torch's allocator keeps is not free for the driver's own calls."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return wanted.budget_bytes // least_bytes

@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 import torch
 
-from bench.baselines.slots import Planes, SlotNumbers, SlottedCache, planes_of
+from bench.baselines.slots import BaselineCache, BaselineSequence
 from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
 from vmmkv.prefix import PrefixStats
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree
-from vmmkv.server.engine.attention import Batch, RotaryParams, SharedPrefixes
+from vmmkv.server.engine.attention import Batch, SlotRows
 from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
 
@@ -107,82 +107,32 @@ NO_BLOCK: Final = -1
 """An empty entry of a table: kernels neither read nor write there."""
 
 
-class PagedSequence:
-    """See engine.kv_backend.EngineCacheSequence."""
-
-    def __init__(self, cache: "PagedCache", slot: int, max_tokens: int, namespace: Hashable) -> None:
-        self._cache = cache
-        self.slot = slot
-        self.max_tokens: Final = max_tokens
-        self.namespace: Final = namespace
-        self.closed = False
-
-    @property
-    def length(self) -> int:
-        """Rows launched."""
-        return int(self._cache.lengths[self.slot])
-
-    def grow(self, num_tokens: int) -> None:
-        """Blocks for so many tokens. Raises: OutOfPages; then nothing has changed."""
-        assert num_tokens <= self.max_tokens, f"a sequence of {self.max_tokens} tokens at most grows to {num_tokens}"
-        if num_tokens > self._cache.limits[self.slot]:
-            self._cache.reserve({self.slot: num_tokens})
-
-    def advance(self, num_tokens: int = 1) -> None:
-        """So many more rows are launched."""
-        self._cache.advance(self.slot, num_tokens)
-
-    def start(self, group: int = 0) -> int:
-        """All rows are kept."""
-        return 0
-
-    def advance_start(self, group: int) -> None:
-        """No group has a window."""
-        raise AssertionError("a block-table cache has no windows")
-
-    def close(self) -> None:
-        """Its blocks are free, but for those that others hold. Work that is launched may still touch them: what comes after it
-        on the stream comes after it. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._cache._close(self)
-
-
-class PagedCache(SlottedCache):
-    """See engine.kv_backend.EngineCache. Raises: ValueError for a layout with windows, several groups or quantised rows."""
+class PagedCache(BaselineCache):
+    """See engine.kv_backend.EngineCache."""
 
     def __init__(self, layout: KVLayout, device: torch.device, *, num_blocks: int, slots: int, max_tokens: int) -> None:
+        super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(num_blocks, BLOCK_ROWS))
         self.blocks: Final = BlockPool(num_blocks)
-        super().__init__(layout, SlotNumbers(slots, device), max_tokens=max_tokens)
         self.block_bytes: Final = BLOCK_ROWS * layout.row_bytes
-        self.planes: Final[Planes] = planes_of(layout, (num_blocks, BLOCK_ROWS), device)
         num_columns = ceil_div(max_tokens, BLOCK_ROWS)
         self.tables_SC: Final = torch.full((1 + slots, num_columns), NO_BLOCK, dtype=torch.int32, device=device)
         self.host_tables_SC: Final = np.full((1 + slots, num_columns), NO_BLOCK, np.int32)
-        self.num_blocks_S: Final = np.zeros(1 + slots, np.int64)
-        self._sequences: dict[int, PagedSequence] = {}
-        self._ends = np.zeros(1 + slots, np.int64)
-        """The most tokens of each sequence; 0 where none runs."""
         self.locked: Final[dict[int, Node[int]]] = {}
         """By slot, the node of the tree whose path its sequence uses."""
+        self._num_blocks_S: Final = np.zeros(1 + slots, np.int64)
+        self._most_S: Final = np.zeros(1 + slots, np.int64)
+        """The most tokens of each sequence; 0 where none runs."""
         self._num_blocked = self._num_ahead = self._num_taken = 0
 
-    # what the engine asks
-
-    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> PagedSequence:
-        """A new sequence, without blocks. Memory of other tenants is not zeroed: block-table engines do not."""
-        slot = self.numbers.take()
-        sequence = PagedSequence(self, slot, max_tokens or self.max_tokens, tenant)
-        self._sequences[slot], self._ends[slot] = sequence, sequence.max_tokens
+    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
+        """A new sequence without blocks. Raises: OutOfPages if all slots run one."""
+        sequence = super().open(max_tokens=max_tokens, tenant=tenant)
+        self._most_S[sequence.slot] = sequence.max_tokens
         return sequence
-
-    def lookahead_tokens(self, step_us: float) -> int:
-        """A block costs nothing to get: for the next token is soon enough."""
-        return 1
 
     def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
         """Blocks for all sequences that soon need one, in one upload; none if they are not to be had for all."""
-        wanted = np.minimum(self._ends, self.lengths + lookahead_tokens)
+        wanted = np.minimum(self._most_S, self.lengths + lookahead_tokens)
         short = np.flatnonzero(wanted > self.limits)
         if not len(short):
             return 0
@@ -193,10 +143,10 @@ class PagedCache(SlottedCache):
         self._num_ahead += num_blocks
         return num_blocks
 
-    def fork(self, sequence: PagedSequence, count: int = 1, *, max_tokens: int | None = None) -> list[PagedSequence]:
+    def fork(self, sequence: BaselineSequence, count: int = 1, *, max_tokens: int | None = None) -> list[BaselineSequence]:
         """See EngineCache.fork: full blocks are shared, the last one is copied."""
         num_full, rest = divmod(sequence.length, BLOCK_ROWS)
-        forks: list[PagedSequence] = []
+        forks: list[BaselineSequence] = []
         try:
             for _ in range(count):
                 fork = self.open(max_tokens=max_tokens, tenant=sequence.namespace)
@@ -211,7 +161,7 @@ class PagedCache(SlottedCache):
             self.copy_rows([(sequence, fork) for fork in forks], num_full * BLOCK_ROWS, sequence.length)
         return forks
 
-    def copy_rows(self, pairs: Iterable[tuple[PagedSequence, PagedSequence]], first: int, end: int) -> None:
+    def copy_rows(self, pairs: Iterable[tuple[BaselineSequence, BaselineSequence]], first: int, end: int) -> None:
         """See EngineCache.copy_rows: the target's blocks there are its own."""
         positions = np.arange(first, end)
         for source, target in pairs:
@@ -221,7 +171,7 @@ class PagedCache(SlottedCache):
                 self.host_tables_SC[each.slot, positions // BLOCK_ROWS] * BLOCK_ROWS + positions % BLOCK_ROWS
                 for each in (source, target)
             ]
-            from_T, to_T = (part.long() for part in self.numbers.uploads.pack(places))
+            from_T, to_T = (part.long() for part in self.uploads.pack(places))
             for planes in self.planes.values():
                 for plane_PUKD in planes:
                     rows = plane_PUKD.flatten(0, 1)
@@ -229,48 +179,26 @@ class PagedCache(SlottedCache):
             self.lengths[target.slot] = end
 
     def stats(self) -> CacheStats:
-        """In the words of a cache of pages; a block is held like one."""
-        live = list(self._sequences)
-        num_tokens = int(self.lengths[live].sum())
-        in_tables = [self.host_tables_SC[slot, : self.num_blocks_S[slot]] for slot in live]
-        used = len(np.unique(np.concatenate(in_tables))) if live else 0
-        held_bytes, block_bytes = self.blocks.num_held * self.block_bytes, self.block_bytes
-        token_bytes = num_tokens * self.layout.row_bytes
-        mapped_bytes = int(self.num_blocks_S[live].sum()) * block_bytes
-        budget_bytes = self.blocks.num_blocks * block_bytes
-        return CacheStats(
-            reserved_bytes=budget_bytes,
-            mapped_bytes=mapped_bytes,
-            pending_reclaim_bytes=0,
-            parked_bytes=0,
-            token_bytes=token_bytes,
-            guard_bytes=0,
-            waste_bytes=mapped_bytes - token_bytes,
-            pool_created_bytes=budget_bytes,
-            pool_held_bytes=held_bytes,
-            pool_used_bytes=used * block_bytes,
-            pool_free_bytes=budget_bytes - held_bytes,
-            pool_budget_bytes=budget_bytes,
-            num_tokens=num_tokens,
-            num_sequences=len(live),
-            num_parked=0,
-            num_slots=self.num_slots,
+        """See BaselineCache.stats; a block is held like a page."""
+        live = list(self.sequences)
+        in_tables = [self.host_tables_SC[slot, : self._num_blocks_S[slot]] for slot in live]
+        num_used = len(np.unique(np.concatenate(in_tables))) if live else 0
+        num_blocks = (self.blocks.num_blocks, self.blocks.num_held, num_used, int(self._num_blocks_S[live].sum()))
+        return self.stats_of(
+            *(count * self.block_bytes for count in num_blocks),
             blocked_steps=self._num_blocked,
-            blocked_us=0.0,
             mapped_pages=self._num_taken,
             mapped_ahead_pages=self._num_ahead,
-            adopted_slots=0,
-            driver_calls={},
         )
 
     def check(self) -> None:
         """Recount the references of each block: tables, and pieces of the tree."""
         self.blocks.check()
         num_refs = np.zeros(self.blocks.num_blocks, np.int64)
-        for slot in self._sequences:
-            held = self.host_tables_SC[slot, : self.num_blocks_S[slot]]
+        for slot in self.sequences:
+            held = self.host_tables_SC[slot, : self._num_blocks_S[slot]]
             np.add.at(num_refs, held, 1)
-            room = min(self._sequences[slot].max_tokens, int(self.num_blocks_S[slot]) * BLOCK_ROWS)
+            room = min(self.sequences[slot].max_tokens, int(self._num_blocks_S[slot]) * BLOCK_ROWS)
             assert self.lengths[slot] <= self.limits[slot] == room
             assert np.array_equal(held, self.tables_SC[slot, : len(held)].cpu().numpy())
             assert self.limit[slot].item() == self.limits[slot] or not self.limits[slot]
@@ -279,25 +207,29 @@ class PagedCache(SlottedCache):
         assert np.array_equal(num_refs, self.blocks.num_refs)
         self.blocks.tree.check()
 
-    def close(self) -> None:
-        """Give the memory back. Idempotent."""
-        self.planes.clear()
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """See BaselineCache.reserve. A sequence with rows counts as one that waited."""
+        self._num_blocked += bool(self.lengths[slot])
+        self._reserve({slot: num_tokens})
 
-    # blocks
-
-    def reserve(self, num_tokens: dict[int, int]) -> None:
-        """Blocks for so many tokens of each slot, whose sequences wait for it. Raises: OutOfPages; then nothing has changed."""
-        self._num_blocked += sum(bool(self.lengths[slot]) for slot in num_tokens)
-        self._reserve(num_tokens)
-
-    def attach(self, sequence: PagedSequence, blocks: Sequence[int]) -> None:
+    def attach(self, sequence: BaselineSequence, blocks: Sequence[int]) -> None:
         """A new sequence begins with full blocks that others hold too."""
         self.blocks.hold(list(blocks))
         self._extend({sequence.slot: list(blocks)})
         self.lengths[sequence.slot] = len(blocks) * BLOCK_ROWS
 
+    def end(self, sequence: BaselineSequence) -> None:
+        """Free its slot, and its blocks but for those that others hold."""
+        slot = sequence.slot
+        node = self.locked.pop(slot, None)
+        if node is not None:
+            self.blocks.tree.unlock(node)
+        self.blocks.release(self.host_tables_SC[slot, : self._num_blocks_S[slot]].tolist())
+        self._num_blocks_S[slot] = self._most_S[slot] = 0
+        super().end(sequence)
+
     def _reserve(self, num_tokens: dict[int, int]) -> int:
-        missing = {slot: ceil_div(count, BLOCK_ROWS) - int(self.num_blocks_S[slot]) for slot, count in num_tokens.items()}
+        missing = {slot: ceil_div(count, BLOCK_ROWS) - int(self._num_blocks_S[slot]) for slot, count in num_tokens.items()}
         blocks = iter(self.blocks.acquire(sum(missing.values())))
         self._extend({slot: [next(blocks) for _ in range(count)] for slot, count in missing.items()})
         return sum(missing.values())
@@ -309,29 +241,18 @@ class PagedCache(SlottedCache):
         values: list[int] = []
         limits: list[int] = []
         for slot, blocks in blocks_by_slot.items():
-            first = int(self.num_blocks_S[slot])
+            first = int(self._num_blocks_S[slot])
             self.host_tables_SC[slot, first : first + len(blocks)] = blocks
-            self.num_blocks_S[slot] += len(blocks)
+            self._num_blocks_S[slot] += len(blocks)
             places += range(slot * num_columns + first, slot * num_columns + first + len(blocks))
             values += blocks
-            limits.append(min(self._sequences[slot].max_tokens, (first + len(blocks)) * BLOCK_ROWS))
+            limits.append(min(self.sequences[slot].max_tokens, (first + len(blocks)) * BLOCK_ROWS))
         slots = list(blocks_by_slot)
         self._num_taken += len(values)
         self.limits[slots] = limits
-        places_N, values_N, slots_M, limits_M = self.numbers.uploads.pack([places, values, slots, limits])
+        places_N, values_N, slots_M, limits_M = self.uploads.pack([places, values, slots, limits])
         self.tables_SC.view(-1).index_copy_(0, places_N.long(), values_N)
         self.limit.index_copy_(0, slots_M.long(), limits_M)
-
-    def _close(self, sequence: PagedSequence) -> None:
-        slot = sequence.slot
-        node = self.locked.pop(slot, None)
-        if node is not None:
-            self.blocks.tree.unlock(node)
-        self.blocks.release(self.host_tables_SC[slot, : self.num_blocks_S[slot]].tolist())
-        self.num_blocks_S[slot] = 0
-        del self._sequences[slot]
-        self._ends[slot] = 0
-        self.numbers.give_back(slot)
 
 
 # prefixes
@@ -341,7 +262,7 @@ class PagedCache(SlottedCache):
 class AttachedBlocks:
     """See engine.kv.Attached."""
 
-    sequence: PagedSequence
+    sequence: BaselineSequence
     num_tokens: int
 
 
@@ -383,7 +304,7 @@ class PagedPrefixes:
         node = next(node for node in match.path if node.end >= num_tokens)
         return node if node.end == num_tokens else self._tree.split(node, num_tokens)
 
-    def insert(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+    def insert(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
         """See Prefixes.insert."""
         count = len(tokens) // BLOCK_ROWS
         if not count:
@@ -399,11 +320,11 @@ class PagedPrefixes:
             self._tree.unlock(before)
         self._cache.locked[sequence.slot] = inserted.node
 
-    def park(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+    def park(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
         """See Prefixes.park: a table is worth nothing without its sequence, and its full blocks are the tree's."""
         self.release(sequence, tokens)
 
-    def release(self, sequence: PagedSequence, tokens: TokenIds) -> None:
+    def release(self, sequence: BaselineSequence, tokens: TokenIds) -> None:
         """See Prefixes.release."""
         self.insert(sequence, tokens)
         sequence.close()
@@ -444,71 +365,25 @@ def _whole(match: Match[int]) -> list[int]:
 # attention
 
 
-class BlockRows:
-    """See engine.attention.KVRows."""
+class BlockRows(SlotRows):
+    """Rows in blocks, by the same kernels under a table. See engine.attention.KVRows."""
 
     def __init__(self, cache: PagedCache) -> None:
-        self.on_gpu: Final = cache.device.type == "cuda"
-        self._planes = cache.planes
-        self._tables_SC = cache.tables_SC
-        self._host_tables_SC = cache.host_tables_SC
-        self._limit = cache.limit
-
-    def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
-        """See KVRows.append."""
-        from vmmkv.kernels.attention.append import append
-
-        k_PUKD, v_PUKD = self._planes[layer]
-        places = batch.slots_N, batch.positions_N, self._limit
-        if rotary is None:
-            append(k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC)
-        else:
-            append(
-                k_NKD, v_NKD, k_PUKD, v_PUKD, *places, tables_SC=self._tables_SC,
-                q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
-                q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
-            )  # fmt: skip
-
-    def decode(self, layer: int, q_BHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None) -> torch.Tensor:
-        """See KVRows.decode."""
-        from vmmkv.kernels.attention.decode import decode
-
-        where = *self._planes[layer], batch.lengths_B, batch.slots_B
-        return decode(q_BHD, *where, tables_SC=self._tables_SC, scale=scale, window=window)
-
-    def prefill(
-        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
-    ) -> torch.Tensor:
-        """See KVRows.prefill."""
-        from vmmkv.kernels.attention.prefill import prefill
-
-        assert batch.query_starts is not None, "a decode step"
-        runs = batch.query_starts, batch.lengths_B, batch.slots_B
-        return prefill(q_NHD, *self._planes[layer], *runs, tables_SC=self._tables_SC, scale=scale, window=window)
-
-    def cascade(
-        self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
-    ) -> torch.Tensor:
-        """See KVRows.cascade."""
-        from vmmkv.kernels.attention.cascade import cascade
-
-        return cascade(
-            q_BHD, *self._planes[layer], batch.lengths_B, batch.slots_B, tables_SC=self._tables_SC,
-            group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G,
-            firsts_B=shared.firsts_B, scale=scale,
-        )  # fmt: skip
+        super().__init__(cache, tables_SC=cache.tables_SC)
+        self._cache = cache
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:
         """See KVRows.write."""
-        may_write_N = batch.positions_N < self._limit[batch.slots_N]
+        may_write_N = batch.positions_N < self._cache.limit[batch.slots_N]
         slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
-        blocks_N = self._tables_SC[slots_N, positions_N // BLOCK_ROWS]
-        for plane_PUKD, values_NKD in zip(self._planes[layer], (k_NKD, v_NKD), strict=True):
+        blocks_N = self._cache.tables_SC[slots_N, positions_N // BLOCK_ROWS]
+        for plane_PUKD, values_NKD in zip(self._cache.planes[layer], (k_NKD, v_NKD), strict=True):
             plane_PUKD[blocks_N, positions_N % BLOCK_ROWS] = values_NKD[may_write_N]
 
     def read(self, layer: int, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVRows.read. Copies."""
-        blocks = torch.from_numpy(self._host_tables_SC[slot, first // BLOCK_ROWS : ceil_div(end, BLOCK_ROWS)]).long()
-        skipped = first // BLOCK_ROWS * BLOCK_ROWS
-        k_TKD, v_TKD = (plane[blocks].flatten(0, 1)[first - skipped : end - skipped] for plane in self._planes[layer])
+        first_block, end_block = first // BLOCK_ROWS, ceil_div(end, BLOCK_ROWS)
+        blocks = torch.from_numpy(self._cache.host_tables_SC[slot, first_block:end_block]).long()
+        rows = slice(first - first_block * BLOCK_ROWS, end - first_block * BLOCK_ROWS)
+        k_TKD, v_TKD = (plane[blocks].flatten(0, 1)[rows] for plane in self._cache.planes[layer])
         return k_TKD, v_TKD

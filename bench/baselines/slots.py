@@ -1,53 +1,108 @@
-"""Per-slot lengths and limits, on the host and on the device: what a cache tells the engine, whatever its rows lie in."""
+"""A cache whose memory is all taken at once and whose slots are numbers: the base of the baselines, and static slots.
 
-from collections.abc import Sequence
-from typing import Final
+It gives the engine what `KVCache` gives it.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vmmkv import KVLayout
+from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages, RowsUnmapped
 from vmmkv.layout import Plane
 from vmmkv.server.engine.uploads import Uploads
 
 
-class SlotNumbers:
-    """Rows and limits by slot, and which slots are free. Slot 0 is the null slot."""
+class BaselineSequence:
+    """See engine.kv_backend.KVSequence."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots: Final = num_slots
-        self.device: Final = device
-        self.lengths: Final[npt.NDArray[np.int64]] = np.zeros(1 + num_slots, np.int64)
-        self.limits: Final[npt.NDArray[np.int32]] = np.zeros(1 + num_slots, np.int32)
-        self.limit: Final = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
-        self.uploads: Final = Uploads(device)
-        self._free = list(range(num_slots, 0, -1))
+    def __init__(self, cache: "BaselineCache", slot: int, max_tokens: int, namespace: Hashable) -> None:
+        self._cache = cache
+        self.slot = slot
+        self.max_tokens: Final = max_tokens
+        self.namespace: Final = namespace
+        self.closed = False
 
     @property
-    def num_live(self) -> int:
-        """Slots in which a sequence runs."""
-        return self.num_slots - len(self._free)
+    def length(self) -> int:
+        """Rows launched."""
+        return int(self._cache.lengths[self.slot])
 
-    def take(self) -> int:
-        """A free slot, with no rows. Raises: OutOfPages: a missing slot is handled as missing memory."""
+    def grow(self, num_tokens: int) -> None:
+        """Memory for so many tokens. Raises: OutOfPages; then nothing has changed."""
+        assert num_tokens <= self.max_tokens, f"a sequence of {self.max_tokens} tokens at most grows to {num_tokens}"
+        if num_tokens > self._cache.limits[self.slot]:
+            self._cache.reserve(self.slot, num_tokens)
+
+    def advance(self, num_tokens: int = 1) -> None:
+        """So many more rows are launched."""
+        self._cache.advance(self.slot, num_tokens)
+
+    def start(self, group: int = 0) -> int:
+        """0: all rows are kept."""
+        return 0
+
+    def advance_start(self, group: int) -> None:
+        """No group has a window."""
+        raise AssertionError("a baseline has no windows")
+
+    def close(self) -> None:
+        """Free its slot. What is launched later comes later on the stream, so nothing waits. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._cache.end(self)
+
+
+class BaselineCache:
+    """K and V of each layer in plain tensors [*size, kv_heads, head_dim]. See engine.kv_backend.EngineCache.
+
+    Raises: ValueError for windows, several groups of layers, and quantised rows.
+    """
+
+    def __init__(
+        self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int, num_rows: tuple[int, int]
+    ) -> None:
+        group = layout.groups[0]
+        if len(layout.groups) > 1 or group.window is not None or [plane.name for plane in group.planes] != ["k", "v"]:
+            raise ValueError("a baseline keeps K and V as they are, of all layers alike, without windows: this model differs")
+
+        def zeroes(plane: Plane) -> torch.Tensor:
+            return torch.zeros(*num_rows, plane.heads, plane.dim, dtype=plane.dtype, device=device)
+
+        k, v = group.planes
+        self.planes: Final = {layer: (zeroes(k), zeroes(v)) for layer in layout.group_of}
+        self.layout: Final = layout
+        self.device: Final = device
+        self.num_slots: Final = slots
+        self.max_tokens: Final = max_tokens
+        self.lengths: Final[npt.NDArray[np.int64]] = np.zeros(1 + slots, np.int64)
+        self.limits: Final[npt.NDArray[np.int32]] = np.zeros(1 + slots, np.int32)
+        self.limit: Final = torch.zeros(1 + slots, dtype=torch.int32, device=device)
+        self.uploads: Final = Uploads(device)
+        self.sequences: Final[dict[int, BaselineSequence]] = {}
+        """By slot."""
+        self._free = list(range(slots, 0, -1))
+
+    def k(self, layer: int) -> torch.Tensor:
+        """[*size, kv_heads, head_dim]"""
+        return self.planes[layer][0]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """[*size, kv_heads, head_dim]"""
+        return self.planes[layer][1]
+
+    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
+        """A new sequence without rows. Memory of other tenants is not zeroed. Raises: OutOfPages if all slots run one."""
         if not self._free:
             raise OutOfPages(f"all {self.num_slots} slots run a sequence")
         slot = self._free.pop()
-        self.lengths[slot] = self.limits[slot] = 0
-        return slot
-
-    def give_back(self, slot: int) -> None:
-        """Free it. The device's limit stays until the next sequence's: nothing is launched there before."""
-        self.lengths[slot] = self.limits[slot] = 0
-        self._free.append(slot)
-
-    def allow(self, slots: Sequence[int], limits: Sequence[int]) -> None:
-        """So many rows of these slots may be written, on the host and, in order on the current stream, on the device."""
-        self.limits[slots] = limits
-        slots_N, limits_N = self.uploads.pack([slots, limits])
-        self.limit.index_copy_(0, slots_N.long(), limits_N)
+        self.sequences[slot] = BaselineSequence(self, slot, max_tokens or self.max_tokens, tenant)
+        return self.sequences[slot]
 
     def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
         """See EngineCache.advance. Raises: RowsUnmapped, and then none has advanced."""
@@ -58,63 +113,87 @@ class SlotNumbers:
             raise RowsUnmapped(f"slot {slot} cannot have {int(after[beyond][0])} rows: its limit is {self.limits[slot]}")
         self.lengths[indices] = after
 
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Memory for so many tokens of a slot. Raises: OutOfPages; then nothing has changed."""
+        raise NotImplementedError
 
-class SlottedCache:
-    """What all caches whose slots are numbers tell the engine alike: see engine.kv_backend.EngineCache."""
+    def end(self, sequence: BaselineSequence) -> None:
+        """Free its slot. The device's limit stays until the next sequence's: nothing is launched there before."""
+        del self.sequences[sequence.slot]
+        self.lengths[sequence.slot] = self.limits[sequence.slot] = 0
+        self._free.append(sequence.slot)
 
-    def __init__(self, layout: KVLayout, numbers: SlotNumbers, *, max_tokens: int) -> None:
-        self.layout: Final = layout
-        self.numbers: Final = numbers
-        self.max_tokens: Final = max_tokens
+    def lookahead_tokens(self, step_us: float) -> int:
+        """Memory costs nothing to get: for the next token is soon enough."""
+        return 1
 
-    @property
-    def device(self) -> torch.device:
-        """Where rows are."""
-        return self.numbers.device
-
-    @property
-    def num_slots(self) -> int:
-        """Numbered from 1."""
-        return self.numbers.num_slots
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """See EngineCache.limit."""
-        return self.numbers.limit
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """See EngineCache.lengths."""
-        return self.numbers.lengths
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """See EngineCache.limits."""
-        return self.numbers.limits
-
-    def advance(self, slots: npt.ArrayLike, num_tokens: npt.ArrayLike = 1) -> None:
-        """See EngineCache.advance."""
-        self.numbers.advance(slots, num_tokens)
+    def map_ahead(self, budget_us: float, *, lookahead_tokens: int) -> int:
+        """All memory is there."""
+        return 0
 
     def drain(self) -> None:
         """Nothing waits to be given back."""
 
+    def stats(self) -> CacheStats:
+        """In the words of a cache of pages."""
+        raise NotImplementedError
 
-Planes = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""K and V of each layer."""
+    def stats_of(self, budget_bytes: int, held_bytes: int, used_bytes: int, mapped_bytes: int, **counts: int) -> CacheStats:
+        """`counts` are other fields; what is not named is 0."""
+        num_tokens = int(self.lengths[list(self.sequences)].sum())
+        token_bytes = num_tokens * self.layout.row_bytes
+        known = {
+            "reserved_bytes": budget_bytes,
+            "mapped_bytes": mapped_bytes,
+            "token_bytes": token_bytes,
+            "waste_bytes": mapped_bytes - token_bytes,
+            "pool_created_bytes": budget_bytes,
+            "pool_held_bytes": held_bytes,
+            "pool_used_bytes": used_bytes,
+            "pool_free_bytes": budget_bytes - held_bytes,
+            "pool_budget_bytes": budget_bytes,
+            "num_tokens": num_tokens,
+            "num_sequences": len(self.sequences),
+            "num_slots": self.num_slots,
+            "driver_calls": {},
+        }
+        zeroes = dict.fromkeys((each.name for each in fields(CacheStats)), 0)
+        all_fields: dict[str, Any] = {**zeroes, **known, **counts}
+        return CacheStats(**all_fields)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self.planes.clear()
 
 
-def planes_of(layout: KVLayout, size: tuple[int, int], device: torch.device) -> Planes:
-    """Zeroes [*size, kv_heads, head_dim] for each layer: memory for so many blocks, or slots, of so many rows.
+class StaticCache(BaselineCache):
+    """The longest sequence's rows for every slot. It shares nothing. How many sequences run is how many slots there are."""
 
-    Raises: ValueError for windows, several groups of layers, and quantised rows.
-    """
-    group = layout.groups[0]
-    if len(layout.groups) > 1 or group.window is not None or [plane.name for plane in group.planes] != ["k", "v"]:
-        raise ValueError("a baseline keeps K and V as they are, of all layers alike, without windows: this model has others")
+    def __init__(self, layout: KVLayout, device: torch.device, *, slots: int, max_tokens: int) -> None:
+        super().__init__(layout, device, slots=slots, max_tokens=max_tokens, num_rows=(1 + slots, max_tokens))
 
-    def zeroes(plane: Plane) -> torch.Tensor:
-        return torch.zeros(*size, plane.heads, plane.dim, dtype=plane.dtype, device=device)
+    def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> BaselineSequence:
+        """A new sequence, which has all that it may need. Cost: an upload. Raises: OutOfPages if all slots run one."""
+        sequence = super().open(max_tokens=max_tokens, tenant=tenant)
+        self.limits[sequence.slot] = sequence.max_tokens
+        slots_1, limits_1 = self.uploads.pack([[sequence.slot], [sequence.max_tokens]])
+        self.limit.index_copy_(0, slots_1.long(), limits_1)
+        return sequence
 
-    k, v = group.planes
-    return {layer: (zeroes(k), zeroes(v)) for layer in layout.group_of}
+    def fork(self, sequence: BaselineSequence, count: int = 1, *, max_tokens: int | None = None) -> NoReturn:
+        """Raises: ValueError."""
+        raise ValueError("a static cache forks no sequences: beam searches are not for this baseline")
+
+    def copy_rows(self, pairs: Iterable[Sequence[BaselineSequence]], first: int, end: int) -> NoReturn:
+        """Raises: ValueError."""
+        raise ValueError("a static cache copies no rows: beam searches are not for this baseline")
+
+    def stats(self) -> CacheStats:
+        """A slot in which a sequence runs is used, and held as all others are."""
+        slot_bytes = self.max_tokens * self.layout.row_bytes
+        used_bytes, budget_bytes = len(self.sequences) * slot_bytes, self.num_slots * slot_bytes
+        return self.stats_of(budget_bytes, budget_bytes, used_bytes, used_bytes)
+
+    def check(self) -> None:
+        """No sequence has more rows than its slot."""
+        assert (self.lengths <= self.limits).all() and (self.limits <= self.max_tokens).all()

@@ -25,7 +25,7 @@ import torch
 
 from bench import workloads
 from bench.baselines.paged import BLOCK_ROWS, PagedCache
-from bench.baselines.static import StaticCache
+from bench.baselines.slots import StaticCache
 from bench.harness import HBM_BYTES_PER_S, SHAPES, Recorder, Settings, Shape, WrongNumbers
 from bench.workloads import Ask, Workload
 from vmmkv import KVCache, KVLayout, Pool, PrefixCache

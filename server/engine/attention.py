@@ -124,24 +124,28 @@ class KVRows(Protocol):
 
 
 class SlotRows:
-    """Rows at contiguous addresses: the strided views of a cache, which any kernel can read. See KVRows."""
+    """Rows at contiguous addresses: the strided views of a cache, which any kernel can read. See KVRows.
 
-    def __init__(self, cache: Any) -> None:
-        """`cache` has `layout`, `device`, `limit` [1 + S], and `k(layer)` and `v(layer)` [1 + S, T, K, D], as `KVCache` has."""
+    `cache` has `layout`, `device`, `limit` [1 + S], and `k(layer)` and `v(layer)` [1 + S, T, K, D], as `KVCache` has. With
+    `tables_SC` they are blocks: row t of slot s is at `[tables_SC[s, t // U], t % U]`; `write` and `read` are the subclass's.
+    """
+
+    def __init__(self, cache: Any, *, tables_SC: torch.Tensor | None = None) -> None:
         self.on_gpu: Final[bool] = cache.device.type == "cuda"
         self._limit: torch.Tensor = cache.limit
+        self._tables_SC = tables_SC
         self.views: Final = {layer: (cache.k(layer), cache.v(layer)) for layer in cache.layout.group_of}
 
     def append(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch, rotary: RotaryParams | None) -> None:
         """See KVRows.append."""
         from vmmkv.kernels.attention.append import append
 
-        k_STKD, v_STKD = self.views[layer]
+        places = *self.views[layer], batch.slots_N, batch.positions_N, self._limit
         if rotary is None:
-            append(k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit)
+            append(k_NKD, v_NKD, *places, tables_SC=self._tables_SC)
         else:
             append(
-                k_NKD, v_NKD, k_STKD, v_STKD, batch.slots_N, batch.positions_N, self._limit,
+                k_NKD, v_NKD, *places, tables_SC=self._tables_SC,
                 q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
                 q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
             )  # fmt: skip
@@ -150,7 +154,8 @@ class SlotRows:
         """See KVRows.decode."""
         from vmmkv.kernels.attention.decode import decode
 
-        return decode(q_BHD, *self.views[layer], batch.lengths_B, batch.slots_B, scale=scale, window=window)
+        rows = *self.views[layer], batch.lengths_B, batch.slots_B
+        return decode(q_BHD, *rows, tables_SC=self._tables_SC, scale=scale, window=window)
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
@@ -159,8 +164,8 @@ class SlotRows:
         from vmmkv.kernels.attention.prefill import prefill
 
         assert batch.query_starts is not None, "a decode step"
-        views, lengths_B, slots_B = self.views[layer], batch.lengths_B, batch.slots_B
-        return prefill(q_NHD, *views, batch.query_starts, lengths_B, slots_B, scale=scale, window=window)
+        runs = *self.views[layer], batch.query_starts, batch.lengths_B, batch.slots_B
+        return prefill(q_NHD, *runs, tables_SC=self._tables_SC, scale=scale, window=window)
 
     def cascade(
         self, layer: int, q_BHD: torch.Tensor, batch: Batch, shared: SharedPrefixes, *, scale: float | None
@@ -169,8 +174,9 @@ class SlotRows:
         from vmmkv.kernels.attention.cascade import cascade
 
         return cascade(
-            q_BHD, *self.views[layer], batch.lengths_B, batch.slots_B, group_starts_G1=shared.starts_G1,
-            leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G, firsts_B=shared.firsts_B, scale=scale,
+            q_BHD, *self.views[layer], batch.lengths_B, batch.slots_B, tables_SC=self._tables_SC,
+            group_starts_G1=shared.starts_G1, leaders_G=shared.leaders_G, prefix_rows_G=shared.num_rows_G,
+            firsts_B=shared.firsts_B, scale=scale,
         )  # fmt: skip
 
     def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.baselines.backend import PagedMemory, SlotsWithCommonPrefill, StaticMemory, systems_on
+from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static, systems_on
 from bench.baselines.paged import BLOCK_ROWS, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
@@ -16,7 +16,7 @@ from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
 from vmmkv.server.engine.kv_backend import BackendConfig
 from vmmkv.server.protocol import Beams
 
-PAGED, STATIC = PagedMemory.open, StaticMemory.open
+PAGED, STATIC = open_paged, open_static
 BASELINES = {"paged": PAGED, "static": STATIC}
 
 
@@ -38,7 +38,7 @@ def finish(one: Harness) -> None:
         if isinstance(one.cache, PagedCache):
             one.cache.check()
     one.engine.settle()
-    assert one.cache.numbers.num_live == 0
+    assert not one.cache.sequences
     if isinstance(one.cache, PagedCache):
         if one.prefix is not None:
             one.prefix.evict()
@@ -139,12 +139,12 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
         one.ask(str(index), prompt_of(20, index), 100)
     for _ in range(8):
         one.engine.step()
-    uploads, lengths = one.cache.numbers.uploads.count, int(one.cache.lengths.max())
+    uploads, lengths = one.cache.uploads.count, int(one.cache.lengths.max())
     num_steps = 3 * BLOCK_ROWS
     for _ in range(num_steps):
         one.engine.step()
     assert int(one.cache.lengths.max()) == lengths + num_steps
-    assert one.cache.numbers.uploads.count == uploads + 3, "once for all four, each time"
+    assert one.cache.uploads.count == uploads + 3, "once for all four, each time"
     assert one.cache.stats().blocked_steps == 0
     finish(one)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.baselines.backend import PagedMemory, SlotsWithCommonPrefill, StaticMemory
+from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static
 from bench.baselines.paged import BLOCK_ROWS
 from tests.engine.conftest import Harness, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
@@ -16,8 +16,8 @@ __all__ = ["full_precision"]
 pytestmark = pytest.mark.gpu
 
 MEMORIES: dict[str, OpenBackend] = {
-    "paged": PagedMemory.open,
-    "static": StaticMemory.open,
+    "paged": open_paged,
+    "static": open_static,
     "slots, prefill of blocks": SlotsWithCommonPrefill.open,
 }
 
@@ -90,10 +90,10 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
         one.ask(str(index), prompt_of(40, index), 200)
     for _ in range(12):
         one.engine.step()
-    tables, steps = one.cache.numbers.uploads.count, one.runner.uploads.count
+    tables, steps = one.cache.uploads.count, one.runner.uploads.count
     for _ in range(4 * BLOCK_ROWS):
         one.engine.step()
-    assert one.cache.numbers.uploads.count == tables + 4, "one for all, at each border"
+    assert one.cache.uploads.count == tables + 4, "one for all, at each border"
     assert one.runner.uploads.count == steps
     assert one.cache.stats().blocked_steps == 0
     finish(one)
