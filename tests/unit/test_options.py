@@ -1,30 +1,22 @@
-"""Options of `vmmkv serve`: each is a flag, a variable and a key of a file, in this order."""
+"""Options of `vmmkv serve`: flags, variables and keys of the file become two validated configurations."""
 
 import dataclasses
-import itertools
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vmmkv.cli import serve
 from vmmkv.cli.main import main
-from vmmkv.server.config import (
-    OPTIONS,
-    VARIABLES,
-    FrontConfig,
-    Option,
-    ServeConfig,
-    _option,
-    make_configs,
-    read_file,
-    with_flags,
-)
+from vmmkv.server.config import OPTIONS, FrontConfig, Option, ServeConfig, make_configs, with_flags
 from vmmkv.units import GIB, MIB
 
 launch = pytest.importorskip("vmmkv.server.launch")
 
-OTHERS: dict[str, tuple[Any, ...]] = {
+VALUES: dict[str, tuple[Any, Any, Any]] = {
     "model": ("./a", "./b", "./c"),
     "host": ("::1", "0.0.0.0", "::"),
     "port": (1, 2, 3),
@@ -40,6 +32,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "seed": (1, 2, 3),
     "log_level": ("debug", "warning", "error"),
     "log_format": ("json", "console", "json"),
+    "api_keys": ("key-in-flag", "key-in-variable", "key-in-file"),
+    "admin_key": ("key-in-flag", "key-in-variable", "key-in-file"),
+    "allowed_hosts": ("a.example", "b.example", "c.example"),
     "max_queued_requests": (31, 32, 33),
     "max_queued_tokens": (41, 42, 43),
     "max_body_bytes": ("1GiB", "2GiB", "3GiB"),
@@ -47,79 +42,119 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "drain_timeout_s": (4.5, 5.5, 6.5),
     "stuck_after_s": (7.5, 8.5, 9.5),
 }
-"""Of each option what a flag, a variable and a file say here."""
-
+"""What a flag, a variable and a file say here. The files of keys have a test of their own."""
+KEYS = ("a-key-of-one", "a-key-of-two")
+ADMIN = "the-key-of-the-administrator"
 
 Configs = tuple[ServeConfig, FrontConfig]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Configs]:
+    """The configurations that the launcher is called with, in place of launching."""
     configs: list[Configs] = []
-    monkeypatch.setattr(launch, "run", lambda config, front: configs.append((config, front)) or 0)
+    monkeypatch.setattr(launch, "run", lambda config, front: configs.append((config, front)) or 3)
     return configs
 
 
-def configs_of(**values: Any) -> Configs:
-    """Both, with these values in the one that has them."""
-    fields = [field.name for field in dataclasses.fields(ServeConfig)]
-    of_engine = {name: value for name, value in values.items() if name in fields}
-    return ServeConfig(**of_engine), FrontConfig(**{name: values[name] for name in values.keys() - of_engine.keys()})
+def of_python(option: Option, value: Any) -> Any:
+    if option.is_size:
+        return int(value.removesuffix("GiB")) * GIB
+    return (value,) if option.kind == tuple[str, ...] else value
 
 
-def toml(value: Any) -> str:
+def of_toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
-def as_flags(option: Option, value: Any) -> list[str]:
-    if option.kind is bool:
-        return [serve.flags(option)[0 if value else 1]]
-    return [option.flag, str(value)]
+def of_flag(option: Option, value: Any) -> list[str]:
+    return [serve.flags(option)[0 if value else 1]] if option.kind is bool else [option.flag, str(value)]
 
 
-def expected(option: Option, value: Any) -> Any:
-    return int(value.removesuffix("GiB")) * GIB if option.is_size else value
-
-
-def test_there_is_an_option_for_every_field_with_words_and_no_other() -> None:
-    fields = [field.name for config in (ServeConfig, FrontConfig) for field in dataclasses.fields(config)]
-    assert [one.field for one in OPTIONS] == fields
-    assert sorted(serve.HELP) == sorted(fields)
-
-
-@pytest.mark.parametrize("option", [one for one in OPTIONS if one.field in OTHERS], ids=lambda one: one.name)
-@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)))
-def test_a_flag_goes_before_a_variable_that_before_the_file_that_before_the_default(
-    option: Option,
-    given: tuple[bool, bool, bool],
-    launched: list[Configs],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+@pytest.mark.parametrize("option", [one for one in OPTIONS if one.field in VALUES], ids=lambda one: one.name)
+def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
+    option: Option, launched: list[Configs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    in_flag, in_variable, in_file = VALUES[option.field]
     file = tmp_path / "serve.toml"
-    in_flag, in_variable, in_file = OTHERS[option.field]
-    file.write_text(f"{option.name} = {toml(in_file)}\n" if given[2] else "")
-    if given[1]:
-        monkeypatch.setenv(option.variable, str(in_variable))
-    assert main(["serve", "--config", str(file), *(as_flags(option, in_flag) if given[0] else [])]) == 0
-    wins = next((value for value, is_given in zip(OTHERS[option.field], given, strict=True) if is_given), None)
-    assert launched == [configs_of(**({} if wins is None else {option.field: expected(option, wins)}))]
+    file.write_text(f"{option.name} = {of_toml(in_file)}\n")
+    main(["serve"])
+    main(["serve", "--config", str(file)])
+    for flag in ([], of_flag(option, in_flag)):
+        monkeypatch.setenv(option.variable, str(in_variable))  # keys are taken out of it
+        main(["serve", "--config", str(file), *flag])
+    got = [dataclasses.asdict(config) | dataclasses.asdict(front) for config, front in launched]
+    defaults = dataclasses.asdict(ServeConfig()) | dataclasses.asdict(FrontConfig())
+    expected = [{}, *({option.field: of_python(option, value)} for value in (in_file, in_variable, in_flag))]
+    assert got == [defaults | changed for changed in expected]
 
 
 def test_the_file_itself_can_come_from_the_environment(
     launched: list[Configs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "serve.toml").write_text('port = 9\nkv_budget = 4194304\nlog_level = "DEBUG"\n')
+    (tmp_path / "serve.toml").write_text('port = 9\nkv_budget = 4194304\nlog_level = "DEBUG"\nstuck_after = 3\n')
     monkeypatch.setenv("VMMKV_CONFIG", str(tmp_path / "serve.toml"))
-    assert main(["serve"]) == 0
-    assert launched == [configs_of(port=9, kv_budget_bytes=4 * MIB, log_level="debug")]
+    assert main(["serve"]) == 3
+    assert launched == [
+        (ServeConfig(port=9, kv_budget_bytes=4 * MIB, log_level="debug"), FrontConfig(stuck_after_s=3.0)),
+    ]
 
 
 def test_an_empty_variable_counts_as_absent(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
     for option in OPTIONS:
         monkeypatch.setenv(option.variable, "")
-    assert main(["serve"]) == 0
-    assert launched == [configs_of()]
+    assert main(["serve"]) == 3
+    assert launched == [(ServeConfig(), FrontConfig())]
+
+
+def test_a_misspelt_variable_stops_the_server(
+    launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VMMKV_LOGLEVEL", "debug")
+    assert main(["serve"]) == 1
+    assert "VMMKV_LOG_LEVEL" in capsys.readouterr().err
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--port 70000", "--port 70000"),
+        ("--port -1", "1 to 65535"),
+        ("--device gpu", "--device 'gpu' is not known; use auto, cpu, cuda or cuda:0"),
+        ("--dtype int8", "--dtype 'int8' is not known; use one of auto, float32, bfloat16, float16"),
+        ("--kv-budget 1MiB", "--kv-budget is 1.0 MiB, less than one page of 2.0 MiB"),
+        ("--kv-budget lots", "--kv-budget: 'lots' is not a size"),
+        ("--max-tokens 1", "--max-tokens 1: a sequence needs at least 2"),
+        ("--max-num-seqs 0", "at least 1"),
+        ("--max-num-batched-tokens 255", "is less than --max-num-seqs 256: each"),
+        ("--max-num-batched-tokens 255", "raise it to 256 or lower --max-num-seqs to 255"),
+        ("--max-num-batched-tokens 0 --max-num-seqs 2", "raise it to 2 or lower --max-num-seqs to 1"),
+        ("--model-impl torch", "auto, vmmkv, transformers"),
+        ("--load-format gguf", "auto, dummy"),
+        ("--seed -1", "0 to 2**63 - 1"),
+        ("--log-level loud", "debug, info, warning, error"),
+        ("--model=", "--model '' is empty"),
+        ("--host=", "127.0.0.1"),
+        ("--api-key short", "--api-key has a key of 5 characters"),
+        ("--api-key-file ./none", "--api-key-file none cannot be read"),
+        (f"--api-key {KEYS[0]} --admin-key {KEYS[0]}", "--admin-key is one of the API keys"),
+        ("--allowed-host http://a", "--allowed-host 'http://a' is no host's name"),
+        ("--max-queued-requests -1", "--max-queued-requests -1: it must be at least 0"),
+        ("--max-queued-tokens 0", "at least 1"),
+        ("--max-body-size 1B", "--max-body-size is 1 B"),
+        ("--request-timeout 0", "--request-timeout 0: wanted a number of seconds above 0"),
+        ("--drain-timeout nan", "--drain-timeout nan"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_says_what_is_right(
+    options: str, message: str, launched: list[Configs], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options.split()]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert launched == []
 
 
 @pytest.mark.parametrize(
@@ -130,60 +165,34 @@ def test_an_empty_variable_counts_as_absent(launched: list[Configs], monkeypatch
         ("zzz = 1", "unknown key zzz; the keys are model, host, port"),
         ("[serve]\nport = 1", "unknown key serve"),
         ("kv_budget_bytes = 4", "did you mean kv_budget?"),
-        ('port = "8000"', "port is '8000'; wanted a whole number"),
-        ("port = true", "port is True; wanted a whole number"),
-        ("prefix_cache = 1", "prefix_cache is 1; wanted true or false"),
-        ("model = 7", "model is 7; wanted a text"),
-        ("kv_budget = 1.5", 'kv_budget is 1.5; wanted a size, such as "4GiB"'),
-        ('kv_budget = "lots"', "not a size"),
+        ('port = "8000"', "--port is '8000'; wanted a port's number; --port is from"),
+        ("port = true", "--port is True"),
+        ("prefix_cache = 1", "--prefix-cache is 1; wanted True or False"),
+        ("model = 7", "--model is 7; wanted a text"),
+        ("kv_budget = true", "--kv-budget: 'True' is not a size"),
+        ('kv_budget = "lots"', "--kv-budget: 'lots' is not a size"),
+        ("api_key = 12345678", "--api-key is something else; wanted a list of texts"),
+        ('api_key = ["ok", 12345678]', "--api-key is something else; wanted a list of texts"),
+        ("admin_key = 12345678", "--admin-key is something else; wanted a text"),
+        ('stuck_after = "3"', "--stuck-after is '3'; wanted a number"),
         ("port = 70000", "--port 70000"),
         ("port =", "is not TOML"),
         ("max_num_batched_tokens = 8\nmax_num_seqs = 9", "--max-num-batched-tokens is from"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_line_that_names_the_file(
+def test_a_wrong_value_in_a_file_is_one_line_that_names_the_file(
     text: str, message: str, launched: list[Configs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
     assert main(["serve", "--config", str(file)]) == 1
     error = capsys.readouterr().err
-    assert message in error and str(file) in error
+    assert message in error and str(file) in error and "12345678" not in error
     assert error.count("\n") == 1
     assert launched == []
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("max_tokens=9 is more than this model's positions", "--max-tokens 9 is more than this model's positions"),
-        ("device='cuda:9': torch sees 1", "--device 'cuda:9': torch sees 1"),
-        ("lower max_num_seqs or max_tokens.", "lower --max-num-seqs or --max-tokens."),
-        ("kv_budget_bytes of 4 GiB", "--kv-budget of 4 GiB"),
-        ("no model in my_max_tokens/max_tokens/seed=7", "no model in my_max_tokens/max_tokens/seed=7"),
-        ("max_tokens_per_model", "max_tokens_per_model"),
-        ("a device, a seed, a port", "a device, a seed, a port"),
-    ],
-)
-def test_what_the_engine_says_of_its_options_has_their_flags_on_the_command_line(said: str, shown: str) -> None:
-    assert with_flags(said) == shown
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServeConfig) if field.name != "prefix_cache"])
-def test_an_option_that_cannot_be_is_an_argument_in_python_and_a_flag_on_the_command_line(field: str) -> None:
-    (option,) = (one for one in OPTIONS if one.field == field)
-    wrong: Any = "" if isinstance(option.default, str) else -1
-    with pytest.raises(ValueError) as raised:
-        ServeConfig(**{field: wrong})
-    said = str(raised.value)
-    assert said.startswith(field) and "--" not in said
-    with pytest.raises(ValueError) as raised:
-        make_configs({field: wrong}, {}, None)
-    shown = str(raised.value)
-    assert shown.startswith(f"{option.flag} ") and f"{field}=" not in shown
-
-
-def test_a_file_that_is_not_there_is_one_line(launched: list[Configs], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_does_not_exist_is_one_line(launched: list[Configs], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", "/nowhere/serve.toml"]) == 1
     assert "/nowhere/serve.toml cannot be read: No such file" in capsys.readouterr().err
 
@@ -203,8 +212,99 @@ def test_a_wrong_value_of_the_environment_names_its_variable(
     assert "--port is from VMMKV_PORT" in error and "VMMKV_KV_BUDGET" not in error
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("max_tokens=9 is more than this model's positions", "--max-tokens 9 is more than this model's positions"),
+        ("device='cuda:9': torch sees 1", "--device 'cuda:9': torch sees 1"),
+        ("lower max_num_seqs or max_tokens.", "lower --max-num-seqs or --max-tokens."),
+        ("kv_budget_bytes of 4 GiB", "--kv-budget of 4 GiB"),
+        ("no model in my_max_tokens/max_tokens/seed=7", "no model in my_max_tokens/max_tokens/seed=7"),
+        ("max_tokens_per_model", "max_tokens_per_model"),
+        ("a device, a seed, this port is taken", "a device, a seed, this port is taken"),
+    ],
+)
+def test_messages_of_the_engine_name_flags_on_the_command_line(said: str, shown: str) -> None:
+    assert with_flags(said) == shown
+
+
+@pytest.mark.parametrize("option", [one for one in OPTIONS if hasattr(ServeConfig, one.field)], ids=lambda one: one.name)
+def test_a_wrong_option_is_an_argument_in_python_and_a_flag_on_the_command_line(option: Option) -> None:
+    wrong: Any = "" if isinstance(option.default, str) else -1
+    with pytest.raises(ValueError) as raised:
+        ServeConfig(**{option.field: wrong})
+    said = str(raised.value)
+    assert said.startswith(option.field) and "--" not in said
+    with pytest.raises(ValueError) as raised:
+        make_configs({option.field: wrong}, {}, None)
+    shown = str(raised.value)
+    assert shown.startswith(option.flag) and f"{option.field}=" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("kv_budget_bytes", "4GiB", "wanted a number of bytes, such as 4 * vmmkv.GIB, or None"),
+        ("kv_budget_bytes", 4e9, "wanted a number of bytes"),
+        ("max_num_seqs", "4", "wanted a number of sequences"),
+        ("max_num_seqs", None, "wanted a number of sequences"),
+        ("max_tokens", True, "wanted a number of tokens, or None"),
+        ("seed", "x", "wanted an integer"),
+        ("port", 80.0, "wanted a port's number"),
+        ("prefix_cache", "no", "wanted True or False"),
+        ("model", None, "wanted a text"),
+        ("device", 0, "wanted a text"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_named_with_what_is_wanted(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        ServeConfig(**{name: value})
+    assert str(raised.value).startswith(f"{name} is {value!r}; {said}")
+
+
+def test_numbers_may_be_numpys() -> None:
+    config = ServeConfig(max_num_seqs=np.int64(4), kv_budget_bytes=np.int64(64 * MIB))
+    assert (type(config.max_num_seqs), type(config.kv_budget_bytes)) == (int, int)
+
+
+def test_a_config_is_frozen_and_can_be_sent_to_another_process() -> None:
+    config: Any = ServeConfig(port=1)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.port = 2
+
+
+def test_keys_come_from_repeated_flags_and_from_files(launched: list[Configs], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n\n{KEYS[0]}\n{KEYS[1]}\n")
+    (tmp_path / "admin").write_text(f"{ADMIN}\n")
+    options = f"--api-key {KEYS[0]} --api-key {KEYS[1]} --api-key-file {tmp_path}/keys --admin-key-file {tmp_path}/admin"
+    main(["serve", *options.split(), "--drain-timeout", "0"])
+    assert launched[0][1] == FrontConfig(api_keys=KEYS, admin_key=ADMIN, drain_timeout_s=0)
+
+
+@pytest.mark.parametrize("wrong", ["letmein", "two words of it", "schlüssel"])
+def test_a_key_in_a_file_that_cannot_be_used_is_named_by_its_line(
+    wrong: str, launched: list[Configs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n\n{KEYS[0]}\n {wrong}\n", encoding="utf-8")
+    for option in ("--api-key-file", "--admin-key-file"):
+        assert main(["serve", option, f"{tmp_path}/keys"]) == 1
+        said = capsys.readouterr().err
+        assert f"{option} {tmp_path}/keys, line 4, has a key of {len(wrong)} characters" in said
+        assert "8 or more" in said and wrong not in said
+    assert launched == []
+
+
+def test_keys_do_not_stay_in_the_environment(launched: list[Configs], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMMKV_API_KEY", KEYS[0])
+    monkeypatch.setenv("VMMKV_ADMIN_KEY", ADMIN)
+    assert main(["serve"]) == 3
+    assert (launched[0][1].api_keys, launched[0][1].admin_key) == (KEYS[:1], ADMIN)
+    assert not any(key in os.environ.values() for key in (KEYS[0], ADMIN))
+
+
 @pytest.mark.parametrize("columns", ["80", "200"])
-def test_help_says_where_an_option_can_come_from(
+def test_help_has_every_option_with_its_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -215,29 +315,25 @@ def test_help_says_where_an_option_can_come_from(
         assert option.flag in shown and option.variable in shown
 
 
-def test_a_new_field_of_any_kind_is_an_option() -> None:
-    @dataclasses.dataclass
-    class Later:
-        deadline_s: float | None = None
-        pool_bytes: int = 7
-        keys: tuple[str, ...] = ()
-
-    deadline, size, keys = (
-        _option(field, kind)
-        for field, kind in zip(dataclasses.fields(Later), [float | None, int, tuple[str, ...]], strict=True)
-    )
-    assert (deadline.flag, deadline.variable, deadline.of_file(3)) == ("--deadline", "VMMKV_DEADLINE", 3.0)
-    assert (size.flag, size.value("2MiB"), size.default) == ("--pool", 2 * MIB, 7)
-    assert keys.value(["a", "b"]) == ("a", "b") and keys.of_file(["a"]) == keys.of_file("a") == ["a"]
-    with pytest.raises(ValueError, match="wanted a list of texts"):
-        keys.of_file(["a", 1])
-    with pytest.raises(TypeError, match="options are"):
-        _option(dataclasses.fields(Later)[0], dict[str, str])
+@pytest.mark.parametrize("command", [[], ["serve"], ["plan"], ["fetch"], ["chat"]])
+def test_every_command_has_help_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert f"vmmkv {' '.join(command)}" in capsys.readouterr().out.partition("examples:")[2]
 
 
-def test_reading_and_merging_need_no_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text("port = 9\nseed = 3\n")
-    assert read_file(file) == {"port": 9, "seed": 3}
-    assert make_configs({"seed": 4}, {}, file) == configs_of(port=9, seed=4)
-    assert len(set(VARIABLES)) == len(VARIABLES)
+def test_the_version_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("vmmkv ")
+
+
+def test_the_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    bare = "".join(capsys.readouterr())  # releases of typer differ in the stream
+    assert main(["--help"]) == 0
+    assert bare.strip() == capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("arguments", [["play"], ["serve", "--port", "x"], ["plan"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "Usage: vmmkv" in capsys.readouterr().err
