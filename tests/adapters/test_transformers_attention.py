@@ -224,8 +224,9 @@ def test_training_goes_to_sdpa_and_has_its_gradients() -> None:
             model(ids, labels=ids).loss.backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     torch.testing.assert_close(gradients[0], gradients[1])
+    layer = model.model.layers[0].self_attn
     with pytest.warns(DeclinedWarning, match="dropout"):
-        attention(torch.nn.Module(), *states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16), None, dropout=0.5)
+        attention(layer, *states(heads=4, kv_heads=2, queries=3, tokens=9, dim=16), None, dropout=0.5)
 
 
 def test_attention_from_both_sides_and_what_is_not_known_go_to_sdpa() -> None:

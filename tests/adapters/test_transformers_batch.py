@@ -15,7 +15,7 @@ from tests.adapters.models import assert_same, gemma3, generated, gpt_neox, llam
 from vmmkv import GIB, MIB, KVCache, LayoutError, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
-from vmmkv.adapters.transformers.batch import Batch, BatchRows, Lineage
+from vmmkv.adapters.transformers.batch import CachedBatch, Lineage, WindowRows
 from vmmkv.units import PAGE_BYTES
 
 # memory
@@ -67,11 +67,11 @@ def test_memory_is_that_of_the_tokens_and_a_page(pool: Pool) -> None:
 def test_memory_is_mapped_in_the_first_layer_of_a_pass_alone(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = gemma3(16)
     grown: list[int] = []
-    grow = BatchRows.grow
+    grow = WindowRows.grow
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, num_tokens=5))
         monkeypatch.setattr(
-            BatchRows, "grow", lambda self, tokens: (grown.append(len(cache._batch.written)), grow(self, tokens))[1]
+            WindowRows, "grow", lambda self, tokens: (grown.append(len(cache._batch.written)), grow(self, tokens))[1]
         )
         forward(model, cache, ids_of(0, num_tokens=1))
     assert grown == [0, 0]  # each group once, before any layer is written
@@ -116,18 +116,18 @@ def test_beams_copy_only_what_was_written_since_they_parted(pool: Pool, monkeypa
     model = wide_llama(initializer_range=0.3)
     copies: list[tuple[int, int, int]] = []
     forks: list[int] = []
-    copied, forked = BatchRows.copy, BatchRows.fork
+    copied, forked = WindowRows.copy, WindowRows.fork
 
-    def copy_rows(self: BatchRows, sources: Any, targets: Any, first: int, end: int) -> None:
+    def copy_rows(self: WindowRows, sources: Any, targets: Any, first: int, end: int) -> None:
         copies.append((len(targets), first, end))
         copied(self, sources, targets, first, end)
 
-    def fork(self: BatchRows, parents: Any) -> BatchRows:
+    def fork(self: WindowRows, parents: Any) -> WindowRows:
         forks.append(len(parents))
         return forked(self, parents)
 
-    monkeypatch.setattr(BatchRows, "copy", copy_rows)
-    monkeypatch.setattr(BatchRows, "fork", fork)
+    monkeypatch.setattr(WindowRows, "copy", copy_rows)
+    monkeypatch.setattr(WindowRows, "fork", fork)
     with VmmCache(model.config, pool) as cache:
         generated(model, cache, prompts(70), num_beams=4, max_new_tokens=40)
         assert forks == [4]
@@ -487,10 +487,8 @@ def test_beams_know_how_far_they_are_the_same() -> None:
     lineage = Lineage.of_prompts([0, 0, 0]).settle(10, forked=True)
     lineage = lineage.select([0, 0, 2]).settle(13, forked=False)  # 1 goes on from 0
     assert lineage.common[0, 1] == 13 and lineage.common[0, 2] == lineage.common[1, 2] == 10
-    moves = lineage.select([1, 0, 2]).moves()
-    assert moves is not None and (moves.sources, moves.targets, moves.first_token) == ([1, 0], [0, 1], 13)
-    moves = lineage.select([0, 1, 1]).moves()
-    assert moves is not None and (moves.sources, moves.targets, moves.first_token) == ([1], [2], 10)
+    assert lineage.select([1, 0, 2]).moves() == ([1, 0], [0, 1], 13)
+    assert lineage.select([0, 1, 1]).moves() == ([1], [2], 10)
 
 
 def test_rows_of_other_prompts_are_forked_and_not_copied() -> None:
@@ -560,7 +558,7 @@ def test_prompts_are_compared_in_little_memory(dtype: torch.dtype, monkeypatch: 
     states = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(8, 1, 1, 1)
     states[5:, :, 150] += 0.3
     for most_bytes in (2 * MIB, 5000):  # less than one token of all pairs takes
-        monkeypatch.setattr(batch_module, "_MOST_BYTES", most_bytes)
+        monkeypatch.setattr(batch_module, "_COMPARED_BYTES", most_bytes)
         with Temporaries() as temporaries:
             assert batch_module.prompts(states, states) == [0, 0, 0, 0, 0, 1, 1, 1]
             assert batch_module.agree(states, states, [0, 0, 0, 0, 0, 1, 1, 1])
@@ -613,19 +611,20 @@ def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> N
 
 def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    indices = Batch._indices_of
+    indices = CachedBatch._index
     model = llama()
     ids = random_ids(torch.Generator().manual_seed(0), 1, 20).expand(2, -1)
 
-    def spy(self: Batch, *arguments: Any) -> Any:
-        sent.append(id(indices(self, *arguments).leaders))
-        return indices(self, *arguments)
+    def spy(self: CachedBatch, *arguments: Any) -> Any:
+        index = indices(self, *arguments)
+        sent.append(id(index))
+        return index
 
-    monkeypatch.setattr(Batch, "_indices_of", spy)
+    monkeypatch.setattr(CachedBatch, "_index", spy)
     with VmmCache(model.config, pool) as cache, torch.inference_mode():
         model(ids, past_key_values=cache)
         model(ids, past_key_values=cache)
-    assert len(sent) == 12 and len(set(sent)) == 1
+    assert len(sent) == 12 and len(set(sent)) == 2
 
 
 # how rows are written

@@ -29,7 +29,7 @@ from tests.adapters.models import (
 from tests.attending import attending_by
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
-from vmmkv.adapters.transformers.batch import Batch
+from vmmkv.adapters.transformers.batch import CachedBatch
 
 MODELS: dict[str, Callable[[], Any]] = {
     "full": llama,
@@ -186,14 +186,14 @@ def test_rows_are_read_where_they_lie_unless_transformers_unpads_them(
 
 def _rows(change: Callable[[torch.Tensor], torch.Tensor], *, of_keys: bool = True) -> Callable[..., Any]:
     def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-        append = Batch.append
+        append = CachedBatch.append
 
-        def spoiled(self: Batch, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def spoiled(self: CachedBatch, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             is_first = not self.num_tokens
             k, v = append(self, *args)
             return (k, v) if is_first else (change(k) if of_keys else k, change(v))
 
-        monkeypatch.setattr(Batch, "append", spoiled)
+        monkeypatch.setattr(CachedBatch, "append", spoiled)
 
     return spoil
 

@@ -16,8 +16,9 @@ memory follows before the next token. A pass that is not finished counts for not
 Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads; T tokens; D head dim.
 """
 
+import copy
 import functools
-from collections.abc import Iterable
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Final
@@ -36,15 +37,16 @@ from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, counted, format_bytes
 
 _INT32_END: Final = 2**31
 
-_UNFINISHED = "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; "
-_REMEDY = "crop(0) takes back what it wrote"
-_MORE_ROOM = "give the model fewer rows in a batch, or reset() another cache of this pool"
+_UNFINISHED = (
+    "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; crop(0) "
+    "takes back what it wrote"
+)
 
 
 # equal prompts
 
-_MOST_BYTES = 64 * MIB
-"""Temporary memory of a comparison. A batch of long prompts compared at once would take more than its keys and values."""
+_COMPARED_BYTES = 64 * MIB
+"""Temporary memory of a comparison: all of a batch of long prompts would take more than its keys and values."""
 
 _HALF_EQUAL = 0.9
 """Share of a token's numbers in half precision that are equal to the bit in the same prompt."""
@@ -53,58 +55,48 @@ _HALF_EQUAL = 0.9
 def prompts(k_BKTD: Tensor, v_BKTD: Tensor) -> list[int]:
     """Number the prompts of a batch: for each row the number of its prompt, the next one where it differs from the row before.
 
-    Beams and `num_return_sequences` begin with equal rows, and the cache keeps them once. transformers repeats the prompt
-    before the cache sees it and passes keys and values only. In the first layer these follow from each token and its position.
-    Two rows are the same prompt if all numbers of K and V agree to the last bits. They agree except for the order of summation
-    in a matrix product, which may depend on the place in the batch. A token at another position has other keys only where a
-    rotary embedding turns them, and rounding may hide its slow turns; so every number must agree. In half precision rounding
-    hides the order of summation, and nearly all numbers must be equal to the bit.
+    transformers repeats a prompt before the cache sees it, and passes keys and values only. In the first layer these follow
+    from each token and its position. Two rows are the same prompt if all numbers of K and V agree up to the order of summation
+    in a matrix product, which may depend on the place in the batch. Every number must agree: a token at another position has
+    other keys only where a rotary embedding turns them, and rounding may hide its slow turns. In half precision rounding hides
+    the order of summation, and nearly all numbers must be equal to the bit.
 
     Not detected: differences past the first layer or in the attention mask alone; other positions where keys do not depend on
     them (ALiBi).
     Cost: a copy to the host, which waits for the device; two if neighbours agree in their last tokens.
     """
     pairs = [(row - 1, row) for row in range(1, len(k_BKTD))]
-    parents = [0]
-    for same in _are_same(k_BKTD, v_BKTD, pairs):
-        parents.append(parents[-1] + (not same))
-    return parents
+    return [*itertools.accumulate((not same for same in _are_same(k_BKTD, v_BKTD, pairs)), initial=0)]
 
 
 def agree(k_BKTD: Tensor, v_BKTD: Tensor, parents: Seq[int]) -> bool:
     """Do rows of the same parent have the same tokens here too?"""
-    pairs = [(parents.index(parent), row) for row, parent in enumerate(parents) if parents.index(parent) != row]
+    pairs = [(first, row) for row, parent in enumerate(parents) if (first := parents.index(parent)) != row]
     return all(_are_same(k_BKTD, v_BKTD, pairs))
 
 
 def _are_same(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
     same = _compare(k_BKTD[:, :, -1:], v_BKTD[:, :, -1:], pairs)  # different prompts mostly end differently
-    alike = [pair for pair, is_same in zip(pairs, same, strict=True) if is_same]
-    if not alike:
+    if not any(same):
         return same
-    wholly = dict(zip(alike, _compare(k_BKTD, v_BKTD, alike), strict=True))
-    return [wholly.get(pair, False) for pair in pairs]
+    wholly = iter(_compare(k_BKTD, v_BKTD, [*itertools.compress(pairs, same)]))
+    return [ends_same and next(wholly) for ends_same in same]
 
 
 def _compare(k_BKTD: Tensor, v_BKTD: Tensor, pairs: list[tuple[int, int]]) -> list[bool]:
-    left, right = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
-    same_P = torch.ones(len(pairs), dtype=torch.bool, device=k_BKTD.device)
+    left_P, right_P = torch.tensor(pairs, device=k_BKTD.device).unbind(1)
+    same_P = torch.ones_like(left_P, dtype=torch.bool)
     for states in (k_BKTD, v_BKTD):
-        num_pairs, num_tokens = _at_a_time(states, len(pairs))
-        for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left, right)), strict=True):
+        # The two, up to four of `_agree_in`, and whether they agree.
+        number_bytes = 2 * states.itemsize + 4 * torch.promote_types(states.dtype, torch.float32).itemsize + 1
+        token_bytes = states.shape[1] * states.shape[3] * number_bytes
+        num_pairs = min(len(pairs), max(1, _COMPARED_BYTES // token_bytes))
+        num_tokens = max(1, _COMPARED_BYTES // (num_pairs * token_bytes))
+        for some, one, other in zip(*(torch.split(each, num_pairs) for each in (same_P, left_P, right_P)), strict=True):
             for block in torch.split(states, num_tokens, dim=2):
                 some &= _agree_in(block.index_select(0, one), block.index_select(0, other))
-    answer: list[bool] = same_P.tolist()
-    return answer
-
-
-def _at_a_time(states_BKTD: Tensor, num_pairs: int) -> tuple[int, int]:
-    """How many pairs, and how many tokens of each, are compared in `_MOST_BYTES`."""
-    wide_bytes = torch.promote_types(states_BKTD.dtype, torch.float32).itemsize
-    number_bytes = 2 * states_BKTD.itemsize + 4 * wide_bytes + 1  # the two, up to four of `_agree_in`, and whether they agree
-    token_bytes = states_BKTD.shape[1] * states_BKTD.shape[3] * number_bytes
-    num_pairs = min(num_pairs, max(1, _MOST_BYTES // token_bytes))
-    return num_pairs, max(1, _MOST_BYTES // (num_pairs * token_bytes))
+    same: list[bool] = same_P.tolist()
+    return same
 
 
 def _agree_in(one_PKTD: Tensor, other_PKTD: Tensor) -> Tensor:
@@ -122,15 +114,6 @@ def _agree_in(one_PKTD: Tensor, other_PKTD: Tensor) -> Tensor:
 
 
 # the sequences behind the rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
-    """Sequence `targets[i]` takes the rows of `sources[i]` from `first_token` on. All are read before any is written."""
-
-    sources: list[int]
-    targets: list[int]
-    first_token: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,28 +149,31 @@ class Lineage:
         """Is each row of the batch the sequence of its number? Every layer of every pass asks."""
         return self.parents == tuple(range(self.num_sequences))
 
+    @functools.cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """For each sequence the first row of the batch that goes on from it; there is one if it is compact."""
+        return tuple(self.parents.index(sequence) for sequence in range(self.num_sequences))
+
     @property
     def compact(self) -> bool:
         """Is each sequence a run of rows, and are the runs in order? A batch begins like that: equal prompts side by side."""
         return [*dict.fromkeys(self.parents)] == [*range(self.num_sequences)] and [*self.parents] == sorted(self.parents)
 
-    @property
-    def leaders(self) -> list[int]:
-        """For each sequence the first row of the batch that goes on from it; there is one if it is compact."""
-        return [self.parents.index(sequence) for sequence in range(self.num_sequences)]
-
     def select(self, rows: Seq[int]) -> "Lineage":
         """The batch of these rows, in this order; a row may be named several times, or not at all."""
         return Lineage(tuple(self.parents[row] for row in rows), self.common, self.own_from)
 
-    def moves(self) -> Moves | None:
-        """The copies that settle it; None if it takes forks, for other sequences or rows that may not be written."""
+    def moves(self) -> tuple[list[int], list[int], int] | None:
+        """The copies that settle it: sources, their targets, and the first token to copy. All are read before any is written.
+
+        None if it takes forks, for other sequences or rows that may not be written.
+        """
         if len(self.parents) != self.num_sequences:
             return None
         targets = [row for row, parent in enumerate(self.parents) if parent != row]
         sources = [self.parents[row] for row in targets]
-        first_token = min(int(self.common[pair]) for pair in zip(targets, sources, strict=True))
-        return Moves(sources=sources, targets=targets, first_token=first_token) if first_token >= self.own_from else None
+        first_token = int(self.common[targets, sources].min())
+        return (sources, targets, first_token) if first_token >= self.own_from else None
 
     def settle(self, num_tokens: int, *, forked: bool) -> "Lineage":
         """After each row has become the sequence of its number, with `num_tokens` tokens, by copies or as a fork."""
@@ -208,30 +194,35 @@ class Lineage:
 # rows as torch reads and writes them
 
 
-class LayerRows:
-    """Rows [first, first + count) of each layer: keys and values, [B, K, T, D]. See Planes.rows."""
+class LayerViews:
+    """Rows [first, first + count) of each layer: keys and values, [B, K, T, D]. See BatchViews.rows."""
 
     def __init__(self, bounds: tuple[int, int], of_layer: dict[int, tuple[Tensor, Tensor]], slots_B: Tensor | None) -> None:
         self.bounds: Final = bounds
         """`first` and `count`."""
         self.of_layer: Final = of_layer
         self._slots_B: Final = slots_B
-        k_BKTD, v_BKTD = next(iter(of_layer.values()))
-        self._k_kind, self._v_kind = _kind(k_BKTD), _kind(v_BKTD)
+        self._kinds: Final = [_kind(states) for states in next(iter(of_layer.values()))]
 
-    def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+    def write(self, layer: int, *new: Tensor) -> None:
         """Copy a layer's keys and values here. Cost: two launches. Raises: LayoutError."""
         places = self.of_layer[layer]
-        if _kind(k_BKTD) != self._k_kind or _kind(v_BKTD) != self._v_kind:
-            raise _misfit(layer, zip(places, (k_BKTD, v_BKTD), strict=True))
-        for place, states in zip(places, (k_BKTD, v_BKTD), strict=True):
+        for states, kind in zip(new, self._kinds, strict=True):
+            if _kind(states) != kind:
+                shape, dtype, device = kind
+                raise LayoutError(
+                    f"layer {layer} gives {list(states.shape)} {states.dtype} on {states.device}, and its rows are "
+                    f"{list(shape)} {dtype} on {device}: all layers of one window have one shape and type, on the pool's "
+                    f"device; another model wants a VmmCache of its own"
+                )
+        for place, states in zip(places, new, strict=True):
             if self._slots_B is None:
                 place.copy_(states)
             else:  # the offset along the dimension of the index has 64 bits
                 place.index_copy_(0, self._slots_B, states)
 
 
-class Planes:
+class BatchViews:
     """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on.
 
     A decode step without a graph is bound by the host, where each call of torch costs a microsecond or more. So one call makes
@@ -240,26 +231,20 @@ class Planes:
 
     def __init__(self, cache: KVCache, first_slot: int, num_slots: int) -> None:
         with torch.inference_mode(False):  # else nothing here could be written under another mode
-            self._of_groups: Final = [
-                (
-                    group.layers,
-                    _plane(cache, group, "k", first_slot, num_slots),
-                    _plane(cache, group, "v", first_slot, num_slots),
-                )
-                for group in cache.layout.groups
-            ]
-            k_LBKTD = self._of_groups[0][1]
+            planes = functools.partial(_plane, cache, first_slot, num_slots)
+            self._planes: Final = [(group.layers, planes(group, "k"), planes(group, "v")) for group in cache.layout.groups]
+            _, k_LBKTD, _ = self._planes[0]
             span_bytes = (num_slots - 1) * k_LBKTD.stride(1) * k_LBKTD.itemsize + cache.layout.groups[0].row_bytes
             splits = splits_a_copy(cache.device, span_bytes)
             self._slots_B: Final = torch.arange(num_slots, device=cache.device) if splits else None
 
-    def rows(self, first: int, count: int) -> LayerRows:
+    def rows(self, first: int, count: int) -> LayerViews:
         """Rows [first, first + count) of each layer. Cost: a few calls of torch for each group, on the host alone."""
         of_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        for layers, k_LBKTD, v_LBKTD in self._of_groups:
+        for layers, k_LBKTD, v_LBKTD in self._planes:
             both = zip(k_LBKTD.narrow(3, first, count).unbind(), v_LBKTD.narrow(3, first, count).unbind(), strict=True)
             of_layer.update(zip(layers, both, strict=True))
-        return LayerRows((first, count), of_layer, self._slots_B)
+        return LayerViews((first, count), of_layer, self._slots_B)
 
 
 def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
@@ -270,7 +255,7 @@ def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
     return device.type == "cuda" and span_bytes > _INT32_END
 
 
-def _plane(cache: KVCache, group: Group, name: str, first_slot: int, num_slots: int) -> Tensor:
+def _plane(cache: KVCache, first_slot: int, num_slots: int, group: Group, name: str) -> Tensor:
     """A plane of all layers of a group: [L, B, K, T, D]."""
     first_STKD, last_STKD = cache.view(group.layers[0], name), cache.view(group.layers[-1], name)
     between = last_STKD.storage_offset() - first_STKD.storage_offset()
@@ -288,35 +273,20 @@ def _kind(states: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return states.shape, states.dtype, states.device
 
 
-def _misfit(layer: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> LayoutError:
-    place, states = next((place, states) for place, states in pairs if _kind(place) != _kind(states))
-    return LayoutError(
-        f"layer {layer} gives {list(states.shape)} {states.dtype} on {states.device}, and its rows are {list(place.shape)} "
-        f"{place.dtype} on {place.device}: all layers of one window have one shape and type, on the pool's device; another "
-        f"model wants a VmmCache of its own"
-    )
-
-
 # the sequences of one window
 
 
-class SharedCache:
-    """A cache with slots of several batches. The last one that leaves closes it."""
+@dataclass(slots=True, kw_only=True)
+class _SharedCache:
+    """A cache with slots of several batches, of which the last one closes it."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache: Final = cache
-        self.used = False
-        """Has a whole pass been written to it, so that its shapes are the model's?"""
-        self.num_users = 1
-
-    def leave(self) -> None:
-        """One user fewer."""
-        self.num_users -= 1
-        if not self.num_users:
-            self.cache.close()
+    cache: KVCache
+    num_batches: int = 1
+    is_written: bool = False
+    """Has a whole pass been written to it, so that its shapes are the model's?"""
 
 
-class BatchRows:
+class WindowRows:
     """The rows of all sequences of a batch, for layers of one window (None for all tokens) and one shape.
 
     It has no cache until `open` sees keys and values, which tell the shape and the type. Row numbers are token numbers less
@@ -326,50 +296,98 @@ class BatchRows:
     def __init__(self, layers: tuple[int, ...], window: int | None, pool: Pool, *, slots: int, max_tokens: int) -> None:
         self.layers: Final = layers
         self.window: Final = window
-        self.sequences: list[Sequence] = []
         self.pool: Final = pool
-        self._slots = slots
-        self._max_tokens = max_tokens
-        self._shared: SharedCache | None = None
-        self._dropped = 0
-        self._planes: Planes | None = None
-        """Made on first use, as the next two."""
-        self._places: LayerRows | None = None
-        """Where the layers of a pass write."""
-        self._seen: LayerRows | None = None
-        """What they see."""
+        self._slots: Final = slots
+        self._max_tokens: Final = max_tokens
+        self._shared: _SharedCache | None = None
+        self._take([], 0)
+
+    def _take(self, sequences: list[Sequence], dropped: int) -> None:
+        self.sequences, self._dropped = sequences, dropped
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        """Views are made on first use, and kept for the layers of a pass: of all rows, those to write, those that are seen."""
+        self._views: BatchViews | None = None
+        self._places: LayerViews | None = None
+        self._seen: LayerViews | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        """Where the slots are."""
+        assert self._shared is not None, "no keys and values have been seen"
+        return self._shared.cache
+
+    @property
+    def closed(self) -> bool:
+        """Is there no cache to be closed?"""
+        return self._shared is None or self._shared.cache.closed
+
+    def check(self) -> None:
+        """Recount the laws of the cache. See KVCache.check."""
+        if self._shared is not None:
+            self.cache.check()
 
     # in and out
 
     def open(self, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int, *, dropped: int) -> None:
         """Give `num_sequences` new sequences their slots, in a cache for keys and values such as these."""
-        layout = _layout(self.layers, self.window, k_BKTD, v_BKTD)
-        if self._shared is not None and not self._shared.used and self.cache.layout != layout:
+        layout = self._layout(k_BKTD, v_BKTD)
+        if self._shared is not None and not self._shared.is_written and self.cache.layout != layout:
             self.close()  # it was made for a pass that failed, perhaps for its shapes
         if self._shared is None:
             # A rearranged batch is forked to as many slots more, which need not be free in one run.
             slots = max(self._slots, 3 * k_BKTD.shape[0])
             with torch.inference_mode(False):  # else no tensor of it could be written under another mode
-                self._shared = SharedCache(self._make(layout, slots))
+                self._shared = _SharedCache(cache=self._make(layout, slots))
         self._take(self.cache.open_batch(num_sequences), dropped)
 
-    def fork(self, parents: Seq[int]) -> "BatchRows":
+    def _layout(self, k_BKTD: Tensor, v_BKTD: Tensor) -> KVLayout:
+        """All layers in one row if a page holds that, else in as few rows as it takes."""
+        planes = tuple(
+            Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
+            for name, states in (("k", k_BKTD), ("v", v_BKTD))
+        )
+        fitting = max(1, PAGE_BYTES // Group(layers=(0,), planes=planes).layer_bytes)
+        per_group = ceil_div(len(self.layers), ceil_div(len(self.layers), fitting))
+        parts = (self.layers[start : start + per_group] for start in range(0, len(self.layers), per_group))
+        return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=self.window) for part in parts))
+
+    def _make(self, layout: KVLayout, slots: int) -> KVCache:
+        try:
+            return KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens)
+        except DriverError as error:
+            if error.call != "reserve":
+                raise
+            wanted_bytes = slots * self._max_tokens * layout.row_bytes
+            divisor = max(4, ceil_div(wanted_bytes, 16 * TIB))
+            raise type(error)(
+                f"{slots} slots of max_tokens={self._max_tokens} take {format_bytes(wanted_bytes)} of addresses, and the "
+                f"driver has none: {error}. VmmCache(..., max_tokens={ceil_div(self._max_tokens, divisor)}) takes "
+                f"{format_bytes(wanted_bytes / divisor)}; fewer slots take less too, down to three for each row of a batch",
+                call=error.call,
+                code=error.code,
+            ) from error
+
+    def fork(self, parents: Seq[int]) -> "WindowRows":
         """Other rows in the same cache: a fork of the sequence that each entry names."""
-        other = BatchRows(self.layers, self.window, self.pool, slots=self._slots, max_tokens=self._max_tokens)
+        named = self._named(parents)
+        sequences = self.cache.fork_batch(named) if named else []
+        other = copy.copy(self)
+        other._take(sequences, self._dropped)
         if self._shared is not None:
-            sequences = self.cache.fork_batch([self.sequences[parent] for parent in parents]) if parents else []
-            other._shared = self._shared
-            self._shared.num_users += 1
-            other._take(sequences, self._dropped)
+            self._shared.num_batches += 1
         return other
 
     def fork_pages(self, parents: Seq[int]) -> int:
         """Pages that `fork` will ask for."""
-        if self._shared is None:
-            return 0
-        memory, forked = self.cache.memory, [self.sequences[parent] for parent in parents]
         with self.pool.lock:
-            return sum(sharing.fork_pages(memory, sequence.slot, sequence.length) for sequence in forked)
+            return sum(
+                sharing.fork_pages(self.cache.memory, sequence.slot, sequence.length) for sequence in self._named(parents)
+            )
+
+    def _named(self, parents: Seq[int]) -> list[Sequence]:
+        return [self.sequences[parent] for parent in parents] if self.sequences else []
 
     def end(self) -> None:
         """Close the sequences; the cache stays open. Idempotent."""
@@ -379,27 +397,12 @@ class BatchRows:
 
     def close(self) -> None:
         """Close the sequences, and the cache if no other batch has slots in it. Idempotent."""
-        if not self.closed:
-            self.end()
+        self.end()
         shared, self._shared = self._shared, None
         if shared is not None:
-            shared.leave()
-
-    @property
-    def closed(self) -> bool:
-        """Is there no cache to be closed?"""
-        return self._shared is None or self._shared.cache.closed
-
-    @property
-    def cache(self) -> KVCache:
-        """Where the slots are."""
-        assert self._shared is not None, "no keys and values have been seen"
-        return self._shared.cache
-
-    def check(self) -> None:
-        """Recount the laws of the cache. See KVCache.check."""
-        if self._shared is not None:
-            self.cache.check()
+            shared.num_batches -= 1
+            if not shared.num_batches:
+                shared.cache.close()
 
     # each forward pass
 
@@ -424,7 +427,7 @@ class BatchRows:
 
     def pages_like(self, k_BKTD: Tensor, v_BKTD: Tensor, num_rows: int) -> int:
         """Pages of one sequence of so many rows, if these layers' keys and values are as those of another layer."""
-        groups = _layout(self.layers, self.window, k_BKTD, v_BKTD).groups
+        groups = self._layout(k_BKTD, v_BKTD).groups
         return sum(ceil_div(num_rows * group.row_bytes, PAGE_BYTES) for group in groups)
 
     def grow(self, num_tokens: int) -> None:
@@ -456,12 +459,12 @@ class BatchRows:
         self._seen = self._rows(self._seen, first, num_tokens - self._dropped - first)
         return self._seen.of_layer[layer]
 
-    def _rows(self, known: LayerRows | None, first: int, count: int) -> LayerRows:
+    def _rows(self, known: LayerViews | None, first: int, count: int) -> LayerViews:
         if known is not None and known.bounds == (first, count):
             return known
-        if self._planes is None:
-            self._planes = Planes(self.cache, self.sequences[0].slot, len(self.sequences))
-        return self._planes.rows(first, count)
+        if self._views is None:
+            self._views = BatchViews(self.cache, self.sequences[0].slot, len(self.sequences))
+        return self._views.rows(first, count)
 
     def first_token(self, num_past: int) -> int:
         """The first token seen by one with `num_past` before it."""
@@ -469,10 +472,10 @@ class BatchRows:
 
     def advance(self, num_tokens: int) -> None:
         """All layers have been written up to `num_tokens` tokens."""
-        slots = [sequence.slot for sequence in self.sequences]
-        self.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
         assert self._shared is not None, "there are sequences"
-        self._shared.used = True
+        slots = [sequence.slot for sequence in self.sequences]
+        self._shared.cache.advance(slots, num_tokens - self._dropped - self.sequences[0].length)
+        self._shared.is_written = True
 
     def change_streams(self, *streams: torch.Stream | None) -> None:
         """Work on all of these touches the rows (see KVCache.record_stream); what was made on one is made anew on the next.
@@ -480,13 +483,13 @@ class BatchRows:
         Where a copy is split, writing takes an index on the device. Another stream might read it before it is written, or
         torch's allocator reuse its memory on the first stream while the other still reads.
         """
-        self._planes = self._places = self._seen = None
+        self._forget_views()
         if not self.closed:
             for stream in streams:
                 if stream is not None:
                     self.cache.record_stream(stream)
 
-    # the batch
+    # between passes
 
     def copy(self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int) -> None:
         """Copy rows from `first_token` on from each source to its target. All are read before one is written.
@@ -497,11 +500,14 @@ class BatchRows:
         count = num_tokens - self._dropped - first
         if count <= 0:
             return
-        device = self.cache.device
-        from_, to = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for rows in self._whole_rows():
-            part = rows.narrow(1, first, count)
-            part.index_copy_(0, to, part.index_select(0, from_))
+        from_, to = (torch.tensor(each, device=self.cache.device) for each in (sources, targets))
+        first_slot = self.sequences[0].slot
+        for group in self.cache.layout.groups:
+            plane = self.cache.k(group.layers[0])  # over the arena's whole storage, from its first byte on
+            size = (*plane.shape[:2], group.row_bytes // plane.itemsize)
+            whole_STE = plane.as_strided(size, (*plane.stride()[:2], 1), 0)  # all layers' rows as they lie
+            part_BTE = whole_STE[first_slot : first_slot + len(self.sequences), first : first + count]
+            part_BTE.index_copy_(0, to, part_BTE.index_select(0, from_))
 
     def check_kept(self, num_tokens: int) -> None:
         """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""
@@ -526,81 +532,17 @@ class BatchRows:
         for sequence in self.sequences:
             sequence.truncate(max(0, num_tokens - self._dropped))
 
-    # within
-
-    def _make(self, layout: KVLayout, slots: int) -> KVCache:
-        try:
-            return KVCache(layout, self.pool, slots=slots, max_tokens=self._max_tokens)
-        except DriverError as error:
-            if error.call != "reserve":
-                raise
-            wanted_bytes = slots * self._max_tokens * sum(group.row_bytes for group in layout.groups)
-            divisor = max(4, ceil_div(wanted_bytes, 16 * TIB))
-            raise type(error)(
-                f"{slots} slots of max_tokens={self._max_tokens} take {format_bytes(wanted_bytes)} of addresses, and the "
-                f"driver has none: {error}. VmmCache(..., max_tokens={ceil_div(self._max_tokens, divisor)}) takes "
-                f"{format_bytes(wanted_bytes / divisor)}; fewer slots take less too, down to three for each row of a batch",
-                call=error.call,
-                code=error.code,
-            ) from error
-
-    def _take(self, sequences: list[Sequence], dropped: int) -> None:
-        self.sequences, self._dropped = sequences, dropped
-        self._planes = self._places = self._seen = None
-
-    def _whole_rows(self) -> list[Tensor]:
-        """For each group of the layout all layers' rows as they lie: [B, slot_tokens, elements of a row]."""
-        first, count = self.sequences[0].slot, len(self.sequences)
-        whole = []
-        for group in self.cache.layout.groups:
-            plane = self.cache.k(group.layers[0])  # over the arena's whole storage, from its first byte on
-            size = (*plane.shape[:2], group.row_bytes // plane.itemsize)
-            whole.append(plane.as_strided(size, (*plane.stride()[:2], 1), 0)[first : first + count])
-        return whole
-
-
-def _layout(layers: tuple[int, ...], window: int | None, k_BKTD: Tensor, v_BKTD: Tensor) -> KVLayout:
-    """All layers in one row if a page holds that, else in as few rows as it takes."""
-    planes = tuple(
-        Plane(name=name, heads=states.shape[1], dim=states.shape[3], dtype=states.dtype)
-        for name, states in (("k", k_BKTD), ("v", v_BKTD))
-    )
-    fitting = max(1, PAGE_BYTES // Group(layers=(0,), planes=planes).layer_bytes)
-    per_group = ceil_div(len(layers), ceil_div(len(layers), fitting))
-    parts = (layers[start : start + per_group] for start in range(0, len(layers), per_group))
-    return KVLayout(groups=tuple(Group(layers=part, planes=planes, window=window) for part in parts))
-
 
 # the batch
 
 
-class _Indices:
-    """A lineage's rows on the device: every layer of every pass asks for them."""
-
-    def __init__(self, lineage: Lineage, device: torch.device) -> None:
-        self.lineage: Final = lineage
-        self._device = device
-
-    @functools.cached_property
-    def leaders(self) -> Tensor:
-        return self._send(self.lineage.leaders)
-
-    @functools.cached_property
-    def parents(self) -> Tensor:
-        return self._send(self.lineage.parents)
-
-    def _send(self, rows: Seq[int]) -> Tensor:
-        with torch.inference_mode(False):  # it may outlive the mode of this pass
-            return torch.tensor(rows, device=self._device)
-
-
-class Batch:
+class CachedBatch:
     """The tokens of a batch in all layers; `groups` are the rows of the layers of each window.
 
     `share_prompts`: are equal prompts side by side kept once?
     """
 
-    def __init__(self, groups: list[BatchRows], *, share_prompts: bool) -> None:
+    def __init__(self, groups: list[WindowRows], *, share_prompts: bool) -> None:
         self.groups = groups
         self._share_prompts = share_prompts
         self.num_tokens = 0
@@ -613,7 +555,8 @@ class Batch:
         """Do windows keep the rows that they have passed until `crop`?"""
         self._lineage: Lineage | None = None
         """None as long as there are no sequences."""
-        self._indices: _Indices | None = None
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        """Rows of the lineage on the device: every layer of every pass asks for them."""
         self._stream: torch.Stream | None = None
         """The current stream at the last use of the cache, on CUDA."""
 
@@ -623,16 +566,16 @@ class Batch:
         return None if self._lineage is None else len(self._lineage.parents)
 
     @property
-    def groups(self) -> list[BatchRows]:
+    def groups(self) -> list[WindowRows]:
         """The rows of the layers of each window."""
         return self._groups
 
     @groups.setter
-    def groups(self, groups: list[BatchRows]) -> None:
+    def groups(self, groups: list[WindowRows]) -> None:
         self._groups = groups
         self._rows_of = {layer: rows for rows in groups for layer in rows.layers}
 
-    def rows_of(self, layer: int) -> BatchRows:
+    def rows_of(self, layer: int) -> WindowRows:
         """The rows with this layer. Raises: ValueError naming the layers there are."""
         rows = self._rows_of.get(layer)
         if rows is None:
@@ -643,13 +586,13 @@ class Batch:
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
-        rows = self.rows_of(layer)
+        self.rows_of(layer)
         if layer in self.written:
-            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}{_REMEDY}")
+            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}")
         self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
         if not self.written:
             self._begin(k_BKTD, v_BKTD)
-            rows = self.rows_of(layer)  # they are others if the batch was forked
+        rows = self.rows_of(layer)  # they are others if the batch was forked
         lineage = self._lineage
         assert lineage is not None, "a pass has begun"
         if not rows.sequences:
@@ -657,7 +600,7 @@ class Batch:
         if lineage.settled:
             rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
         else:
-            leaders = self._indices_of(lineage, k_BKTD.device).leaders
+            leaders = self._index(lineage.leaders, k_BKTD.device)
             rows.write(layer, self.num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
         self.written.add(layer)
         seen = self._seen(rows, layer, self.num_new) if self.num_tokens else (k_BKTD, v_BKTD)
@@ -684,7 +627,7 @@ class Batch:
             may_share = self._share_prompts and size > 1 and self.num_new > 1
             self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
             return
-        if len(self._lineage.parents) != size:
+        if self.size != size:
             raise ValueError(
                 f"the cache has a batch of {self.size}, and the model computes one of {size}: reset() begins anew, "
                 f"batch_repeat_interleave and batch_select_indices change it"
@@ -700,7 +643,7 @@ class Batch:
         """Are equal prompts still equal? A prompt may come in chunks; with single tokens the answers have begun."""
         return self.num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents)
 
-    def _open(self, rows: BatchRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
+    def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
         later_pages = sum(
             num_sequences * later.pages_like(k_BKTD, v_BKTD, self.num_new - self._dropped(later))
             for later in self.groups
@@ -713,11 +656,11 @@ class Batch:
             self.reset()  # as before the first pass
             raise
 
-    def _dropped(self, rows: BatchRows) -> int:
+    def _dropped(self, rows: WindowRows) -> int:
         """How many first tokens of a first prompt longer than the window are seen in this pass alone."""
         return 0 if self.record_past else rows.first_token(self.num_new)
 
-    def _grow(self, groups: Seq[BatchRows], num_tokens: int, *, later_pages: int = 0) -> None:
+    def _grow(self, groups: Seq[WindowRows], num_tokens: int, *, later_pages: int = 0) -> None:
         """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
 
         `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
@@ -732,9 +675,10 @@ class Batch:
         if not num_pages:
             return
         pool = self.groups[0].pool
+        remedy = "give the model fewer rows in a batch, or reset() another cache of this pool"
         try:
             with pool.lock:
-                pool.check_room(num_pages, _MORE_ROOM, later_pages=later_pages)
+                pool.check_room(num_pages, remedy, later_pages=later_pages)
         except OutOfPages as error:
             raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
 
@@ -749,25 +693,26 @@ class Batch:
         self._follow_stream()
         return self._seen(self.rows_of(layer), layer, 0)
 
-    def _seen(self, rows: BatchRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+    def _seen(self, rows: WindowRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
         assert self._lineage is not None, "there are tokens"
         k_BKTD, v_BKTD = rows.view(layer, self.num_tokens, self.num_tokens + num_new)
         if self._lineage.settled:
             return k_BKTD, v_BKTD
-        parents = self._indices_of(self._lineage, k_BKTD.device).parents
+        parents = self._index(self._lineage.parents, k_BKTD.device)
         return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
 
-    def _indices_of(self, lineage: Lineage, device: torch.device) -> _Indices:
-        known = self._indices
-        if known is None or known.lineage is not lineage:
-            known = self._indices = _Indices(lineage, device)
-        return known
+    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
+        index = self._indices.get((rows, device))
+        if index is None:
+            with torch.inference_mode(False):  # it may outlive the mode of this pass
+                index = self._indices[rows, device] = torch.tensor(rows, device=device)
+        return index
 
     def _follow_stream(self) -> None:
         """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
         current = _current_stream(self.groups[0].pool.device)
         if self._stream is not None and current != self._stream:
-            self._indices = None
+            self._indices.clear()
             for rows in self.groups:
                 rows.change_streams(self._stream, current)
         self._stream = current
@@ -796,8 +741,19 @@ class Batch:
         self._follow_stream()
         for rows in self.groups:
             rows.end()
+        self._forget_tokens()
+
+    def close(self) -> None:
+        """End all sequences, and close the caches in which no other batch has slots. Idempotent."""
+        self._follow_stream()
+        self._forget_tokens()
+        for rows in self.groups:
+            rows.close()
+
+    def _forget_tokens(self) -> None:
         self.num_tokens, self._lineage = 0, None
         self.written.clear()
+        self._indices.clear()
 
     def select(self, rows: Seq[int]) -> None:
         """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
@@ -808,41 +764,34 @@ class Batch:
             raise ValueError(f"rows {list(rows)} of a batch of {self.size}: they are from 0 on, and at least one")
         self._lineage = self._lineage.select(rows)
 
-    def fork(self) -> "Batch":
+    def fork(self) -> "CachedBatch":
         """Another batch that has all tokens of this one. Raises: as KVCache.fork_batch."""
         self._check_finished()
         self._follow_stream()
         forked = self._fork(range(0 if self._lineage is None else self._lineage.num_sequences))
-        other = Batch(forked, share_prompts=self._share_prompts)
+        other = CachedBatch(forked, share_prompts=self._share_prompts)
         other.num_tokens, other.record_past, other._stream = self.num_tokens, self.record_past, self._stream
         if self._lineage is not None:
             self._lineage = other._lineage = self._lineage.share(self.num_tokens)
         return other
-
-    def close(self) -> None:
-        """End all sequences, and close the caches in which no other batch has slots. Idempotent."""
-        self._follow_stream()
-        self.num_tokens, self._lineage = 0, None
-        self.written.clear()
-        for rows in self.groups:
-            rows.close()
 
     def _settle(self, lineage: Lineage) -> None:
         """Let memory follow the batch. All or none, except for copies, which can be made again."""
         moves = lineage.moves()
         if moves is not None:
             for rows in self.groups:
-                rows.copy(moves.sources, moves.targets, moves.first_token, self.num_tokens)
+                rows.copy(*moves, self.num_tokens)
         else:
             forked = self._fork(lineage.parents)
             for rows in self.groups:
                 rows.close()
             self.groups = forked
         self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
+        self._indices.clear()
 
-    def _fork(self, parents: Seq[int]) -> list[BatchRows]:
+    def _fork(self, parents: Seq[int]) -> list[WindowRows]:
         self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
-        forked: list[BatchRows] = []
+        forked: list[WindowRows] = []
         try:
             for rows in self.groups:
                 forked.append(rows.fork(parents))
@@ -854,7 +803,7 @@ class Batch:
 
     def _check_finished(self) -> None:
         if self.written:
-            raise RuntimeError(_UNFINISHED + _REMEDY)
+            raise RuntimeError(_UNFINISHED)
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

@@ -27,7 +27,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
-from vmmkv.adapters.transformers.batch import Batch, BatchRows
+from vmmkv.adapters.transformers.batch import CachedBatch, WindowRows
 from vmmkv.arguments import whole
 from vmmkv.errors import Closed, LayoutError
 from vmmkv.memory.pool import Pool
@@ -70,10 +70,10 @@ class VmmCache(Cache):  # type: ignore[misc]
         groups = []
         for window in dict.fromkeys(windows.values()):
             of_window = tuple(index for index, each in windows.items() if each == window)
-            groups.append(BatchRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
-        self._start(layers, Batch(groups, share_prompts=share_prompts), pool, max_tokens, config)
+            groups.append(WindowRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
+        self._start(layers, CachedBatch(groups, share_prompts=share_prompts), pool, max_tokens, config)
 
-    def _start(self, layers: list[Any], batch: Batch, pool: Pool, max_tokens: int, config: Any) -> None:
+    def _start(self, layers: list[Any], batch: CachedBatch, pool: Pool, max_tokens: int, config: Any) -> None:
         super().__init__(layers=layers)
         self._config = config
         self._number = attention.enter(self)
@@ -87,8 +87,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Write a layer's keys and values of the new tokens behind the others; all that the tokens see, as strided views.
 
-        In a graph of torch.compile that is left to the model's attention if it is vmmkv's; before any other one
-        the graph breaks.
+        In a graph of torch.compile that is left to the model's attention if it is vmmkv's; before any other the graph breaks.
 
         Cost: two copies of the new rows. In the first layer of a pass, memory for all layers: see Sequence.grow; and the copies
         or forks that a reordered, repeated or selected batch takes.
@@ -98,14 +97,13 @@ class VmmCache(Cache):  # type: ignore[misc]
                 "a VmmCache passes no gradients on: run the model under torch.no_grad() or torch.inference_mode(); to train, "
                 "take a DynamicCache"
             )
-        if torch.compiler.is_compiling():
-            if self._is_attended_by_vmmkv:
-                return attention.NewRows(
-                    key_states, value_states, self._number, layer_idx, self._batch.num_tokens
-                ), value_states
-            seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
-            return seen
-        return self.append(key_states, value_states, layer_idx)
+        if not torch.compiler.is_compiling():
+            return self.append(key_states, value_states, layer_idx)
+        if self._is_attended_by_vmmkv:
+            num_past = self._batch.num_tokens
+            return attention.PendingRows(key_states, value_states, self._number, layer_idx, num_past), value_states
+        seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
+        return seen
 
     def append(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, num_past: int | None = None
@@ -179,7 +177,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Has it tokens? Models that see a prompt from both sides ask whether this pass is the first."""
+        """Has it tokens? Models in which a prompt's tokens see each other both ways ask whether this pass is the first."""
         return self._batch.num_tokens > 0
 
     @property
@@ -188,18 +186,9 @@ class VmmCache(Cache):  # type: ignore[misc]
         size = self._batch.size
         return -1 if size is None else size
 
-    @property
-    def record_past(self) -> bool:
-        """Do windows keep what they have passed until `crop`, so that it can go back there? For drafts of tokens."""
-        return self._batch.record_past
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self._batch.record_past = value
-
     def activate_past_recording(self) -> None:
-        """Set `record_past`."""
-        self.record_past = True
+        """From now on windows keep what they have passed until `crop`, so that it can go back there. For drafts of tokens."""
+        self._batch.record_past = True
 
     # the batch
 
@@ -329,11 +318,11 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def record_past(self) -> bool:
         """Are rows kept that the window has passed, until `crop`?"""
-        return self._cache.record_past
+        return self._cache._batch.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._cache.record_past = value
+        self._cache._batch.record_past = value
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         """See VmmCache.update."""
