@@ -21,6 +21,7 @@ ORDER = "tests/laws/test_order.py"
 CACHE = "tests/laws/test_cache_machine.py::TestOnASimulatedDevice"
 PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
 FAILURES = "tests/laws/test_failures.py"
+CACHE_UNIT = "tests/unit/test_cache.py"
 
 
 class Mutant(NamedTuple):
@@ -64,6 +65,13 @@ MUTANTS = (
         SLOT_MEMORY,
         "        self.order()  # a raise of it may be on its way\n",
         "",
+        (ORDER,),
+    ),
+    Mutant(
+        "a limit lowered ahead of a raise on another stream",
+        SLOT_MEMORY,
+        "            written.order(self.streams)  # so may a write on a stream that is not known\n",
+        "            pass\n",
         (ORDER,),
     ),
     Mutant(
@@ -120,8 +128,8 @@ MUTANTS = (
     Mutant(
         "an exchange that unmaps without waiting",
         SHARING,
-        "        memory.fence().wait()\n        arena.unmap(old)\n",
-        "        memory.fence()\n        arena.unmap(old)\n",
+        "        memory.fence().wait()\n        mapper.unmap(old)\n",
+        "        memory.fence()\n        mapper.unmap(old)\n",
         (PREFIX,),
     ),
     Mutant(
@@ -134,15 +142,15 @@ MUTANTS = (
     Mutant(
         "a busy page evicted without waiting",
         MAPPER,
-        "            if _fence_in(batch).done():\n                while batch:",
+        "            if fence.done():\n                while batch:",
         "            if True:\n                while batch:",
         (CACHE,),
     ),
     Mutant(
         "a window unmapped before its copy has run",
         SHARING,
-        "            memory.mapper.reclaim(self._arena, [mapping], fence)\n",
-        "            self._arena.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
+        "            memory.mapper.reclaim([mapping], fence)\n",
+        "            memory.mapper.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
         (PREFIX,),
     ),
     Mutant(
@@ -198,39 +206,40 @@ MUTANTS = (
     Mutant(
         "a page revived that was never live",
         MAPPER,
-        "if not isinstance(mapping.fence, _NeverLive) and not",
+        "if not isinstance(fence, _NeverLive) and not",
         "if not",
         (CACHE, FAILURES),
     ),
     Mutant(
         "a page revived that others have come to hold",
         MAPPER,
-        "and not mapping.extent.shared and mapping.extent.num_pages == 1:",
-        "and mapping.extent.num_pages == 1:",
+        "and not extent.shared and extent.num_pages == 1:",
+        "and extent.num_pages == 1:",
         (PREFIX,),
     ),
     # the books
     Mutant(
         "a holder that is not dropped",
         MAPPER,
-        "        self._forget(mapping)\n        self.pool.drop(mapping.extent)\n",
+        "        self._forget(mapping)\n        self.let_go(mapping)\n",
         "        self._forget(mapping)\n",
         (CACHE,),
     ),
     Mutant(
         "a rollback that leaves a page",
         MAPPER,
-        "for arena, mapping, _ in reversed(self._new):",
-        "for arena, mapping, _ in reversed(self._new[1:]):",
+        "for mapping in reversed(self._new):",
+        "for mapping in reversed(self._new[1:]):",
         (CACHE,),
     ),
     Mutant(
         "a pinned slot not spared",
         "cache.py",
-        "next((slot for slot in self.parked_slots if not self.is_pinned(slot)), next(iter(self.parked_slots)))",
+        "next((slot for slot in self.parked_slots if slot not in pinned), next(iter(self.parked_slots)))",
         "next(iter(self.parked_slots))",
         ("tests/unit/test_prefix.py",),
     ),
+    Mutant("pinned slots not spared by a batch", "cache.py", "for spared in (pinned, ()):", "for spared in ((),):", (CACHE_UNIT,)),
     Mutant(
         "mappings inherited by fork",
         "driver/host.py",

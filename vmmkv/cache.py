@@ -348,6 +348,9 @@ class KVCache:
     `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
     176; 0 for predicated kernels). Addresses are reserved at once, memory only as sequences grow.
 
+    If a signal handler raises just as `open`, `adopt` or `fork` returns, as Ctrl-C does, the new sequence runs until the cache
+    is closed.
+
     Raises: ValueError; BudgetError if the pool cannot hold a page for each group; DriverError; GraphCapture.
     Cost: a reserve, a map and an access call for each group, and waiting for the caller's current stream.
     """
@@ -846,7 +849,7 @@ class KVCache:
                 parked.fence = self.memory.fence()
             raise
         if not num_tokens:
-            self.memory.reclaim_cut(slot, parked.fence)
+            self.memory.reclaim_all(slot, parked.fence, only_cut=True)
         self.memory.use(slot)
         self._adopted_slots += 1
         sequence = self._open_at(slot, end, parked.tenant)
@@ -919,15 +922,8 @@ class KVCache:
         self.check_capture()
         if self.collect():
             first = self.table.run_of(count, SlotState.FREE)
-        if first is None and count == 1 and self.parked_slots:
-            first = next((slot for slot in self.parked_slots if not self.is_pinned(slot)), next(iter(self.parked_slots)))
         if first is None:
-            first = self.table.run_of(count, SlotState.FREE, SlotState.PARKED, SlotState.CLOSING)
-        if first is None:
-            raise OutOfSlots(
-                f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
-                f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
-            )
+            first = self._run_to_clear(count)
         run = range(first, first + count)
         for slot in run:
             if slot in self.parked_slots:
@@ -936,6 +932,21 @@ class KVCache:
             self.wait_for_reclaim()
             self.collect()
         return first
+
+    def _run_to_clear(self, count: int) -> int:
+        """The first of `count` adjacent slots that run no sequence, without pinned ones if possible; one: the oldest parked."""
+        pinned = [slot for slot in self.parked_slots if self.is_pinned(slot)]
+        if count == 1 and self.parked_slots:
+            return next((slot for slot in self.parked_slots if slot not in pinned), next(iter(self.parked_slots)))
+        states = SlotState.FREE, SlotState.PARKED, SlotState.CLOSING
+        for spared in (pinned, ()):
+            first = self.table.run_of(count, *states, without=spared)
+            if first is not None:
+                return first
+        raise OutOfSlots(
+            f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
+            f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
+        )
 
     def is_pinned(self, slot: int) -> bool:
         """Does the prefix cache keep this parked slot before others?"""

@@ -85,7 +85,7 @@ class Work:
     """Does the host know that it is done?"""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Fence:
     driver: "SimulatedDriver"
     work: list[Work]

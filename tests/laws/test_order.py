@@ -78,6 +78,16 @@ def test_a_limit_is_raised_behind_its_lowering_whatever_stream_is_current(device
     sequence.grow(5)
 
 
+def test_a_limit_is_lowered_behind_a_raise_that_another_stream_still_has_to_write(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    device.step(9)
+    sequence.truncate(1)
+    with device.driver.on(device.driver.new_stream()):
+        sequence.grow(5)  # written there, behind the lowering
+    sequence.truncate(0)
+
+
 def test_an_adopted_slot_is_not_written_before_those_who_read_it_are_done(device):
     device.live.sequence.grow(9)
     device.step(9)

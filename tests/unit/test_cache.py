@@ -35,6 +35,7 @@ from vmmkv import (
 from vmmkv.errors import ForkedProcess
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
+from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
@@ -133,6 +134,19 @@ def test_a_batch_evicts_parked_slots_in_its_way(cache):
     assert [sequence.slot for sequence in batch] == [1, 2, 3, 4]
     with pytest.raises(Evicted):
         cache.adopt(parked[0])
+
+
+def test_a_batch_spares_pinned_slots_while_others_can_be_taken(cache):
+    prefix = PrefixCache(cache)
+    prompts = [[number] * 20 for number in range(4)]
+    for prompt in prompts:
+        attached = prefix.attach(prompt).sequence
+        attached.grow(20)
+        attached.advance(20)
+        prefix.park(attached, prompt)
+    prefix.pin(prompts[0])
+    assert [sequence.slot for sequence in cache.open_batch(2)] == [2, 3]
+    assert prefix.match([*prompts[0], 9]) == 20
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1])

@@ -49,7 +49,7 @@ class MemoryInfo(NamedTuple):
 
 
 class Fence(Protocol):
-    """All work that had been launched on some streams when the fence was made."""
+    """All work that had been launched on some streams when the fence was made. Compared by identity."""
 
     def done(self) -> bool:
         """Has that work finished? Never blocks."""

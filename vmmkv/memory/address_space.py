@@ -10,7 +10,7 @@ grows over a pending page makes it live again, unless another holder has come to
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Driver, Fence
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Driver, Fence
 from vmmkv.layout import Group
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import SIZE_CLASSES, Extent
@@ -69,9 +69,10 @@ class SlotTable:
         """The slots in that state, in order."""
         return [int(slot) for slot in np.flatnonzero(self.states == state)]
 
-    def run_of(self, count: int, *states: SlotState) -> int | None:
+    def run_of(self, count: int, *states: SlotState, without: Sequence[int] = ()) -> int | None:
         """The first of the lowest `count` adjacent slots that all are in one of these states, or None."""
         suitable = np.isin(self.states, states)
+        suitable[list(without)] = False
         if count > len(suitable):
             return None
         sums = np.concatenate(([0], np.cumsum(suitable)))
@@ -247,10 +248,10 @@ class Span:
         """The last border of live extents at or before a page of [first, end]."""
         return page if page >= self.end_page else self.at(page).page
 
-    def border_after(self, page: int) -> int:
-        """The first border of live extents at or behind it."""
-        border = self.border_before(page)
-        return page if border == page else self.at(page).end_page
+    def live_border(self, page: int) -> int:
+        """The first border of live extents at or behind a page, or behind the nearest live one."""
+        page = max(self.first_page, min(self.end_page, page))
+        return page if self.border_before(page) == page else self.at(page).end_page
 
     @property
     def num_live_pages(self) -> int:
@@ -280,7 +281,6 @@ class Arena:
         self.address = driver.reserve(self.reserved_bytes)
         self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
         self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
-        self.device = driver.device
         self._driver = driver
         self._closed = False
 
@@ -311,31 +311,6 @@ class Arena:
             (row_bytes // itemsize, known.head_stride, 1),
             self.group.offset_bytes(layer, plane) // itemsize,
         )
-
-    def map(self, span: Span, page: int, extent: Extent, access: Access = Access.READ_WRITE) -> Mapping:
-        """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
-
-        Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
-        stands in `span.mappings`, and the caller must reclaim it.
-        """
-        assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
-        mapping = Mapping(span, page, extent, used=True)
-        self._driver.map(mapping.address, extent.handle, extent.size_bytes)
-        span.mappings[page] = mapping
-        try:
-            self._driver.set_access(mapping.address, extent.size_bytes, access)
-        except BaseException:
-            self.unmap(mapping)
-            raise
-        return mapping
-
-    def unmap(self, mapping: Mapping) -> None:
-        """Unmap what no launch touches any more. The mapping's hold on its extent, and its use, are the caller's again.
-
-        Cost: one unmap.
-        """
-        self._driver.unmap(mapping.address, mapping.extent.size_bytes)
-        del mapping.span.mappings[mapping.page]
 
     def close(self) -> None:
         """Give the addresses back for reuse, once nothing is mapped and no launch touches them. Idempotent; no driver call."""

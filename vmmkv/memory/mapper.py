@@ -4,8 +4,7 @@
                                          │                           ^                 │
                                          └──rollback──> free         └───────revive────┘
 
-Nothing here knows sequences: slot_memory and cache decide what grows and what is reclaimed. Time is known as a budget, and as
-the running means of what mapping and unmapping a page cost.
+Nothing here knows sequences: slot_memory and cache decide what grows and what is reclaimed.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ import torch
 
 from vmmkv.driver.base import Access, Driver, Fence
 from vmmkv.errors import DriverError, OutOfPages
-from vmmkv.memory.address_space import Arena, Mapping, Span
+from vmmkv.memory.address_space import Mapping, Span
 from vmmkv.memory.pool import LARGE_PAGES, Extent, Pool, Tenant
 
 _SMOOTHING = 0.1
@@ -30,14 +29,20 @@ _SMOOTHING = 0.1
 class Target(NamedTuple):
     """A span that is to be live up to `end_page`, for a tenant (which may depend on the page)."""
 
-    arena: Arena
     span: Span
     end_page: int
     tenant_of: Callable[[int], Tenant]
     given: ReadOnlyDict[int, Extent] = MappingProxyType({})
     """Extents that others hold, to be mapped too, by page; they are not written (law 3)."""
     large_end_page: int = 0
-    """Up to where the others may be large, where that fits. They cost a sixteenth, and are shared whole or not at all."""
+    """Up to here new extents are large where that fits. They cost a sixteenth, and are shared whole or not at all."""
+
+    def fits_large(self, page: int) -> bool:
+        """Can a large extent stand at this page?"""
+        end = page + LARGE_PAGES
+        if page % LARGE_PAGES or end > min(self.end_page, self.large_end_page):
+            return False
+        return not any(each in self.span.mappings or each in self.given for each in range(page, end))
 
 
 class _NeverLive:
@@ -51,8 +56,7 @@ class _NeverLive:
         """Are the zeroes written? Blocks for them, which wait for no kernel. False while the driver cannot say."""
         if not self._is_over:
             with contextlib.suppress(DriverError):
-                self._driver.synchronize()
-                self._is_over = True
+                self.wait()
         return self._is_over
 
     def wait(self) -> None:
@@ -70,11 +74,12 @@ class Growth:
     def __init__(self, mapper: "Mapper", targets: Sequence[Target]) -> None:
         self.targets = targets
         self.num_mapped = 0
+        """Pages."""
         self.mapping_us = 0.0
-        """What mapping a new extent took, and creating it, but for what the pool may have waited for."""
+        """Mean time to create and map a new extent, without what the pool may have waited for."""
         self._mapper = mapper
-        self._new: list[tuple[Arena, Mapping]] = []
-        self._revived: list[tuple[Arena, Mapping, Fence]] = []
+        self._new: list[Mapping] = []
+        self._revived: list[tuple[Mapping, Fence]] = []
 
     def commit(self) -> None:
         """What was staged is live."""
@@ -84,18 +89,19 @@ class Growth:
     def rollback(self) -> None:
         """Restore the state before the growth. A mapping that cannot be unmapped now is pending reclaim, so nothing is lost."""
         never_live = _NeverLive(self._mapper.pool.driver)
-        for arena, mapping in reversed(self._new):
+        for mapping in reversed(self._new):
             try:
                 never_live.wait()  # zeroes may be on their way to it
-                arena.unmap(mapping)
+                self._mapper.unmap(mapping)
             except DriverError:
-                self._mapper.reclaim(arena, [mapping], never_live)
+                self._mapper.reclaim([mapping], never_live)
             else:
                 self._mapper.let_go(mapping)
-        for arena, mapping, fence in self._revived:
-            self._mapper.reclaim(arena, [mapping], fence)
+        for mapping, fence in self._revived:
+            self._mapper.reclaim([mapping], fence)
 
-    def _stage(self, *, wait: bool) -> None:
+    def stage(self, *, wait: bool) -> None:
+        """Revive, alias and map what is missing below the targets' ends. See Mapper.stage."""
         missing: list[tuple[Target, int, int]] = []
         for target in self.targets:
             page = target.span.end_page
@@ -104,7 +110,7 @@ class Growth:
                 if page in target.given:
                     num_pages = target.given[page].num_pages
                     self._alias(target, page)
-                elif _fits_large(target, page):
+                elif target.fits_large(page):
                     num_pages = LARGE_PAGES
                     missing.append((target, page, num_pages))
                 elif not self._revive(target, page, wait=wait):
@@ -131,11 +137,13 @@ class Growth:
         mapping = target.span.mappings.get(page)
         if mapping is None:
             return False
+        fence, extent = mapping.fence, mapping.extent
+        assert fence is not None, "a live mapping stands past the end of its span"
         # A mapping that never was live may be inaccessible. An extent that others have come to hold is not written.
-        if not isinstance(mapping.fence, _NeverLive) and not mapping.extent.shared and mapping.extent.num_pages == 1:
-            self._revived.append((target.arena, mapping, self._mapper.revive(mapping)))
+        if not isinstance(fence, _NeverLive) and not extent.shared and extent.num_pages == 1:
+            self._mapper.revive(mapping)
+            self._revived.append((mapping, fence))
             return True
-        fence = _fence_of(mapping)
         if not fence.done():
             if not wait:
                 raise OutOfPages(
@@ -151,10 +159,10 @@ class Growth:
         pool.hold(extent)
         pool.use(extent)
         try:
-            target.arena.map(target.span, page, extent, self._mapper.alias_access)
+            self._mapper.map(target.span, page, extent, self._mapper.alias_access)
         finally:
             if page in target.span.mappings:
-                self._new.append((target.arena, target.span.mappings[page]))
+                self._new.append(target.span.mappings[page])
             else:
                 pool.unuse(extent)
                 pool.drop(extent)
@@ -163,10 +171,10 @@ class Growth:
     def _map(self, target: Target, page: int, unused: deque[Extent]) -> None:
         extent, tenant = unused[0], target.tenant_of(page)
         try:
-            target.arena.map(target.span, page, extent)
+            self._mapper.map(target.span, page, extent)
         finally:
             if page in target.span.mappings:  # it can stand although the call failed: then it is ours to undo
-                self._new.append((target.arena, target.span.mappings[page]))
+                self._new.append(target.span.mappings[page])
                 unused.popleft()
         if extent.must_be_zeroed_for(tenant):
             self._mapper.pool.driver.zero(target.span.mappings[page].address, extent.size_bytes)
@@ -174,24 +182,8 @@ class Growth:
         self.num_mapped += extent.num_pages
 
 
-def _fits_large(target: Target, page: int) -> bool:
-    end = page + LARGE_PAGES
-    if page % LARGE_PAGES or end > min(target.end_page, target.large_end_page):
-        return False
-    return not any(each in target.span.mappings or each in target.given for each in range(page, end))
-
-
-def _fence_of(mapping: Mapping) -> Fence:
-    assert mapping.fence is not None, "a live mapping has no fence"
-    return mapping.fence
-
-
-def _fence_in(batch: dict[Mapping, Arena]) -> Fence:
-    return _fence_of(next(reversed(batch)))
-
-
 class Mapper:
-    """The growths and reclaims of one cache. The caller holds the pool's lock."""
+    """The mappings of one cache: what is staged, and what is pending reclaim. The caller holds the pool's lock."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -202,8 +194,49 @@ class Mapper:
         """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
-        self._pending: dict[int, dict[Mapping, Arena]] = {}
-        """By the identity of the fence they wait for, which they keep alive; the oldest first."""
+        self._pending: dict[Fence, dict[Mapping, None]] = {}
+        """By the fence they wait for, the oldest first."""
+
+    def map(self, span: Span, page: int, extent: Extent, access: Access = Access.READ_WRITE) -> Mapping:
+        """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
+
+        Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
+        stands in `span.mappings`, and the caller must reclaim it.
+        """
+        assert page % extent.num_pages == 0, "an extent stands at a multiple of its size"
+        mapping = Mapping(span, page, extent, used=True)
+        self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
+        span.mappings[page] = mapping
+        try:
+            self.pool.driver.set_access(mapping.address, extent.size_bytes, access)
+        except BaseException:
+            self.unmap(mapping)
+            raise
+        return mapping
+
+    def unmap(self, mapping: Mapping) -> None:
+        """Unmap what no launch touches any more. Its hold on the extent, and its use, stay for `let_go`. Cost: one unmap."""
+        self.pool.driver.unmap(mapping.address, mapping.extent.size_bytes)
+        del mapping.span.mappings[mapping.page]
+
+    def let_go(self, mapping: Mapping) -> None:
+        """It was unmapped: one holder of its extent fewer, and one user if it was used."""
+        self.unuse(mapping)
+        self.pool.drop(mapping.extent)
+
+    def use(self, *mappings: Mapping) -> None:
+        """They belong to a running sequence. Idempotent."""
+        self.pool.use(*[mapping.extent for mapping in mappings if not mapping.used])
+        for mapping in mappings:
+            mapping.used = True
+
+    def unuse(self, *mappings: Mapping) -> None:
+        """They do not, so that their extents can be evicted. Idempotent."""
+        self.pool.unuse(*[mapping.extent for mapping in mappings if mapping.used])
+        for mapping in mappings:
+            mapping.used = False
+
+    # growing
 
     def stage(self, targets: Sequence[Target], *, wait: bool = True) -> Growth:
         """Map what is missing below the targets' ends; the caller publishes it, then commits.
@@ -215,7 +248,7 @@ class Mapper:
         """
         growth = Growth(self, targets)
         try:
-            growth._stage(wait=wait)
+            growth.stage(wait=wait)
         except BaseException:
             growth.rollback()
             raise
@@ -230,64 +263,43 @@ class Mapper:
         pages = budget_us / self.map_us if dear_us <= 0 else spare + dear_us / (self.map_us + self.unmap_us)
         return int(max(0.0, min(pages, 2.0**31)))
 
-    def reclaim(self, arena: Arena, mappings: Iterable[Mapping], fence: Fence) -> None:
+    # reclaiming
+
+    def reclaim(self, mappings: Iterable[Mapping], fence: Fence) -> None:
         """These are not live any more; unmap them when the fence has passed. No driver call."""
         mappings = list(mappings)
         self.unuse(*mappings)
         for mapping in mappings:
             assert mapping.fence is None, "a mapping is reclaimed once"
             mapping.fence = fence
-            self._pending.setdefault(id(fence), {})[mapping] = arena
+            self._pending.setdefault(fence, {})[mapping] = None
             self.pending_pages += mapping.extent.num_pages
 
-    def revive(self, mapping: Mapping) -> Fence:
-        """A pending mapping is live again, and is used; the fence it waited for."""
-        fence = self._forget(mapping)
+    def revive(self, mapping: Mapping) -> None:
+        """A pending mapping is live again, and is used."""
+        self._forget(mapping)
         self.use(mapping)
-        return fence
-
-    def _forget(self, mapping: Mapping) -> Fence:
-        fence = _fence_of(mapping)
-        batch = self._pending[id(fence)]
-        del batch[mapping]
-        if not batch:
-            del self._pending[id(fence)]
-        mapping.fence = None
-        self.pending_pages -= mapping.extent.num_pages
-        return fence
-
-    def use(self, *mappings: Mapping) -> None:
-        """They belong to a running sequence. Idempotent."""
-        self.pool.use(*[mapping.extent for mapping in mappings if not mapping.used])
-        for mapping in mappings:
-            mapping.used = True
-
-    def unuse(self, *mappings: Mapping) -> None:
-        """They do not, and their extents can be had if all that hold them say so. Idempotent."""
-        self.pool.unuse(*[mapping.extent for mapping in mappings if mapping.used])
-        for mapping in mappings:
-            mapping.used = False
-
-    def let_go(self, mapping: Mapping) -> None:
-        """It was unmapped: one use and one holder fewer."""
-        self.unuse(mapping)
-        self.pool.drop(mapping.extent)
 
     def finish(self, mapping: Mapping) -> None:
         """Unmap a pending mapping whose fence has passed. Cost: one unmap; if that fails it stays pending."""
-        self._pending[id(_fence_of(mapping))][mapping].unmap(mapping)
+        self.unmap(mapping)
         self._forget(mapping)
-        self.pool.drop(mapping.extent)
+        self.let_go(mapping)
+
+    def _forget(self, mapping: Mapping) -> None:
+        fence = mapping.fence
+        assert fence is not None, "a live mapping has no fence"
+        batch = self._pending[fence]
+        del batch[mapping]
+        if not batch:
+            del self._pending[fence]
+        mapping.fence = None
+        self.pending_pages -= mapping.extent.num_pages
 
     def passed_pages(self) -> int:
         """Pending pages whose fence has passed and which have no other holder."""
-        return sum(
-            mapping.extent.num_pages
-            for batch in self._pending.values()
-            if _fence_in(batch).done()
-            for mapping in batch
-            if not mapping.extent.shared
-        )
+        passed = (mapping.extent for fence, batch in self._pending.items() if fence.done() for mapping in batch)
+        return sum(extent.num_pages for extent in passed if not extent.shared)
 
     def collect(self, budget_us: float = float("inf"), max_pages: float = float("inf")) -> int:
         """Unmap pending mappings, oldest fence first, as far as fences, time and `max_pages` allow; the number of pages.
@@ -312,25 +324,25 @@ class Mapper:
 
         From the last page of a reclaim to its first, which a growth would revive first.
         """
-        for batch in list(self._pending.values()):
-            if _fence_in(batch).done():
+        for fence, batch in list(self._pending.items()):
+            if fence.done():
                 while batch:
                     yield next(reversed(batch))
 
     def oldest_fence(self) -> Fence | None:
         """The fence of the oldest reclaim; None if nothing is pending."""
-        for batch in self._pending.values():
-            return _fence_in(batch)
-        return None
+        return next(iter(self._pending), None)
+
+    # laws
 
     def check(self) -> None:
         """The queue is the pending mappings, no others, and they stand in their spans."""
-        pending = [(key, mapping) for key, batch in self._pending.items() for mapping in batch]
-        for key, mapping in pending:
-            assert id(mapping.fence) == key, "a mapping waits for another fence than its batch"
+        pending = [(fence, mapping) for fence, batch in self._pending.items() for mapping in batch]
+        for fence, mapping in pending:
+            assert mapping.fence is fence, "a mapping waits for another fence than its batch"
             assert mapping.span.mappings.get(mapping.page) is mapping, "a pending mapping does not stand in its span"
         assert self.pending_pages == sum(mapping.extent.num_pages for _, mapping in pending)
 
     def is_pending(self, mapping: Mapping) -> bool:
         """Is it in the queue?"""
-        return mapping in self._pending.get(id(mapping.fence), {})
+        return mapping.fence is not None and mapping in self._pending.get(mapping.fence, ())

@@ -85,7 +85,7 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
         span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
         # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
         large_end = num_tokens * arena.group.row_bytes // PAGE_BYTES if arena.group.window is None else 0
-        targets.append(Target(arena, span, end, memory.tenant_in(slot, index), given[index], large_end))
+        targets.append(Target(span, end, memory.tenant_in(slot, index), given[index], large_end))
     try:
         memory.publish([memory.mapper.stage(targets)])
     except BaseException:
@@ -106,8 +106,7 @@ def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> 
     ends = []
     for arena, end in zip(memory.arenas, memory.end_pages(num_tokens), strict=True):
         span = arena.spans[slot]
-        first = span.border_after(max(span.first_page, min(span.end_page, end)))
-        shared = (mapping.page for mapping in span.live_from(first) if mapping.extent.shared)
+        shared = (mapping.page for mapping in span.live_from(span.live_border(end)) if mapping.extent.shared)
         ends.append(next(shared, span.end_page))
     memory.reclaim_run(slot, ends, fence)
 
@@ -180,7 +179,7 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
 
 
 def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
-    arena, pool, span = memory.arenas[index], memory.pool, old.span
+    mapper, pool, span = memory.mapper, memory.pool, old.span
     tenant_of = memory.tenant_in(span.slot, index)
     extents = pool.acquire(old.extent.num_pages)
     new: list[Mapping] = []
@@ -190,22 +189,22 @@ def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
             memory.fence().order()  # the copy comes behind what recorded streams still write there
         pool.driver.copy(kept.data_ptr(), old.address, kept.numel())
         memory.fence().wait()
-        arena.unmap(old)
+        mapper.unmap(old)
         try:
             for page, extent in enumerate(extents, old.page):
-                new.append(arena.map(span, page, extent))
+                new.append(mapper.map(span, page, extent))
                 extent.tenant, extent.zeroed = tenant_of(page), False
             pool.driver.copy(old.address, kept.data_ptr(), kept.numel())
         except BaseException:
             for mapping in new:
-                arena.unmap(mapping)
-            arena.map(span, old.page, old.extent, memory.mapper.alias_access).used = old.used
+                mapper.unmap(mapping)
+            mapper.map(span, old.page, old.extent, mapper.alias_access).used = old.used
             raise
     except BaseException:
         for extent in extents:
             pool.drop(extent)
         raise
-    memory.mapper.let_go(old)
+    mapper.let_go(old)
     memory.mapped_pages += len(new)
     memory.order_copies()
 
@@ -243,10 +242,10 @@ class Windows:
         pool.hold(extent)
         pool.use(extent)
         try:
-            mapping = self._arena.map(span, 0, extent, self._memory.mapper.alias_access)
+            mapping = memory.mapper.map(span, 0, extent, memory.mapper.alias_access)
         except BaseException:
             if span.mappings:  # not even the undoing succeeded
-                memory.mapper.reclaim(self._arena, list(span.mappings.values()), memory.fence())
+                memory.mapper.reclaim(span.mappings.values(), memory.fence())
             else:
                 pool.unuse(extent)
                 pool.drop(extent)
@@ -258,7 +257,7 @@ class Windows:
                 fence = memory.fence()
             except DriverError:
                 fence = memory.fence()  # a second failure is a device that is lost
-            memory.mapper.reclaim(self._arena, [mapping], fence)
+            memory.mapper.reclaim([mapping], fence)
 
     def _free_span(self) -> Span:
         while True:

@@ -61,7 +61,7 @@ class SlotMemory:
 
     def close(self) -> None:
         """Give the addresses back, when nothing reads this cache any more. Cost: an unmap for each null page. Idempotent."""
-        for arena in self.arenas if self.windows is None else [*self.arenas, self.windows]:
+        for arena in self._all_arenas():
             self.pool.null_page.unmap(arena.address, arena.address + arena.reserved_bytes)
             arena.close()
 
@@ -146,9 +146,10 @@ class SlotMemory:
         return Counter(mapping.extent for mapping in self._all_mappings() if mapping.used)
 
     def _all_mappings(self) -> Iterator[Mapping]:
-        arenas = self.arenas if self.windows is None else [*self.arenas, self.windows]
-        spans = itertools.chain.from_iterable(arena.spans for arena in arenas)
-        return (mapping for span in spans for mapping in span.mappings.values())
+        return (mapping for arena in self._all_arenas() for span in arena.spans for mapping in span.mappings.values())
+
+    def _all_arenas(self) -> list[Arena]:
+        return self.arenas if self.windows is None else [*self.arenas, self.windows]
 
     def idle_pages(self, slot: int) -> int:
         """Live pages of a parked slot which have no other holder."""
@@ -158,15 +159,10 @@ class SlotMemory:
 
     # growing
 
-    def grow(self, slot: int, num_tokens: int) -> int:
-        """Map what is missing for `num_tokens` tokens; the number of pages that had to be mapped.
-
-        On failure all is as before. Raises: OutOfPages, DriverError.
-        """
-        growth = self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)
-        self.publish([growth])
+    def grow(self, slot: int, num_tokens: int) -> None:
+        """Map what is missing for `num_tokens` tokens. On failure all is as before. Raises: OutOfPages, DriverError."""
+        self.publish([self._stage(slot, self.end_pages(num_tokens), wait=True, large=True)])
         self.assert_owned(slot)
-        return growth.num_mapped
 
     def map_ahead(self, budget_us: float, lookahead_tokens: int) -> int:
         """Map pages ahead of use, most urgent slot first, until the time budget is spent; the number of pages.
@@ -211,7 +207,6 @@ class SlotMemory:
     def _stage(self, slot: int, end_pages: list[int], *, wait: bool, large: bool) -> Growth:
         targets = [
             Target(
-                arena,
                 arena.spans[slot],
                 end,
                 self.tenant_in(slot, index),
@@ -226,15 +221,13 @@ class SlotMemory:
         """Tell the device the new limits, then let the growths be live; all of them or none."""
         if not growths:
             return
-        ends = {(target.arena, target.span.slot): target.end_page for growth in growths for target in growth.targets}
-        slots = sorted({slot for _, slot in ends})
+        ends = {target.span: target.end_page for growth in growths for target in growth.targets}
         committed = {
-            slot: self._tokens_under([max(arena.spans[slot].end_page, ends.get((arena, slot), 0)) for arena in self.arenas])
-            for slot in slots
+            slot: self._tokens_under([max(span.end_page, ends.get(span, 0)) for span in self.spans(slot)])
+            for slot in sorted({span.slot for span in ends})
         }
         try:
-            limits = {slot: min(tokens, int(self.table.ends[slot])) for slot, tokens in committed.items()}
-            self.raise_limits(limits)
+            self.raise_limits({slot: min(tokens, int(self.table.ends[slot])) for slot, tokens in committed.items()})
         except BaseException:
             for growth in reversed(growths):
                 growth.rollback()
@@ -283,6 +276,8 @@ class SlotMemory:
         if limit == self.table.limits[slot]:
             return self.fence()
         self.order()  # a raise of it may be on its way
+        if (written := self._on_its_way(slot)) is not None:
+            written.order(self.streams)  # so may a write on a stream that is not known
         fence = self._write_behind({slot: limit})
         self.table.limits[slot] = limit
         return fence
@@ -314,56 +309,40 @@ class SlotMemory:
 
     def reclaim_from(self, slot: int, num_tokens: int) -> None:
         """Reclaim the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
-        ends = [
-            span.border_after(max(span.first_page, min(span.end_page, end)))
-            for span, end in zip(self.spans(slot), self.end_pages(num_tokens), strict=True)
-        ]
-        if all(span.end_page <= end for span, end in zip(self.spans(slot), ends, strict=True)):
-            return
-        tokens = self._tokens_under(ends)
-        fence = self.lower_limit(slot, min(tokens, int(self.table.ends[slot])))
-        for arena, end in zip(self.arenas, ends, strict=True):
-            span = arena.spans[slot]
-            self.mapper.reclaim(arena, list(span.live_from(end)), fence)
-            span.end_page = end
-        self.table.committed[slot] = tokens
+        spans = self.spans(slot)
+        ends = [span.live_border(end) for span, end in zip(spans, self.end_pages(num_tokens), strict=True)]
+        if any(end < span.end_page for span, end in zip(spans, ends, strict=True)):
+            fence = self.lower_limit(slot, min(self._tokens_under(ends), int(self.table.ends[slot])))
+            self.reclaim_run(slot, ends, fence)
 
     def reclaim_before(self, slot: int, group: int, start_token: int) -> None:
         """Reclaim the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
-        arena = self.arenas[group]
-        span = arena.spans[slot]
-        first = span.border_before(min(start_token * arena.group.row_bytes // PAGE_BYTES, span.end_page))
+        span, row_bytes = self.arenas[group].spans[slot], self.arenas[group].group.row_bytes
+        first = span.border_before(min(start_token * row_bytes // PAGE_BYTES, span.end_page))
         if first > span.first_page:
             fence = self.fence()
-            self.mapper.reclaim(arena, [mapping for mapping in span.live() if mapping.page < first], fence)
+            self.mapper.reclaim([mapping for mapping in span.live() if mapping.page < first], fence)
             span.first_page = first
         self.table.starts[group, slot] = start_token
 
-    def reclaim_all(self, slot: int, fence: Fence) -> None:
-        """Reclaim everything under a slot, which then is as if never used."""
-        self._reclaim_spans(slot, fence, self.spans(slot))
-
-    def reclaim_cut(self, slot: int, fence: Fence) -> None:
-        """Reclaim what is under a slot in the groups that have lost their first pages: a new sequence needs those first."""
-        self._reclaim_spans(slot, fence, [span for span in self.spans(slot) if span.first_page])
-        self.table.starts[:, slot] = 0
-
     def reclaim_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
-        """Reclaim what a parked slot has from these pages on, or from the first border of extents behind."""
-        for arena, end in zip(self.arenas, end_pages, strict=True):
-            span = arena.spans[slot]
-            border = span.border_after(max(span.first_page, min(span.end_page, end)))
-            self.mapper.reclaim(arena, list(span.live_from(border)), fence)
+        """Reclaim what a slot has from these pages on, or from the first border of extents behind."""
+        for span, end in zip(self.spans(slot), end_pages, strict=True):
+            border = span.live_border(end)
+            self.mapper.reclaim(span.live_from(border), fence)
             span.end_page = border
         self.table.committed[slot] = self.committed(slot)
 
-    def _reclaim_spans(self, slot: int, fence: Fence, spans: list[Span]) -> None:
-        for index, arena in enumerate(self.arenas):
-            span = arena.spans[slot]
-            if span in spans:
-                self.mapper.reclaim(arena, list(span.live()), fence)
+    def reclaim_all(self, slot: int, fence: Fence, *, only_cut: bool = False) -> None:
+        """Reclaim everything under a slot, as if it was never used.
+
+        `only_cut`: in the groups alone that have lost their first pages, which a new sequence needs first.
+        """
+        for span in self.spans(slot):
+            if span.first_page or not only_cut:
+                self.mapper.reclaim(span.live(), fence)
                 span.first_page = span.end_page = 0
-                self.table.starts[index, slot] = 0
+        self.table.starts[:, slot] = 0
         self.table.committed[slot] = self.committed(slot)
 
     # laws

@@ -50,7 +50,7 @@ class Launch:
         self.finished = True
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _LaunchFence:
     launches: list[Launch]
     under: Fence | None
