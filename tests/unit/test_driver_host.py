@@ -131,7 +131,7 @@ def test_a_control_group_around_the_process_counts(tmp_path: Path, monkeypatch: 
     (outer / usage).write_text(str(3 * GIB))
     (outer / "memory.stat").write_text(f"{prefix}inactive_file {GIB // 2}\n{prefix}active_file 0\n{prefix}shmem 5\n")
     monkeypatch.setattr("vmmkv.driver.host._CGROUP_ROOTS", (root,) if version == 2 else ())
-    monkeypatch.setattr("vmmkv.driver.host._CGROUP_V1_ROOT", root)
+    monkeypatch.setattr("vmmkv.driver.host._CGROUP_V1_ROOTS", (root,))
     memory = HostMemory(proc)
     assert memory.read() == MemoryInfo(free_bytes=3 * GIB // 2, total_bytes=4 * GIB)
     (outer / usage).write_text(str(5 * GIB))

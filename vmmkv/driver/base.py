@@ -20,7 +20,7 @@ Laws every implementation keeps:
 
 import enum
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -72,18 +72,14 @@ class Reservations:
         self._free: defaultdict[int, deque[int]] = defaultdict(deque)
         """Addresses by size, the oldest first: a stale view goes on faulting as long as possible."""
 
-    def reuse(self, size_bytes: int) -> int | None:
-        """The reservation of this size that was given back first; None if there is none."""
+    def take(self, size_bytes: int, reserve: Callable[[int], int]) -> int:
+        """The reservation of this size that was given back first; if there is none, a new one by `reserve`."""
         try:
             address = self._free[size_bytes].popleft()
         except IndexError:  # asked for and taken in one step: pools of several threads share this
-            return None
+            address = reserve(size_bytes)
         self._used_bytes += size_bytes
         return address
-
-    def add(self, size_bytes: int) -> None:
-        """A new reservation of this size is in use."""
-        self._used_bytes += size_bytes
 
     def give_back(self, address: int, size_bytes: int) -> None:
         """A reservation is free for reuse."""
@@ -96,6 +92,11 @@ class Reservations:
             f"this process has reserved {format_bytes(self._used_bytes)} for open caches, and keeps {format_bytes(free_bytes)} "
             f"of closed ones, which caches of the same sizes reuse; it has {format_bytes(ADDRESS_SPACE_BYTES)} in all"
         )
+
+
+def span_text(address: int, size_bytes: int) -> str:
+    """Addresses as messages name them: `[start, end)`."""
+    return f"[{address:#x}, {address + size_bytes:#x})"
 
 
 class Driver(Protocol):

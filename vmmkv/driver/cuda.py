@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import (
     DriverError,
     ForkedProcess,
@@ -32,14 +32,6 @@ from vmmkv.errors import (
 from vmmkv.units import PAGE_BYTES, format_bytes
 
 _CPU_INSTEAD = "or use device='cpu', which keeps the cache in host memory"
-
-
-def missing_package(error: ImportError) -> MissingPackage:
-    """What to raise when `cuda.bindings` cannot be imported."""
-    return MissingPackage(
-        f"the package cuda-python, which speaks to the CUDA driver, is not installed ({error}); "
-        f"`pip install 'cuda-python>=13'`, {_CPU_INSTEAD}"
-    )
 
 
 def start(cu: Any) -> None:
@@ -227,10 +219,11 @@ class CudaDriver:
         what = f"{format_bytes(size_bytes)} of addresses; {_reservations}"
         if size_bytes > ADDRESS_SPACE_BYTES:
             self._refuse("reserve", what, "CUDA_ERROR_INVALID_VALUE")
-        address = _reservations.reuse(size_bytes)
-        if address is None:
-            address = int(checked(self._cu, "reserve", self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0), what))
-            _reservations.add(size_bytes)
+
+        def reserve(size_bytes: int) -> int:
+            return int(checked(self._cu, "reserve", self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0), what))
+
+        address = _reservations.take(size_bytes, reserve)
         self.calls["reserve"] += 1
         return address
 
@@ -268,7 +261,7 @@ class CudaDriver:
         self._enter("map")
         (status,) = self._cu.cuMemMap(address, size_bytes, 0, handle, 0)
         if status != self._success:
-            raise failure(self._cu, "map", status, f"handle {handle:#x} under {_span(address, size_bytes)}")
+            raise failure(self._cu, "map", status, f"handle {handle:#x} under {span_text(address, size_bytes)}")
         self.calls["map"] += 1
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
@@ -276,7 +269,7 @@ class CudaDriver:
         self._enter("set_access")
         (status,) = self._cu.cuMemSetAccess(address, size_bytes, self._access[access], 1)
         if status != self._success:
-            raise failure(self._cu, "set_access", status, f"{access.name} at {_span(address, size_bytes)}")
+            raise failure(self._cu, "set_access", status, f"{access.name} at {span_text(address, size_bytes)}")
         self.calls["set_access"] += 1
 
     def unmap(self, address: int, size_bytes: int) -> None:
@@ -284,7 +277,7 @@ class CudaDriver:
         self._enter("unmap")
         (status,) = self._cu.cuMemUnmap(address, size_bytes)
         if status != self._success:
-            raise failure(self._cu, "unmap", status, _span(address, size_bytes))
+            raise failure(self._cu, "unmap", status, span_text(address, size_bytes))
         self.calls["unmap"] += 1
 
     def zero(self, address: int, size_bytes: int) -> None:
@@ -297,7 +290,7 @@ class CudaDriver:
             answer = self._cu.cuMemsetD8Async(address, 0, size_bytes, self._control.cuda_stream)
         finally:
             self._cu.cuCtxPopCurrent()
-        checked(self._cu, "zero", answer, _span(address, size_bytes))
+        checked(self._cu, "zero", answer, span_text(address, size_bytes))
         self.calls["zero"] += 1
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
@@ -309,7 +302,7 @@ class CudaDriver:
             answer = self._cu.cuMemcpyDtoDAsync(target, source, size_bytes, stream.cuda_stream)
         finally:
             self._cu.cuCtxPopCurrent()
-        checked(self._cu, "copy", answer, f"{_span(source, size_bytes)} to {target:#x}")
+        checked(self._cu, "copy", answer, f"{span_text(source, size_bytes)} to {target:#x}")
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Cost: a stream memory operation for each element, which needs no kernel; does not block.
@@ -498,7 +491,10 @@ def _load_bindings() -> Any:
     try:
         from cuda.bindings import driver  # type: ignore[import-untyped]
     except ImportError as error:
-        raise missing_package(error) from error
+        raise MissingPackage(
+            f"the package cuda-python, which speaks to the CUDA driver, is not installed ({error}); "
+            f"`pip install 'cuda-python>=13'`, {_CPU_INSTEAD}"
+        ) from error
     return driver
 
 
@@ -508,7 +504,3 @@ def _as_cuda_stream(stream: torch.Stream) -> torch.cuda.Stream:
         return stream
     identity = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
     return torch.cuda.Stream(**identity)  # type: ignore[no-untyped-call]
-
-
-def _span(address: int, size_bytes: int) -> str:
-    return f"[{address:#x}, {address + size_bytes:#x})"

@@ -1,46 +1,45 @@
 """Virtual memory of the host, through mmap: the driver where there is no GPU, and the one that the tests run on.
 
-The same laws as on a GPU, in Linux's terms. A reservation is an anonymous PROT_NONE mapping, so that nothing else gets
-its addresses, and touching them faults. A handle is a piece of a memfd (below), taken with fallocate, so
-that a lack of memory shows there and not as a signal at some later touch. `map` puts the piece over the reservation,
-still PROT_NONE, `set_access` is mprotect, and `unmap` puts anonymous PROT_NONE back. A piece can be mapped at many
-addresses; since punching its hole would silently zero it under all of them, that waits for the last mapping.
+The laws of a GPU, in Linux's terms:
 
-fork(): a child never shares pages with its parent. Mappings are left out of the child (MADV_DONTFORK), what was reserved
-is reserved there again, so a stale view faults in the child, and every method raises ForkedProcess. Use spawn or
-forkserver, or open a driver of its own in the child; export_fd and import_fd share memory on purpose.
+- A reservation is an anonymous PROT_NONE mapping: nothing else gets its addresses, and touching them faults.
+- A handle is a piece of a memfd, taken with fallocate, so that a lack of memory shows there and not as a signal at a touch.
+- `map` puts the piece over the reservation, still PROT_NONE; `set_access` is mprotect; `unmap` puts anonymous PROT_NONE back.
+- A piece can be mapped at many addresses. Punching its hole would zero it under all of them, so that waits for the last one.
+- fork(): a child has none of these mappings (MADV_DONTFORK). Their addresses are reserved there again, so a stale view faults,
+  and every method raises ForkedProcess. Use spawn or forkserver; export_fd and import_fd share memory on purpose.
 """
 
 import ctypes
 import errno
 import fcntl
 import itertools
-import mmap as mmap_module
 import os
 import struct
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 # Free memory. The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so free
 # memory is read before: of the machine, and of each control group around the process.
 
-_CGROUP_ROOTS: Final = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
-_CGROUP_V1_ROOT: Final = Path("/sys/fs/cgroup/memory")
+_CGROUP_ROOTS: Final[tuple[Path, ...]] = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+_CGROUP_V1_ROOTS: Final[tuple[Path, ...]] = (Path("/sys/fs/cgroup/memory"),)
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ControlGroup:
     """One control group with a memory limit, by the files that tell."""
 
     limit_bytes: int
@@ -64,8 +63,8 @@ class HostMemory:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._meminfo = proc / "meminfo"
-        self._machine_bytes = self._read_machine().total_bytes
-        self._groups = tuple(group for group in _groups(proc) if group.limit_bytes < self._machine_bytes)
+        machine_bytes = self._read_machine().total_bytes
+        self._groups = tuple(group for group in _control_groups(proc) if group.limit_bytes < machine_bytes)
 
     def read(self) -> MemoryInfo:
         """Cost: one small file, and two for each control group with a limit: some 30 us in all."""
@@ -80,7 +79,7 @@ class HostMemory:
         return MemoryInfo(free, total)
 
 
-def _groups(proc: Path) -> Iterator[_Group]:
+def _control_groups(proc: Path) -> Iterator[_ControlGroup]:
     """The control groups around this process that have a limit, from its own outwards."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -88,102 +87,65 @@ def _groups(proc: Path) -> Iterator[_Group]:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
+        if number == "0":
+            roots, limit, usage, stat_prefix = _CGROUP_ROOTS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            roots, limit, usage, stat_prefix = _CGROUP_V1_ROOTS, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
         relative = Path(path.lstrip("/"))
         # A container may see its own group as the root while /proc still shows the host's path: then that path is
         # not there, and walking up from it ends at the root that is.
-        for level in (relative, *relative.parents):
-            if number == "0":
-                for root in _CGROUP_ROOTS:
-                    yield from _group(root / level, "memory.max", "memory.current", "")
-            elif "memory" in controllers.split(","):
-                yield from _group(_CGROUP_V1_ROOT / level, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-
-
-def _group(folder: Path, limit: str, usage: str, stat_prefix: str) -> Iterator[_Group]:
-    try:
-        text = (folder / limit).read_text().strip()
-    except OSError:
-        return
-    if text != "max":
-        yield _Group(int(text), folder / usage, folder / "memory.stat", stat_prefix)
+        for folder in (root / level for level in (relative, *relative.parents) for root in roots):
+            with suppress(OSError):
+                if (text := (folder / limit).read_text().strip()) != "max":
+                    yield _ControlGroup(int(text), folder / usage, folder / "memory.stat", stat_prefix)
 
 
 # Calls of libc, which raise OSError with errno. Python's own `mmap` can neither map at a given address nor change a mapping.
 
 PROT_NONE: Final = 0
-PROT_READ: Final = 1
-PROT_WRITE: Final = 2
-MAP_SHARED: Final = 0x01
-MAP_PRIVATE: Final = 0x02
 MAP_FIXED: Final = 0x10
-MAP_ANONYMOUS: Final = 0x20
 MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000
-MADV_DONTFORK: Final = 10
 FALLOC_FL_KEEP_SIZE: Final = 0x01
 FALLOC_FL_PUNCH_HOLE: Final = 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_SIZE, _INT, _OFFSET = ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Any:
+def _function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+    """A function of libc that returns -1 on failure."""
+
+    def check(value: int, *_: object) -> int:
+        if value == -1:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{name}: {os.strerror(number)}")
+        return value
+
     function = getattr(_libc, name)
-    function.restype, function.argtypes = result, arguments
+    function.restype, function.argtypes, function.errcheck = result, arguments, check
     return function
 
 
-_mmap = _function(
-    *("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-)
-_munmap = _function("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
-_mprotect = _function("mprotect", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_madvise = _function("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-def _failure(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
-
-
-def mmap(address: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
-    """mmap(2). Returns the address of the mapping."""
-    result: int | None = _mmap(address, size_bytes, protection, flags, fd, offset_bytes)
-    if result is None or result == _MAP_FAILED:
-        raise _failure("mmap")
-    return result
-
-
-def munmap(address: int, size_bytes: int) -> None:
-    """munmap(2)."""
-    if _munmap(address, size_bytes):
-        raise _failure("munmap")
-
-
-def mprotect(address: int, size_bytes: int, protection: int) -> None:
-    """mprotect(2)."""
-    if _mprotect(address, size_bytes, protection):
-        raise _failure("mprotect")
-
-
-def madvise(address: int, size_bytes: int, advice: int) -> None:
-    """madvise(2)."""
-    if _madvise(address, size_bytes, advice):
-        raise _failure("madvise")
+mmap = _function("mmap", _SIZE, _SIZE, _INT, _INT, _INT, _OFFSET, result=ctypes.c_ssize_t)
+munmap = _function("munmap", _SIZE, _SIZE)
+mprotect = _function("mprotect", _SIZE, _SIZE, _INT)
+madvise = _function("madvise", _SIZE, _SIZE, _INT)
+_fallocate = _function("fallocate", _INT, _INT, _OFFSET, _OFFSET)
 
 
 def fallocate(fd: int, mode: int, offset_bytes: int, size_bytes: int) -> None:
     """fallocate(2), again when a signal breaks it off: the kernel has then taken back what it had done."""
-    while _fallocate(fd, mode, offset_bytes, size_bytes):
-        failure = _failure("fallocate")
-        if not isinstance(failure, InterruptedError):
-            raise failure
+    while True:
+        with suppress(InterruptedError):
+            _fallocate(fd, mode, offset_bytes, size_bytes)
+            return
 
 
 # Reserved addresses with nothing under them: nothing else is mapped there, and touching them faults.
 
-_NOTHING: Final = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
 _MAX_MAP_COUNT: Final = Path("/proc/sys/vm/max_map_count")
 
 _BALLAST_MAPPINGS: Final = 32
@@ -193,9 +155,14 @@ _reserved: list[tuple[int, int]] = []  # (address, size) of every reservation; t
 _reservations = Reservations()
 
 
+def _map_nothing(address: int, size_bytes: int, flags: int = 0) -> int:
+    start: int = mmap(address, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0)
+    return start
+
+
 def reserve(size_bytes: int) -> int:
     """Reserve addresses, aligned to a page of ours. Raises OSError."""
-    start = mmap(0, size_bytes + PAGE_BYTES, PROT_NONE, _NOTHING)
+    start = _map_nothing(0, size_bytes + PAGE_BYTES)
     address = round_up(start, PAGE_BYTES)
     if address > start:
         munmap(start, address - start)
@@ -207,7 +174,7 @@ def reserve(size_bytes: int) -> int:
 def clear(address: int, size_bytes: int) -> None:
     """Take away whatever is mapped at reserved addresses; they stay reserved. Raises OSError, and has changed nothing."""
     try:
-        mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED)
+        _map_nothing(address, size_bytes, MAP_FIXED)
     except OSError:
         if close_hole(address, size_bytes):
             return
@@ -223,7 +190,7 @@ def close_hole(address: int, size_bytes: int) -> bool:
     then what was mapped before still is.
     """
     try:
-        mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED_NOREPLACE)
+        _map_nothing(address, size_bytes, MAP_FIXED_NOREPLACE)
     except OSError:
         return False
     return True
@@ -237,11 +204,11 @@ def hold_ballast() -> None:
     global _ballast
     if _ballast is not None:
         return
-    size_bytes = _BALLAST_MAPPINGS * mmap_module.PAGESIZE
-    address = mmap(0, size_bytes, PROT_NONE, _NOTHING)
+    size_bytes = _BALLAST_MAPPINGS * PAGESIZE
+    address = _map_nothing(0, size_bytes)
     try:
-        for offset_bytes in range(0, size_bytes, 2 * mmap_module.PAGESIZE):  # neighbours that differ stay apart
-            mprotect(address + offset_bytes, mmap_module.PAGESIZE, PROT_READ)
+        for offset_bytes in range(0, size_bytes, 2 * PAGESIZE):  # neighbours that differ stay apart
+            mprotect(address + offset_bytes, PAGESIZE, PROT_READ)
     except OSError:
         munmap(address, size_bytes)
         raise
@@ -267,24 +234,23 @@ def _reserve_in_child() -> None:
     """After fork(): keep the child's own memory away from the addresses that MADV_DONTFORK left open."""
     for address, size_bytes in _reserved:
         with suppress(OSError):
-            mmap(address, size_bytes, PROT_NONE, _NOTHING | MAP_FIXED)
+            _map_nothing(address, size_bytes, MAP_FIXED)
 
 
 os.register_at_fork(after_in_child=_reserve_in_child)
 
 
-# Physical memory: pieces of one memfd, taken with fallocate and given back by punching holes. An exported piece is in use
-# elsewhere too, and the kernel keeps that count by *open file descriptions*: `lend` opens the memfd again, sets the position to
-# the piece's offset, and puts a read lock (F_OFD) on the piece's bytes. The lock stays until the last descriptor and last
-# mapping made of it are gone, also when their process is killed. The owner punches the hole only when the lock is gone. A
-# descriptor for each piece would leave this to the kernel, but 16 GiB would need 8,192 of them, and 1,024 is the usual limit.
+# Physical memory: pieces of one memfd, taken with fallocate and given back by punching holes. A descriptor for each piece would
+# be simpler, but 16 GiB would need 8,192 of them, and 1,024 is the usual limit. So `lend` opens the memfd again, sets the
+# position to the piece's offset, and puts a read lock (F_OFD) on its bytes. The kernel keeps the lock until the last descriptor
+# and mapping made of it are gone, also when their process is killed; only then the owner punches the hole.
 # A borrower could read the whole memfd: only processes that trust each other pass handles around.
 
 _FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class MemfdPiece:
     """Bytes [offset_bytes, offset_bytes + size_bytes) of the memfd open as `fd`: one handle's physical memory."""
 
     fd: int
@@ -304,9 +270,9 @@ class Memfd:
         self.close = weakref.finalize(self, os.close, self.fd)
         self._end_bytes = 0
         self._free_offsets: defaultdict[int, list[int]] = defaultdict(list)  # by size
-        self._leaving: list[Piece] = []  # given back here, but another process still has it
+        self._leaving: list[MemfdPiece] = []  # given back here, but another process still has it
 
-    def take(self, size_bytes: int) -> Piece:
+    def take(self, size_bytes: int) -> MemfdPiece:
         """Zeroed memory, all of it there. Raises OSError: ENOSPC or ENOMEM when the kernel has none left to give."""
         self.reap()
         free = self._free_offsets[size_bytes]
@@ -316,9 +282,9 @@ class Memfd:
             free.pop()
         else:
             self._end_bytes += size_bytes
-        return Piece(self.fd, offset_bytes, size_bytes)
+        return MemfdPiece(self.fd, offset_bytes, size_bytes)
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: MemfdPiece) -> None:
         """Give back a piece that is no longer mapped; one that is lent goes when the borrower lets go, at a `reap`."""
         self._leaving.append(piece)
         self.reap()
@@ -327,7 +293,7 @@ class Memfd:
         """Punch the pieces that were given back and that no other process has any more."""
         self._leaving = [piece for piece in self._leaving if not self._punched(piece)]
 
-    def lend(self, piece: Piece) -> int:
+    def lend(self, piece: MemfdPiece) -> int:
         """A descriptor that carries a piece: its position is the offset, its lock tells the length and that it is in use."""
         if piece.borrowed:
             return os.dup(piece.fd)  # the same open file description, so the same position and lock
@@ -340,7 +306,7 @@ class Memfd:
             raise
         return fd
 
-    def _punched(self, piece: Piece) -> bool:
+    def _punched(self, piece: MemfdPiece) -> bool:
         if _lent_range(self.fd, piece.offset_bytes, piece.size_bytes) is not None:
             return False
         try:
@@ -351,7 +317,7 @@ class Memfd:
         return True
 
 
-def borrow(fd: int, size_bytes: int) -> Piece:
+def borrow(fd: int, size_bytes: int) -> MemfdPiece:
     """The piece that a descriptor made by `lend` carries; `fd` stays the caller's.
 
     Raises: ValueError when it carries none, or one of another size; OSError.
@@ -369,7 +335,7 @@ def borrow(fd: int, size_bytes: int) -> Piece:
     if lent != (offset_bytes, size_bytes):
         there = "none" if lent is None else f"one of {lent[1]} bytes"
         raise ValueError(f"a handle of {size_bytes} bytes was to be imported, but file descriptor {fd} carries {there}")
-    return Piece(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), offset_bytes, size_bytes, borrowed=True)
+    return MemfdPiece(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), offset_bytes, size_bytes, borrowed=True)
 
 
 def _lock(kind: int, offset_bytes: int, size_bytes: int) -> bytes:
@@ -384,7 +350,7 @@ def _lent_range(fd: int, offset_bytes: int, size_bytes: int) -> tuple[int, int] 
 
 
 HEADROOM_BYTES: Final = 128 * MIB
-"""Memory that `create` leaves to everybody else: taking the last byte would summon the out-of-memory killer."""
+"""Memory that `create` leaves to others: taking the last byte would summon the out-of-memory killer."""
 
 _PROTECTION: Final = {Access.READ: PROT_READ, Access.READ_WRITE: PROT_READ | PROT_WRITE}
 
@@ -408,8 +374,11 @@ _DONE: Final = _Done()
 @dataclass(eq=False, slots=True)
 class _Mapping:
     address: int
-    piece: Piece
+    piece: MemfdPiece
     access: Access | None = None
+
+    def __str__(self) -> str:
+        return span_text(self.address, self.piece.size_bytes)
 
 
 class HostDriver:
@@ -429,26 +398,18 @@ class HostDriver:
         self._memory = HostMemory()
         self._file = Memfd()
         self._numbers = itertools.count(1)
-        self._pieces: dict[Handle, Piece] = {}
+        self._pieces: dict[Handle, MemfdPiece] = {}
         self._reserved: list[tuple[int, int]] = []  # [start, end) of each reservation
         self._pages: dict[int, _Mapping] = {}  # by page number: what stands there
 
     def reserve(self, size_bytes: int) -> int:
         """See Driver.reserve. Cost: one mmap, and two munmap to align it."""
-        self._enter("reserve")
-        self._whole_pages("reserve", size_bytes=size_bytes)
-        if size_bytes > ADDRESS_SPACE_BYTES:
-            self._refuse("reserve", f"{format_bytes(size_bytes)} of addresses: {_reservations}", "ENOMEM")
-        address = _reservations.reuse(size_bytes)
-        if address is None:
-            try:
-                address = reserve(size_bytes)
-            except OSError as error:
-                remedy = f"; {_reservations}, less under `ulimit -v`"
-                raise self._failure("reserve", error, f"{format_bytes(size_bytes)} of addresses", remedy) from error
-            _reservations.add(size_bytes)
-        self._reserved.append((address, address + size_bytes))
-        self.calls["reserve"] += 1
+        with self._calling("reserve", f"{format_bytes(size_bytes)} of addresses", f"; {_reservations}, less under `ulimit -v`"):
+            self._whole_pages("reserve", size_bytes=size_bytes)
+            if size_bytes > ADDRESS_SPACE_BYTES:
+                self._refuse("reserve", f"{format_bytes(size_bytes)} of addresses: {_reservations}", "ENOMEM")
+            address = _reservations.take(size_bytes, reserve)
+            self._reserved.append((address, address + size_bytes))
         return address
 
     def give_back(self, address: int, size_bytes: int) -> None:
@@ -458,97 +419,82 @@ class HostDriver:
 
     def create(self, size_bytes: int) -> Handle:
         """See Driver.create. Cost: one fallocate, which zeroes the memory (some 300 us for 2 MiB)."""
-        self._enter("create")
-        self._whole_pages("create", size_bytes=size_bytes)
-        free_bytes, total_bytes = self._memory.read()
-        try:
-            if size_bytes + HEADROOM_BYTES > free_bytes:
-                raise OSError(errno.ENOMEM, "shared memory does not fit")
-            piece = self._file.take(size_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
-                raise self._failure("create", error, format_bytes(size_bytes)) from error
-            raise OutOfDeviceMemory(
-                f"create: {format_bytes(size_bytes)} do not fit: {format_bytes(free_bytes)} of {format_bytes(total_bytes)} of "
-                f"host memory are free, of which {format_bytes(HEADROOM_BYTES)} are left to others; a budget that is at most "
-                f"{format_bytes(max(0, free_bytes - HEADROOM_BYTES))} above what is in use now would work",
-                call="create",
-                code=errno.errorcode[error.errno],
-            ) from error
-        return self._number("create", piece)
+        with self._calling("create", format_bytes(size_bytes)):
+            self._whole_pages("create", size_bytes=size_bytes)
+            free_bytes, total_bytes = self._memory.read()
+            try:
+                if size_bytes + HEADROOM_BYTES > free_bytes:
+                    raise OSError(errno.ENOMEM, "shared memory does not fit")
+                return self._number(self._file.take(size_bytes))
+            except OSError as error:
+                if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                    raise
+                raise OutOfDeviceMemory(
+                    f"create: {format_bytes(size_bytes)} do not fit: {format_bytes(free_bytes)} of {format_bytes(total_bytes)} "
+                    f"of host memory are free, of which {format_bytes(HEADROOM_BYTES)} are left to others; a budget that is at "
+                    f"most {format_bytes(max(0, free_bytes - HEADROOM_BYTES))} above what is in use now would work",
+                    call="create",
+                    code=errno.errorcode[error.errno],
+                ) from error
 
     def release(self, handle: Handle) -> None:
         """See Driver.release. Cost: one fallocate that punches the hole, at the last mapping's end if that comes later."""
-        self._enter("release")
-        piece = self._piece("release", handle)
-        del self._pieces[handle]
-        piece.released = True
-        self._give_if_gone(piece)
-        self.calls["release"] += 1
+        with self._calling("release"):
+            piece = self._piece("release", handle)
+            del self._pieces[handle]
+            piece.released = True
+            self._give_if_gone(piece)
 
     def map(self, address: int, handle: Handle, size_bytes: int) -> None:
         """See Driver.map. Cost: one mmap, one madvise."""
-        self._enter("map")
-        self._whole_pages("map", address=address, size_bytes=size_bytes)
-        piece = self._piece("map", handle)
-        if piece.size_bytes != size_bytes:
-            self._refuse(
-                "map", f"handle {handle} is {piece.size_bytes} bytes and is mapped whole, not {size_bytes} bytes of it"
-            )
-        if not any(start <= address and address + size_bytes <= end for start, end in self._reserved):
-            self._refuse("map", f"{_span(address, size_bytes)} does not lie in one reservation of this driver")
-        pages = range(address // PAGE_BYTES, (address + size_bytes) // PAGE_BYTES)
-        for page in pages:
-            if (there := self._pages.get(page)) is not None:
-                standing = _span(there.address, there.piece.size_bytes)
+        span = span_text(address, size_bytes)
+        with self._calling("map", span):
+            self._whole_pages("map", address=address, size_bytes=size_bytes)
+            piece = self._piece("map", handle)
+            if piece.size_bytes != size_bytes:
                 self._refuse(
-                    "map", f"{_span(address, size_bytes)} overlaps {standing}, which is mapped; unmap that first", "EEXIST"
+                    "map", f"handle {handle} is {piece.size_bytes} bytes and is mapped whole, not {size_bytes} bytes of it"
                 )
-        try:
+            if not any(start <= address and address + size_bytes <= end for start, end in self._reserved):
+                self._refuse("map", f"{span} does not lie in one reservation of this driver")
+            pages = range(address // PAGE_BYTES, (address + size_bytes) // PAGE_BYTES)
+            if (there := next(filter(None, map(self._pages.get, pages)), None)) is not None:
+                self._refuse("map", f"{span} overlaps {there}, which is mapped; unmap that first", "EEXIST")
             hold_ballast()
-            mmap(address, size_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, piece.fd, piece.offset_bytes)
-            madvise(address, size_bytes, MADV_DONTFORK)
-        except OSError as error:
-            failure = self._failure("map", error, _span(address, size_bytes))
-            with suppress(OSError):
-                clear(address, size_bytes)
-            raise failure from error
-        self._pages.update(dict.fromkeys(pages, _Mapping(address, piece)))
-        piece.num_mappings += 1
-        self.calls["map"] += 1
+            try:
+                mmap(address, size_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, piece.fd, piece.offset_bytes)
+                madvise(address, size_bytes, MADV_DONTFORK)
+            except OSError as error:
+                failure = self._failure("map", error, span)  # which counts the mappings as they are now
+                with suppress(OSError):
+                    clear(address, size_bytes)
+                raise failure from error
+            self._pages.update(dict.fromkeys(pages, _Mapping(address, piece)))
+            piece.num_mappings += 1
 
     def set_access(self, address: int, size_bytes: int, access: Access) -> None:
         """See Driver.set_access. Cost: one mprotect."""
-        self._enter("set_access")
-        mapping = self._mapping("set_access", address, size_bytes)
-        try:
+        with self._calling("set_access", span_text(address, size_bytes)):
+            mapping = self._mapping("set_access", address, size_bytes)
             mprotect(address, size_bytes, _PROTECTION[access])
-        except OSError as error:
-            raise self._failure("set_access", error, _span(address, size_bytes)) from error
-        mapping.access = access
-        self.calls["set_access"] += 1
+            mapping.access = access
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """See Driver.unmap. Cost: one mmap, and a fallocate if this was the last of a released handle."""
-        self._enter("unmap")
-        mapping = self._mapping("unmap", address, size_bytes)
-        try:
+        with self._calling("unmap", span_text(address, size_bytes)):
+            mapping = self._mapping("unmap", address, size_bytes)
             clear(address, size_bytes)
-        except OSError as error:
-            raise self._failure("unmap", error, _span(address, size_bytes)) from error
-        self._forget(mapping)
-        self.calls["unmap"] += 1
+            self._forget(mapping)
 
     def zero(self, address: int, size_bytes: int) -> None:
         """See Driver.zero. Cost: one memset, done when this returns."""
-        self._enter("zero")
-        for page in range(address // PAGE_BYTES, -(-(address + size_bytes) // PAGE_BYTES)):
-            there = self._pages.get(page)
-            if there is None or there.access is not Access.READ_WRITE:
-                state = "not mapped" if there is None else "not writable"
-                self._refuse("zero", f"the page at {page * PAGE_BYTES:#x} of {_span(address, size_bytes)} is {state}", "EFAULT")
-        ctypes.memset(address, 0, size_bytes)
-        self.calls["zero"] += 1
+        with self._calling("zero"):
+            for page in range(address // PAGE_BYTES, -(-(address + size_bytes) // PAGE_BYTES)):
+                there = self._pages.get(page)
+                if there is None or there.access is not Access.READ_WRITE:
+                    where = f"the page at {page * PAGE_BYTES:#x} of {span_text(address, size_bytes)}"
+                    self._refuse("zero", f"{where} is {'not mapped' if there is None else 'not writable'}", "EFAULT")
+            ctypes.memset(address, 0, size_bytes)
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """See Driver.copy. Done when this returns."""
@@ -557,9 +503,8 @@ class HostDriver:
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write. Done when this returns, as whatever was launched before is."""
-        self._enter("write")
-        tensor.numpy()[list(values)] = list(values.values())
-        self.calls["write"] += 1
+        with self._calling("write"):
+            tensor.numpy()[list(values)] = list(values.values())
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.write_behind. Done when this returns."""
@@ -576,9 +521,8 @@ class HostDriver:
 
     def fence(self, streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.fence. Always done: what the host launched has returned."""
-        self._enter("fence")
-        self.calls["fence"] += 1
-        return _DONE
+        with self._calling("fence"):
+            return _DONE
 
     def is_capturing(self, streams: Sequence[torch.Stream] = ()) -> bool:
         """See Driver.is_capturing. Never: the host has no graphs."""
@@ -592,26 +536,17 @@ class HostDriver:
 
     def export_fd(self, handle: Handle) -> int:
         """See Driver.export_fd. The descriptor, and any mapping made from it, keeps the memory from going."""
-        self._enter("export_fd")
-        piece = self._piece("export_fd", handle)
-        try:
-            fd = self._file.lend(piece)
-        except OSError as error:
-            raise self._failure("export_fd", error, f"handle {handle}") from error
-        self.calls["export_fd"] += 1
-        return fd
+        with self._calling("export_fd", f"handle {handle}"):
+            return self._file.lend(self._piece("export_fd", handle))
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
         """See Driver.import_fd. Keeps a descriptor of its own until release."""
-        self._enter("import_fd")
-        self._whole_pages("import_fd", size_bytes=size_bytes)
-        try:
-            piece = borrow(fd, size_bytes)
-        except ValueError as error:
-            self._refuse("import_fd", str(error))
-        except OSError as error:
-            raise self._failure("import_fd", error, f"file descriptor {fd}") from error
-        return self._number("import_fd", piece)
+        with self._calling("import_fd", f"file descriptor {fd}"):
+            self._whole_pages("import_fd", size_bytes=size_bytes)
+            try:
+                return self._number(borrow(fd, size_bytes))
+            except ValueError as error:
+                self._refuse("import_fd", str(error))
 
     def close(self) -> None:
         """Unmap and release everything; the addresses stay reserved, so a stale view faults. Idempotent."""
@@ -626,6 +561,16 @@ class HostDriver:
         self._closed = True
         self._file.close()
 
+    @contextmanager
+    def _calling(self, call: str, what: str = "", remedy: str = "") -> Iterator[None]:
+        """A call, which counts if nothing is raised within; OSError becomes DriverError."""
+        self._enter(call)
+        try:
+            yield
+        except OSError as error:
+            raise self._failure(call, error, what, remedy) from error
+        self.calls[call] += 1
+
     def _enter(self, call: str) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcess(
@@ -637,13 +582,12 @@ class HostDriver:
         if self._closed:
             raise Closed(f"{call}: this driver is closed")
 
-    def _number(self, call: str, piece: Piece) -> Handle:
+    def _number(self, piece: MemfdPiece) -> Handle:
         handle = next(self._numbers)
         self._pieces[handle] = piece
-        self.calls[call] += 1
         return handle
 
-    def _piece(self, call: str, handle: Handle) -> Piece:
+    def _piece(self, call: str, handle: Handle) -> MemfdPiece:
         piece = self._pieces.get(handle)
         if piece is None:
             self._refuse(call, f"handle {handle} was released, or is not of this driver")
@@ -654,8 +598,7 @@ class HostDriver:
         if mapping is None:
             self._refuse(call, f"nothing is mapped at {address:#x}")
         if (mapping.address, mapping.piece.size_bytes) != (address, size_bytes):
-            standing = _span(mapping.address, mapping.piece.size_bytes)
-            self._refuse(call, f"{_span(address, size_bytes)} is not one whole mapping; {standing} is")
+            self._refuse(call, f"{span_text(address, size_bytes)} is not one whole mapping; {mapping} is")
         return mapping
 
     def _forget(self, mapping: _Mapping) -> None:
@@ -665,7 +608,7 @@ class HostDriver:
         piece.num_mappings -= 1
         self._give_if_gone(piece)
 
-    def _give_if_gone(self, piece: Piece) -> None:
+    def _give_if_gone(self, piece: MemfdPiece) -> None:
         if piece.borrowed:
             if piece.released and piece.fd >= 0:
                 os.close(piece.fd)  # a mapping keeps the memory by itself
@@ -693,7 +636,3 @@ class HostDriver:
                 )
                 return OutOfMappings(message, call=call, code=code)
         return DriverError(f"{call}: {what}: {error.strerror} ({code}){remedy}", call=call, code=code)
-
-
-def _span(address: int, size_bytes: int) -> str:
-    return f"[{address:#x}, {address + size_bytes:#x})"

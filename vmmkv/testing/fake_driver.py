@@ -148,12 +148,9 @@ class FakeDriver:
         self._pages_only(size_bytes)
 
         def reserve() -> int:
-            if self.over is not None:
-                return self.over.reserve(size_bytes)
-            address = self._reservations.reuse(size_bytes)
-            if address is not None:
-                return address
-            self._reservations.add(size_bytes)
+            return self._reservations.take(size_bytes, new) if self.over is None else self.over.reserve(size_bytes)
+
+        def new(size_bytes: int) -> int:
             address, self._next_address = self._next_address, self._next_address + size_bytes + self.page_bytes
             return address
 
