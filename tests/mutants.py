@@ -239,7 +239,9 @@ MUTANTS = (
         "next(iter(self.parked_slots))",
         ("tests/unit/test_prefix.py",),
     ),
-    Mutant("pinned slots not spared by a batch", "cache.py", "for spared in (pinned, ()):", "for spared in ((),):", (CACHE_UNIT,)),
+    Mutant(
+        "pinned slots not spared by a batch", "cache.py", "for spared in (pinned, ()):", "for spared in ((),):", (CACHE_UNIT,)
+    ),
     Mutant(
         "mappings inherited by fork",
         "driver/host.py",
