@@ -8,7 +8,7 @@ import difflib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -90,6 +90,44 @@ def _explains_unknown_options(cls: type[T]) -> type[T]:
     return cls
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The numbers that a parameter may be: `[least, end)` for integers, else `[least, end]`, or `(least, end]` if open."""
+
+    kind: type[int] | type[float]
+    least: float
+    end: float
+    wanted: str
+    """What a refusal asks for."""
+    is_open: bool = False
+
+    def checked(self, name: str, value: Any) -> int | float:
+        """The value as one of Python's numbers. Raises: InvalidParam."""
+        if self.kind is int:
+            is_inside = isinstance(value, Integral) and self.least <= int(value) < self.end
+        else:
+            is_inside = isinstance(value, Real) and self.least <= float(value) <= self.end and value < math.inf
+            is_inside = is_inside and not (self.is_open and value == self.least)
+        if isinstance(value, bool) or not is_inside:
+            _refuse(name, value, self.wanted)
+        return self.kind(value)
+
+
+def _integer(default: int | None, least: int, end: int, wanted: str) -> Any:
+    return field(default=default, metadata={"interval": Interval(int, least, end, wanted)})
+
+
+def _number(default: float, least: float, most: float, wanted: str, *, is_open: bool = False) -> Any:
+    return field(default=default, metadata={"interval": Interval(float, least, most, wanted, is_open)})
+
+
+def _about_zero(default: float, most: float) -> Any:
+    return _number(default, -most, most, f"from {-most:g} to {most:g}")
+
+
+_LIKELIEST: Final = "None for none, or how many of the likeliest, 0 or more"
+
+
 @_explains_unknown_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -99,33 +137,39 @@ class SamplingParams:
     probability are kept or dropped together. Log-probabilities are those of the model's logits before all of this.
 
     numpy's numbers and any list are accepted; they are kept as Python's numbers and tuples.
+    Requests over HTTP get each field that is declared here, see `http.schemas`.
 
     Raises: InvalidParam (a ValueError) naming the option, its value and what it may be; TypeError for an unknown option.
     """
 
     max_tokens: int = 16
     """New tokens at most. 0 only with `prompt_logprobs`."""
-    min_tokens: int = 0
+    min_tokens: int = _integer(0, 0, MAX_INDEX, "0 to max_tokens")
     """New tokens at least: until then no end token, no `stop_token_ids` and no `stop` ends the answer."""
-    temperature: float = 1.0
+    temperature: float = _number(1.0, 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
     """0 takes the likeliest token; so does anything below 1e-5."""
-    top_p: float = 1.0
+    top_p: float = _number(1.0, 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", is_open=True)
     """Keep the likeliest tokens that have this much probability together; at least one is kept."""
-    top_k: int = 0
+    top_k: int = _integer(0, -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
     """Keep this many of the likeliest tokens; 0 or -1 keeps all."""
-    min_p: float = 0.0
+    min_p: float = _number(0.0, 0.0, 1.0, "from 0, which keeps all tokens, to 1")
     """Keep tokens with at least this share of the likeliest token's probability."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = _about_zero(0.0, MAX_PENALTY)
     """Taken from the logit of each token generated before."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = _about_zero(0.0, MAX_PENALTY)
     """Taken from the logit of a token for each time that it was generated before."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _number(
+        1.0,
+        1 / MAX_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+        f"from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}; 1 asks for nothing",
+    )
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt and the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
-    seed: int | None = None
+    seed: int | None = _integer(None, -(2**63), 2**63, "an integer of 64 bits, or None")
     """Seed of the random stream, which depends on nothing else but the position; None for a new one each time."""
-    n: int = 1
+    n: int = _integer(1, 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
     """Answers for each prompt."""
     stop: Sequence[str] = ()
     """Texts that end the answer and are no part of it; or one such text."""
@@ -133,45 +177,31 @@ class SamplingParams:
     """Token ids that end the answer, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens."""
-    logprobs: int | None = None
+    logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
     """None for none; else the log-probability of each chosen token, and of this many of the likeliest beside it."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _integer(None, 0, MAX_INDEX, _LIKELIEST)
     """The same of the prompt's tokens. All rows of the prompt are computed then, cached or not."""
-    beam_width: int = 0
+    beam_width: int = _integer(0, 0, MAX_INDEX, "0 to sample, or the width of a beam search")
     """Above 0, a beam search of this width; the answers are its `n` best. Needs `temperature=0`."""
-    length_penalty: float = 1.0
+    length_penalty: float = _about_zero(1.0, MAX_LENGTH_PENALTY)
     """Beams compare by log-probability / (number of tokens) ** length_penalty."""
     structured_outputs: Mapping[str, Any] | None = None
     """What the answer follows: one of `json` (a schema), `regex`, `choice` (a list of texts) or `grammar` (GBNF)."""
 
     def __post_init__(self) -> None:
-        wanted = "at least 1" if self.prompt_logprobs is None else "0 or more"
-        self._integer("max_tokens", int(self.prompt_logprobs is None), MAX_INDEX, wanted)
-        self._integer("min_tokens", 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
-        self._number("temperature", 0.0, math.inf, "0 for the likeliest token, or a positive, finite number")
-        self._number("top_p", 0.0, 1.0, "above 0 and at most 1, which keeps all tokens", above=True)
-        self._integer("top_k", -1, MAX_INDEX, "at least 1, or 0 to keep all tokens")
+        least, wanted = (1, "at least 1") if self.prompt_logprobs is None else (0, "0 or more")
+        self._keep("max_tokens", Interval(int, least, MAX_INDEX, wanted).checked("max_tokens", self.max_tokens))
+        upto = Interval(int, 0, self.max_tokens + 1, f"0 to max_tokens, which is {self.max_tokens}")
+        self._keep("min_tokens", upto.checked("min_tokens", self.min_tokens))
+        for name, interval in _INTERVALS.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                self._keep(name, interval.checked(name, value))
         self._keep("top_k", max(0, self.top_k))
-        self._number("min_p", 0.0, 1.0, "from 0, which keeps all tokens, to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._number(name, -MAX_PENALTY, MAX_PENALTY, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
-        least = 1 / MAX_REPETITION_PENALTY
-        wanted = f"from {least:g} to {MAX_REPETITION_PENALTY:g}; 1 asks for nothing"
-        self._number("repetition_penalty", least, MAX_REPETITION_PENALTY, wanted)
         self._keep("logit_bias", _biases(self.logit_bias))
-        if self.seed is not None:
-            self._integer("seed", -(2**63), 2**63, "an integer of 64 bits, or None")
-        self._integer("n", 1, MAX_CHOICES + 1, f"at least 1 and at most {MAX_CHOICES}: give the prompt again for more")
         self._keep("stop", _texts(self.stop))
         self._keep("stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "True or False")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._integer(name, 0, MAX_INDEX, "None for none, or how many of the likeliest, 0 or more")
-        self._integer("beam_width", 0, MAX_INDEX, "0 to sample, or the width of a beam search")
-        wanted = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
-        self._number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, wanted)
         if self.beam_width:
             self._check_beams()
         elif self.length_penalty != 1.0:
@@ -223,13 +253,11 @@ class SamplingParams:
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _integer(self, name: str, least: int, end: int, wanted: str) -> None:
-        self._keep(name, _integer(name, getattr(self, name), least, end, wanted))
 
-    def _number(self, name: str, least: float, most: float, wanted: str, *, above: bool = False) -> None:
-        self._keep(name, _number(name, getattr(self, name), least, most, wanted, above=above))
-
-
+_INTERVALS: Final[Mapping[str, Interval]] = {
+    one.name: one.metadata["interval"] for one in fields(SamplingParams) if "interval" in one.metadata
+}
+_OPTIONAL: Final = frozenset(one.name for one in fields(SamplingParams) if one.default is None)
 _NEUTRAL: Final[Mapping[str, object]] = {
     "top_p": 1.0,
     "top_k": 0,
@@ -322,11 +350,10 @@ class Limits:
 def _biases(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         _refuse("logit_bias", bias, "a mapping from token ids to numbers, such as {50256: -100.0}")
-    wanted = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+    ids = Interval(int, 0, MAX_INDEX, "a token id, 0 or more, as each key")
+    values = Interval(float, -MAX_BIAS, MAX_BIAS, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}")
     return {
-        _integer("logit_bias", token_id, 0, MAX_INDEX, "a token id, 0 or more, as each key"): _number(
-            f"logit_bias[{token_id}]", value, -MAX_BIAS, MAX_BIAS, wanted
-        )
+        int(ids.checked("logit_bias", token_id)): values.checked(f"logit_bias[{token_id}]", value)
         for token_id, value in bias.items()
     }
 
@@ -340,27 +367,14 @@ def _texts(stop: Any) -> tuple[str, ...]:
 
 def _token_ids(ids: Any) -> tuple[int, ...]:
     listed = _listed("stop_token_ids", ids, "a list of token ids, such as [2]")
-    return tuple(_integer("stop_token_ids", token_id, 0, MAX_INDEX, "token ids, 0 or more") for token_id in listed)
+    interval = Interval(int, 0, MAX_INDEX, "token ids, 0 or more")
+    return tuple(int(interval.checked("stop_token_ids", token_id)) for token_id in listed)
 
 
 def _listed(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         _refuse(name, value, wanted)
     return tuple(value)
-
-
-def _integer(name: str, value: Any, least: int, end: int, wanted: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < end:
-        _refuse(name, value, wanted)
-    return int(value)
-
-
-def _number(name: str, value: Any, least: float, most: float, wanted: str, *, above: bool = False) -> float:
-    """`above` excludes `least` itself."""
-    is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-    if not is_number or not least <= value <= most or (above and value == least):
-        _refuse(name, value, wanted)
-    return float(value)
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -45,8 +45,8 @@ from vmmkv.server.http.responses import (
     CompletionForm,
     DetokenizedText,
     Health,
-    Memory,
-    Model,
+    KVMemory,
+    ModelCard,
     ModelList,
     ResponseForm,
     Tokens,
@@ -54,6 +54,7 @@ from vmmkv.server.http.responses import (
     Version,
 )
 from vmmkv.server.http.schemas import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -65,7 +66,7 @@ from vmmkv.server.http.schemas import (
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Forget, Loading, Managed, Ready, Resize
 from vmmkv.server.sampling_params import InvalidParam, Limits, RequestRefused, SamplingParams
-from vmmkv.server.tokenizer import Echo, PromptError, Tokenizer
+from vmmkv.server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 from vmmkv.units import counted
 
 log = logging.getLogger(__name__)
@@ -130,29 +131,18 @@ class Service:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
         return ready, self.tokenizer
 
-    def limits(self, ready: Ready, tokenizer: Tokenizer) -> Limits:
-        """What one request can have. Token ids are those of the tokenizer; a model may have more rows than it."""
-        return Limits(
-            model=self.model,
-            model_tokens=ready.max_tokens,
-            pool_tokens=ready.pool_tokens,
-            budget_bytes=ready.budget_bytes,
-            max_sequences=ready.max_sequences,
-            vocabulary_size=tokenizer.vocab_size,
-        )
-
-    def deadline(self, wanted_s: float | None) -> Deadline:
+    def deadline(self, wanted_s: float | None = None) -> Deadline:
         """The end of a request that arrives now and asked for so much time."""
         limits_s = [each for each in (wanted_s, self.front.request_timeout_s) if each is not None]
         return Deadline(time.perf_counter(), min(limits_s, default=None))
 
-    def describe(self) -> Model:
+    def describe(self) -> ModelCard:
         """The model as /v1/models shows it."""
         ready = self.engine.phase
         if not isinstance(ready, Ready):
-            return Model(id=self.model, created=self.created)
+            return ModelCard(id=self.model, created=self.created)
         reach = min(ready.max_tokens, ready.pool_tokens)
-        return Model(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
+        return ModelCard(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -178,20 +168,26 @@ def _generation_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=Completion)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue each prompt; each has `n` choices of the answer."""
-        id = f"cmpl-{uuid.uuid4().hex}"
-        return await _answer(service, request, body, functools.partial(_prepare_completion, service, body, id))
+        return await _answer(service, request, body, functools.partial(_prepare_completion, service, body))
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The assistant's next turn."""
-        id = f"chatcmpl-{uuid.uuid4().hex}"
-        return await _answer(service, request, body, functools.partial(_prepare_chat, service, body, id))
+        return await _answer(service, request, body, functools.partial(_prepare_chat, service, body))
 
     @router.post("/tokenize", response_model=Tokens)
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text."""
         ready, tokenizer = service.require(body.model)
-        ids = await _present(request, _tokenize(tokenizer, body), service.deadline(None))
+        if body.prompt is None:
+            param, work = "messages", _encode_chat(tokenizer, body.messages or (), body.chat_template_kwargs)
+        else:
+            encode = functools.partial(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            param, work = "prompt", off_loop(len(body.prompt), encode, inline=INLINE_CHARS)
+        try:
+            ids = await _present(service, request, work, service.deadline())
+        except PromptError as error:
+            raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
         limit = min(ready.max_tokens, ready.pool_tokens)
 
         def write() -> str:
@@ -208,7 +204,7 @@ def _generation_routes(service: Service) -> APIRouter:
         decode = functools.partial(tokenizer.text_of, body.tokens, skip_special_tokens=False)
         work = off_loop(len(body.tokens), decode, inline=INLINE_CHARS)
         try:
-            return DetokenizedText(prompt=await _present(request, work, service.deadline(None)))
+            return DetokenizedText(prompt=await _present(service, request, work, service.deadline()))
         except PromptError as error:
             raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
 
@@ -242,7 +238,7 @@ def _server_routes(service: Service) -> APIRouter:
         return ModelList(data=[service.describe()])
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Model:
+    async def model(name: str) -> ModelCard:
         """The one model, by its name."""
         if name != service.model:
             raise errors.model_not_found(name, service.model)
@@ -255,23 +251,23 @@ def _admin_routes(engine: EngineClient) -> APIRouter:
     router = APIRouter(dependencies=[Depends(_require_administrator)])
 
     @router.post("/kv/reset")
-    async def reset(body: ResetRequest) -> Memory:
+    async def reset(body: ResetRequest) -> KVMemory:
         """Forget every prefix that no running request uses."""
         return await manage(Forget())
 
     @router.post("/kv/resize")
-    async def resize(body: ResizeRequest) -> Memory:
+    async def resize(body: ResizeRequest) -> KVMemory:
         """Give KV memory back to the device, or take more, while requests run."""
         return await manage(Resize(budget_bytes=body.budget_bytes))
 
-    async def manage(message: Forget | Resize) -> Memory:
+    async def manage(message: Forget | Resize) -> KVMemory:
         try:
             done: Managed = await engine.manage(message)
         except (EngineNotReady, EngineDead) as error:
             raise errors.unavailable(str(error)) from error
         except RequestFailed as error:
             raise bad_request(str(error), param="budget_bytes", code="invalid_value") from error
-        return Memory(freed_bytes=done.freed_bytes, budget_bytes=done.budget_bytes, pool_tokens=done.pool_tokens)
+        return KVMemory(freed_bytes=done.freed_bytes, budget_bytes=done.budget_bytes, pool_tokens=done.pool_tokens)
 
     return router
 
@@ -297,30 +293,27 @@ class _Prepared:
     continues: bool = False
     """Whether the answer goes on in the prompt's text."""
     echoes: Sequence[Echo] | None = None
-    """The prompts, where their tokens are scored too."""
+    """The texts that answers begin with, by prompt; with their tokens' places if those are scored."""
 
 
-async def _prepare_completion(service: Service, body: CompletionRequest, id: str, tokenizer: Tokenizer) -> _Prepared:
+async def _prepare_completion(service: Service, body: CompletionRequest, tokenizer: Tokenizer) -> _Prepared:
     """Tokenise the prompts, and place their tokens if they are echoed. Raises: ApiError."""
+    num_given = sum(map(len, body.prompt))
     try:
-        prompts = await off_loop(
-            sum(map(len, body.prompt)), lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS
-        )
+        prompts = await off_loop(num_given, lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS)
     except PromptError as error:
         raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
     check_prompt_logprobs(body, prompts)
     echoes: list[Echo] | None = None
-    texts: list[str] = []
-    if body.num_prompt_logprobs is not None and all(prompts):
-        place = functools.partial(map, tokenizer.echo, body.prompt, prompts)
-        echoes = await off_loop(sum(map(len, prompts)), lambda: list(place()), inline=INLINE_ECHO_TOKENS)
+    if body.params.prompt_logprobs is not None:
+        num_tokens = sum(map(len, prompts))
+        echoes = await off_loop(num_tokens, lambda: list(map(tokenizer.echo, body.prompt, prompts)), inline=INLINE_ECHO_TOKENS)
     elif body.echo:
-        cost = sum(map(len, body.prompt))
-        found = await off_loop(cost, lambda: list(map(tokenizer.text_of, body.prompt)), inline=INLINE_CHARS)
-        texts = [text for text in found for _ in range(body.num_choices)]
+        texts = await off_loop(num_given, lambda: list(map(tokenizer.text_of, body.prompt)), inline=INLINE_CHARS)
+        echoes = [Echo(text, (), ()) for text in texts]
     return _Prepared(
         prompts=prompts,
-        form=CompletionForm(id, service.model, tokenizer.texts, texts),
+        form=CompletionForm(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts),
         prompt_param="prompt",
         default_tokens=DEFAULT_COMPLETION_TOKENS,
         continues=True,
@@ -328,32 +321,23 @@ async def _prepare_completion(service: Service, body: CompletionRequest, id: str
     )
 
 
-async def _prepare_chat(service: Service, body: ChatRequest, id: str, tokenizer: Tokenizer) -> _Prepared:
+async def _prepare_chat(service: Service, body: ChatRequest, tokenizer: Tokenizer) -> _Prepared:
     """Tokenise the conversation in the model's template. Raises: ApiError."""
-    cost = sum(MESSAGE_CHARS + len(message.content) for message in body.messages)
     try:
-        prompt = await off_loop(cost, lambda: _encode_chat(tokenizer, body), inline=INLINE_CHARS)
+        prompt = await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs)
     except PromptError as error:
         raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
-    form = ChatForm(id, service.model, tokenizer.texts)
+    form = ChatForm(f"chatcmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
     return _Prepared(prompts=[prompt], form=form, prompt_param="messages", default_tokens=None)
 
 
-def _encode_chat(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> list[int]:
-    messages = [{"role": message.role, "content": message.content} for message in body.messages or ()]
-    return tokenizer.encode_chat(messages, body.chat_template_kwargs)
-
-
-async def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
-    try:
-        if body.prompt is None:
-            cost = sum(MESSAGE_CHARS + len(message.content) for message in body.messages or ())
-            return await off_loop(cost, lambda: _encode_chat(tokenizer, body), inline=INLINE_CHARS)
-        encode = functools.partial(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-        return await off_loop(len(body.prompt), encode, inline=INLINE_CHARS)
-    except PromptError as error:
-        param = "prompt" if body.messages is None else "messages"
-        raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
+async def _encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[ChatMessage], variables: dict[str, TemplateVariable] | None
+) -> list[int]:
+    """Raises: PromptError."""
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    cost = sum(MESSAGE_CHARS + len(message.content) for message in messages)
+    return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=INLINE_CHARS)
 
 
 async def _answer(
@@ -366,38 +350,38 @@ async def _answer(
     state: RequestState = request.state.request
     deadline = service.deadline(body.timeout)
     _, tokenizer = service.require(body.model)
-    place = service.queue.enter(body.num_sequences)  # again: a drain may have begun since its headers came
+    place = service.queue.enter(body.num_prompts * body.params.num_sequences)
     state.at_end.callback(place.close)
-    prepared = await _present(request, prepare(tokenizer), deadline)
-    ready, tokenizer = service.require(body.model)
+    prepared = await _present(service, request, prepare(tokenizer), deadline)
     params = _check(service, body, state, prepared)
-    num_each = body.num_sequences // body.num_prompts
-    place.reserve(num_each * sum(map(len, prepared.prompts)))
+    place.reserve(body.params.num_sequences * sum(map(len, prepared.prompts)))
     namespace = service.queue.namespace(state.caller, body.cache_salt)
+    param, asked = body.grammar
     grammar = b""
-    if body.grammar[1] is not None:
-        compiling = service.grammars.compiled(body, ready, namespace=namespace, deadline=deadline)
-        grammar = await _present(request, _while_engine_lives(service, compiling))
+    if asked is not None:
+        ready, _ = service.require(body.model)
+        compiling = service.grammars.compiled(param, asked, ready, namespace=namespace, deadline=deadline)
+        grammar = await _present(service, request, compiling, needs_engine=True)
         service.require(body.model)  # again: the engine may have died meanwhile
     requests = engine_requests(body, prepared.form.id, prepared.prompts, params, grammar=grammar, namespace=namespace)
     choices = [
         ChoiceStream(
-            tokenizer.detokenizer(body.stop, prompt if prepared.continues else (), min_tokens=body.min_tokens or 0),
-            scored=body.num_logprobs is not None,
+            tokenizer.detokenizer(own.stop, prompt if prepared.continues else (), min_tokens=own.min_tokens),
+            scored=own.logprobs is not None,
             echo=None if prepared.echoes is None else prepared.echoes[index],
         )
-        for index, prompt in enumerate(prepared.prompts)
-        for _ in range(body.num_choices)
+        for index, (prompt, own) in enumerate(zip(prepared.prompts, params, strict=True))
+        for _ in range(own.n)
     ]
     at_end = not body.stream and not body.stop
     generation = Generation(
-        service.engine, service.metrics, requests, choices, num_choices=body.num_choices, deadline=deadline, at_end=at_end
+        service.engine, service.metrics, requests, choices, num_choices=body.params.n, deadline=deadline, at_end=at_end
     )
     state.has_begun = True
     if body.stream:
         return _EventStream(_events(prepared.form, generation, body, len(choices)), generation.close)
     try:
-        whole = await _present(request, _whole(prepared.form, generation))
+        whole = await _present(service, request, _whole(prepared.form, generation))
     except (RequestFailed, EngineDead) as error:
         raise _api_error(error) from error
     finally:
@@ -408,15 +392,22 @@ async def _answer(
 def _check(service: Service, body: GenerationRequest, state: RequestState, prepared: _Prepared) -> list[SamplingParams]:
     """The sampling parameters of each prompt. Raises: ApiError (400) for a request that can never be served here."""
     ready, tokenizer = service.require(body.model)
-    limits = service.limits(ready, tokenizer)
+    limits = Limits(
+        model=service.model,
+        model_tokens=ready.max_tokens,
+        pool_tokens=ready.pool_tokens,
+        budget_bytes=ready.budget_bytes,
+        max_sequences=ready.max_sequences,
+        vocabulary_size=tokenizer.vocab_size,  # a model may have more rows, which are nobody's tokens
+    )
     if body.priority < 0 and not service.queue.sees_all(state.caller):
         message = f"Invalid priority: {body.priority} goes before the requests of other keys; send 0, or more to go later."
         raise bad_request(message, param="priority", code="invalid_value")
-    params, given = [], body.sampling_params(1 << 30)
+    params = []
     try:
         for prompt in prepared.prompts:
             new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=prepared.default_tokens)
-            params.append(dataclasses.replace(given, max_tokens=new_tokens))
+            params.append(dataclasses.replace(body.params, max_tokens=new_tokens))
             limits.check(prompt, params[-1], follows_grammar=body.grammar[1] is not None)
     except InvalidParam as error:
         raise bad_request(f"Invalid {error.param}: it {error.reason}.", param=error.param, code="invalid_value") from error
@@ -427,33 +418,33 @@ def _check(service: Service, body: GenerationRequest, state: RequestState, prepa
     return params
 
 
-async def _present(request: Request, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
-    """The result of `work`, which is cancelled when the client goes away or the time is over. Raises: ApiError (499, 408)."""
+async def _present(
+    service: Service,
+    request: Request,
+    work: Coroutine[Any, Any, T],
+    deadline: Deadline | None = None,
+    *,
+    needs_engine: bool = False,
+) -> T:
+    """The result of `work`, which is cancelled when the client goes away, the time is over, or an engine that it needs dies.
+
+    Raises: ApiError: 499, 408, 503.
+    """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    dying = asyncio.create_task(service.engine.dead.wait()) if needs_engine else leaving
     try:
         left_s = None if deadline is None else deadline.left_s()
-        await asyncio.wait((working, leaving), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving, dying}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if leaving.done() or deadline is None:
+        if leaving.done():
             raise errors.client_left()
+        service.require(None)
+        assert deadline is not None, "nothing else has ended"
         raise deadline.error()
     finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _while_engine_lives(service: Service, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the engine dies or the server ends. Raises: ApiError (503)."""
-    working, dying = asyncio.create_task(work), asyncio.create_task(service.engine.dead.wait())
-    try:
-        await asyncio.wait((working, dying), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            service.require(None)
-        return await working
-    finally:
-        working.cancel()
-        dying.cancel()
+        for task in (working, leaving, dying):
+            task.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -468,7 +459,7 @@ async def _whole(form: ResponseForm, generation: Generation) -> str:
     return await _json(lambda: form.whole(choices, usage), choices)
 
 
-async def _json(make: Callable[[], BaseModel], deltas: Sequence[TextDelta]) -> str:
+async def _json(make: Callable[[], BaseModel], deltas: Iterable[TextDelta]) -> str:
     """JSON made of these deltas, off the event loop if they have many log-probabilities."""
     num_logprobs = sum(delta.num_logprobs for delta in deltas)
     return await off_loop(num_logprobs, lambda: make().model_dump_json(), inline=INLINE_LOGPROBS)
@@ -477,36 +468,28 @@ async def _json(make: Callable[[], BaseModel], deltas: Sequence[TextDelta]) -> s
 async def _events(form: ResponseForm, generation: Generation, body: GenerationRequest, num_choices: int) -> AsyncIterator[str]:
     """Server-sent events. An error after the start is one of them, for the status is sent."""
 
-    def with_usage(chunk: BaseModel) -> BaseModel:
-        if not body.includes_usage_so_far:
-            return chunk
-        return chunk.model_copy(update={"usage": Usage.of(generation.token_counts())})
-
-    def chunk_of(delta: TextDelta) -> BaseModel:
-        return with_usage(form.chunk(delta))
+    async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
+        usage = Usage.of(generation.token_counts()) if with_usage else None
+        return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
 
     try:
-        for chunk in form.opening(num_choices):
-            yield _event(with_usage(chunk))
+        for delta in form.opening(num_choices):
+            yield await chunk(delta, with_usage=body.includes_usage_so_far)
         async for delta in generation.deltas():
-            yield f"data: {await _json(functools.partial(chunk_of, delta), [delta])}\n\n"
+            yield await chunk(delta, with_usage=body.includes_usage_so_far)
         if body.include_usage:
-            yield _event(form.closing(Usage.of(generation.token_counts())))
-    except ApiError as error:
-        yield _event(error.body)
-    except (RequestFailed, EngineDead) as error:
-        yield _event(_api_error(error).body)
+            yield await chunk(with_usage=True)
+    except (ApiError, RequestFailed, EngineDead) as error:
+        yield f"data: {_api_error(error).body.model_dump_json()}\n\n"
     except Exception as error:
         log.exception("the stream of request %s failed", current_id.get())
-        yield _event(errors.unexpected(error).body)
+        yield f"data: {errors.unexpected(error).body.model_dump_json()}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _event(body: BaseModel) -> str:
-    return f"data: {body.model_dump_json()}\n\n"
-
-
-def _api_error(error: RequestFailed | EngineDead) -> ApiError:
+def _api_error(error: ApiError | RequestFailed | EngineDead) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
     return errors.internal_error(str(error)) if isinstance(error, RequestFailed) else errors.unavailable(str(error))
 
 

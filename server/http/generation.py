@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, starmap
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready, unpacked
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
-from vmmkv.server.structured_output.schema import GrammarRefused
+from vmmkv.server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv.server.tokenizer import Detokenizer, Echo
 
 log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class Deadline:
 
 def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
     """Raises: ApiError (400) if a request is for more log-probabilities of its prompts than an answer may hold."""
-    if request.num_prompt_logprobs is None:
+    if request.params.prompt_logprobs is None:
         return
-    each = _PROMPT_TOKEN_WEIGHT + request.num_prompt_logprobs
-    num_tokens = request.num_choices * sum(map(len, prompts))
+    each = _PROMPT_TOKEN_WEIGHT + request.params.prompt_logprobs
+    num_tokens = request.params.n * sum(map(len, prompts))
     if each * num_tokens > MAX_PROMPT_LOGPROBS:
         message = (
             f"Invalid logprobs: with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of "
@@ -102,8 +102,8 @@ def engine_requests(
     Choice i of the first prompt has the request's seed + i: the answer that a request for it alone would get. Later prompts
     begin at seeds of their own, so that equal prompts may get different answers.
     """
-    first_seed = secrets.randbits(63) if request.seed is None else request.seed
-    num_each = 1 if request.use_beam_search else request.num_choices
+    first_seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+    num_each = 1 if request.params.is_search else request.params.n
     return [
         Generate(
             request_id=f"{base_id}-{prompt_index * num_each + index}",
@@ -124,14 +124,11 @@ class GrammarService:
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
 
-    async def compiled(self, request: GenerationRequest, ready: Ready, *, namespace: str | None, deadline: Deadline) -> bytes:
-        """The grammar as the engine takes it; empty for a free answer. The compiler's start is not on the request's time.
+    async def compiled(self, param: str, grammar: Grammar, ready: Ready, *, namespace: str | None, deadline: Deadline) -> bytes:
+        """The grammar of `param` as the engine takes it. The compiler's start is not on the request's time.
 
         Raises: ApiError: 400 naming the parameter, 408, 503.
         """
-        param, grammar = request.grammar
-        if grammar is None:
-            return b""
         if self._compiler is None:
             self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens)
         compiler, began_s = self._compiler, time.perf_counter()
@@ -173,12 +170,12 @@ class EchoScores:
     """The Scores of a prompt, packed as the engine sent them: unpacking takes long, so it is done off the event loop."""
 
     echo: Echo
-    messages: Sequence[PromptLogprobs]
+    messages: Sequence[PromptLogprobs] = ()
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens with a Score; the first of the prompt is one, although nothing is sent of it."""
-        return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES
+    def are_complete(self) -> bool:
+        """Whether every token has one; the first token of the prompt has one although nothing is sent of it."""
+        return 1 + sum(len(message.logprobs) for message in self.messages) // LOGPROB_BYTES == len(self.echo.token_ids)
 
     @property
     def num_logprobs(self) -> int:
@@ -186,14 +183,10 @@ class EchoScores:
         return sum(len(message.logprobs) + len(message.top_logprobs) for message in self.messages) // LOGPROB_BYTES
 
     def unpacked(self) -> Iterator[Score]:
-        """The Score of each token, in order."""
-        yield Score(self.echo.token_ids[0], None, (), self.echo.offsets[0])
-        end = 1
-        for message in self.messages:
-            logprobs, likeliest = unpacked(message)
-            begin, end = end, end + len(logprobs)
-            echo = self.echo
-            yield from starmap(Score, zip(echo.token_ids[begin:end], logprobs, likeliest, echo.offsets[begin:end], strict=True))
+        """The Score of each token, in order. Takes a few microseconds each."""
+        scores = [(None, ()), *chain.from_iterable(zip(*unpacked(message), strict=True) for message in self.messages)]
+        for token_id, (logprob, likeliest), offset in zip(self.echo.token_ids, scores, self.echo.offsets, strict=True):
+            yield Score(token_id, logprob, likeliest, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,32 +209,32 @@ class TextDelta:
         return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
 
     def all_scores(self) -> Sequence[Score] | None:
-        """Those of an echoed prompt too. Takes a few microseconds each."""
+        """Those of an echoed prompt too."""
         if self.echo_scores is None:
             return self.scores
         return [*self.echo_scores.unpacked(), *(self.scores or ())]
 
     @staticmethod
-    def joined(index: int, deltas: Sequence["TextDelta"]) -> "TextDelta":
+    def joined(deltas: Sequence["TextDelta"]) -> "TextDelta":
         """All deltas of one choice, as if they had come at once."""
         scores = None if deltas[0].scores is None else [score for delta in deltas for score in delta.scores or ()]
-        echo_scores = next((delta.echo_scores for delta in deltas if delta.echo_scores is not None), None)
-        return TextDelta(index, "".join(delta.text for delta in deltas), deltas[-1].finish_reason, scores, echo_scores)
+        text = "".join(delta.text for delta in deltas)
+        return TextDelta(deltas[0].index, text, deltas[-1].finish_reason, scores, deltas[0].echo_scores)
 
 
 class ChoiceStream:
     """The text of one choice: `feed` it the engine's outputs, `take` what is new.
 
-    `scored`: keep a Score for each token. The Scores of an `echo` come by `feed_prompt`, before any output.
+    The text begins with that of an `echo`. `scored`: keep a Score for each token; those of the echo come by `feed_prompt`,
+    before any output.
     """
 
     def __init__(self, detokenizer: Detokenizer, *, scored: bool = False, echo: Echo | None = None) -> None:
         self._detokenizer = detokenizer
-        self._text = ""
+        self._text = "" if echo is None else echo.text
+        self._first_offset = len(self._text)
         self._scores: list[Score] | None = [] if scored else None
-        self._first_offset = 0 if echo is None else len(echo.text)
-        self._echo_scores = None if echo is None else EchoScores(echo, ())
-        self._show_echo()
+        self._echo_scores = EchoScores(echo) if scored and echo is not None else None
         self._reason: FinishReason | None = None
 
     @property
@@ -256,9 +249,8 @@ class ChoiceStream:
 
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """Log-probabilities of the next tokens of the echoed prompt, in order."""
-        assert self._echo_scores is not None and self._scores is not None, "they were not asked for"
+        assert self._echo_scores is not None, "they were not asked for"
         self._echo_scores = EchoScores(self._echo_scores.echo, (*self._echo_scores.messages, message))
-        self._show_echo()
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """The engine's outputs since the last call, in order. Tokens after a stop string are dropped."""
@@ -279,19 +271,14 @@ class ChoiceStream:
 
     def take(self, index: int) -> TextDelta | None:
         """New text since the last call, as of choice `index`. None if there is none: scores wait for text."""
-        if not self._text and self._reason is None:
+        is_waiting = self._echo_scores is not None and not self._echo_scores.are_complete
+        if self._reason is None and (is_waiting or not self._text):
             return None
         delta = TextDelta(index, self._text, self._reason, self._scores, self._echo_scores)
         self._text, self._echo_scores = "", None
         if self._scores is not None:
             self._scores = []
         return delta
-
-    def _show_echo(self) -> None:
-        """Begin with the prompt, once all its scores have come."""
-        scores = self._echo_scores
-        if scores is not None and scores.num_tokens == len(scores.echo.token_ids):
-            self._text = scores.echo.text
 
     def _feed_scored(
         self, token_ids: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[tuple[int, float]]]
@@ -326,24 +313,23 @@ class Generation:
         deadline: Deadline,
         at_end: bool = False,
     ) -> None:
+        self.arrived_s = deadline.arrived_s
         self._metrics = metrics
         self._choices = choices
         self._num_choices = num_choices
-        num_of_request = len(choices) // len(requests)
-        self._first_choice = {request.request_id: index * num_of_request for index, request in enumerate(requests)}
-        num_prompts = len(choices) // num_choices
-        self._first_requests = requests[:: len(requests) // num_prompts]
+        choices_each = len(choices) // len(requests)
+        self._first_choice = {request.request_id: index * choices_each for index, request in enumerate(requests)}
+        self._first_requests = requests[:: num_choices // choices_each]
         """One request of each prompt; the others hit the prefix that it computed."""
         self._prompt_tokens = sum(len(request.prompt) for request in self._first_requests)
         self._unreturned_tokens = 0
         """Tokens of beams beyond the best `num_choices`."""
-        self.arrived_s = deadline.arrived_s
         self._id = requests[0].request_id.rpartition("-")[0]
         self._outcome: str | None = None
         left_s = deadline.left_s()
         if left_s is not None and left_s <= 0:
             raise deadline.error()
-        self._answers: Answers = engine.submit(requests, arrived_s=deadline.arrived_s, at_end=at_end)
+        self._answers: Answers = engine.submit(requests, arrived_s=self.arrived_s, at_end=at_end)
         self._timer: asyncio.TimerHandle | None = None
         if left_s is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._answers.fail, deadline.error())
@@ -365,7 +351,7 @@ class Generation:
         found: list[list[TextDelta]] = [[] for _ in self._choices]
         async for delta in self.deltas():
             found[delta.index].append(delta)
-        return [TextDelta.joined(index, own) for index, own in enumerate(found)]
+        return list(map(TextDelta.joined, found))
 
     def token_counts(self) -> tuple[int, int, int]:
         """Tokens so far: of the prompts, those of them found in the prefix cache, and of the answers."""
@@ -398,34 +384,35 @@ class Generation:
 
     def _read(self, news: Sequence[News]) -> Iterator[TextDelta]:
         """The new text of each choice, in one piece, however many outputs came together. Raises: RequestFailed."""
-        of_request: dict[str, list[Output]] = {}
+        outputs: dict[str, list[Output]] = {}
         for each in news:
-            index = self._first_choice[each.request_id]
+            if isinstance(each, Beams):
+                yield from self._read_beams(each)
+                continue
+            own = outputs.setdefault(each.request_id, [])
             if isinstance(each, PromptLogprobs):
-                self._choices[index].feed_prompt(each)
-                of_request.setdefault(each.request_id, [])
-            elif isinstance(each, Beams):
-                yield from self._read_beams(index, each)
+                self._choices[self._first_choice[each.request_id]].feed_prompt(each)
             else:
-                of_request.setdefault(each.request_id, []).append(each)
-        for request_id, outputs in of_request.items():
+                own.append(each)
+        for request_id, own in outputs.items():
             index = self._first_choice[request_id]
             choice = self._choices[index]
-            if outputs:
-                choice.feed(outputs)
+            if own:
+                choice.feed(own)
             if choice.stopped:
                 self._answers.abort(request_id)
             if (delta := choice.take(index)) is not None:
                 yield delta
 
-    def _read_beams(self, first: int, message: Beams) -> Iterator[TextDelta]:
-        """The best beams are the choices from `first` on. Raises: RequestFailed if they are too few."""
-        if len(message.beams) < self._num_choices:
+    def _read_beams(self, message: Beams) -> Iterator[TextDelta]:
+        """The best beams are the choices of their prompt. Raises: RequestFailed if they are too few."""
+        best, rest = message.beams[: self._num_choices], message.beams[self._num_choices :]
+        if len(best) < self._num_choices:
             raise RequestFailed(
-                f"The beam search found {len(message.beams)} answers for n={self._num_choices}; lower n or raise max_tokens."
+                f"The beam search found {len(best)} answers for n={self._num_choices}; lower n or raise max_tokens."
             )
-        self._unreturned_tokens += sum(len(beam.token_ids) for beam in message.beams[self._num_choices :])
-        for index, beam in enumerate(message.beams[: self._num_choices], start=first):
+        self._unreturned_tokens += sum(len(beam.token_ids) for beam in rest)
+        for index, beam in enumerate(best, start=self._first_choice[message.request_id]):
             output = Output(request_id=message.request_id, token_ids=tuple(beam.token_ids), finish_reason=beam.finish_reason)
             self._choices[index].feed([output])
             delta = self._choices[index].take(index)
@@ -433,10 +420,11 @@ class Generation:
             yield delta
 
     def _end(self, outcome: str) -> None:
-        if self._outcome is None:
-            self._outcome = outcome
-            self._metrics.in_flight.discard(self)
-            self._metrics.requests.labels(outcome).inc()
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("request ended", extra={"outcome": outcome, "tokens": self.token_counts()})
-            self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        self._metrics.in_flight.discard(self)
+        self._metrics.requests.labels(outcome).inc()
+        self._metrics.request_seconds.observe(time.perf_counter() - self.arrived_s)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request ended", extra={"outcome": outcome, "tokens": self.token_counts()})

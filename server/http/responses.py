@@ -1,6 +1,5 @@
 """Response bodies: OpenAI's completions and chat completions, whole and as chunks of a stream, and those of other routes."""
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -81,6 +80,15 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class Answer(BaseModel):
+    """What all answers of generation begin with; every chunk of a stream has the same id and time."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class CompletionChoice(BaseModel):
     """One continuation of one prompt, or its new text in a chunk."""
 
@@ -90,13 +98,10 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class Completion(BaseModel):
+class Completion(Answer):
     """The answer of /v1/completions, and each chunk of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Annotated[Usage | None, _Sparse] = None
 
@@ -118,13 +123,10 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answer):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -137,7 +139,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """A choice within a chunk."""
+    """New text of one reply, in a chunk."""
 
     index: int
     delta: Delta
@@ -145,18 +147,15 @@ class ChunkChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(Answer):
     """A chunk of a streamed chat completion."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChunkChoice]
     usage: Annotated[Usage | None, _Sparse] = None
 
 
-class Model(BaseModel):
+class ModelCard(BaseModel):
     """The served model. `max_model_len`, the tokens of one request, and the `implementation` are known once it is loaded."""
 
     id: str
@@ -172,7 +171,7 @@ class ModelList(BaseModel):
     """The answer of /v1/models."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Health(BaseModel):
@@ -204,7 +203,7 @@ class DetokenizedText(BaseModel):
     prompt: str
 
 
-class Memory(BaseModel):
+class KVMemory(BaseModel):
     """The answer of /kv/reset and /kv/resize."""
 
     freed_bytes: int
@@ -215,56 +214,36 @@ class Memory(BaseModel):
 
 
 class ResponseForm(ABC):
-    """The form of one answer, whole or as chunks; every chunk of a stream has the same id and time."""
+    """The form of one answer. A stream is `opening`, a chunk for each delta, and a chunk without choices if usage is wanted."""
 
     def __init__(self, id: str, model: str, tokens: TokenTexts) -> None:
         self.id = id
         self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
         self._tokens = tokens
 
+    def opening(self, num_choices: int) -> list[TextDelta]:
+        """What is written before any generated text."""
+        return []
+
+    @abstractmethod
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> BaseModel:
+        """New text of choices."""
+
     @abstractmethod
     def whole(self, choices: Sequence[TextDelta], usage: Usage) -> BaseModel:
-        """The whole answer, with each choice as one delta, in order."""
-
-    @abstractmethod
-    def opening(self, num_choices: int) -> list[BaseModel]:
-        """The chunks before any generated text."""
-
-    @abstractmethod
-    def chunk(self, delta: TextDelta) -> BaseModel:
-        """New text of one choice."""
-
-    @abstractmethod
-    def closing(self, usage: Usage) -> BaseModel:
-        """A last chunk, without choices."""
+        """The answer, with each choice as one delta, in order."""
 
 
 class CompletionForm(ResponseForm):
-    """The form of /v1/completions. `echoes` are texts before those of the choices."""
+    """The form of /v1/completions, where a chunk looks like a whole answer."""
 
-    def __init__(self, id: str, model: str, tokens: TokenTexts, echoes: Sequence[str] = ()) -> None:
-        super().__init__(id, model, tokens)
-        self._echoes = echoes
-
-    def opening(self, num_choices: int) -> list[BaseModel]:
-        """The echoed prompts."""
-        return [self.chunk(TextDelta(index, echo, None)) for index, echo in enumerate(self._echoes)]
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> Completion:
+        """New text of choices."""
+        return Completion(**self._head, choices=[self._choice(delta) for delta in deltas], usage=usage)
 
     def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Completion:
         """Every choice, in the order of the prompts, those of one prompt side by side."""
-        if self._echoes:
-            choices = [
-                dataclasses.replace(choice, text=echo + choice.text) for echo, choice in zip(self._echoes, choices, strict=True)
-            ]
-        return Completion(**self._head, choices=[self._choice(choice) for choice in choices], usage=usage)
-
-    def chunk(self, delta: TextDelta) -> Completion:
-        """New text of one choice."""
-        return Completion(**self._head, choices=[self._choice(delta)])
-
-    def closing(self, usage: Usage) -> Completion:
-        """A last chunk, without choices."""
-        return Completion(**self._head, choices=[], usage=usage)
+        return self.chunk(choices, usage)
 
     def _choice(self, delta: TextDelta) -> CompletionChoice:
         scores = delta.all_scores()
@@ -273,76 +252,56 @@ class CompletionForm(ResponseForm):
 
     def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:
         text_of = self._tokens.text_of
+
+        def likeliest(score: Score) -> dict[str, float] | None:
+            if score.logprob is None:
+                return None
+            own = score.token_id, score.logprob
+            return {text_of(token_id): _finite(logprob) for token_id, logprob in (*score.likeliest, own)}
+
         return CompletionLogprobs(
             text_offset=[score.offset for score in scores],
             token_logprobs=[None if score.logprob is None else _finite(score.logprob) for score in scores],
             tokens=[text_of(score.token_id) for score in scores],
-            top_logprobs=[
-                None
-                if score.logprob is None
-                else {
-                    text_of(token_id): _finite(logprob)
-                    for token_id, logprob in (*score.likeliest, (score.token_id, score.logprob))
-                }
-                for score in scores
-            ],
+            top_logprobs=[likeliest(score) for score in scores],
         )
 
 
 class ChatForm(ResponseForm):
     """The form of /v1/chat/completions."""
 
+    def opening(self, num_choices: int) -> list[TextDelta]:
+        """An empty delta of each choice, which names its role."""
+        return [TextDelta(index, "", None) for index in range(num_choices)]
+
+    def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> ChatCompletionChunk:
+        """New text of choices."""
+        choices = [ChunkChoice(**self._common(delta), delta=_delta(delta)) for delta in deltas]
+        return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
+
     def whole(self, choices: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
         """Every reply."""
-        replies = [
-            ChatChoice(
-                index=choice.index,
-                message=AssistantMessage(content=choice.text),
-                logprobs=self._logprobs(choice.scores),
-                finish_reason=choice.finish_reason,
-            )
-            for choice in choices
-        ]
+        replies = [ChatChoice(**self._common(choice), message=AssistantMessage(content=choice.text)) for choice in choices]
         return ChatCompletion(**self._head, choices=replies, usage=usage)
 
-    def opening(self, num_choices: int) -> list[BaseModel]:
-        """The role of each choice."""
-        role = Delta(role="assistant", content="")
-        choices = [ChunkChoice(index=index, delta=role, finish_reason=None) for index in range(num_choices)]
-        return [ChatCompletionChunk(**self._head, choices=[choice]) for choice in choices]
+    def _common(self, delta: TextDelta) -> dict[str, Any]:
+        logprobs = None if delta.scores is None else ChatLogprobs(content=list(map(self._scored, delta.scores)))
+        return {"index": delta.index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
-    def chunk(self, delta: TextDelta) -> ChatCompletionChunk:
-        """New text of one choice."""
-        choice = ChunkChoice(
-            index=delta.index,
-            delta=Delta(content=delta.text or None),
-            logprobs=self._logprobs(delta.scores),
-            finish_reason=delta.finish_reason,
-        )
-        return ChatCompletionChunk(**self._head, choices=[choice])
+    def _scored(self, score: Score) -> TokenLogprob:
+        assert score.logprob is not None, "a chat echoes nothing"
+        likeliest = [TopLogprob(**self._named(*each)) for each in score.likeliest]
+        return TokenLogprob(**self._named(score.token_id, score.logprob), top_logprobs=likeliest)
 
-    def closing(self, usage: Usage) -> ChatCompletionChunk:
-        """A last chunk, without choices."""
-        return ChatCompletionChunk(**self._head, choices=[], usage=usage)
-
-    def _logprobs(self, scores: Sequence[Score] | None) -> ChatLogprobs | None:
-        if scores is None:
-            return None
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **self._named(score.token_id, score.logprob),
-                    top_logprobs=[TopLogprob(**self._named(*each)) for each in score.likeliest],
-                )
-                for score in scores
-            ]
-        )
-
-    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        assert logprob is not None, "a chat echoes nothing"
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokens.bytes_of(token_id)
         text = self._tokens.text_of(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
+
+
+def _delta(delta: TextDelta) -> Delta:
+    is_opening = not delta.text and delta.finish_reason is None
+    return Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
 
 
 def _finite(logprob: float) -> float:

@@ -5,24 +5,26 @@ Parameters that never change an answer here are taken and have no effect (`metad
 Types and OpenAI's limits are checked here; what a parameter may be is checked by SamplingParams.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from vmmkv.server.sampling_params import (
-    MAX_BIAS,
-    MAX_CHOICES,
-    MAX_INDEX,
-    MAX_LENGTH_PENALTY,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    InvalidParam,
-    SamplingParams,
-)
+from vmmkv.server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_INDEX, Interval, InvalidParam, SamplingParams
 from vmmkv.server.structured_output.schema import (
     MAX_SOURCE_CHARS,
     Grammar,
@@ -206,11 +208,7 @@ TemplateVariables = Annotated[
 ]
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_INDEX)]
-Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
-RepetitionPenalty = Annotated[float, Field(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)]
-LengthPenalty = Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
     BeforeValidator(_as_stops),
@@ -253,25 +251,25 @@ class ResponseFormat(WireRequest):
     @classmethod
     def _is_an_object(cls, data: Any) -> Any:
         if not isinstance(data, dict):
-            raise refusal(
-                "", 'it must be an object whose type is "text", "json_object" or "json_schema", as in {"type": "json_object"}'
-            )
+            types = '"text", "json_object" or "json_schema", as in {"type": "json_object"}'
+            raise refusal("", f"it must be an object whose type is {types}")
         return data
 
     @model_validator(mode="after")
     def _schema_goes_with_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
-        try:
-            self.grammar()
-        except GrammarRefused as error:
-            raise refusal("json_schema.schema", str(error)) from error
+        _ = self.grammar
         return self
 
+    @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the answer; None for plain text. Raises: GrammarRefused."""
-        if self.json_schema is not None:
-            return of_schema(self.json_schema.schema_)
+        """The grammar of the answer; None for plain text."""
+        try:
+            if self.json_schema is not None:
+                return of_schema(self.json_schema.schema_)
+        except GrammarRefused as error:
+            raise refusal("json_schema.schema", str(error)) from error
         return of_object() if self.type == "json_object" else None
 
 
@@ -289,23 +287,23 @@ class StructuredOutputs(WireRequest):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(self.model_fields_set) != 1 or self.param == "":
+        if len(self.model_fields_set) != 1 or not self.param:
             raise refusal("", "it must have exactly one of json, regex, choice and grammar")
-        try:
-            self.grammar()
-        except GrammarRefused as error:
-            raise refusal(self.param, str(error)) from error
+        _ = self.grammar
         return self
 
     @property
     def param(self) -> str:
         """The name of the one that is given."""
-        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar_}
-        return next((name for name, value in values.items() if value is not None), "")
+        return next(iter(self.model_dump(by_alias=True, exclude_none=True)), "")
 
+    @functools.cached_property
     def grammar(self) -> Grammar:
-        """The grammar of the answer. Raises: GrammarRefused."""
-        return of_structured_outputs(self.model_dump(by_alias=True, exclude_none=True))
+        """The grammar of the answer."""
+        try:
+            return of_structured_outputs(self.model_dump(by_alias=True, exclude_none=True))
+        except GrammarRefused as error:
+            raise refusal(self.param, str(error)) from error
 
 
 # Generation.
@@ -321,40 +319,51 @@ class StreamOptions(WireRequest):
     """vLLM's: every chunk counts tokens so far."""
 
 
-_SAMPLING: Final = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "length_penalty",
-)  # fmt: skip
-"""Fields that mean the same in SamplingParams, where None asks for the default."""
+_STATED_OTHERWISE: Final = frozenset(["max_tokens", "logprobs", "prompt_logprobs", "beam_width", "structured_outputs"])
+"""Sampling parameters that follow from other fields of a request, see `GenerationRequest.params`."""
+_OF_OTHER_FORM: Final = frozenset(["n", "stop", "stop_token_ids", "logit_bias"])
+"""Sampling parameters that have another form in JSON, or closer limits."""
+_NEVER_NULL: Final = frozenset(["ignore_eos", "length_penalty"])
+_OPENAI_MOST: Final = {"temperature": 2.0}
 
 
-class GenerationRequest(WireRequest):
-    """Fields that completions and chat completions share. Null means the default."""
+def _wire_field(param: "dataclasses.Field[Any]") -> Any:
+    """The type and the default of a sampling parameter over HTTP."""
+    interval: Interval | None = param.metadata.get("interval")
+    if interval is None:
+        form: Any = param.type
+    elif interval.kind is int:
+        form = Annotated[int, Field(ge=interval.least, lt=interval.end)]
+    else:
+        gt, ge = (interval.least, None) if interval.is_open else (None, interval.least)
+        form = Annotated[float, Field(gt=gt, ge=ge, le=_OPENAI_MOST.get(param.name, interval.end), allow_inf_nan=False)]
+    return (form, param.default) if param.name in _NEVER_NULL else (form | None, None)
+
+
+if TYPE_CHECKING:
+    _SamplingFields = WireRequest  # its fields are read as `GenerationRequest.params`
+else:
+    _derived = (one for one in dataclasses.fields(SamplingParams) if one.name not in _STATED_OTHERWISE | _OF_OTHER_FORM)
+    _SamplingFields = create_model("_SamplingFields", __base__=WireRequest, **{one.name: _wire_field(one) for one in _derived})
+
+
+class GenerationRequest(_SamplingFields):
+    """What completions and chat completions share: the fields of SamplingParams, and those below. Null means the default."""
 
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
     """Choices for each prompt: sampled with consecutive seeds, or the best of a beam search."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_as_biases)] | None = None
     """Added to the logits of these tokens; 100 or -100 as good as forces or forbids one."""
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     response_format: ResponseFormat | None = None
     """JSON, of a schema or any object. OpenAI has it for chats alone, vLLM for completions too."""
 
     # vLLM's additions.
-    top_k: Annotated[int, Field(ge=-1, lt=MAX_INDEX)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
-    min_tokens: Annotated[int, Field(ge=0, lt=MAX_INDEX)] | None = None
     priority: Annotated[int, Field(ge=-MAX_INDEX, lt=MAX_INDEX)] = 0
     """Lower ones run first."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
@@ -363,7 +372,6 @@ class GenerationRequest(WireRequest):
     """Search for the likeliest answers instead of sampling. Stop strings cut the texts that the search found."""
     beam_width: Annotated[int, Field(ge=1)] | None = None
     """Beams of the search; `n` by default."""
-    length_penalty: LengthPenalty = 1.0
     structured_outputs: StructuredOutputs | None = None
     """A JSON schema, a regular expression, choices or a grammar that the answer follows."""
 
@@ -387,62 +395,56 @@ class GenerationRequest(WireRequest):
         return data
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
+    def _parts_agree(self) -> Self:
+        self._check()
+        _ = self.params
+        return self
+
+    def _check(self) -> None:
+        """Raises: PydanticCustomError naming a parameter that does not go with the others."""
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only for stream=true")
         if self.includes_usage_so_far and not self.include_usage:
             raise refusal("stream_options", "continuous_usage_stats is only for include_usage=true")
-        return self
-
-    @model_validator(mode="after")
-    def _beams_are_a_search(self) -> Self:
-        for name, is_set in (("beam_width", self.beam_width is not None), ("length_penalty", self.length_penalty != 1.0)):
-            if is_set and not self.use_beam_search:
-                raise refusal(name, f"{name} is only for use_beam_search=true")
-        if self.use_beam_search and self.stream:
-            raise refusal("stream", "a beam search knows its answer at its end only: leave stream out")
-        return self
-
-    @model_validator(mode="after")
-    def _one_grammar(self) -> Self:
-        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
-            raise refusal("response_format", "response_format and structured_outputs both say what the answer is: send one")
+        if self.use_beam_search:
+            if self.stream:
+                raise refusal("stream", "a beam search knows its answer at its end only: leave stream out")
+        elif self.beam_width is not None:
+            raise refusal("beam_width", "beam_width is only for use_beam_search=true")
+        elif self._given("length_penalty") != 1.0:
+            raise refusal("length_penalty", "length_penalty is only for use_beam_search=true")
         param, grammar = self.grammar
+        if grammar is not None and param == "response_format" and self.structured_outputs is not None:
+            raise refusal(param, "response_format and structured_outputs both say what the answer is: send one")
         for name in ("use_beam_search", "ignore_eos", "min_tokens"):
-            if grammar is not None and getattr(self, name):
+            if grammar is not None and self._given(name):
                 raise refusal(
                     name,
                     f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out, or {param}",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _choices_are_not_too_many(self) -> Self:
-        param, each = ("n", self.num_choices) if self.beam_width is None else ("beam_width", self.beam_width)
-        num_sequences = each * self.num_prompts
-        if num_sequences > MAX_CHOICES:
+        param, each = ("n", self.n or 1) if self.beam_width is None else ("beam_width", self.beam_width)
+        if each * self.num_prompts > MAX_CHOICES:
             prompts = f" for each of {self.num_prompts} prompts" if self.num_prompts > 1 else ""
             raise refusal(
                 param,
-                f"{param}={each}{prompts} makes {num_sequences} sequences, and a request may have {MAX_CHOICES}: "
+                f"{param}={each}{prompts} makes {each * self.num_prompts} sequences, and a request may have {MAX_CHOICES}: "
                 f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _sampling_params_can_be(self) -> Self:
-        self.sampling_params(MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens)
-        return self
+    def _given(self, name: str) -> Any:
+        return getattr(self, name)
 
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """The parameters of each of its choices, or of its beam search. Raises: PydanticCustomError naming the parameter."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+    @functools.cached_property
+    def params(self) -> SamplingParams:
+        """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
+        names = {each.name for each in dataclasses.fields(SamplingParams)} - _STATED_OTHERWISE
+        given = {name: value for name in names if (value := self._given(name)) is not None}
+        given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
+        given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
         if self.use_beam_search:
-            given |= {"beam_width": self.beam_width or self.num_choices, "temperature": self.temperature or 0.0}
+            given |= {"beam_width": self.beam_width or self.n or 1, "temperature": given.get("temperature", 0.0)}
         try:
-            return SamplingParams(
-                max_tokens=max_tokens, logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs, **given
-            )
+            return SamplingParams(**given)
         except InvalidParam as error:
             param = "n" if error.param == "beam_width" and self.beam_width is None else error.param
             raise refusal(param.replace("prompt_logprobs", "logprobs"), f"it {error.reason}") from error
@@ -450,11 +452,11 @@ class GenerationRequest(WireRequest):
     @property
     def grammar(self) -> tuple[str, Grammar | None]:
         """The grammar of the answer, after the name of the parameter that has it; "" and None for none."""
-        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
-            return "response_format", grammar
-        if self.structured_outputs is None:
-            return "", None
-        return f"structured_outputs.{self.structured_outputs.param}", self.structured_outputs.grammar()
+        if self.response_format is not None and self.response_format.grammar is not None:
+            return "response_format", self.response_format.grammar
+        if self.structured_outputs is not None:
+            return f"structured_outputs.{self.structured_outputs.param}", self.structured_outputs.grammar
+        return "", None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -466,25 +468,9 @@ class GenerationRequest(WireRequest):
         """Prompts to continue."""
         return 1
 
-    @property
-    def num_choices(self) -> int:
-        """Choices for each prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the engine, for all prompts."""
-        return self.num_prompts * (self.beam_width or self.num_choices)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """None for no log-probabilities; else how many of the likeliest tokens are listed beside each chosen one."""
-        return None
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
-        return None
+    def _num_logprobs(self) -> tuple[int | None, int | None]:
+        """`logprobs` and `prompt_logprobs` of SamplingParams."""
+        return None, None
 
     @property
     def include_usage(self) -> bool:
@@ -497,14 +483,14 @@ class GenerationRequest(WireRequest):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-_DECODING: Final[Unserved] = {"skip_special_tokens": (True,), "include_stop_str_in_output": (False,)}
-"""vLLM's, as it is here."""
+_NEUTRAL: Final[Unserved] = {"skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "store": (False,)}
+"""Of completions and chat completions alike."""
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
-    unserved: ClassVar[Unserved] = {"suffix": ("",), "best_of": (1,), **_DECODING}
+    unserved: ClassVar[Unserved] = {"suffix": ("",), "best_of": (1,), **_NEUTRAL}
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
@@ -513,32 +499,21 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     """Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."""
 
-    @model_validator(mode="after")
-    def _something_is_asked_for(self) -> Self:
-        if self.max_tokens == 0 and self.grammar[0]:
-            raise refusal("max_tokens", f"max_tokens=0 leaves nothing that {self.grammar[0]} could be followed by: raise it")
-        return self
-
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """As for any request."""
-        if max_tokens == 0 and self.num_prompt_logprobs is None:
-            raise refusal("max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise")
-        return super().sampling_params(max_tokens)
+    def _check(self) -> None:
+        super()._check()
+        if self.max_tokens == 0:
+            if not self.echo or self.logprobs is None:
+                raise refusal("max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise")
+            if param := self.grammar[0]:
+                raise refusal("max_tokens", f"max_tokens=0 leaves nothing that {param} could be followed by: raise it")
 
     @property
     def num_prompts(self) -> int:
         """Prompts to continue."""
         return len(self.prompt)
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """As asked for."""
-        return self.logprobs
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """As of the answer, if the prompt is part of it."""
-        return self.logprobs if self.echo else None
+    def _num_logprobs(self) -> tuple[int | None, int | None]:
+        return self.logprobs, self.logprobs if self.echo else None
 
 
 class ChatMessage(WireRequest):
@@ -572,10 +547,9 @@ class ChatRequest(GenerationRequest):
         "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": (),
-        "store": (False,),
         "web_search_options": (),
         "chat_template": (),
-        **_DECODING,
+        **_NEUTRAL,
     }
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template_kwargs: TemplateVariables | None = None
@@ -596,23 +570,20 @@ class ChatRequest(GenerationRequest):
             return {name: value for name, value in data.items() if name not in unused}
         return data
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise refusal("max_tokens", "max_tokens and max_completion_tokens mean the same: send one")
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only for logprobs=true")
-        return self
 
     @property
     def wanted_tokens(self) -> int | None:
         """By either of its names."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """As asked for."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def _num_logprobs(self) -> tuple[int | None, int | None]:
+        return (self.top_logprobs or 0) if self.logprobs else None, None
 
 
 # Other routes.

@@ -145,6 +145,12 @@ def test_what_only_a_request_over_http_has_is_known() -> None:
     assert over_http - {one.name for one in dataclasses.fields(SamplingParams)} == ELSEWHERE.keys()
 
 
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest])
+def test_every_parameter_is_a_field_of_both_requests_over_http(body: type[ChatRequest] | type[CompletionRequest]) -> None:
+    own = {one.name for one in dataclasses.fields(SamplingParams)}
+    assert own - body.model_fields.keys() == {"prompt_logprobs"}, "which follows from echo"
+
+
 def test_it_has_a_signature_and_can_be_copied() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == [one.name for one in dataclasses.fields(SamplingParams)]
     params = SamplingParams(stop=["a"], n=2)
