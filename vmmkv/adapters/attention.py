@@ -9,18 +9,18 @@ The views are `cache.k(layer)` and `cache.v(layer)`. `slots_B` are the sequences
 rows, which are written before. In `prefill` sequence b has the queries [query_starts[b], query_starts[b + 1]), the last of its
 tokens. All three are int32 on the device. The result has the queries' shape and dtype.
 
-| function | guard_tokens of the cache | reads lengths on the host, so that no graph can capture it |
+| function | guard_tokens of the cache | waits for the device, so that no graph can capture it |
 |---|---|---|
-| sdpa_*, flex_* | 0: what they are given ends with the sequence | yes |
+| sdpa_*, flex_*, flashinfer_* | 0: each call is given the rows of one sequence | yes: reads lengths and slots |
 | flash_2_decode | 0: it loads under a predicate | no |
-| flash_2_prefill | 0 | yes |
+| flash_2_prefill | 0 | yes: reads the starts |
 | flash_3_* | flash_3_guard_tokens(head_dim, dtype): it loads whole tiles by TMA | no |
-| flashinfer_* | 0: what it is given ends with the sequence, and it loads under a predicate | yes |
 
 FlashAttention-3 multiplies the guard's rows by zero, so they must be finite. They are, since vmmkv zeroes pages before first
 use, unless a model wrote NaN there before the sequence was truncated.
 
-A library is imported on the first call of its function, and so are the parts of torch that import its compiler.
+A library is imported on the first call of its function, and so are the parts of torch that import its compiler. A library that
+is not installed raises LibraryMissing.
 
 Legend: B sequences, N queries, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
@@ -70,11 +70,8 @@ def flash_3_guard_tokens(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def sdpa_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
-    """torch SDPA, a call for each sequence. Cost: waits for the device, to read lengths and slots."""
-    out_BHD = torch.empty_like(q_BHD)
-    for b, (length, slot) in enumerate(zip(lengths_B.tolist(), slots_B.tolist(), strict=True)):
-        out_BHD[b] = _sdpa(q_BHD[b : b + 1, None], k_STKD[slot : slot + 1, :length], v_STKD[slot : slot + 1, :length])[0, 0]
-    return out_BHD
+    """torch SDPA, a call for each sequence."""
+    return sdpa_prefill(q_BHD, k_STKD, v_STKD, _singles(q_BHD), lengths_B, slots_B)
 
 
 def sdpa_decode_grouped(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
@@ -92,28 +89,28 @@ def sdpa_decode_grouped(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B
 def sdpa_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """torch SDPA, a call for each sequence. Cost: waits for the device, to read starts, lengths and slots."""
-    from torch.nn.attention.bias import causal_lower_right
+    """torch SDPA, a call for each sequence."""
 
-    out_NHD = torch.zeros_like(q_NHD)
-    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
-        count = queries.stop - queries.start
-        bias = causal_lower_right(count, length) if count > 1 else None
-        rows = slice(slot, slot + 1), slice(length)
-        out_NHD[queries] = _sdpa(q_NHD[None, queries], k_STKD[rows], v_STKD[rows], bias)[0]
-    return out_NHD
+    def attend(q_1NHD: Tensor, k_1TKD: Tensor, v_1TKD: Tensor) -> Tensor:
+        bias, (count, length) = None, (q_1NHD.shape[1], k_1TKD.shape[1])
+        if count > 1:
+            from torch.nn.attention.bias import causal_lower_right
+
+            bias = causal_lower_right(count, length)
+        return _sdpa(q_1NHD, k_1TKD, v_1TKD, bias)
+
+    return _by_sequence(attend, q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)
 
 
 def flex_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
-    """torch FlexAttention, a call for each sequence. Cost: as `sdpa_decode`; compiled when it is first called on a GPU."""
-    starts = torch.arange(len(q_BHD) + 1)
-    return flex_prefill(q_BHD, k_STKD, v_STKD, starts, lengths_B, slots_B)
+    """torch FlexAttention, a call for each sequence; else as `flex_prefill`."""
+    return flex_prefill(q_BHD, k_STKD, v_STKD, _singles(q_BHD), lengths_B, slots_B)
 
 
 def flex_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """torch FlexAttention, a call for each sequence. Cost: as `sdpa_prefill`; compiled when it is first called on a GPU.
+    """torch FlexAttention, a call for each sequence; compiled when it is first called on a GPU.
 
     One call for the whole batch, by a block mask over the flattened slots, would load whole blocks of rows past each length.
 
@@ -122,23 +119,26 @@ def flex_prefill(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    attend, device = _flex(q_NHD.device.type), q_NHD.device
-    out_NHD = torch.zeros_like(q_NHD)
-    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
-        if device.type == "cuda" and length * (stride := max(k_STKD.stride(1), v_STKD.stride(1))) >= _INT32_END:
+    device = q_NHD.device
+    flex = _flex(device.type)
+
+    def attend(q_1NHD: Tensor, k_1TKD: Tensor, v_1TKD: Tensor) -> Tensor:
+        count, length = q_1NHD.shape[1], k_1TKD.shape[1]
+        if device.type == "cuda" and length * (stride := max(k_1TKD.stride(1), v_1TKD.stride(1))) >= _INT32_END:
             raise ValueError(
                 f"{length} rows {stride} elements apart reach past 2**31 elements, where torch's flex_attention is wrong on a "
                 f"GPU; sdpa_decode and sdpa_prefill take them, and so do vmmkv's own kernels"
             )
-        count = queries.stop - queries.start
         mask = None
         if count > 1:
             before = torch.tensor(length - count, device=device)  # a tensor, so that another number is no other kernel
-            mask = create_block_mask(_seen_from(before), None, None, count, length, device=device)
-        q_1HND = q_NHD[None, queries].transpose(1, 2)
-        rows = (view[slot : slot + 1, :length].transpose(1, 2) for view in (k_STKD, v_STKD))
-        out_NHD[queries] = attend(q_1HND, *rows, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
-    return out_NHD
+            mask = create_block_mask(
+                lambda batch, head, i_query, i_row: i_row <= i_query + before, None, None, count, length, device=device
+            )
+        qkv = (each.transpose(1, 2) for each in (q_1NHD, k_1TKD, v_1TKD))
+        return flex(*qkv, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return _by_sequence(attend, q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)
 
 
 # FlashAttention
@@ -149,55 +149,41 @@ def flash_2_decode(
 ) -> Tensor:
     """FlashAttention-2's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`.
 
-    `max_length`: no sequence is longer. The kernel splits its work by this bound, the whole slot by default. Cost: no
-    synchronisation; safe under graph capture, if `max_length` stays true. Raises: LibraryMissing.
+    `max_length`: no sequence is longer. The kernel splits its work by this bound, the whole slot by default. Safe under graph
+    capture, if `max_length` stays true.
     """
-    return _decode_in_slots("flash_attn", q_BHD, k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)
+    attend = _library("flash_attn", "flash_attn_with_kvcache")
+    return _in_slots(attend, q_BHD[:, None], k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)[:, 0]
 
 
 def flash_2_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin.
-
-    Cost: waits for the device, to read the starts. Raises: LibraryMissing.
-    """
+    """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin."""
     attend = _library("flash_attn", "flash_attn_with_kvcache")
     out_NHD = torch.zeros_like(q_NHD)
     for b, (start, end) in enumerate(itertools.pairwise(query_starts.tolist())):
         if end > start:
-            where = {"cache_seqlens": lengths_B[b : b + 1], "cache_batch_idx": slots_B[b : b + 1]}
-            out_NHD[start:end] = attend(q_NHD[None, start:end], k_STKD, v_STKD, **where, causal=True)[0]
+            where = lengths_B[b : b + 1], slots_B[b : b + 1]
+            out_NHD[start:end] = _in_slots(attend, q_NHD[None, start:end], k_STKD, v_STKD, *where)[0]
     return out_NHD
 
 
 def flash_3_decode(
     q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor, *, max_length: int | None = None
 ) -> Tensor:
-    """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`; else as `flash_2_decode`.
-
-    Guard: `flash_3_guard_tokens`.
-    """
-    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
-    return _decode_in_slots("flash_attn_interface", q_BHD, *views, lengths_B, slots_B)
+    """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`; else as `flash_2_decode`."""
+    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
+    return _in_slots(attend, q_BHD[:, None], k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)[:, 0]
 
 
 def flash_3_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """The same, with packed queries. Guard: `flash_3_guard_tokens`. Cost: no synchronisation. Raises: LibraryMissing."""
+    """The same, with packed queries."""
     attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
-    out_NHD: Tensor = attend(
-        q_NHD,
-        k_STKD,
-        v_STKD,
-        cache_seqlens=lengths_B,
-        cache_batch_idx=slots_B,
-        cu_seqlens_q=query_starts,
-        max_seqlen_q=len(q_NHD),
-        causal=True,
-    )
-    return out_NHD
+    packed = {"cu_seqlens_q": query_starts, "max_seqlen_q": len(q_NHD)}
+    return _in_slots(attend, q_NHD, k_STKD, v_STKD, lengths_B, slots_B, **packed)
 
 
 def flash_3_varlen(
@@ -205,8 +191,7 @@ def flash_3_varlen(
 ) -> Tensor:
     """FlashAttention-3's `flash_attn_varlen_func` over the flattened slots: a sequence begins at row `slot * T`.
 
-    Guard: `flash_3_guard_tokens`. Cost: no synchronisation, a few small launches. Raises: LibraryMissing; ValueError for views
-    that are not of whole slots, or of 2**31 rows.
+    Cost: a few small launches more. Raises: ValueError for views that are not of whole slots, or of 2**31 rows.
     """
     attend = _library("flash_attn_interface", "flash_attn_varlen_func")
     num_slots, slot_tokens = k_STKD.shape[:2]
@@ -219,17 +204,8 @@ def flash_3_varlen(
         raise ValueError("the views are to be of whole slots, as cache.k(layer) gives them: cut, they cannot be flattened")
     # A sequence ends by its length alone; the last entry belongs to none.
     starts = torch.nn.functional.pad(slots_B * slot_tokens, (0, 1))
-    out_NHD: Tensor = attend(
-        q_NHD,
-        k_STKD.flatten(0, 1),
-        v_STKD.flatten(0, 1),
-        query_starts,
-        starts,
-        len(q_NHD),
-        slot_tokens,
-        seqused_k=lengths_B,
-        causal=True,
-    )
+    rows = k_STKD.flatten(0, 1), v_STKD.flatten(0, 1)
+    out_NHD: Tensor = attend(q_NHD, *rows, query_starts, starts, len(q_NHD), slot_tokens, seqused_k=lengths_B, causal=True)
     return out_NHD
 
 
@@ -238,31 +214,22 @@ def flash_3_varlen(
 
 def flashinfer_decode(q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
     """FlashInfer, a call for each sequence: its batched functions want a table of blocks. Else as `flashinfer_prefill`."""
-    return flashinfer_prefill(q_BHD, k_STKD, v_STKD, torch.arange(len(q_BHD) + 1), lengths_B, slots_B)
+    return flashinfer_prefill(q_BHD, k_STKD, v_STKD, _singles(q_BHD), lengths_B, slots_B)
 
 
 def flashinfer_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
-    """FlashInfer's `single_prefill_with_kv_cache`, a call for each sequence; it takes K and V strided, its decode does not.
+    """FlashInfer's `single_prefill_with_kv_cache`, a call for each sequence; it takes K and V strided, its decode does not."""
+    single_prefill = _library("flashinfer", "single_prefill_with_kv_cache")
 
-    Cost: waits for the device, to read starts, lengths and slots. Raises: LibraryMissing.
-    """
-    attend = _library("flashinfer", "single_prefill_with_kv_cache")
-    out_NHD = torch.zeros_like(q_NHD)
-    for queries, length, slot in _sequences(query_starts, lengths_B, slots_B):
-        rows = k_STKD[slot, :length], v_STKD[slot, :length]
-        out_NHD[queries] = attend(q_NHD[queries], *rows, causal=True, kv_layout="NHD", backend="fa2")
-    return out_NHD
+    def attend(*qkv: Tensor) -> Any:
+        return single_prefill(*(each[0] for each in qkv), causal=True, kv_layout="NHD", backend="fa2")[None]
+
+    return _by_sequence(attend, q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)
 
 
 # within
-
-
-def _decode_in_slots(module: str, q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Tensor:
-    attend = _library(module, "flash_attn_with_kvcache")
-    out_B1HD: Tensor = attend(q_BHD[:, None], k_STKD, v_STKD, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True)
-    return out_B1HD[:, 0]
 
 
 def _library(module: str, function: str) -> Callable[..., Any]:
@@ -278,6 +245,12 @@ def _library(module: str, function: str) -> Callable[..., Any]:
     return found
 
 
+def _in_slots(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, slots: Tensor, **packed: Any
+) -> Tensor:
+    return attend(q, k, v, cache_seqlens=lengths, cache_batch_idx=slots, causal=True, **packed)
+
+
 def _sdpa(q_BNHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bias: Tensor | None = None) -> Tensor:
     q_BHND, k_BKTD, v_BKTD = (tensor.transpose(1, 2) for tensor in (q_BNHD, k_BTKD, v_BTKD))
     return scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=bias, enable_gqa=True).transpose(1, 2)
@@ -285,24 +258,35 @@ def _sdpa(q_BNHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bias: Tensor | None = 
 
 @functools.cache
 def _flex(device_type: str) -> Callable[..., Tensor]:
-    """Compiled where it must be: on a CPU it runs as it is, without a compiler, and that is what is tested."""
+    """Compiled on a GPU alone: on a CPU it runs without a compiler, and that is what is tested."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attend: Callable[..., Tensor] = flex_attention
     return attend if device_type == "cpu" else torch.compile(attend, dynamic=True)
 
 
-def _seen_from(before: Tensor) -> Callable[..., Tensor]:
-    """Causal, for queries that have so many tokens before them."""
-    return lambda batch, head, i_query, i_row: i_row <= i_query + before
+def _singles(q_BHD: Tensor) -> Tensor:
+    """The `query_starts` of one query for each sequence, on the host."""
+    return torch.arange(len(q_BHD) + 1)
 
 
-def _sequences(query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor) -> Iterator[tuple[slice, int, int]]:
-    """Queries, length and slot of each sequence that has any query."""
+def _by_sequence(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_NHD: Tensor,
+    k_STKD: Tensor,
+    v_STKD: Tensor,
+    query_starts: Tensor,
+    lengths_B: Tensor,
+    slots_B: Tensor,
+) -> Tensor:
+    """`attend` called for each sequence that has any query, with its queries [1, N, H, D] and its rows [1, T, K, D]."""
+    out_NHD = torch.zeros_like(q_NHD)
     spans = itertools.pairwise(query_starts.tolist())
     for (start, end), length, slot in zip(spans, lengths_B.tolist(), slots_B.tolist(), strict=True):
         if end > start:
-            yield slice(start, end), length, slot
+            rows = slice(slot, slot + 1), slice(length)
+            out_NHD[start:end] = attend(q_NHD[None, start:end], k_STKD[rows], v_STKD[rows])[0]
+    return out_NHD
 
 
 def _runs(lengths: list[int], slots: list[int]) -> Iterator[tuple[int, int, list[int]]]:
