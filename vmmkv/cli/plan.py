@@ -2,20 +2,17 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vmmkv.layout import KV_KINDS, KV_SCALES, KVType
+from vmmkv.layout import KV_KINDS, KV_SCALES, KVLayout, KVType
 from vmmkv.units import PAGE_BYTES, counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from vmmkv.layout import KVLayout
 
 SUMMARY = "print how many tokens and sequences fit in some memory, and what is wasted"
 
@@ -37,31 +34,16 @@ _SHAPES = {  # layers, attention heads, KV heads, elements of a head, positions
 }
 _FIELDS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 KNOWN_CONFIGS = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
-"""Of models that are known by name, for `vmmkv fetch` or the benchmarks, what a plan must know; none has to be here."""
+"""What a plan must know of the models of `vmmkv fetch` and the benchmarks, by name; none has to be on this machine."""
 
 DEFAULT_LENGTHS = "1024,4096,32768"
 
-DTYPE_NAMES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float16": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
-"""What they are otherwise kept in, as configurations name it and as people do."""
+_ANY_LENGTH = 2**31 - 1
+"""What KVLayout.tokens_in gives if all layers have windows."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """What is planned for, as it was given: a model, or its numbers."""
-
-    model: str | None
-    """A directory or a file, or else a name of KNOWN_CONFIGS."""
-    layers: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    window: int | None
+_SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+DTYPE_NAMES = {name: dtype for dtype, short in _SHORT_NAMES.items() for name in (dtype, short)}
+"""The torch types of K and V that are not quantised, by their names and short names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +128,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> int:
     """Print the plan on stdout."""
-    geometry = Geometry(model=model, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=window)
-    config = _read_config(geometry)
+    _check_one_is_given(model, {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "window": window})
+    config = {} if model is None else _read_config(model)
     dtype = _kv_dtype(kv_dtype, kv_scale, config)
     planned = _parse_lengths(lengths)
     model_tokens = config.get("max_position_embeddings") or None
     plan = make_plan(
-        layout=_layout(geometry, config, dtype),
+        layout=_uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype),
         dtype=dtype,
         memory_bytes=parse_bytes(memory),
         max_tokens=(model_tokens or max(planned)) if max_tokens is None else max_tokens,
@@ -166,7 +148,7 @@ def run(
 
 def make_plan(
     *,
-    layout: "KVLayout",
+    layout: KVLayout,
     dtype: "torch.dtype | KVType",
     memory_bytes: int,
     max_tokens: int,
@@ -192,11 +174,9 @@ def make_plan(
             f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
             f"{format_bytes(num_groups * PAGE_BYTES)}, with its unit"
         )
-    # Where all layers have windows, tokens_in is the most that a length can be.
-    longest = None if (fitting := layout.tokens_in(memory_pages, guard_tokens)) == 2**31 - 1 else fitting
-    limit = math.inf if model_tokens is None else model_tokens
-    beyond = tuple(num_tokens for num_tokens in lengths if num_tokens > limit)
-    planned = tuple(dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in lengths))
+    limit = model_tokens or _ANY_LENGTH
+    longest = min(layout.tokens_in(memory_pages, guard_tokens), limit)
+    planned = dict.fromkeys(min(num_tokens, limit) for num_tokens in lengths)
     return Plan(
         kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
@@ -209,13 +189,13 @@ def make_plan(
         guard_tokens=guard_tokens,
         max_tokens=max_tokens,
         model_tokens=model_tokens,
-        longest_sequence_tokens=min((most for most in (longest, model_tokens) if most is not None), default=None),
+        longest_sequence_tokens=None if longest == _ANY_LENGTH else longest,
         lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
-        lengths_beyond_model=beyond,
+        lengths_beyond_model=tuple(num_tokens for num_tokens in lengths if num_tokens > limit),
     )
 
 
-def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_tokens: int, max_tokens: int) -> LengthPlan:
+def _plan_length(layout: KVLayout, num_tokens: int, memory_pages: int, guard_tokens: int, max_tokens: int) -> LengthPlan:
     num_pages = layout.pages_for(num_tokens, guard_tokens)
     token_bytes = layout.token_bytes(num_tokens)
     used_bytes = token_bytes + guard_tokens * layout.row_bytes
@@ -235,8 +215,9 @@ def _plan_length(layout: "KVLayout", num_tokens: int, memory_pages: int, guard_t
 
 def format_plan(plan: Plan) -> str:
     """The plan as text: what a token takes, then a row for each length."""
-    longest = "any length" if plan.longest_sequence_tokens is None else counted(plan.longest_sequence_tokens, "token", ",")
-    if plan.longest_sequence_tokens is not None and plan.longest_sequence_tokens == plan.model_tokens:
+    tokens = plan.longest_sequence_tokens
+    longest = "any length" if tokens is None else counted(tokens, "token", ",")
+    if tokens is not None and tokens == plan.model_tokens:
         longest += ", the most that the model can have"
     scaled = "" if plan.kv_scale is None else f", scales by {plan.kv_scale}"
     groups = "one group" if plan.groups == 1 else f"{plan.groups} groups"
@@ -270,23 +251,24 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _read_config(geometry: Geometry) -> Mapping[str, Any]:
-    """The model's configuration; empty if the geometry is given by options."""
-    options = {f"--{name.replace('_', '-')}": getattr(geometry, name) for name in ("layers", "kv_heads", "head_dim", "window")}
-    if geometry.model is None:
-        missing = [name for name, value in options.items() if value is None and name != "--window"]
+def _check_one_is_given(model: str | None, numbers: Mapping[str, int | None]) -> None:
+    """Is it a model or its numbers, and all of these but the window?"""
+    if model is None:
+        missing = [f"--{name}" for name, value in numbers.items() if value is None and name != "window"]
         if missing:
             raise ValueError(
                 f"{', '.join(missing)} missing; give --model NAME or DIR, or all of --layers, --kv-heads and --head-dim"
             )
-        return {}
-    given = [name for name, value in options.items() if value is not None]
-    if given:
+    elif given := [f"--{name}" for name, value in numbers.items() if value is not None]:
         raise ValueError(
             f"--model and {', '.join(given)} were both given; the model's config.json says the same: leave one out"
         )
-    given_path = Path(geometry.model).expanduser()
-    if not given_path.exists() and (known := KNOWN_CONFIGS.get(geometry.model.lower())):
+
+
+def _read_config(model: str) -> Mapping[str, Any]:
+    """The configuration of a directory or a file, or else of a name of KNOWN_CONFIGS."""
+    given_path = Path(model).expanduser()
+    if not given_path.exists() and (known := KNOWN_CONFIGS.get(model.lower())):
         return known
     path = given_path / "config.json" if given_path.is_dir() else given_path
     try:
@@ -333,15 +315,12 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**read.to_dict(), **usual}
 
 
-def _layout(geometry: Geometry, config: Mapping[str, Any], dtype: "torch.dtype | KVType") -> "KVLayout":
-    from vmmkv.layout import KVLayout
-
-    if geometry.model is not None:
-        return KVLayout.from_config(config, dtype)
-    layers, kv_heads, head_dim = geometry.layers, geometry.kv_heads, geometry.head_dim
-    assert layers is not None and kv_heads is not None and head_dim is not None, "`_read_config` has refused that"
-    everything = KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    return KVLayout(groups=tuple(dataclasses.replace(group, window=geometry.window) for group in everything.groups))
+def _uniform(
+    layers: int | None, kv_heads: int | None, head_dim: int | None, window: int | None, dtype: "torch.dtype | KVType"
+) -> KVLayout:
+    assert layers is not None and kv_heads is not None and head_dim is not None, "the numbers have been checked"
+    (group,) = KVLayout.uniform(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype).groups
+    return KVLayout(groups=(dataclasses.replace(group, window=window),))
 
 
 def _kv_dtype(name: str, scale: str | None, config: Mapping[str, Any]) -> "torch.dtype | KVType":
