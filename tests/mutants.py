@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         "a parked source's fence not renewed after a copy",
         "prefix/attach.py",
-        "cache.parked_slots[plan.resident].fence = memory.fence()",
+        "cache.parked_slots[hit.resident].fence = memory.fence()",
         "memory.fence()",
         (ORDER,),
     ),

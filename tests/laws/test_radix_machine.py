@@ -223,7 +223,7 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(pick=picks, slot=st.integers(0, 3))
     def reside(self, pick, slot):
         path, node = self.pick(pick)
-        node.residents.add(slot)
+        node.add_resident(slot)
         self.marks[path].residents.add(slot)
 
     @rule(count=st.integers(1, 4))
@@ -245,14 +245,6 @@ class RadixMachine(RuleBasedStateMachine):
         self.give_back(path, start, self.tree.remove(node))
         del self.marks[path]
 
-    @rule(pick=picks, at=st.integers(1, MAX_TOKENS))
-    def trim(self, pick, at):
-        if picked := self.pick(pick, free_leaf=True):
-            path, node = picked
-            num_tokens = min(self.start(path) + at, len(path[1]))
-            self.give_back(path, num_tokens, self.tree.trim(node, num_tokens))
-            self.marks[path[0], path[1][:num_tokens]] = self.marks.pop(path)
-
     # always
 
     @invariant()
@@ -266,8 +258,7 @@ class RadixMachine(RuleBasedStateMachine):
             mark = self.marks[path]
             assert (node.start, node.end) == (self.start(path), len(path[1]))
             assert (node.locks, node.pinned_until) == (mark.locks, mark.until)
-            assert node.has_residents == bool(mark.residents)
-            assert not mark.residents or node.residents == mark.residents
+            assert node.residents == mark.residents
             assert node.stamp == mark.stamp if node.is_leaf else node.stamp <= mark.stamp
         assert self.tree.num_nodes == len(self.marks)
         assert self.tree.num_tokens == sum(len(path[1]) - self.start(path) for path in self.marks)

@@ -532,6 +532,17 @@ def test_a_sequence_that_is_closed_leaves_what_it_inserted(prefix):
     assert prefix.match(PROMPT) == 32
 
 
+def test_an_interrupted_attach_leaves_no_sequence(prefix, cache, driver, monkeypatch):
+    park(prefix, PROMPT[:40])
+    write = driver.write
+    monkeypatch.setattr(driver, "write", lambda *arguments: (signal.raise_signal(signal.SIGINT), write(*arguments)))
+    with pytest.raises(KeyboardInterrupt):
+        prefix.attach(PROMPT[:50])
+    monkeypatch.undo()
+    assert cache.stats().num_sequences == 0
+    assert prefix.match(PROMPT) == 32
+
+
 # what is counted, and what is refused
 
 

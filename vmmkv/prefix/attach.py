@@ -60,61 +60,68 @@ class Attached:
     """Extents that it shares. 0 by `ALIAS` if less than one extent was known: then all rows are copied."""
 
 
-class Sources(NamedTuple):
-    """Where matched rows are found besides resident slots."""
+class Extents(NamedTuple):
+    """The extents of the tree that hold matched rows."""
 
-    pages: tuple[Pages, ...]
+    aliased: tuple[Pages, ...]
     """For each group: the extents to alias, by page of the slot."""
     tails: tuple[Placed | None, ...]
     """For each group: the extent that holds the rest; None if there is no rest, or only a resident has it."""
-    reach: int
+    num_tokens: int
     """Tokens for which extents alone are enough, without a resident."""
 
 
-_ByPage: TypeAlias = list[dict[int, list[Piece[Placed]]]]
-"""For each group: the pieces on a path, by the first page of their extent."""
+class Hit:
+    """The first `num_tokens` of a prompt are known: where their rows are. Valid until the tree changes.
 
-
-class Plan:
-    """Where the first `num_tokens` of a match can be had. Valid until the tree changes.
-
-    Extents are looked up on first use: adopting a slot needs none.
+    It is a `sharing.Source` of the rows that are not aliased. Extents are looked up on first use: adopting a slot needs none.
     """
 
-    def __init__(self, memory: SlotMemory, path: list[Node[Placed]], num_tokens: int, starts: list[int]) -> None:
+    def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
         self.path: Final = path
         self.num_tokens: Final = num_tokens
         self.starts: Final = starts
         """For each group: the first row that the next token sees."""
         self._memory = memory
+        self._windows = windows
         node = next(node for node in path if node.end >= num_tokens)
-        self.resident: Final = next(iter(self.slots_with_rows(node)), None)
+        self.resident: Final = next(filter(self.is_in, node.residents), None)
         """A slot, live or parked, that has all these rows; None if there is none."""
 
-    def slots_with_rows(self, node: Node[Placed]) -> Iterator[int]:
-        """Residents of a node that still have the rows which the next token sees."""
+    def is_in(self, slot: int) -> bool:
+        """Has a resident of a node still the rows which the next token sees?"""
         all_starts = self._memory.table.starts
-        for slot in node.residents if node.has_residents else ():
-            if all(all_starts[group, slot] <= start for group, start in enumerate(self.starts)):
-                yield slot
+        return all(all_starts[group, slot] <= start for group, start in enumerate(self.starts))
 
     @functools.cached_property
-    def sources(self) -> Sources:
-        """The extents of the tree that hold these rows."""
-        by_page = _by_page(self.path, len(self.starts))
-        pages: list[Pages] = []
+    def extents(self) -> Extents:
+        """What the tree holds of these rows."""
+        aliased: list[Pages] = []
         tails: list[Placed | None] = []
-        reach = self.num_tokens
+        num_tokens = self.num_tokens
         for index, (arena, start) in enumerate(zip(self._memory.arenas, self.starts, strict=True)):
-            aliased, page = _run_of_extents(by_page[index], arena.group, start, self.num_tokens)
+            by_page: _ByPage = {}
+            for piece in itertools.chain.from_iterable(node.pieces for node in self.path):
+                if piece.group == index:
+                    by_page.setdefault(piece.value.page, []).append(piece)
+            run, page = _run_of_extents(by_page, arena.group, start, self.num_tokens)
             tail = None
             if page * PAGE_BYTES < self.num_tokens * arena.group.row_bytes:
-                tail = _extent_over(page, start, by_page[index], self.path[-1], index)
+                tail = _extent_over(page, start, by_page, self.path[-1], index)
                 if tail is None:
-                    reach = min(reach, page * PAGE_BYTES // arena.group.row_bytes)
-            pages.append(aliased)
+                    num_tokens = min(num_tokens, page * PAGE_BYTES // arena.group.row_bytes)
+            aliased.append(run)
             tails.append(tail)
-        return Sources(tuple(pages), tuple(tails), reach)
+        return Extents(tuple(aliased), tuple(tails), num_tokens)
+
+    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
+        """See sharing.Source."""
+        if self.resident is not None:
+            SlotRows(self._memory, self.resident).copy(group, first_byte, size_bytes, target)
+        else:
+            tail = self.extents.tails[group]
+            assert tail is not None, "rows are missing and nothing has them"
+            self._windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, size_bytes, target)
 
 
 class Attacher:
@@ -132,42 +139,39 @@ class Attacher:
         attached: Attached | None = None
         # A match can hold pages that attaching it needs; without it they can be evicted, and all rows are computed.
         with contextlib.suppress(OutOfPages):
-            plan = None if method is AttachMethod.COMPUTE else self.plan(namespace, tokens)
-            if plan is not None:
-                parked = None if method is AttachMethod.ALIAS else self._adoptable(plan, is_forced=method is not None)
+            hit = None if method is AttachMethod.COMPUTE else self.find(namespace, tokens)
+            if hit is not None:
+                parked = None if method is AttachMethod.ALIAS else self._adoptable(hit, is_forced=method is not None)
                 if parked is not None:
-                    attached = self._adopt(parked, plan.num_tokens, end)
+                    attached = self._adopt(parked, hit.num_tokens, end)
                 elif method is not AttachMethod.ADOPT:
                     attached = self._alias(namespace, tokens, end)
-        if attached is None:
-            attached = Attached(self._cache.open_any(end, namespace), 0, AttachMethod.COMPUTE)
-        return attached
+        return attached or Attached(self._cache.open_any(end, namespace), 0, AttachMethod.COMPUTE)
 
-    def plan(self, namespace: Hashable, tokens: Tokens) -> Plan | None:
+    def find(self, namespace: Hashable, tokens: Tokens) -> Hit | None:
         """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
         match = self._index.tree.match(namespace, tokens[: len(tokens) - 1])
         num_tokens = match.num_tokens
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]
-            plan = Plan(self._memory, match.path, num_tokens, starts)
-            if plan.resident is not None or plan.sources.reach == num_tokens:
-                return plan
-            reach = plan.sources.reach
-            ends = (node.end for node in match.path if reach < node.end < num_tokens and node.has_residents)
-            num_tokens = max(ends, default=reach)
+            hit = Hit(self._memory, self._windows, match.path, num_tokens, starts)
+            if hit.resident is not None or hit.extents.num_tokens == num_tokens:
+                return hit
+            fewer = hit.extents.num_tokens
+            ends = (node.end for node in match.path if fewer < node.end < num_tokens and node.residents)
+            num_tokens = max(ends, default=fewer)
         return None
 
-    def _adoptable(self, plan: Plan, *, is_forced: bool) -> ParkedSlot | None:
+    def _adoptable(self, hit: Hit, *, is_forced: bool) -> ParkedSlot | None:
         """The shortest parked slot with these rows that may be overwritten past them; None if there is none."""
-        most_tokens = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
-        fitting = [
-            self._cache.parked_slots[slot]
-            for slot in plan.slots_with_rows(plan.path[-1])
-            if slot in self._index.parked_at
-            and self._cache.parked_slots[slot].length - plan.num_tokens <= most_tokens
-            and self._index.is_free_past(slot, plan.num_tokens)
-        ]
-        return min(fitting, key=lambda parked: (parked.length, -parked.stamp), default=None)
+        most_lost = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
+        parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
+        parked = [parked_slots[slot] for slot in hit.path[-1].residents if slot in parked_at]
+        parked = [each for each in parked if each.length - hit.num_tokens <= most_lost]
+        # A system prompt has hundreds of residents, and nearly always the first of them can be adopted.
+        parked.sort(key=lambda each: (each.length, -each.stamp))
+        fits = (each for each in parked if hit.is_in(each.slot) and self._index.is_free_past(each.slot, hit.num_tokens))
+        return next(fits, None)
 
     def _adopt(self, parked: ParkedSlot, num_tokens: int, end: int) -> Attached:
         """The nodes past the match are removed, for their rows will be overwritten. Their extents are the slot's alone."""
@@ -189,22 +193,21 @@ class Attacher:
         """Into a free slot; None if the match was evicted while one was made free."""
         cache, memory, index, pool = self._cache, self._memory, self._index, self._cache.pool
         slot = cache.clear_run(1)
-        plan = self.plan(namespace, tokens)
-        if plan is None:
+        hit = self.find(namespace, tokens)
+        if hit is None:
             return None
-        node, pages = plan.path[-1], plan.sources.pages
-        memory.table.starts[:, slot] = plan.starts
-        tails = [tail.extent for tail in plan.sources.tails if tail is not None]
+        node, aliased = hit.path[-1], hit.extents.aliased
+        memory.table.starts[:, slot] = hit.starts
+        tails = [tail.extent for tail in hit.extents.tails if tail is not None]
         # Making room must not evict what is about to be read: neither a slot with these rows, nor extents of nodes below.
         index.tree.lock(node)
         pool.hold(*tails)
-        index.source = plan.resident
+        index.source = hit.resident
         try:
-            rest = _Rest(memory, self._windows, plan)
-            sequence = cache.open_with(slot, end, namespace, plan.num_tokens, pages, rest)
-            if plan.resident in cache.parked_slots:
+            sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit)
+            if hit.resident in cache.parked_slots:
                 try:
-                    cache.parked_slots[plan.resident].fence = memory.fence()
+                    cache.parked_slots[hit.resident].fence = memory.fence()
                 except BaseException:
                     cache.end_sequence(sequence)
                     raise
@@ -213,38 +216,14 @@ class Attacher:
             index.tree.unlock(node)
             for extent in tails:
                 pool.drop(extent)
-        return Attached(sequence, plan.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, pages)))
+        return Attached(sequence, hit.num_tokens, AttachMethod.ALIAS, num_aliased=sum(map(len, aliased)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """Copies the rows of a plan that are not aliased, from a resident's slot or an extent of the tree."""
-
-    memory: SlotMemory
-    windows: Windows
-    plan: Plan
-
-    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        """See sharing.Source."""
-        if self.plan.resident is not None:
-            SlotRows(self.memory, self.plan.resident).copy(group, first_byte, size_bytes, target)
-        else:
-            tail = self.plan.sources.tails[group]
-            assert tail is not None, "rows are missing and nothing has them"
-            self.windows.copy(tail.extent, first_byte - tail.page * PAGE_BYTES, size_bytes, target)
+_ByPage: TypeAlias = dict[int, list[Piece[Placed]]]
+"""The pieces of one group on a path, by the first page of their extent."""
 
 
-def _by_page(path: list[Node[Placed]], num_groups: int) -> _ByPage:
-    known: _ByPage = [{} for _ in range(num_groups)]
-    for node in path:
-        for piece in node.pieces:
-            known[piece.group].setdefault(piece.value.page, []).append(piece)
-    return known
-
-
-def _run_of_extents(
-    by_page: dict[int, list[Piece[Placed]]], group: Group, start: int, num_tokens: int
-) -> tuple[dict[int, Extent], int]:
+def _run_of_extents(by_page: _ByPage, group: Group, start: int, num_tokens: int) -> tuple[dict[int, Extent], int]:
     """Adjoining extents that hold only matched rows, from the first needed page on, the largest first; and where they end."""
     page = start * group.row_bytes // PAGE_BYTES
     run: dict[int, Extent] = {}
@@ -258,9 +237,7 @@ def _run_of_extents(
     return run, page
 
 
-def _extent_over(
-    page: int, start: int, by_page: dict[int, list[Piece[Placed]]], deepest: Node[Placed], group: int
-) -> Placed | None:
+def _extent_over(page: int, start: int, by_page: _ByPage, deepest: Node[Placed], group: int) -> Placed | None:
     """An extent with the matched rows of a page: on the path, or below its end, where all branches have the same rows."""
     on_path = (piece for first in (page, page // LARGE_PAGES * LARGE_PAGES) for piece in by_page.get(first, ()))
     for piece in itertools.chain(on_path, _pieces_below(deepest, group)):

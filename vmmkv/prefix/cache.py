@@ -78,8 +78,8 @@ class PrefixCache:
         tokens = _checked(tokens)
         with self.cache.pool.lock:
             self.cache.check_open()
-            plan = self._attacher.plan(namespace, tokens)
-            return 0 if plan is None else plan.num_tokens
+            hit = self._attacher.find(namespace, tokens)
+            return 0 if hit is None else hit.num_tokens
 
     def attach(
         self,
@@ -107,22 +107,28 @@ class PrefixCache:
         method = None if method is None else AttachMethod(method)
         if len(tokens) < 1:
             raise ValueError("tokens: none; a prompt has at least 1")
-        with self.cache.pool.lock:
-            began_ns = time.perf_counter_ns()
-            end = self.cache.check_end(max_tokens)
-            self.cache.check_capture()
-            if len(tokens) > end:
-                raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
-            attached = self._attacher.attach(tokens, namespace, method=method, end=end)
-            slot, num_tokens = attached.sequence.slot, attached.num_tokens
-            self._index.running[slot] = Running(namespace, None, 0)
-            if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
-                self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
-            self._attached[attached.method] += 1
-            self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
-            self._hit_tokens += num_tokens
-            self._missed_tokens += len(tokens) - num_tokens
+        attached: Attached | None = None
+        try:
+            with self.cache.pool.lock:
+                began_ns = time.perf_counter_ns()
+                end = self.cache.check_end(max_tokens)
+                self.cache.check_capture()
+                if len(tokens) > end:
+                    raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
+                attached = self._attacher.attach(tokens, namespace, method=method, end=end)
+                slot, num_tokens = attached.sequence.slot, attached.num_tokens
+                self._index.running[slot] = Running(namespace, None, 0)
+                if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
+                    self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
+                self._attached[attached.method] += 1
+                self._attach_ns[attached.method] += time.perf_counter_ns() - began_ns
+                self._hit_tokens += num_tokens
+                self._missed_tokens += len(tokens) - num_tokens
             return attached
+        except BaseException:
+            if attached is not None:  # Ctrl-C is raised when the lock is released, and the caller gets no sequence to close
+                attached.sequence.close()
+            raise
 
     # on and out
 
@@ -200,7 +206,7 @@ class PrefixCache:
         with self.cache.pool.lock:
             self.cache.check_open()
             match = self._index.tree.match(namespace, tokens)
-            if match.deepest is None:
+            if not match.num_tokens:
                 return 0
             node = self._index.tree.insert(namespace, tokens[: match.num_tokens]).node
             self._index.tree.pin(node, float("inf") if ttl_s is None else time.monotonic() + ttl_s)

@@ -3,7 +3,7 @@
     running    a sequence that was attached: its confirmed tokens end at a node, which is locked
     parked_at  where the rows of a parked slot end; the slot is evicted leaf by leaf with the tree
     resident   of a node: a slot, running or parked, that has all rows of the path up to the node's end
-    passed     extents of windowed groups that are mapped nowhere any more: they can be evicted though their node cannot
+    passed     extents of windowed groups that no slot maps any more: they can be evicted though their node cannot
 
 The caller holds the pool's lock.
 """
@@ -97,7 +97,7 @@ class PrefixIndex:
             elif not extent.shared:
                 self.duplicate_pages += extent.num_pages
         for node in inserted.node.path():
-            node.residents.add(slot)
+            node.add_resident(slot)
         self._move_lock(running, inserted.node)
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
@@ -168,8 +168,7 @@ class PrefixIndex:
             num_pages += sum(
                 piece.value.extent.num_pages
                 for piece in node.pieces
-                if piece.value.extent.holders <= 1 + len(node.residents if node.has_residents else ())
-                and not piece.value.extent.users
+                if piece.value.extent.holders <= 1 + len(node.residents) and not piece.value.extent.users
             )
         return num_pages
 
@@ -204,9 +203,8 @@ class PrefixIndex:
 
     def _evict_leaf(self, leaf: Node[Placed]) -> None:
         parent, start = leaf.parent, leaf.start
-        residents = [*leaf.residents] if leaf.has_residents else []
         self._drop(self.tree.remove(leaf))
-        for slot in residents:
+        for slot in leaf.residents:
             assert slot in self.parked_at, "a leaf is evicted in which a sequence runs"
             if start and parent is not None:
                 self.parked_at[slot] = parent
@@ -239,8 +237,7 @@ class PrefixIndex:
         return [piece for piece in node.pieces if piece.group in self._windowed and piece.value.extent.holders == 1]
 
     def _is_idle(self, node: Node[Placed]) -> bool:
-        slots = node.residents if node.has_residents else ()
-        return all(self._cache.parked_slots[slot].fence.done() for slot in slots if slot in self.parked_at)
+        return all(self._cache.parked_slots[slot].fence.done() for slot in node.residents if slot in self.parked_at)
 
     def clear(self) -> None:
         """Evict everything, pinned or not; no sequence runs."""
@@ -268,7 +265,7 @@ class PrefixIndex:
         known.update({slot: running.node for slot, running in self.running.items() if running.node is not None})
         residents: Counter[int] = Counter()
         for node in self.tree.nodes():
-            residents.update(node.residents if node.has_residents else ())
+            residents.update(node.residents)
             for piece in node.pieces:
                 group = self._layout.groups[piece.group]
                 assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"
@@ -296,7 +293,7 @@ class PrefixIndex:
         else:
             stays = top.parent if num_tokens else None
         for node in left:
-            node.residents.discard(slot)
+            node.remove_resident(slot)
         if running is not None:
             self._move_lock(running, stays)
         elif stays is not None:
@@ -316,13 +313,13 @@ class PrefixIndex:
 
     def _tidy(self, node: Node[Placed]) -> None:
         """Cut a leaf without residents back to where its extents end, remove it if it has none, and go on with its parent."""
-        while node.parent is not None and node.is_leaf and not node.locks and not node.has_residents:
+        while node.parent is not None and node.is_leaf and not node.locks and not node.residents:
             parent = node.parent
-            last = max((piece.end_token for piece in node.pieces), default=node.start)
-            if last > node.start:
-                if last < node.end:
-                    self._drop(self.tree.trim(node, last))
+            last = node.pieces[-1].end_token if node.pieces else node.start
+            if last == node.end:
                 return
+            if last > node.start:
+                self.tree.pin(self.tree.split(node, last), node.pinned_until)
             self._drop(self.tree.remove(node))
             node = parent
 

@@ -1,8 +1,8 @@
 """A radix tree over token ids: which prefixes are known, what is held for them, and what is evicted first.
 
-The idea is RadixAttention's (SGLang), but a node holds *pieces*: values that the owner keeps for a run of tokens, each usable
-with a match up to its last token. The tree knows nothing of memory. Token ids are compared, never only hashed, and paths of
-two namespaces never meet.
+As in RadixAttention (SGLang), but a node holds *pieces*: values that the owner keeps for a run of tokens, each usable with a
+match up to its last token. The tree knows nothing of memory. Token ids are compared, not hashed. Paths of two namespaces never
+meet.
 
     namespace "red":    root --[sys prompt]--+--[question 1][answer 1]--[question 2] ...
                                              +--[question 3] ...
@@ -24,6 +24,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter, lt
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -37,6 +38,8 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any]
 """Token ids in [0, 2**31): a list, a tuple, or an array of integers of one dimension. An int32 array is packed fastest."""
 
 TOKEN_BYTES: Final = 4
+
+_NO_SLOTS: Final[frozenset[int]] = frozenset()
 
 
 class Piece(NamedTuple, Generic[T]):
@@ -76,11 +79,13 @@ def pack(tokens: Tokens) -> bytes:
 class Node(Generic[T]):
     """An edge and the children at its end. `RadixTree` alone changes it, except for `residents`, which are its owner's.
 
-    An edge is one `bytes` with four bytes a token: memcmp compares it in place, and it has 33 bytes of overhead. A split copies
-    both halves instead of sharing one buffer, so that a node which outlives the rest of its path keeps its own tokens only.
+    An edge is one `bytes` with four bytes a token: memcmp compares it in place. A split copies both halves, so that a node
+    which outlives the rest of its path keeps its own tokens only.
     """
 
-    __slots__ = ("_residents", "below", "edge", "end", "locks", "parent", "pieces", "pinned_until", "queue", "stamp", "start")
+    __slots__ = (
+        "below", "edge", "end", "is_queued", "locks", "parent", "pieces", "pinned_until", "residents", "stamp", "start"
+    )  # fmt: skip
 
     def __init__(self, parent: "Node[T] | None", edge: bytes, start: int, stamp: int) -> None:
         self.edge = edge
@@ -101,41 +106,36 @@ class Node(Generic[T]):
         """The last use of the node itself, or of a descendant that has been removed since."""
         self.pinned_until: float | None = None
         """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
-        self.queue = _NOWHERE
-        """The heap of `_EvictionOrder` that has its entry."""
-        self._residents: set[int] | None = None
+        self.is_queued = False
+        """Has it an entry in the heap of `_EvictionOrder`?"""
+        self.residents: AbstractSet[int] = _NO_SLOTS
+        """The slots whose rows hold the whole path up to `end`."""
 
     def __repr__(self) -> str:
         state = f", {self.locks} locks" * (self.locks > 0) + f", pinned until {self.pinned_until}" * bool(self.pinned_until)
-        return f"<Node [{self.start}, {self.end}), {self.num_children} children, {len(self.pieces)} pieces{state}>"
+        return f"<Node [{self.start}, {self.end}), {len(self.children)} children, {len(self.pieces)} pieces{state}>"
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """The token ids of the edge, read-only."""
         return np.frombuffer(self.edge, dtype=np.int32)
 
-    @property
-    def residents(self) -> set[int]:
-        """The slots whose rows hold the whole path up to `end`; the set is made on first use (216 bytes)."""
-        if self._residents is None:
-            self._residents = set()
-        return self._residents
+    def add_resident(self, slot: int) -> None:
+        """A slot holds the whole path. The set is made for the first one (216 bytes)."""
+        if isinstance(self.residents, set):
+            self.residents.add(slot)
+        else:
+            self.residents = {slot}
 
-    @property
-    def has_residents(self) -> bool:
-        """Is there any? Makes no set."""
-        return bool(self._residents)
+    def remove_resident(self, slot: int) -> None:
+        """A slot that is a resident holds the path no longer."""
+        assert isinstance(self.residents, set)
+        self.residents.remove(slot)
 
     @property
     def is_leaf(self) -> bool:
         """Has it no children?"""
         return self.below is None
-
-    @property
-    def num_children(self) -> int:
-        """How many nodes go on from its end."""
-        below = self.below
-        return 0 if below is None else 1 if isinstance(below, Node) else len(below)
 
     @property
     def children(self) -> Mapping[int, "Node[T]"]:
@@ -187,19 +187,6 @@ class Node(Generic[T]):
         self.edge, self.pieces, self.end = self.edge[:at], self.pieces[:num_pieces], num_tokens
         return edge, pieces
 
-    def split(self, num_tokens: int) -> "Node[T]":
-        """Put a new node before this one for `[start, num_tokens)`, and return it. See `RadixTree.split`."""
-        assert self.parent is not None
-        upper: Node[T] = Node(self.parent, self.edge, self.start, self.stamp)
-        upper.pieces = self.pieces
-        self.parent.adopt(upper)  # while this node's first token still names the place
-        self.edge, self.pieces = upper.cut(num_tokens)
-        self.start = num_tokens
-        upper.adopt(self)
-        if self._residents:
-            upper._residents = self._residents.copy()
-        return upper
-
     def take(self, pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
         """Add pieces, in order and within the edge; those whose place is taken already are returned."""
         if not self.pieces or self.pieces[-1].end_token < pieces[0].end_token:
@@ -229,11 +216,6 @@ class Match(NamedTuple, Generic[T]):
     path: list[Node[T]]
     """From below the root; all but the last are matched to their end."""
     num_tokens: int
-
-    @property
-    def deepest(self) -> Node[T] | None:
-        """The last node of which a token is matched; None if there is none."""
-        return self.path[-1] if self.path else None
 
 
 class Inserted(NamedTuple, Generic[T]):
@@ -317,8 +299,16 @@ class RadixTree(Generic[T]):
         if not node.start < num_tokens < node.end:
             raise ValueError(f"split at {num_tokens}: {node} can be split between {node.start} and {node.end}")
         assert node.parent is not None, f"{node} is in no tree"
+        upper: Node[T] = Node(node.parent, node.edge, node.start, node.stamp)
+        upper.pieces = node.pieces
+        node.parent.adopt(upper)  # while the node's first token still names the place
+        node.edge, node.pieces = upper.cut(num_tokens)
+        node.start = num_tokens
+        upper.adopt(node)
+        if node.residents:
+            upper.residents = set(node.residents)
         self.num_nodes += 1
-        return node.split(num_tokens)
+        return upper
 
     def replace(self, node: Node[T], pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
         """Hold these pieces at a node; those that it had are returned and are the caller's again.
@@ -350,21 +340,6 @@ class RadixTree(Generic[T]):
         elif parent.is_leaf:
             del self._roots[parent.namespace]
         pieces, leaf.pieces = leaf.pieces, ()
-        return list(pieces)
-
-    def trim(self, leaf: Node[T], num_tokens: int) -> list[Piece[T]]:
-        """Shorten an unlocked leaf to end at `num_tokens` of the path; the pieces past it are the caller's again.
-
-        Raises ValueError where that leaves none of its tokens, or more than it has.
-        """
-        if not leaf.start < num_tokens <= leaf.end:
-            raise ValueError(f"trim to {num_tokens}: {leaf} can end after {leaf.start} and up to {leaf.end}")
-        assert leaf.parent is not None, f"{leaf} is in no tree"
-        assert leaf.is_leaf, f"{leaf} is no leaf"
-        assert not leaf.locks, f"{leaf} is in use"
-        self.num_tokens -= leaf.end - num_tokens
-        pieces = leaf.cut(num_tokens)[1]
-        self.num_pieces -= len(pieces)
         return list(pieces)
 
     # what is evicted first
@@ -500,64 +475,64 @@ def _check_children(node: Node[T]) -> None:
 
 # the order of eviction
 
-_NOWHERE: Final = 0
-_RECENCY: Final = 1
-_PINS: Final = 2
 _SLACK: Final = 64
-"""Useless entries, beyond twice the useful ones, before a heap is swept."""
+"""Useless entries, beyond twice the useful ones, before the heap is swept."""
 
 
 class _EvictionOrder(Generic[T]):
     """The leaves of a tree, least recently used first, without those locked or pinned.
 
-    Two heaps; every leaf without locks has an entry in one of them, except for those pinned for ever:
-
-        recency     (stamp, tick, node)     at most one entry a node; its stamp is not above the node's
-        pins        (until, tick, node)     leaves that were found pinned, until the pin ends
-
-    An entry is corrected when it comes to the top, so that using a node, the most frequent operation, costs nothing here. An
-    entry with an old stamp is pushed again with the new one. An entry of a node that is locked, removed or no leaf is
-    dropped, and added again when the node becomes a leaf without locks. A pinned one moves to `pins`.
+    Each leaf without locks has one entry `(stamp, tick, node)` in a heap, or was found pinned and waits until the pin ends.
+    An entry's stamp is not above its node's. An entry is corrected when it comes to the top, so that using a node, the most
+    frequent operation, costs nothing here: a node used since is pushed again, a node locked, removed or no leaf is dropped,
+    and added again when it becomes a leaf without locks.
     """
 
     def __init__(self, is_pinned: Callable[[Node[T]], bool], now: Callable[[], float]) -> None:
         self._is_pinned = is_pinned
         self._now = now
-        self._recency: list[tuple[int, int, Node[T]]] = []
-        self._pins: list[tuple[float, int, Node[T]]] = []
-        self._most_recency = self._most_pins = _SLACK
+        self._heap: list[tuple[int, int, Node[T]]] = []
+        self._most_entries = _SLACK
+        self._pinned: dict[Node[T], None] = {}
+        """Leaves that were found pinned, in this order."""
+        self._first_end = math.inf
+        """No pin of theirs ends before."""
         # Nodes cannot be compared: the tick decides between equal stamps, the older entry first.
         self._ticks = itertools.count()
 
     def add(self, node: Node[T]) -> None:
         """Add an entry for a leaf without locks, or one whose pin has changed, unless it has one. O(log n)."""
-        if node.queue != _RECENCY and node.below is None and not node.locks:
-            node.queue = _RECENCY
-            heappush(self._recency, (node.stamp, next(self._ticks), node))
-            if len(self._recency) > self._most_recency:
-                self._sweep_recency()
+        if node.is_queued or _is_out(node):
+            return
+        self._pinned.pop(node, None)
+        node.is_queued = True
+        heappush(self._heap, (node.stamp, next(self._ticks), node))
+        if len(self._heap) > self._most_entries:
+            self._sweep()
 
     def drop(self, node: Node[T], num_nodes: int) -> None:
         """Forget a node that was removed from the tree, which has `num_nodes` left. O(1) amortised."""
-        if self._recency and self._recency[0][2] is node:
-            heappop(self._recency)
-        node.queue = _NOWHERE
-        if len(self._recency) > 2 * num_nodes + _SLACK:
-            self._sweep_recency()
+        self._pinned.pop(node, None)
+        if self._heap and self._heap[0][2] is node:
+            heappop(self._heap)
+        node.is_queued = False
+        if len(self._heap) > 2 * num_nodes + _SLACK:
+            self._sweep()
 
     def oldest(self) -> Node[T] | None:
         """See RadixTree.oldest_evictable. O(log n) for each use, lock, pin and removal since the last call."""
         self._end_pins()
-        while self._recency:
-            stamp, tick, node = self._recency[0]
-            if _is_out(node):
-                heappop(self._recency)
-                node.queue = _NOWHERE
-            elif self._is_pinned(node):
-                heappop(self._recency)
-                self._wait_for_pin(node)
+        while self._heap:
+            stamp, tick, node = self._heap[0]
+            if _is_out(node) or self._is_pinned(node):
+                heappop(self._heap)
+                node.is_queued = False
+                if not _is_out(node):
+                    assert node.pinned_until is not None
+                    self._pinned[node] = None
+                    self._first_end = min(self._first_end, node.pinned_until)
             elif node.stamp != stamp:
-                heapreplace(self._recency, (node.stamp, tick, node))
+                heapreplace(self._heap, (node.stamp, tick, node))
             else:
                 return node
         return None
@@ -565,14 +540,14 @@ class _EvictionOrder(Generic[T]):
     def each(self) -> Iterator[Node[T]]:
         """See RadixTree.evictable. A heap's smallest entries are near its top, so that few entries are looked at."""
         self._end_pins()
-        recency = self._recency
-        ahead: list[tuple[int, int, int | None, Node[T]]] = [(*entry[:2], 0, entry[2]) for entry in recency[:1]]
+        heap = self._heap
+        ahead: list[tuple[int, int, int | None, Node[T]]] = [(*entry[:2], 0, entry[2]) for entry in heap[:1]]
         left: dict[Node[T], int] = {}  # children that a parent would still have
         while ahead:
             stamp, tick, index, node = heappop(ahead)
             if index is not None:
-                for child in range(2 * index + 1, min(2 * index + 3, len(recency))):
-                    child_stamp, child_tick, child_node = recency[child]
+                for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                    child_stamp, child_tick, child_node = heap[child]
                     heappush(ahead, (child_stamp, child_tick, child, child_node))
                 if _is_out(node) or self._is_pinned(node):
                     continue
@@ -582,66 +557,45 @@ class _EvictionOrder(Generic[T]):
             yield node
             parent = node.parent
             assert parent is not None
-            left[parent] = left.get(parent, parent.num_children) - 1
+            left[parent] = left.get(parent, len(parent.children)) - 1
             if not left[parent] and parent.parent is not None and not parent.locks and not self._is_pinned(parent):
                 # Its stamp would be the later of its own and this child's; if its own is lower, it is next by either.
                 heappush(ahead, (parent.stamp, next(self._ticks), None, parent))
 
-    def _wait_for_pin(self, node: Node[T]) -> None:
-        node.queue = _NOWHERE
-        assert node.pinned_until is not None
-        if node.pinned_until < math.inf:
-            node.queue = _PINS
-            heappush(self._pins, (node.pinned_until, next(self._ticks), node))
-            if len(self._pins) > self._most_pins:
-                self._sweep_pins()
-
     def _end_pins(self) -> None:
-        """Move leaves whose pin may have ended back to `recency`."""
-        if not self._pins:
+        """Add the leaves again whose pin has ended."""
+        now = self._now() if self._pinned else -math.inf
+        if now < self._first_end:
             return
-        now = self._now()
-        while self._pins and self._pins[0][0] <= now:
-            node = heappop(self._pins)[2]
-            if node.queue == _PINS:
-                node.queue = _NOWHERE
-                self.add(node)
+        for node in [node for node in self._pinned if not self._is_pinned(node)]:
+            del self._pinned[node]
+            self.add(node)
+        self._first_end = min((node.pinned_until for node in self._pinned if node.pinned_until is not None), default=math.inf)
 
-    def _sweep_recency(self) -> None:
+    def _sweep(self) -> None:
         """A conversation leaves an entry for each turn, and only its last turn is a leaf."""
         live: list[tuple[int, int, Node[T]]] = []
-        for entry in self._recency:
+        for entry in self._heap:
             if _is_out(entry[2]):
-                entry[2].queue = _NOWHERE
+                entry[2].is_queued = False
             else:
                 live.append(entry)
         heapify(live)
-        self._recency = live
-        self._most_recency = 2 * len(live) + _SLACK
-
-    def _sweep_pins(self) -> None:
-        """A pin that is changed often leaves an entry each time: keep the first to end for each node that waits."""
-        first: dict[Node[T], tuple[float, int, Node[T]]] = {}
-        for entry in sorted(self._pins):
-            if entry[2].queue == _PINS:
-                first.setdefault(entry[2], entry)
-        self._pins = list(first.values())  # sorted, and so a heap
-        self._most_pins = 2 * len(self._pins) + _SLACK
+        self._heap = live
+        self._most_entries = 2 * len(live) + _SLACK
 
     def check(self, leaves: set[Node[T]]) -> None:
-        """Every leaf has the entries that it should; AssertionError says which does not."""
-        assert all(self._recency[(i - 1) // 2] <= self._recency[i] for i in range(1, len(self._recency))), "recency: no heap"
-        entries = Counter(node for _, _, node in self._recency if node.parent is not None)
-        waiting = {node for _, _, node in self._pins}
-        for stamp, _, node in self._recency:
+        """Every leaf has the entry that it should; AssertionError says which does not."""
+        assert all(self._heap[(i - 1) // 2] <= self._heap[i] for i in range(1, len(self._heap))), "no heap"
+        entries = Counter(node for _, _, node in self._heap if node.parent is not None)
+        for stamp, _, node in self._heap:
             assert stamp <= node.stamp, f"{node}: its entry is of {stamp}, later than its last use at {node.stamp}"
-            assert node.parent is None or node.queue == _RECENCY, f"{node}: has an entry, and says that it has none"
+            assert node.parent is None or node.is_queued, f"{node}: has an entry, and says that it has none"
         for node, count in entries.items():
             assert count == 1, f"{node}: {count} entries"
         for node in leaves:
-            for_ever = node.pinned_until == math.inf and node.queue == _NOWHERE
-            queued = node in entries or (node.queue == _PINS and node in waiting)
-            assert node.locks or for_ever or queued, f"{node}: would never be evicted"
+            waits = node in self._pinned and node.pinned_until is not None and node.pinned_until >= self._first_end
+            assert node.locks or node in entries or waits, f"{node}: would never be evicted"
 
 
 def _is_out(node: Node[T]) -> bool:
