@@ -213,7 +213,6 @@ def _parser(*, short: bool) -> Parser:
         help="default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide on a CPU",
     )
     group = parser.add_argument_group("append")
-    group.add_argument("--work", choices=("attention", "sleep"), default="attention", help="what a step does on the device")
     group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
     group.add_argument("--steps", type=int, help="steps that are measured in each mode")
     group = parser.add_argument_group("suites with parts")
@@ -257,7 +256,6 @@ def _settings(given: argparse.Namespace) -> Settings:
         shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
         quick=given.quick,
         seed=given.seed,
-        work=given.work,
         sequences=given.sequences,
         steps=given.steps,
         parts=tuple(given.parts),

@@ -99,8 +99,6 @@ class Settings:
     quick: bool = False
     """Measure briefly, to see that everything works. The figures are noise."""
     seed: int = 0
-    work: str = "attention"
-    """What a decode step of `append` does on the device: `attention` or `sleep`."""
     sequences: int | None = None
     steps: int | None = None
     parts: tuple[str, ...] = ()

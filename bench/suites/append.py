@@ -82,7 +82,7 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class GrowthSizes:
     """`fewest` and `most` tokens are of a prompt, and of an output."""
 
     sequences: int
@@ -102,7 +102,7 @@ class Sizes:
         return self.sequences + max(4, self.sequences // 4)
 
     @classmethod
-    def of(cls, settings: Settings) -> "Sizes":
+    def of(cls, settings: Settings) -> "GrowthSizes":
         """On a CPU few and short sequences: the reference attends slowly."""
         sequences = settings.sequences or (256 if settings.on_gpu else 8)
         steps = settings.steps or (40 if settings.quick else 400 if settings.on_gpu else 200)
@@ -114,7 +114,7 @@ class Sizes:
 def run(recorder: Recorder) -> None:
     """Every mode under each workload. Raises: WrongNumbers if a row that was appended is not there."""
     settings = recorder.settings
-    sizes = Sizes.of(settings)
+    sizes = GrowthSizes.of(settings)
     driver = TimedDriver(open_driver(settings.device))
     pages = sizes.slots * settings.shape.layout.pages_for(sizes.max_tokens)
     # A sequence that neither ends nor begins has no slot to hand on.
@@ -134,7 +134,13 @@ def run(recorder: Recorder) -> None:
 
 
 def _measure(
-    settings: Settings, sizes: Sizes, pool: Pool, driver: TimedDriver, mode: Mode, together: bool, static: "DecodeLoop | None"
+    settings: Settings,
+    sizes: GrowthSizes,
+    pool: Pool,
+    driver: TimedDriver,
+    mode: Mode,
+    together: bool,
+    static: "DecodeLoop | None",
 ) -> "DecodeLoop":
     rng = np.random.default_rng(settings.seed)  # the same requests in every mode
     with KVCache(settings.shape.layout, pool, slots=sizes.slots, max_tokens=sizes.max_tokens) as cache:
@@ -151,7 +157,7 @@ def _measure(
             loop.slack_us = SLACK_SHARE * summarize(static.samples["slack"]).p50
         for row in range(sizes.sequences):
             if together:
-                loop.begin(Request(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens), row, sizes.most)
+                loop.begin(Lengths(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens), row, sizes.most)
             else:
                 request = next(requests)
                 loop.begin(request, row, int(rng.integers(request.prompt_tokens, request.end_tokens)))
@@ -180,24 +186,24 @@ def _add_rows(recorder: Recorder, loop: "DecodeLoop", static: "DecodeLoop", work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Lengths:
     """A sequence to come: it joins the batch with `prompt_tokens` written and leaves it with `end_tokens`."""
 
     prompt_tokens: int
     end_tokens: int
 
 
-def _requests(rng: np.random.Generator, sizes: Sizes) -> Iterator[Request]:
+def _requests(rng: np.random.Generator, sizes: GrowthSizes) -> Iterator[Lengths]:
     while True:
         prompt, output = (int(count) for count in rng.integers(sizes.fewest, sizes.most, size=2, endpoint=True))
-        yield Request(prompt_tokens=prompt, end_tokens=prompt + output)
+        yield Lengths(prompt_tokens=prompt, end_tokens=prompt + output)
 
 
 class DecodeLoop:
     """An engine's decode loop with nothing in it but memory. `samples` has a list for each metric."""
 
     def __init__(
-        self, cache: KVCache, driver: TimedDriver, work: "StepWork", mode: Mode, requests: Iterator[Request], num_rows: int
+        self, cache: KVCache, driver: TimedDriver, work: "StepWork", mode: Mode, requests: Iterator[Lengths], num_rows: int
     ) -> None:
         self.mode = mode
         self.samples: dict[str, list[float]] = defaultdict(list)
@@ -206,14 +212,14 @@ class DecodeLoop:
         self._cache, self._driver, self._work, self._requests = cache, driver, work, requests
         self._sequences: dict[int, Sequence] = {}  # by row
         self._joined: dict[int, int] = {}  # by row, the length with which it began: what lies behind was decoded here
-        self._waiting: dict[int, tuple[Sequence, Request, int]] = {}  # by row: newcomers without memory, since which step
+        self._waiting: dict[int, tuple[Sequence, Lengths, int]] = {}  # by row: newcomers without memory, since which step
         self._ended: list[int] = []
         self._step = 0
         # One entry a row: a step is a few numpy calls whatever the number of sequences.
         self._slots_B = np.full(num_rows, -1, dtype=np.int64)
         self._ends_B = np.zeros(num_rows, dtype=np.int64)
 
-    def begin(self, request: Request, row: int, length: int) -> None:
+    def begin(self, request: Lengths, row: int, length: int) -> None:
         """A sequence that has run for a while: `length` tokens, with memory for the next."""
         sequence = self._cache.open(max_tokens=request.end_tokens)
         sequence.grow(min(length + 1, request.end_tokens))
@@ -315,7 +321,7 @@ class DecodeLoop:
         self._join(row, sequence, request)
         self.samples["admission"].append(self._step - since)
 
-    def _join(self, row: int, sequence: Sequence, request: Request) -> None:
+    def _join(self, row: int, sequence: Sequence, request: Lengths) -> None:
         self._sequences[row] = sequence
         self._joined[row] = sequence.length
         self._slots_B[row] = sequence.slot
@@ -325,8 +331,6 @@ class DecodeLoop:
 # the device's part of a step
 
 _CPU_SLACK_US: Final = 3_000.0
-_ATTENTION_US: Final = 4_400.0
-"""What `--work sleep` sleeps in place of attention: 20 GB of KV at the bound."""
 
 
 class StepWork(Protocol):
@@ -349,110 +353,92 @@ class StepWork(Protocol):
         ...
 
 
-def open_work(cache: KVCache, settings: Settings, num_rows: int) -> StepWork:
-    """The work of this device. On CUDA kernels are compiled and a graph captured."""
-    return CudaWork(cache, settings, num_rows) if settings.on_gpu else HostWork(cache, settings)
+def open_work(cache: KVCache, settings: Settings, num_rows: int, shape: Shape | None = None) -> StepWork:
+    """The work of this device, of a shape or of the settings'. On CUDA kernels are compiled and a graph captured."""
+    shape = shape or settings.shape
+    return _CudaWork(cache, shape, num_rows) if settings.on_gpu else _HostWork(cache, shape)
 
 
-class HostWork:
-    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms."""
+class _Rows:
+    """Rows that name their slot and position, in integers that every dtype holds exactly."""
 
-    def __init__(self, cache: KVCache, settings: Settings) -> None:
-        self._cache, self._shape = cache, settings.shape
-        self._appends = settings.work == "attention"
-        self._until_us = 0.0
+    def __init__(self, cache: KVCache, shape: Shape) -> None:
+        self._cache, self._shape = cache, shape
+
+    def check(self, slot: int, start: int, end: int) -> None:
+        positions = torch.arange(start, end, device=self._cache.device)
+        wanted = self._new(torch.full_like(positions, slot), positions)
+        for layer in {0, self._shape.layers - 1}:
+            for plane in (self._cache.k(layer), self._cache.v(layer)):
+                if not torch.equal(plane[slot, start:end], wanted):
+                    raise WrongNumbers(f"rows [{start}, {end}) of slot {slot} in layer {layer} are not what was appended there")
+
+    def _new(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[B, K, D]"""
+        marks, shape = (slots * 31 + positions) % 127, self._shape
+        return marks[:, None, None].expand(-1, shape.kv_heads, shape.head_dim).to(shape.dtype).contiguous()
+
+
+class _HostWork(_Rows):
+    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms. See StepWork."""
+
+    _until_us = 0.0
 
     def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
-        """See StepWork."""
-        if self._appends:
-            here = slots_B >= 0
-            slots, lengths = torch.from_numpy(slots_B[here]), torch.from_numpy(lengths_B[here])
-            new = _marks(slots, lengths, self._shape)
-            for layer in range(self._shape.layers):
-                reference.append(new, new, self._cache.k(layer), self._cache.v(layer), slots, lengths, self._cache.limit)
+        here = slots_B >= 0
+        slots, lengths = torch.from_numpy(slots_B[here]), torch.from_numpy(lengths_B[here])
+        new = self._new(slots, lengths)
+        for layer in range(self._shape.layers):
+            reference.append(new, new, self._cache.k(layer), self._cache.v(layer), slots, lengths, self._cache.limit)
         self._until_us = now_us() + _CPU_SLACK_US
 
     def done(self) -> bool:
-        """See StepWork."""
         return now_us() >= self._until_us
 
     def wait(self) -> None:
-        """See StepWork."""
         time.sleep(max(0.0, self._until_us - now_us()) / 1e6)
 
-    def check(self, slot: int, start: int, end: int) -> None:
-        """See StepWork."""
-        if self._appends:
-            _check_rows(self._cache, self._shape, slot, start, end)
 
-
-class CudaWork:
-    """The project's own kernels as one graph, and a sleep for as long as the weights take to be read.
+class _CudaWork(_Rows):
+    """The project's own kernels as one graph, and a sleep for as long as the weights take to be read. See StepWork.
 
     Slots and lengths are tensors on the device: the same graph serves every step.
     """
 
-    def __init__(self, cache: KVCache, settings: Settings, num_rows: int) -> None:
-        self._cache, self._shape = cache, settings.shape
-        self._device = settings.device
-        self._attends = settings.work == "attention"
-        sleep_us = settings.shape.weight_bytes / HBM_BYTES_PER_S * 1e6 + (0.0 if self._attends else _ATTENTION_US)
-        self._cycles = sleep_cycles(self._device, sleep_us)
+    def __init__(self, cache: KVCache, shape: Shape, num_rows: int) -> None:
+        super().__init__(cache, shape)
+        self._device = cache.device
+        self._cycles = sleep_cycles(self._device, shape.weight_bytes / HBM_BYTES_PER_S * 1e6)
         # [2, B]: slots, lengths. Pinned, and written again only when the step that reads it is over.
         self._staged = torch.full((2, num_rows), -1, dtype=torch.int32).pin_memory()
         self._staged_view = self._staged.numpy()
         self._index = self._staged.to(self._device)
-        size = (num_rows, self._shape.heads, self._shape.head_dim)
-        self._q_BHD = torch.ones(size, dtype=self._shape.dtype, device=self._device)
+        self._q_BHD = torch.ones((num_rows, shape.heads, shape.head_dim), dtype=shape.dtype, device=self._device)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Every slot is -1 while this runs and is captured: no sequence has memory yet, and nothing is touched.
         self._graph = capture(self._layers, self._device)
 
     def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
-        """See StepWork. Cost: one copy, one graph launch, one event."""
+        """Cost: one copy, one graph launch, one event."""
         self._staged_view[0], self._staged_view[1] = slots_B, lengths_B
         self._index.copy_(self._staged, non_blocking=True)
         self._graph.replay()
         self._done.record(torch.cuda.current_stream(self._device))
 
     def done(self) -> bool:
-        """See StepWork."""
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See StepWork."""
         self._done.synchronize()
 
-    def check(self, slot: int, start: int, end: int) -> None:
-        """See StepWork."""
-        if self._attends:
-            _check_rows(self._cache, self._shape, slot, start, end)
-
     def _layers(self) -> None:
-        if self._attends:
-            from vmmkv.kernels.attention.append import append
-            from vmmkv.kernels.attention.decode import decode
+        from vmmkv.kernels.attention.append import append
+        from vmmkv.kernels.attention.decode import decode
 
-            slots, lengths = self._index[0], self._index[1]
-            new = _marks(slots, lengths, self._shape)
-            ends = lengths + 1
-            for layer in range(self._shape.layers):
-                k, v = self._cache.k(layer), self._cache.v(layer)
-                append(new, new, k, v, slots, lengths, self._cache.limit)
-                decode(self._q_BHD, k, v, ends, slots, limit_S=self._cache.limit)
+        slots, lengths = self._index[0], self._index[1]
+        new, ends = self._new(slots, lengths), lengths + 1
+        for layer in range(self._shape.layers):
+            k, v = self._cache.k(layer), self._cache.v(layer)
+            append(new, new, k, v, slots, lengths, self._cache.limit)
+            decode(self._q_BHD, k, v, ends, slots, limit_S=self._cache.limit)
         device_sleep(self._cycles)
-
-
-def _marks(slots: torch.Tensor, positions: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """[B, K, D]: a row that names its slot and position, in integers that every dtype holds exactly."""
-    marks = (slots * 31 + positions) % 127
-    return marks[:, None, None].expand(-1, shape.kv_heads, shape.head_dim).to(shape.dtype).contiguous()
-
-
-def _check_rows(cache: KVCache, shape: Shape, slot: int, start: int, end: int) -> None:
-    positions = torch.arange(start, end, device=cache.device)
-    wanted = _marks(torch.full_like(positions, slot), positions, shape)
-    for layer in {0, shape.layers - 1}:
-        for plane in (cache.k(layer), cache.v(layer)):
-            if not torch.equal(plane[slot, start:end], wanted):
-                raise WrongNumbers(f"rows [{start}, {end}) of slot {slot} in layer {layer} are not what was appended there")

@@ -54,7 +54,7 @@ _CHECKED_SHARE: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class OccupancySizes:
     """`slots` are more than ever fill the budget. `warm_steps` pass until sequences come and go at all times."""
 
     budget_bytes: int
@@ -75,7 +75,7 @@ class Sizes:
         return (400, 250) if self.map_pages > 64 else (90, 40)
 
     @classmethod
-    def of(cls, settings: Settings) -> "Sizes":
+    def of(cls, settings: Settings) -> "OccupancySizes":
         """The whole suite's, or `--quick`'s."""
         if settings.quick:
             return cls(3 * GIB, 512, asks=64, warm_steps=30, steps=60, every=4, map_pages=64, map_running=4, map_steps=60)
@@ -84,7 +84,7 @@ class Sizes:
 
 def run(recorder: Recorder) -> None:
     """Every model under each workload, by each system; then the map."""
-    settings, sizes = recorder.settings, Sizes.of(recorder.settings)
+    settings, sizes = recorder.settings, OccupancySizes.of(recorder.settings)
     # A CPU's usual shape is no model: here it stands for none having been named.
     named = not settings.shapes and settings.shape.name != "wide"
     shapes = (settings.shape,) if named else tuple(SHAPES[name] for name in _MODELS)
@@ -132,7 +132,7 @@ _COUNTED: Final = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, dtype=torch
 """Rows of 4 bytes: baselines take all memory at once, and here nothing is written to it."""
 
 
-def _open_vmmkv(shape: Shape, sizes: Sizes) -> System:
+def _open_vmmkv(shape: Shape, sizes: OccupancySizes) -> System:
     driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget
     pool = Pool("cpu", sizes.budget_bytes, driver=driver)
     row_bytes = shape.layout.row_bytes
@@ -153,7 +153,7 @@ def _open_vmmkv(shape: Shape, sizes: Sizes) -> System:
     )
 
 
-def _open_paged(shape: Shape, sizes: Sizes) -> System:
+def _open_paged(shape: Shape, sizes: OccupancySizes) -> System:
     row_bytes = shape.layout.row_bytes
     num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
     cache = PagedCache(_COUNTED, torch.device("cpu"), num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
@@ -168,7 +168,7 @@ def _open_paged(shape: Shape, sizes: Sizes) -> System:
     )
 
 
-def _open_static(shape: Shape, sizes: Sizes) -> System:
+def _open_static(shape: Shape, sizes: OccupancySizes) -> System:
     row_bytes = shape.layout.row_bytes
     cache = StaticCache(
         _COUNTED, torch.device("cpu"), slots=sizes.budget_bytes // (MAX_TOKENS * row_bytes), max_tokens=MAX_TOKENS
@@ -183,7 +183,7 @@ def _open_static(shape: Shape, sizes: Sizes) -> System:
     )
 
 
-SYSTEMS: Final[tuple[Callable[[Shape, Sizes], System], ...]] = (_open_vmmkv, _open_paged, _open_static)
+SYSTEMS: Final[tuple[Callable[[Shape, OccupancySizes], System], ...]] = (_open_vmmkv, _open_paged, _open_static)
 
 
 # the simulation
@@ -329,7 +329,7 @@ class Simulation:
             sequence.close()
 
 
-def simulate(system: System, workload: Workload, shape: Shape, sizes: Sizes, seed: int) -> Outcome:
+def simulate(system: System, workload: Workload, shape: Shape, sizes: OccupancySizes, seed: int) -> Outcome:
     """Steps until sequences come and go at all times, then those that are measured. Raises: WrongNumbers, AssertionError."""
     simulation = Simulation(system, workload, shape, sizes.budget_bytes, seed)
     samples = []
@@ -345,7 +345,7 @@ def simulate(system: System, workload: Workload, shape: Shape, sizes: Sizes, see
     return outcome
 
 
-def _add_rows(recorder: Recorder, name: str, shape: Shape, sizes: Sizes, outcome: Outcome) -> None:
+def _add_rows(recorder: Recorder, name: str, shape: Shape, sizes: OccupancySizes, outcome: Outcome) -> None:
     """Waste is over the rows' bytes. Its bound is what the last page or block of each sequence has free on average."""
     samples, system, row_bytes = outcome.samples, outcome.system.name, shape.layout.row_bytes
     needed = sum(each.needed_bytes for each in samples)
@@ -377,7 +377,7 @@ def _add_rows(recorder: Recorder, name: str, shape: Shape, sizes: Sizes, outcome
 # the map
 
 
-def draw_map(shape: Shape, sizes: Sizes, seed: int) -> dict[str, Any]:
+def draw_map(shape: Shape, sizes: OccupancySizes, seed: int) -> dict[str, Any]:
     """Serve requests of two groups that share a prefix, and of none, until one has just ended; then look at all slots.
 
     Rows are copied where prompts part, so there is memory behind the addresses: the host's.
@@ -426,7 +426,7 @@ def draw_map(shape: Shape, sizes: Sizes, seed: int) -> dict[str, Any]:
     return {**found, "row_bytes": shape.layout.row_bytes, **pages}
 
 
-def _mixed_asks(sizes: Sizes, seed: int) -> Iterator[Ask]:
+def _mixed_asks(sizes: OccupancySizes, seed: int) -> Iterator[Ask]:
     count = sizes.map_steps + sizes.map_running + 512
     common: Any = {"vocabulary": _VOCABULARY, "count": count, "max_tokens": 1024}
     pools = [

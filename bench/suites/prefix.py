@@ -26,7 +26,7 @@ from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memo
 from bench.suites.driver_calls import TimedDriver
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
-from bench.suites.serve.systems import Limits, Outcome, share_same
+from bench.suites.serve.systems import EngineLimits, ServedRun, share_same
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import open_driver
@@ -39,10 +39,10 @@ _PLAIN: Final = "llama-3.1-8b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class PrefixSizes:
     """In tokens and numbers of things."""
 
-    limits: Limits
+    limits: EngineLimits
     requests: int
     """That share one prefix, all there at once."""
     prefixes: tuple[int, ...]
@@ -64,11 +64,11 @@ class Sizes:
     tree_samples: int
 
     @classmethod
-    def of(cls, settings: Settings) -> "Sizes":
+    def of(cls, settings: Settings) -> "PrefixSizes":
         """On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
         if not settings.small:
             return cls(
-                limits=Limits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192),
+                limits=EngineLimits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192),
                 requests=settings.sequences or 128,
                 prefixes=(4096, 200, 1000, 4000),
                 own=128,
@@ -85,7 +85,7 @@ class Sizes:
                 tree_samples=2000,
             )
         return cls(
-            limits=Limits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256),
+            limits=EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256),
             requests=settings.sequences or 4,
             prefixes=(1200, 100),
             own=12,
@@ -105,7 +105,7 @@ class Sizes:
 
 def run(recorder: Recorder) -> None:
     """Every part that is wanted."""
-    settings, sizes = recorder.settings, Sizes.of(recorder.settings)
+    settings, sizes = recorder.settings, PrefixSizes.of(recorder.settings)
     context = Context(recorder, settings.shape)
     prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
     if settings.wants("requests") or settings.wants("chat"):
@@ -138,10 +138,12 @@ def run(recorder: Recorder) -> None:
 # requests and conversations, by the engine
 
 
-def _measure_requests(context: Context, sizes: Sizes, systems: Sequence[Any], prefix_tokens: int, names: Sequence[str]) -> None:
+def _measure_requests(
+    context: Context, sizes: PrefixSizes, systems: Sequence[Any], prefix_tokens: int, names: Sequence[str]
+) -> None:
     """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix."""
     recorder, settings = context.recorder, context.settings
-    runs: dict[tuple[str, str], list[Outcome]] = {}
+    runs: dict[tuple[str, str], list[ServedRun]] = {}
     held_bytes: dict[tuple[str, str], int] = {}
     for round_ in range(sizes.rounds):
         waves = [_wave(context, sizes, prefix_tokens, round_, number) for number in range(1 + sizes.warm_runs)]
@@ -167,7 +169,7 @@ def _measure_requests(context: Context, sizes: Sizes, systems: Sequence[Any], pr
                 recorder.figure(name, system.name, "first tokens off by", "% of other prompts'", 100 * offs[system.name])
 
 
-def _wave(context: Context, sizes: Sizes, prefix_tokens: int, round_: int, number: int) -> Workload:
+def _wave(context: Context, sizes: PrefixSizes, prefix_tokens: int, round_: int, number: int) -> Workload:
     """The round's prefix, and other tokens in each run of it."""
 
     def tokens(count: int, *names: int) -> TokenIds:
@@ -180,7 +182,7 @@ def _wave(context: Context, sizes: Sizes, prefix_tokens: int, round_: int, numbe
     return Workload(name="shared prefix", text="", asks=asks)
 
 
-def _measure_chat(context: Context, sizes: Sizes, systems: Sequence[Any], name: str) -> None:
+def _measure_chat(context: Context, sizes: PrefixSizes, systems: Sequence[Any], name: str) -> None:
     """All conversations at once; each turn comes when the one before has ended."""
     longest = sizes.turns * (sizes.turn_tokens[1] + sizes.turn_out)
     talks = workloads.multi_turn(
@@ -193,7 +195,7 @@ def _measure_chat(context: Context, sizes: Sizes, systems: Sequence[Any], name: 
         out=(sizes.turn_out, sizes.turn_out),
         think_s=0.0,
     )
-    first: Outcome | None = None
+    first: ServedRun | None = None
     for system in systems:
         context.recorder.note(f"{name}, {system.name}")
         run = system.run(talks)
@@ -203,7 +205,7 @@ def _measure_chat(context: Context, sizes: Sizes, systems: Sequence[Any], name: 
         _add_rows(context, name, system.name, [run], system.held_bytes())
 
 
-def _add_rows(context: Context, name: str, system: str, runs: Sequence[Outcome], held_bytes: int) -> None:
+def _add_rows(context: Context, name: str, system: str, runs: Sequence[ServedRun], held_bytes: int) -> None:
     """Memory is what is held behind the first such run, by sequences that have ended too."""
     add = context.recorder.samples
     add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
@@ -336,7 +338,7 @@ class Talks:
         return [int(talk) for talk in self._rng.integers(0, num_talks, count)]
 
 
-def _measure_tree(recorder: Recorder, sizes: Sizes) -> None:
+def _measure_tree(recorder: Recorder, sizes: PrefixSizes) -> None:
     """One tree that grows from size to size. Conversations are as long in a large tree as in a small one, so figures should
     be the same for all sizes, but for the processor's caches. Python's garbage collector is off while the tree grows."""
     talks = Talks(max(sizes.tree_sizes) // _TURNS, recorder.settings.seed)

@@ -2,22 +2,21 @@
 
 Sequences that decode on are *residents*. *Guests* come with a prompt and end: theirs is the memory that goes and comes.
 
-    breaths      one pool: shrink to half its budget, grow again, guests come; by what is kept of ended guests, and by when
-                 memory moves: at once, in front of a step, or in slack, while the device works
-    handovers    two caches that are busy in turn, on one pool, and on two pools of half the budget each
+    one pool      shrink to half its budget, grow again, guests come; by what is kept of ended guests, and by when memory moves:
+                  at once, in front of a step, or in slack, while the device works
+    two caches    busy in turn, on one pool, and on two pools of half the budget each
 
 A guest writes its mark into every row of its first and last layer. All rows are read again when all are written, and in
 parked slots after memory was given back.
 """
 
-import enum
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Final
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +24,7 @@ import numpy.typing as npt
 from bench.harness import SHAPES, Recorder, Settings, Shape, WrongNumbers, now_us
 from bench.rows import summarize
 from bench.suites.append import SLACK_SHARE, StepWork, open_work
-from bench.suites.driver_calls import TimedDriver
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, PrefixCache, Sequence
-from vmmkv.driver import open_driver
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 _OTHERS_BYTES: Final = 64 * MIB
@@ -36,44 +33,32 @@ _MARKS: Final = 251
 """Marks are whole numbers from 1 to this, which every dtype of K and V holds exactly."""
 _VOCABULARY: Final = 100_000
 
-Samples = dict[str, list[float]]
+FREE, PARKED, IN_TREE = "free", "parked", "in a prefix tree"
+"""What is kept of a guest at its end: nothing; its slot, to be adopted; its prompt, while its slot is unmapped."""
+AT_ONCE, IN_SLACK = "vmmkv, at once", "vmmkv, in slack"
+"""One resize, and a guest's prompt in front of each step; or both while the device works, a resize by one page at a time."""
 
-
-class Kept(enum.Enum):
-    """What is kept of a guest at its end."""
-
-    NOTHING = "free"
-    """Its memory is unmapped, and free in the pool."""
-    SLOT = "parked"
-    """Its slot as it was, to be adopted."""
-    PREFIX = "in a prefix tree"
-    """Its prompt, in a prefix tree; its slot is unmapped."""
-
-
-class Way(enum.Enum):
-    """When memory is given back and taken again."""
-
-    AT_ONCE = "vmmkv, at once"
-    """One resize; and each guest's prompt grows in front of a step, one a step."""
-    IN_SLACK = "vmmkv, in slack"
-    """While the device works: a resize by one page after the other, and the guests' prompts."""
+Samples = defaultdict[str, list[float]]
 
 
 def run(recorder: Recorder) -> None:
-    """Breaths, then handovers. Raises: WrongNumbers if memory did not go where it should, or a row was lost."""
-    cases: list[tuple[Kept, Way] | bool] = [*((kept, way) for kept in Kept for way in Way), True, False]
+    """Raises: WrongNumbers if memory did not go where it should, or a row was lost."""
+    cases: list[tuple[str, str] | bool] = [
+        *((kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)),
+        True,
+        False,
+    ]
     for case in recorder.track(cases):
         if isinstance(case, tuple):
-            _measure_breaths(recorder, *case)
+            _measure_one_pool(recorder, *case)
         else:
-            _measure_handovers(recorder, shared=case)
+            _measure_two_caches(recorder, shared=case)
 
 
 # residents and guests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTaken(NamedTuple):
     """What one step took. `slack_us` is from the launch until the device was done, or the host came to wait for it."""
 
     step_us: float
@@ -140,8 +125,8 @@ def _nothing() -> None:
 
 
 def run_step(
-    residents: SequenceOf[Residents], *, in_front: Callable[[], None] = _nothing, beside: Callable[[], None] = _nothing
-) -> Step:
+    residents: SequenceOf[Residents], *, in_front: Callable[[], Any] = _nothing, beside: Callable[[], Any] = _nothing
+) -> StepTaken:
     """One decode step. The device idles during `in_front`, and works during `beside`."""
     began_us = now_us()
     stalled = [each.make_room() for each in residents]
@@ -154,7 +139,7 @@ def run_step(
     for each in residents:
         each.work.wait()
     ended_us = now_us()
-    return Step(step_us=ended_us - began_us, slack_us=ended_us - launched_us, stalled=any(stalled), late=late)
+    return StepTaken(ended_us - began_us, ended_us - launched_us, any(stalled), late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +154,10 @@ class Guest:
 class Guests:
     """The guests of one cache, which all end in the same way. `salt` tells the marks of two caches apart: 0 or 1."""
 
-    def __init__(self, cache: KVCache, shape: Shape, kept: Kept, rng: np.random.Generator, *, salt: int = 0) -> None:
+    def __init__(self, cache: KVCache, shape: Shape, kept: str, rng: np.random.Generator, *, salt: int = 0) -> None:
         self.cache = cache
         self._layers, self._kept, self._rng = {0, shape.layers - 1}, kept, rng
-        self._prefix = PrefixCache(cache) if kept is Kept.PREFIX else None
+        self._prefix = PrefixCache(cache) if kept == IN_TREE else None
         self._next_mark = salt
         self._parked: dict[Hashable, tuple[int, int]] = {}
         """By the stamp of a parked slot, its rows and their mark."""
@@ -205,7 +190,7 @@ class Guests:
         for guest in guests:
             if self._prefix is not None:
                 self._prefix.release(guest.sequence, guest.tokens)
-            elif self._kept is Kept.SLOT:
+            elif self._kept == PARKED:
                 parked = guest.sequence.park()
                 self._parked[parked.stamp] = parked.length, guest.mark
             else:
@@ -226,94 +211,67 @@ class Guests:
                 raise WrongNumbers(f"rows [0, {num_tokens}) of slot {slot} in layer {layer} are not what its guest wrote")
 
 
-def draw_prompts(rng: np.random.Generator, layout: KVLayout, num_pages: int, fewest_pages: int, most_pages: int) -> list[int]:
-    """Lengths of prompts that need exactly so many pages together; the last has what is left."""
+def draw_prompts(rng: np.random.Generator, layout: KVLayout, num_pages: int, of_each: tuple[int, int]) -> list[int]:
+    """Lengths of prompts that need exactly so many pages together, each from and to `of_each`; the last has what is left."""
     lengths = []
     while num_pages > 0:
-        pages = min(num_pages, int(rng.integers(fewest_pages, most_pages, endpoint=True)))
+        pages = min(num_pages, int(rng.integers(*of_each, endpoint=True)))
         lengths.append(layout.tokens_in(pages))
         num_pages -= layout.pages_for(lengths[-1])
     return lengths
 
 
-# breaths
+# one pool
 
-_BREATH_METRICS: Final[Mapping[str, tuple[str, str]]] = {
-    "resize": ("resize", "us"),
-    "resize_driver": ("resize, in the driver", "us"),
-    "given": ("given back", "MiB"),
-    "given_device": ("given back, says the device", "MiB"),
-    "back": ("until back", "us"),
-    "first": ("first page", "us"),
-    "all": ("until all are in", "us"),
-    "grow": ("grow", "us"),
-    "grow_driver": ("grow, in the driver", "us"),
-    "speed": ("mapped", "MiB/s"),
-    "steps": ("steps", "steps"),
-    "step": ("step", "us"),
+_METRICS: Final = {
+    "resize": "us",
+    "given back": "MiB",
+    "given back, says the device": "MiB",
+    "until back": "us",
+    "first page": "us",
+    "until all are in": "us",
+    "grow": "us",
+    "mapped": "MiB/s",
+    "steps": "steps",
+    "step": "us",
 }
+"""With their units, in the order of the table; each phase has some."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breaths:
-    """A pool that shrinks and grows. Residents have `start_tokens` to `end_tokens` meanwhile."""
+class OnePool:
+    """One cache, whose guests' memory goes and comes; gigabytes on a GPU, megabytes on a CPU. Half the budget is all that
+    residents, of 1,024 to 1,536 tokens or fewer, will ever hold. `samples` is by phase and metric."""
 
-    sequences: int
-    repeats: int
-    calm_steps: int
-    start_tokens: int
-    end_tokens: int
-    fewest_pages: int
-    """Of a guest's prompt."""
-    most_pages: int
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Breaths":
-        """Gigabytes on a GPU, megabytes on a CPU: mapping a page there costs a memset."""
-        quick = settings.quick
-        if settings.on_gpu:
-            sequences, repeats, calm_steps = (8, 2, 4) if quick else (32, 12, 16)
-            tokens, pages = (1024, 1536), (16, 128)
-        else:
-            sequences, repeats, calm_steps = (4, 2, 2) if quick else (4, 8, 8)
-            tokens, pages = (150, 250), (1, 20)
-        return cls(
-            sequences=settings.sequences or sequences,
-            repeats=repeats,
-            calm_steps=calm_steps,
-            start_tokens=tokens[0],
-            end_tokens=tokens[1],
-            fewest_pages=pages[0],
-            most_pages=pages[1],
-        )
-
-    def half_pages(self, layout: KVLayout) -> int:
-        """Half the budget: all that the residents will ever hold."""
-        return self.sequences * layout.pages_for(self.end_tokens)
-
-
-class Breath:
-    """One cache, whose guests' memory goes and comes. `samples` is by phase and metric, `calls` the driver's by phase."""
-
-    def __init__(
-        self, driver: TimedDriver, cache: KVCache, residents: Residents, guests: Guests, half_bytes: int, way: Way
-    ) -> None:
-        self.samples: dict[str, Samples] = defaultdict(lambda: defaultdict(list))
-        self.calls: dict[str, list[Counter[str]]] = defaultdict(list)
-        self._driver, self._cache, self._pool = driver, cache, cache.pool
-        self._residents, self._guests, self._way = residents, guests, way
-        self._half_bytes = half_bytes
+    def __init__(self, settings: Settings, kept: str, way: str, stack: ExitStack) -> None:
+        gpu, quick, layout = settings.on_gpu, settings.quick, settings.shape.layout
+        self.num_sequences: Final = settings.sequences or ((8 if quick else 32) if gpu else 4)
+        self.num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
+        self._prompt_pages: Final = (16, 128) if gpu else (1, 20)
+        start_tokens, end_tokens = (1024, 1536) if gpu else (150, 250)
+        self._half_pages: Final = self.num_sequences * layout.pages_for(end_tokens)
+        self.half_bytes: Final = self._half_pages * PAGE_BYTES
+        # Residents, guests, and guests of the time before, parked or not yet unmapped. They are addresses only.
+        slots = self.num_sequences + 2 * (2 + self._half_pages // self._prompt_pages[0])
+        max_tokens = max(end_tokens, layout.tokens_in(self._prompt_pages[1]))
+        self._rng = np.random.default_rng(settings.seed)
+        self._pool = stack.enter_context(Pool(settings.device, self.half_bytes))
+        self._cache = stack.enter_context(KVCache(layout, self._pool, slots=slots, max_tokens=max_tokens))
+        work = open_work(self._cache, settings, self.num_sequences)
+        self._residents = Residents(self._cache, work, self.num_sequences, start_tokens, end_tokens, ahead=False)
+        self._guests = Guests(self._cache, settings.shape, kept, self._rng)
+        self._way = way
         self._slack_us = 0.0
         """Of what runs beside a step; known after the first calm steps."""
+        self.samples: defaultdict[str, Samples] = defaultdict(lambda: defaultdict(list))
 
-    def calm(self, num_steps: int) -> None:
+    def calm(self) -> None:
         """Steps beside which nothing is given or taken."""
-        steps = [self._step("calm", beside=self._map_ahead) for _ in range(num_steps)]
+        steps = [self._step("calm", beside=self._map_ahead) for _ in range(self.num_calm_steps)]
         self._slack_us = SLACK_SHARE * summarize([step.slack_us for step in steps]).p50
 
     def shrink(self) -> None:
         """To half the budget, until the device has the memory. Raises: WrongNumbers if it has not got what was given."""
-        samples, calls, pool = self.samples["shrink"], Counter(self._driver.calls), self._pool
+        samples, pool = self.samples["shrink"], self._pool
         created_bytes, taken_bytes, asked_us = pool.created_bytes, self._taken_bytes(), now_us()
         noise_bytes = 0 if self._cache.device.type == "cpu" else _OTHERS_BYTES
         back_us: float | None = None
@@ -322,14 +280,13 @@ class Breath:
             nonlocal back_us
             began_us = now_us()
             self._map_ahead()
-            while pool.budget_bytes > self._half_bytes:
-                least = self._half_bytes if self._way is Way.AT_ONCE else pool.created_bytes - PAGE_BYTES
-                with self._timed(samples, "resize"):
-                    pool.resize(max(self._half_bytes, least))
+            while pool.budget_bytes > self.half_bytes:
+                least = self.half_bytes if self._way == AT_ONCE else pool.created_bytes - PAGE_BYTES
+                self._resize(samples, max(self.half_bytes, least))
                 if now_us() - began_us > self._slack_us:
                     break
             arrived_bytes = taken_bytes - self._taken_bytes()
-            if pool.budget_bytes == self._half_bytes and arrived_bytes >= created_bytes - pool.created_bytes - noise_bytes:
+            if pool.budget_bytes == self.half_bytes and arrived_bytes >= created_bytes - pool.created_bytes - noise_bytes:
                 back_us = now_us() - asked_us
 
         steps = 0
@@ -337,29 +294,31 @@ class Breath:
             self._step("shrink", beside=give_back)
             steps += 1
         given_bytes = created_bytes - pool.created_bytes
-        if given_bytes <= 0 or pool.created_bytes > self._half_bytes:
+        if given_bytes <= 0 or pool.created_bytes > self.half_bytes:
             left = f"{format_bytes(pool.created_bytes)} of {format_bytes(created_bytes)} are left"
-            raise WrongNumbers(f"{left} where {format_bytes(self._half_bytes)} were wanted")
-        samples["back"].append(back_us)
+            raise WrongNumbers(f"{left} where {format_bytes(self.half_bytes)} were wanted")
+        samples["until back"].append(back_us)
         samples["steps"].append(steps)
-        samples["given"].append(given_bytes / MIB)
-        samples["given_device"].append((taken_bytes - self._taken_bytes()) / MIB)
-        self.calls["shrink"].append(self._driver.calls - calls)
+        samples["given back"].append(given_bytes / MIB)
+        samples["given back, says the device"].append((taken_bytes - self._taken_bytes()) / MIB)
+        self.check()
 
-    def regrow(self, prompts: SequenceOf[int]) -> None:
-        """To the whole budget, until a guest for each prompt has its memory; then they end."""
-        samples, calls = self.samples["regrow"], Counter(self._driver.calls)
+    def regrow(self) -> None:
+        """To the whole budget, until guests have all of its memory; then they end."""
+        samples, layout = self.samples["regrow"], self._cache.layout
+        # The first guest has one page: how soon it comes is measured.
+        prompts = [1, *draw_prompts(self._rng, layout, self._half_pages - layout.pages_for(1), self._prompt_pages)]
         before, asked_us = len(samples["step"]), now_us()
-        with self._timed(samples, "resize"):
-            self._pool.resize(2 * self._half_bytes)
+        self._resize(samples, 2 * self.half_bytes)
         guests: list[Guest] = []
 
         def admit() -> None:
             guests.append(self._guests.open(prompts[len(guests)]))
-            with self._timed(samples, "grow"):
-                guests[-1].sequence.grow(len(guests[-1].tokens))
+            began_us = now_us()
+            guests[-1].sequence.grow(len(guests[-1].tokens))
+            samples["grow"].append(now_us() - began_us)
             if len(guests) == 1:
-                samples["first"].append(now_us() - asked_us)
+                samples["first page"].append(now_us() - asked_us)
 
         def admit_in_slack() -> None:
             began_us = now_us()
@@ -371,15 +330,14 @@ class Breath:
 
         grown = len(samples["grow"])
         while len(guests) < len(prompts):
-            if self._way is Way.AT_ONCE:
+            if self._way == AT_ONCE:
                 self._step("regrow", in_front=admit, beside=self._map_ahead)
             else:
                 self._step("regrow", beside=admit_in_slack)
-        samples["all"].append(now_us() - asked_us)
+        samples["until all are in"].append(now_us() - asked_us)
         samples["steps"].append(len(samples["step"]) - before)
-        mapped_bytes = sum(map(self._cache.layout.pages_for, prompts)) * PAGE_BYTES
-        samples["speed"].append(mapped_bytes / MIB / (sum(samples["grow"][grown:]) / 1e6))
-        self.calls["regrow"].append(self._driver.calls - calls)
+        mapped_bytes = sum(map(layout.pages_for, prompts)) * PAGE_BYTES
+        samples["mapped"].append(mapped_bytes / MIB / (sum(samples["grow"][grown:]) / 1e6))
         for guest in guests:
             guest.sequence.advance(len(guest.tokens))
         self._guests.write_and_check(guests)
@@ -389,7 +347,7 @@ class Breath:
         self._residents.rewind()
         self._cache.drain()
         self._pool.resize(self._pool.held_bytes)
-        self._pool.resize(2 * self._half_bytes)
+        self._pool.resize(2 * self.half_bytes)
         self._guests.end(guests)
         self._cache.drain()
 
@@ -398,7 +356,7 @@ class Breath:
         self._residents.check()
         self._guests.check_parked()
 
-    def _step(self, phase: str, **at: Callable[[], None]) -> Step:
+    def _step(self, phase: str, **at: Callable[[], None]) -> StepTaken:
         step = run_step([self._residents], **at)
         for name, value in (("step", step.step_us), ("stalled", step.stalled), ("late", step.late)):
             self.samples[phase][name].append(value)
@@ -407,190 +365,120 @@ class Breath:
     def _map_ahead(self) -> None:
         self._cache.map_ahead(self._slack_us, lookahead_tokens=self._cache.lookahead_tokens(self._slack_us))
 
+    def _resize(self, samples: Samples, budget_bytes: int) -> None:
+        began_us = now_us()
+        self._pool.resize(budget_bytes)
+        samples["resize"].append(now_us() - began_us)
+
     def _taken_bytes(self) -> int:
         """Memory taken of the device, as the device says: by all processes on a GPU, by this driver on the host."""
-        free_bytes, total_bytes = self._driver.memory()
+        driver: Any = self._pool.driver
         if self._cache.device.type == "cpu":
-            return os.fstat(self._driver._file.fd).st_blocks * 512
+            return os.fstat(driver._file.fd).st_blocks * 512
+        free_bytes, total_bytes = driver.memory()
         return int(total_bytes - free_bytes)
 
-    @contextmanager
-    def _timed(self, samples: Samples, metric: str) -> Iterator[None]:
-        """A sample of the whole time, and one of the driver's share."""
-        driver_us, began_us = self._driver.spent_us, now_us()
-        yield
-        samples[metric].append(now_us() - began_us)
-        samples[f"{metric}_driver"].append(self._driver.spent_us - driver_us)
 
-
-def _measure_breaths(recorder: Recorder, kept: Kept, way: Way) -> None:
+def _measure_one_pool(recorder: Recorder, kept: str, way: str) -> None:
     settings = recorder.settings
-    sizes, layout, rng = Breaths.of(settings), settings.shape.layout, np.random.default_rng(settings.seed)
-    half_pages = sizes.half_pages(layout)
-    # Residents, guests, and guests of the time before, parked or not yet unmapped. They are addresses only.
-    slots = sizes.sequences + 2 * (2 + half_pages // sizes.fewest_pages)
-    max_tokens = max(sizes.end_tokens, layout.tokens_in(sizes.most_pages))
-    driver = TimedDriver(open_driver(settings.device))
-    with (
-        Pool(settings.device, half_pages * PAGE_BYTES, driver=driver.as_driver()) as pool,
-        KVCache(layout, pool, slots=slots, max_tokens=max_tokens) as cache,
-    ):
-        work = open_work(cache, replace(settings, work="attention"), sizes.sequences)  # rows that are not written prove nothing
-        residents = Residents(cache, work, sizes.sequences, sizes.start_tokens, sizes.end_tokens, ahead=False)
-        guests = Guests(cache, settings.shape, kept, rng)
-        breath = Breath(driver, cache, residents, guests, half_pages * PAGE_BYTES, way)
-        for number in range(1 + sizes.repeats):
-            breath.calm(sizes.calm_steps)
-            if number:
-                breath.shrink()
-                breath.check()
-            # The first guest has one page: how soon it comes is measured.
-            pages = half_pages - layout.pages_for(1)
-            breath.regrow([1, *draw_prompts(rng, layout, pages, sizes.fewest_pages, sizes.most_pages)])
-            if not number:  # the first memory of all was never given back
-                breath.samples.clear()
-                breath.calls.clear()
-    half, full = format_bytes(half_pages * PAGE_BYTES), format_bytes(2 * half_pages * PAGE_BYTES)
-    beside = f"memory {kept.value}, {sizes.sequences} sequences decode on"
-    for phase, names in {"shrink": f"shrink: {full} to {half}", "regrow": f"regrow: {half} to {full}"}.items():
-        workload, samples = f"{names}, {beside}", breath.samples[phase]
-        for name, (metric, unit) in _BREATH_METRICS.items():
-            recorder.samples(workload, way.value, metric, unit, samples[name])
-        recorder.samples(workload, way.value, "step, undisturbed", "us", breath.samples["calm"]["step"])
-        for name in ("stalled", "late"):
-            recorder.figure(workload, way.value, name, "steps", sum(samples[name]), len(samples[name]))
-        _add_calls(recorder, workload, way.value, breath.calls[phase])
+    repeats = (2 if settings.quick else 12) if settings.on_gpu else (2 if settings.quick else 8)
+    with ExitStack() as stack:
+        measured = OnePool(settings, kept, way, stack)
+        measured.calm()
+        measured.regrow()
+        measured.samples.clear()  # the first memory of all was never given back
+        for _ in range(repeats):
+            measured.calm()
+            measured.shrink()
+            measured.regrow()
+    half, full = format_bytes(measured.half_bytes), format_bytes(2 * measured.half_bytes)
+    for phase, text in {"shrink": f"shrink: {full} to {half}", "regrow": f"regrow: {half} to {full}"}.items():
+        workload = f"{text}, memory {kept}, {measured.num_sequences} sequences decode on"
+        samples = measured.samples[phase]
+        for metric, unit in _METRICS.items():
+            recorder.samples(workload, way, metric, unit, samples[metric])
+        recorder.samples(workload, way, "step, undisturbed", "us", measured.samples["calm"]["step"])
+        for metric in ("stalled", "late"):
+            recorder.figure(workload, way, metric, "steps", sum(samples[metric]), len(samples[metric]))
 
 
-def _add_calls(recorder: Recorder, workload: str, system: str, calls: list[Counter[str]]) -> None:
-    """For each call of the driver a row: how often in a phase."""
-    for name in sorted(set().union(*calls)):
-        recorder.samples(workload, system, f"driver calls: {name}", "calls", [each[name] for each in calls])
+# two caches
 
 
-# handovers
-
-_MOMENTS: Final = {"at first": 0.0, "half-way": 0.5, "at last": 1.0}
-"""Of a phase, at which it is told what each cache holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handovers:
-    """Two caches on one budget. The guests of a phase need all of the budget that no resident holds."""
-
-    shapes: tuple[Shape, Shape]
-    sequences: int
-    """Residents of each cache."""
-    phases: int
-    held_steps: int
-    """Steps at the end of a phase in which nothing is asked for."""
-    budget_bytes: int
-    start_tokens: int
-    fewest_pages: int
-    most_pages: int
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Handovers":
-        """By the device, and whether it may take minutes."""
-        names = ("llama-3.1-8b", "qwen3-0.6b") if settings.on_gpu else ("wide", "smollm2-135m")
-        budget_bytes = (4 * GIB if settings.quick else 16 * GIB) if settings.on_gpu else 96 * MIB
-        return cls(
-            shapes=(SHAPES[names[0]], SHAPES[names[1]]),
-            sequences=8 if settings.on_gpu else 2,
-            phases=4 if settings.quick else 10,
-            held_steps=4 if settings.on_gpu else 2,
-            budget_bytes=budget_bytes,
-            start_tokens=256 if settings.on_gpu else 8,
-            fewest_pages=16 if settings.on_gpu else 2,
-            most_pages=192 if settings.on_gpu else 20,
-        )
-
-    @property
-    def most_guests(self) -> int:
-        """In one phase: none but the last has fewer pages than the fewest."""
-        return 1 + self.budget_bytes // PAGE_BYTES // self.fewest_pages
-
-    @property
-    def end_tokens(self) -> int:
-        """Of a resident at the end of a phase: at most one guest comes a step."""
-        return self.start_tokens + self.most_guests + self.held_steps
-
-
-@dataclass(slots=True)
 class Side:
-    """One of the two caches, and samples of its busy phases."""
+    """One of two caches on one budget, and samples of its busy phases. It keeps ended guests in parked slots."""
 
-    shape: Shape
-    cache: KVCache
-    residents: Residents
-    guests: Guests
-    samples: Samples = field(default_factory=lambda: defaultdict(list))
-    calls: list[Counter[str]] = field(default_factory=list)
+    def __init__(self, settings: Settings, shape: Shape, pool: Pool, rng: np.random.Generator, salt: int) -> None:
+        gpu = settings.on_gpu
+        self.shape, self.samples = shape, Samples(list)
+        self.prompt_pages = (16, 192) if gpu else (2, 20)
+        self.num_held_steps = 4 if gpu else 2
+        """At the end of a phase, in which nothing is asked for."""
+        num_sequences, start_tokens = (8, 256) if gpu else (2, 8)
+        # No guest but the last has fewer pages than the fewest, and at most one comes a step.
+        most_guests = 1 + pool.budget_bytes // PAGE_BYTES // self.prompt_pages[0]
+        end_tokens = start_tokens + most_guests + self.num_held_steps
+        max_tokens = max(end_tokens, shape.layout.tokens_in(self.prompt_pages[1]))
+        self.cache = KVCache(shape.layout, pool, slots=num_sequences + 2 * most_guests, max_tokens=max_tokens)
+        work = open_work(self.cache, settings, num_sequences, shape)
+        self.residents = Residents(self.cache, work, num_sequences, start_tokens, end_tokens, ahead=True)
+        self.guests = Guests(self.cache, shape, PARKED, rng, salt=salt)
 
-    @property
-    def held_bytes(self) -> int:
-        """Of the pool, by this cache alone."""
-        stats = self.cache.stats()
-        return stats.mapped_bytes + stats.pending_reclaim_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        """Of these, what residents hold: it cannot be handed over."""
-        stats = self.cache.stats()
-        return stats.mapped_bytes - stats.parked_bytes
+    def check(self) -> None:
+        """Residents and parked guests have their rows. Raises: WrongNumbers."""
+        self.residents.check()
+        self.guests.check_parked()
 
 
-def _measure_handovers(recorder: Recorder, *, shared: bool) -> None:
-    settings, sizes = recorder.settings, Handovers.of(recorder.settings)
-    driver = TimedDriver(open_driver(settings.device))
+def _measure_two_caches(recorder: Recorder, *, shared: bool) -> None:
+    """The guests of a phase need all of the budget that no resident holds."""
+    settings = recorder.settings
+    names = ("llama-3.1-8b", "qwen3-0.6b") if settings.on_gpu else ("wide", "smollm2-135m")
+    budget_bytes = (4 * GIB if settings.quick else 16 * GIB) if settings.on_gpu else 96 * MIB
     rng = np.random.default_rng(settings.seed)
     with ExitStack() as stack:
-        sides: list[Side] = []
-        pools = [
-            stack.enter_context(Pool(settings.device, sizes.budget_bytes // (2 - shared), driver=driver.as_driver()))
-            for _ in range(2 - shared)
-        ]
-        for salt, (shape, pool) in enumerate(zip(sizes.shapes, (pools[0], pools[-1]), strict=True)):
-            max_tokens = max(sizes.end_tokens, shape.layout.tokens_in(sizes.most_pages))
-            slots = sizes.sequences + 2 * sizes.most_guests
-            cache = stack.enter_context(KVCache(shape.layout, pool, slots=slots, max_tokens=max_tokens))
-            work = open_work(cache, replace(settings, work="attention", shape=shape), sizes.sequences)
-            residents = Residents(cache, work, sizes.sequences, sizes.start_tokens, sizes.end_tokens, ahead=True)
-            sides.append(Side(shape, cache, residents, Guests(cache, shape, Kept.SLOT, rng, salt=salt)))
+        num_pools = 1 if shared else 2
+        pools = [stack.enter_context(Pool(settings.device, budget_bytes // num_pools)) for _ in range(num_pools)]
+        sides = []
+        for salt, (name, pool) in enumerate(zip(names, (pools[0], pools[-1]), strict=True)):
+            sides.append(Side(settings, SHAPES[name], pool, rng, salt))
+            stack.enter_context(sides[-1].cache)
         slack_us = 0.0
-        for index in range(sizes.phases):
-            if index == len(sides):  # until now neither had memory that could be handed over
+        for phase in range(4 if settings.quick else 10):
+            if phase == len(sides):  # until now neither had memory that could be handed over
                 for side in sides:
                     side.samples.clear()
-                    side.calls.clear()
-            slack_us = _hand_over(sizes, driver, sides[index % 2], sides[1 - index % 2], slack_us, rng)
+            slack_us = _hand_over(sides[phase % 2], sides[1 - phase % 2], slack_us, budget_bytes, rng)
     system = "vmmkv, one pool" if shared else "vmmkv, a pool of half for each"
     for side, other in (sides, sides[::-1]):
-        names = f"{side.shape.name} asks while {other.shape.name}'s memory is parked"
-        _add_handover_rows(recorder, f"two caches: {format_bytes(sizes.budget_bytes)}, {names}", system, side, other.shape.name)
+        workload = (
+            f"two caches: {format_bytes(budget_bytes)}, {side.shape.name} asks while {other.shape.name}'s memory is parked"
+        )
+        units = {"first grow": "us", "grow": "us", "until all are in": "us", "mapped": "MiB/s", "step": "us"}
+        for metric, unit in {**units, "step, undisturbed": "us"}.items():
+            recorder.samples(workload, system, metric, unit, side.samples[metric])
+        possible = summarize(side.samples["possible"]).p50
+        recorder.samples(workload, system, "most of the budget", "%", side.samples["most"], possible)
 
 
-def _hand_over(
-    sizes: Handovers, driver: TimedDriver, busy: Side, other: Side, slack_us: float, rng: np.random.Generator
-) -> float:
+def _hand_over(busy: Side, other: Side, slack_us: float, budget_bytes: int, rng: np.random.Generator) -> float:
     """One phase: guests of the busy side come, one a step, until no page is left that could be given up, and park.
 
     The next phase's slack. Raises: WrongNumbers if a guest finds no memory, or a check fails.
     """
     samples, pool, residents = busy.samples, busy.cache.pool, [busy.residents, other.residents]
     free_pages = (pool.budget_bytes - pool.used_bytes) // PAGE_BYTES
-    prompts = draw_prompts(rng, busy.cache.layout, free_pages, sizes.fewest_pages, sizes.most_pages)
+    prompts = draw_prompts(rng, busy.cache.layout, free_pages, busy.prompt_pages)
     guests: list[Guest] = []
 
     def admit() -> None:
         guests.append(guest := busy.guests.open(prompts[len(guests)]))
-        driver_us, began_us = driver.spent_us, now_us()
+        began_us = now_us()
         try:
             guest.sequence.grow(len(guest.tokens))
         except OutOfPages as error:
             raise WrongNumbers(f"a guest of {busy.shape.name} finds no memory though the sum fits: {error}") from error
         samples["grow"].append(now_us() - began_us)
-        samples["grow_driver"].append(driver.spent_us - driver_us)
         guest.sequence.advance(len(guest.tokens))
 
     def unmap() -> None:
@@ -599,50 +487,23 @@ def _hand_over(
             side.cache.map_ahead(slack_us / 2, lookahead_tokens=0)
 
     mapped_pages, asked_us, before = busy.cache.stats().mapped_pages, now_us(), len(samples["grow"])
-    held, calls = [(busy.held_bytes, other.held_bytes)], Counter(driver.calls)
     for _ in prompts:
         samples["step"].append(run_step(residents, in_front=admit, beside=unmap).step_us)
-        held.append((busy.held_bytes, other.held_bytes))
     grow_us = samples["grow"][before:]
-    samples["first"].append(grow_us[0])
-    samples["all"].append(now_us() - asked_us)
-    mapped_bytes = (busy.cache.stats().mapped_pages - mapped_pages) * PAGE_BYTES
-    samples["speed"].append(mapped_bytes / MIB / (sum(grow_us) / 1e6))
-    busy.calls.append(driver.calls - calls)
-    for moment, share in _MOMENTS.items():
-        own_bytes, others_bytes = held[round(share * (len(held) - 1))]
-        samples[f"held, {moment}"].append(own_bytes / MIB)
-        samples[f"held by the other, {moment}"].append(others_bytes / MIB)
-    samples["most"].append(100 * busy.held_bytes / sizes.budget_bytes)
-    samples["possible"].append(100 * (1 - other.resident_bytes / sizes.budget_bytes))
+    samples["first grow"].append(grow_us[0])
+    samples["until all are in"].append(now_us() - asked_us)
+    stats, others = busy.cache.stats(), other.cache.stats()
+    samples["mapped"].append((stats.mapped_pages - mapped_pages) * PAGE_BYTES / MIB / (sum(grow_us) / 1e6))
+    samples["most"].append(100 * (stats.mapped_bytes + stats.pending_reclaim_bytes) / budget_bytes)
+    samples["possible"].append(100 * (1 - (others.mapped_bytes - others.parked_bytes) / budget_bytes))
 
-    steps = [run_step(residents, beside=unmap) for _ in range(sizes.held_steps)]
-    samples["undisturbed"].extend(step.step_us for step in steps)
+    steps = [run_step(residents, beside=unmap) for _ in range(busy.num_held_steps)]
+    samples["step, undisturbed"].extend(step.step_us for step in steps)
     busy.guests.write_and_check(guests)
-    for side in (busy, other):
-        side.residents.check()
-        side.guests.check_parked()
+    busy.check()
+    other.check()
     busy.guests.end(guests)
     for each in residents:
         each.rewind()
         each.check()
     return SLACK_SHARE * summarize([step.slack_us for step in steps]).p50
-
-
-def _add_handover_rows(recorder: Recorder, workload: str, system: str, side: Side, other: str) -> None:
-    metrics = {
-        "first": ("first grow", "us"),
-        "grow": ("grow", "us"),
-        "grow_driver": ("grow, in the driver", "us"),
-        "all": ("until all are in", "us"),
-        "speed": ("mapped", "MiB/s"),
-        **{f"held, {moment}": (f"held, {moment}", "MiB") for moment in _MOMENTS},
-        **{f"held by the other, {moment}": (f"held by {other}, {moment}", "MiB") for moment in _MOMENTS},
-        "step": ("step", "us"),
-        "undisturbed": ("step, undisturbed", "us"),
-    }
-    for name, (metric, unit) in metrics.items():
-        recorder.samples(workload, system, metric, unit, side.samples[name])
-    possible = summarize(side.samples["possible"]).p50
-    recorder.samples(workload, system, "most of the budget", "%", side.samples["most"], possible)
-    _add_calls(recorder, workload, system, side.calls)

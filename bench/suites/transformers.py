@@ -46,7 +46,7 @@ _PUBLISHED_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class CacheSizes:
     """In tokens and numbers of things."""
 
     batch: int
@@ -74,7 +74,7 @@ class Sizes:
     """Of an answer, written at once."""
 
     @classmethod
-    def of(cls, settings: Settings) -> "Sizes":
+    def of(cls, settings: Settings) -> "CacheSizes":
         """On one H200 `decode` takes some 200 s, the other parts 70 s together; on a CPU all is done in seconds."""
         if not settings.small:
             return cls(
@@ -123,7 +123,7 @@ class _Context:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.settings, self.device = recorder, recorder.settings, recorder.settings.device
-        self.sizes: Final = Sizes.of(self.settings)
+        self.sizes: Final = CacheSizes.of(self.settings)
         self.rows_of: Final = model_of(self.settings.shape.name, tiny=False)
         """Whose rows are kept where no model runs."""
         self.decoder: Final = model_of(self.settings.shape.name, tiny=self.settings.small)

@@ -12,8 +12,8 @@ from bench.rows import Row
 from bench.suites import serve
 from bench.suites.serve import client, steps
 from bench.suites.serve.models import MODELS, decode_s, model_of, padded, requests_s, vocabulary_of
-from bench.suites.serve.steps import Kernel, steps_of
-from bench.suites.serve.systems import Outcome, Served, Turns, alike, share_off, share_same, take_turns
+from bench.suites.serve.steps import KernelSpan, steps_of
+from bench.suites.serve.systems import Served, ServedRun, Turns, alike, share_off, share_same, take_turns
 from bench.workloads import Ask
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 
@@ -65,8 +65,8 @@ def test_log_probabilities_that_are_off_or_of_other_tokens_are_refused() -> None
 
 
 def test_other_answers_are_a_share_or_an_error() -> None:
-    wanted = Outcome([Served(tokens=[1]), Served(tokens=[2])], 1.0)
-    other = Outcome([Served(tokens=[1]), Served(tokens=[3])], 1.0)
+    wanted = ServedRun([Served(tokens=[1]), Served(tokens=[2])], 1.0)
+    other = ServedRun([Served(tokens=[1]), Served(tokens=[3])], 1.0)
     assert share_same([wanted, other], wanted, strict=False) == 0.5
     with pytest.raises(WrongNumbers, match=r"1 of 2 requests have other tokens in another run: \[1\]"):
         share_same([other], wanted, strict=True)
@@ -79,7 +79,7 @@ def test_systems_take_turns_forward_and_backward() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-    runs = take_turns([System("a"), System("b")], 2, lambda system: order.append(system.name) or Outcome([], 1.0))  # type: ignore[func-returns-value]
+    runs = take_turns([System("a"), System("b")], 2, lambda system: order.append(system.name) or ServedRun([], 1.0))  # type: ignore[func-returns-value]
     assert order == ["a", "b", "b", "a"]
     assert {name: len(of) for name, of in runs.items()} == {"a": 2, "b": 2}
 
@@ -127,8 +127,8 @@ def test_decode_steps_have_whole_batches(tmp_path: Path) -> None:
     assert all(row.summary.n >= 12 for row in rows)
 
 
-def kernel(name: str, start_us: float, end_us: float) -> Kernel:
-    return Kernel(name, start_us, end_us)
+def kernel(name: str, start_us: float, end_us: float) -> KernelSpan:
+    return KernelSpan(name, start_us, end_us)
 
 
 def test_an_instant_belongs_to_the_kernel_that_has_run_longest() -> None:

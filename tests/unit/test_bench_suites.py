@@ -101,7 +101,7 @@ def test_vmmkv_wastes_little_more_than_blocks_and_static_slots_most(tmp_path: Pa
 
 
 def test_a_miscounting_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = memory_efficiency.Sizes.of(SETTINGS)
+    sizes = memory_efficiency.OccupancySizes.of(SETTINGS)
     shape = SHAPES["qwen3-0.6b"]
     asks = tuple(Ask(prompt=np.zeros(100, np.int32), num_out=50) for _ in range(4))
     system = memory_efficiency.SYSTEMS[1](shape, sizes)
@@ -116,7 +116,7 @@ def halved(stats: object) -> object:
 
 
 def test_the_memory_map_has_shared_runs_and_every_page_that_is_used() -> None:
-    record = memory_efficiency.draw_map(SHAPES["llama-3.1-8b"], memory_efficiency.Sizes.of(SETTINGS), seed=0)
+    record = memory_efficiency.draw_map(SHAPES["llama-3.1-8b"], memory_efficiency.OccupancySizes.of(SETTINGS), seed=0)
     runs = [run for slot in record["slots"] for run in slot["runs"]]
     assert any(num_holders > 1 for *_, num_holders in runs)
     assert {"live", "parked"} <= {state for _, _, state, _ in runs}
@@ -202,10 +202,10 @@ def test_a_plan_has_exactly_its_tokens() -> None:
 
 def test_sizes_of_a_gpu_are_those_of_the_committed_rows() -> None:
     gpu = Settings(device=torch.device("cuda"), shape=SHAPES["llama-3.1-8b"])
-    sizes = prefix.Sizes.of(gpu)
+    sizes = prefix.PrefixSizes.of(gpu)
     assert (sizes.requests, sizes.prefixes, sizes.own, sizes.out) == (128, (4096, 200, 1000, 4000), 128, 64)
-    assert memory_efficiency.Sizes.of(gpu).budget_bytes == 40 * GIB
-    assert append.Sizes.of(gpu).sequences == 256
+    assert memory_efficiency.OccupancySizes.of(gpu).budget_bytes == 40 * GIB
+    assert append.GrowthSizes.of(gpu).sequences == 256
 
 
 def test_a_failed_row_is_the_only_one_of_its_workload(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 models       configurations, loaded weights, bounds, tokenizers
 systems      what serves a workload, and the checks before timing
-workloads    mixed, single, first, long, shared: the engine as a user has it
-compared     closed, rates, bursts, outside: systems over the same weights with the same limits
+generate     mixed, single, first, long, shared: the engine as a user has it
+compared     closed, rates, outside: systems over the same weights with the same limits
 outside      transformers and vLLM as systems
-http         the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
+over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
 grammar      answers by a grammar: masks, and jump-forward (schemas)
 steps        step, breakdown: decode steps against the byte limit, and by kernel
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -18,21 +19,13 @@ from bench.harness import Recorder, Settings, Shape, release_memory
 from bench.suites.serve.models import ServedModel, model_of, tokenizer_file, vocabulary_of
 
 PARTS: Final = {
-    "mixed": "workloads",
-    "single": "workloads",
-    "first": "workloads",
-    "long": "workloads",
-    "shared": "workloads",
-    "closed": "compared",
-    "rates": "compared",
-    "bursts": "compared",
-    "outside": "compared",
+    **dict.fromkeys(("mixed", "single", "first", "long", "shared"), "generate"),
+    **dict.fromkeys(("closed", "rates", "outside"), "compared"),
     "http": "over_http",
     "grammar": "grammar",
-    "step": "steps",
-    "breakdown": "steps",
+    **dict.fromkeys(("step", "breakdown"), "steps"),
 }
-"""The module where each is a function of that name. The profiler slows what comes later: its part is the last."""
+"""The module whose `run` measures each. The profiler slows what comes later: its part is the last."""
 
 _NEEDED: Final = {
     "http": ("fastapi", "httpx", "msgspec", "structlog", "tokenizers", "uvicorn", "zmq"),
@@ -44,23 +37,31 @@ _BY_DEFAULT: Final = ("llama-3.1-8b", "qwen3-0.6b")
 
 
 class Context:
-    """What the parts of one shape share: the model, rows, and engines that parts keep for the next."""
+    """What the parts of one shape share: the model, rows, and an engine that a part keeps for the next."""
 
     def __init__(self, recorder: Recorder, shape: Shape) -> None:
         self.recorder, self.settings = recorder, recorder.settings
         self.model: ServedModel = model_of(shape.name, tiny=self.settings.small)
-        self.engines: dict[str, Any] = {}
+        self._kept: tuple[Callable[..., Any], Any] | None = None
 
     def name(self, part: str, text: str) -> str:
         """A row's workload."""
         return f"{self.model.name} {part}: {text}"
 
+    def engine(self, open_: Callable[..., Any], *arguments: Any) -> Any:
+        """The kept engine if it was opened so; else a new one, which takes all memory: another is closed first."""
+        if self._kept is None or self._kept[0] is not open_:
+            self.close()
+            self.recorder.note(f"{self.model.name}: the engine starts")
+            self._kept = open_, open_(*arguments)
+        return self._kept[1]
+
     def close(self) -> None:
-        """Give the memory of all engines back."""
-        engines, self.engines = self.engines, {}
-        for engine in engines.values():
-            engine.close()
-        engines.clear()
+        """Close the kept engine."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[1].close()
+        del kept
         release_memory(self.settings.device)
 
 
@@ -81,10 +82,8 @@ def check(settings: Settings) -> None:
 
         names = {part: case_names(settings, part) for part in settings.parts if PARTS[part] == "compared"}
         if unknown := [case for case in settings.cases if not any(case in of_part for of_part in names.values())]:
-            there_are = (
-                "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items()) or "these parts have none"
-            )
-            raise ValueError(f"no case {', '.join(unknown)}: {there_are}")
+            there_are = "; ".join(f"{part} has {', '.join(of_part)}" for part, of_part in names.items())
+            raise ValueError(f"no case {', '.join(unknown)}: {there_are or 'these parts have none'}")
 
 
 def absent(settings: Settings) -> dict[str, str]:
@@ -107,18 +106,20 @@ def run(recorder: Recorder) -> None:
         if settings.parts or part not in ("long", "outside") or (shape is shapes[0] and not settings.small)
     ]
     context: Context | None = None
-    for shape, part in recorder.track(steps, lambda step: f"{step[0].name} {step[1]}"):
-        if context is None or context.model.name != model_of(shape.name, tiny=settings.small).name:
-            if context is not None:
+    try:
+        for shape, part in recorder.track(steps, lambda step: f"{step[0].name} {step[1]}"):
+            if context is None or context.model.name != model_of(shape.name, tiny=settings.small).name:
+                if context is not None:
+                    context.close()
+                context = Context(recorder, shape)
+            num_failed = len(recorder.failed)
+            with recorder.guarded(context.name(part, "all")):
+                import_module(f"{__name__}.{PARTS[part]}").run(context, part)
+            if len(recorder.failed) > num_failed:  # an engine that has failed is not trusted with the next part
                 context.close()
-            context = Context(recorder, shape)
-        num_failed = len(recorder.failed)
-        with recorder.guarded(context.name(part, "all")):
-            getattr(import_module(f"{__name__}.{PARTS[part]}"), part)(context)
-        if len(recorder.failed) > num_failed:  # an engine that has failed is not trusted with the next part
+    finally:
+        if context is not None:
             context.close()
-    if context is not None:
-        context.close()
 
 
 def _lacking(part: str, settings: Settings) -> str | None:

@@ -1,21 +1,26 @@
-"""A process that asks a server for many streams at once, as a client does, and says when what came.
-
-    in    {"url": ..., "bodies": [...]}     what is asked, a line a run
-    out   ready                             all of it is ready to be sent
-    in    go
-    out   [{"begun_s": ..., ...}, ...]      of each body, in order
+"""Client processes that ask a server for many streams at once, and say when what came.
 
 Times are of CLOCK_MONOTONIC, which all processes of a machine share. Bytes are put aside as they come, and parsed when all are
-there: parsing is not the server's time. Run by its path, without torch: several of these start in no time.
+there: parsing is not the server's time.
 """
 
 import asyncio
 import json
-import sys
+import multiprocessing
 import time
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier
+from types import TracebackType
+from typing import Any, Self, TypedDict
 
 import httpx
+
+from bench.harness import WrongNumbers
+
+Bodies = Sequence[dict[str, Any]]
+
+_together: Barrier
+"""Of a client process: all send when all are ready to."""
 
 
 class Streamed(TypedDict, total=False):
@@ -36,17 +41,50 @@ class Streamed(TypedDict, total=False):
     error: str
 
 
-async def _serve() -> None:
+class Clients:
+    """Processes that ask together: one cannot read as many events a second as a GPU's engine makes tokens."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
+        self._count = count
+        self._pool = context.Pool(count, _begin, (context.Barrier(count),))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._pool.terminate()
+        self._pool.join()
+
+    def ask(self, url: str, bodies: Bodies, limit_s: float) -> list[Streamed]:
+        """All at once, each process every so many-th of them. Raises: WrongNumbers if not all have ended after `limit_s`."""
+        parts = [(url, bodies[number :: self._count]) for number in range(self._count)]
+        try:
+            told = self._pool.starmap_async(_ask, parts, chunksize=1).get(limit_s)
+        except multiprocessing.TimeoutError:
+            raise WrongNumbers("the streams have not ended in their time") from None
+        streamed: list[Streamed] = [{}] * len(bodies)
+        for number, of_part in enumerate(told):
+            streamed[number :: self._count] = of_part
+        return streamed
+
+
+def _begin(together: Barrier) -> None:
+    global _together
+    _together = together
+
+
+def _ask(url: str, bodies: Bodies) -> list[Streamed]:
+    return asyncio.run(_stream_all(url, bodies))
+
+
+async def _stream_all(url: str, bodies: Bodies) -> list[Streamed]:
     # A read has no limit: a request may wait for its turn.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
-        for line in sys.stdin:
-            asked = json.loads(line)
-            requests = [client.build_request("POST", asked["url"], json=body) for body in asked["bodies"]]
-            print("ready", flush=True)
-            if sys.stdin.readline() != "go\n":
-                return
-            print(json.dumps(await asyncio.gather(*(_streamed(client, request) for request in requests))), flush=True)
+        requests = [client.build_request("POST", url, json=body) for body in bodies]
+        _together.wait()
+        return await asyncio.gather(*(_streamed(client, request) for request in requests))
 
 
 async def _streamed(client: httpx.AsyncClient, request: httpx.Request) -> Streamed:
@@ -61,8 +99,7 @@ async def _streamed(client: httpx.AsyncClient, request: httpx.Request) -> Stream
                 parts.append(part)
         finally:
             await response.aclose()
-        ended_s = time.monotonic()
-        return parse(b"".join(parts), response.status_code, begun_s, first_s, ended_s)
+        return parse(b"".join(parts), response.status_code, begun_s, first_s, time.monotonic())
     except httpx.HTTPError as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -74,7 +111,6 @@ def parse(data: bytes, status: int, begun_s: float, first_s: float, ended_s: flo
     text: list[str] = []
     reason: str | None = None
     usage: dict[str, Any] | None = None
-    chunks = 0
     lines = [line for line in data.decode().split("\n\n") if line]
     for line in lines[:-1]:
         said = json.loads(line.removeprefix("data: "))
@@ -82,7 +118,6 @@ def parse(data: bytes, status: int, begun_s: float, first_s: float, ended_s: flo
             return {"error": f"error: {said['error']}"}
         usage = said.get("usage") or usage
         for choice in said["choices"]:
-            chunks += 1
             text.append(choice["text"])
             reason = choice["finish_reason"] or reason
     if not lines or lines[-1] != "data: [DONE]" or usage is None:
@@ -96,9 +131,5 @@ def parse(data: bytes, status: int, begun_s: float, first_s: float, ended_s: flo
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "chunks": chunks,
+        "chunks": len(text),
     }
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve())

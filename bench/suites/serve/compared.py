@@ -1,4 +1,9 @@
-"""Systems side by side: the same requests, model, memory and limits. In a closed loop, and at rates of arrival."""
+"""Systems side by side: the same requests, model, memory and limits.
+
+closed     all requests there at once, as fast as each system is
+outside    the same beside what serves without the engine
+rates      requests arrive at random: how long each waits, and how many are served well, by how many there are
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,55 +17,47 @@ from bench import workloads
 from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.models import Models, ServedModel, model_of, requests_s
-from bench.suites.serve.systems import EngineSystem, Limits, LogProbs, Outcome, System, share_off, share_same, take_turns
+from bench.suites.serve.models import ServedModel, Weights, model_of, requests_s
+from bench.suites.serve.systems import (
+    EngineLimits,
+    EngineSystem,
+    LogProbs,
+    ServedRun,
+    System,
+    share_off,
+    share_same,
+    take_turns,
+)
 from bench.workloads import Workload
 from vmmkv.units import GIB, MIB, format_bytes
 
 _IDS: Final = 10_001
-_BURSTINESS: Final = 4.0
-"""The squared coefficient of variation of the gaps between arrivals; 1 is a Poisson process."""
 _CHECKED_TOKENS: Final = 4
 """Of each answer that is held against the first system's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What a request must keep to, to count as good (goodput, as in DistServe: Zhong et al., OSDI 2024)."""
-
-    first_s: float
-    """From its arrival to its first token."""
-    per_token_s: float
-    """For each token behind it, on average."""
-
-    def kept(self, outcome: Outcome) -> int:
-        """Requests that did."""
-        return sum(each.first_s <= self.first_s and (each.per_token_s or 0.0) <= self.per_token_s for each in outcome.served)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ComparedSizes:
     """What the parts ask, by the names that `--cases` chooses from."""
 
-    limits: Limits
-    closed: dict[str, Workload]
-    outside: dict[str, Workload]
-    """Fewer on a GPU: some systems outside take minutes."""
-    rates: dict[str, Workload]
-    """Requests a second, of a Poisson process."""
-    bursts: dict[str, Workload]
-    target: Target
+    limits: EngineLimits
+    workloads: dict[str, dict[str, Workload]]
+    """By part."""
+    first_s: float
+    """What a good request keeps to (goodput, as in DistServe: Zhong et al., OSDI 2024): from its arrival to its first token,"""
+    per_token_s: float
+    """and for each token behind it, on average."""
     sampled: int
     """Requests whose first tokens are checked."""
 
     @classmethod
-    def of(cls, model: ServedModel, settings: Settings) -> "Sizes":
+    def of(cls, model: ServedModel, settings: Settings) -> "ComparedSizes":
         """Small ones on a CPU say only that everything works. Chats and documents are scaled to what fits."""
         small, seed = settings.small, settings.seed
         longest = 512 if small else 4096
         common: dict[str, Any] = {"seed": seed, "vocabulary": min(_IDS, model.vocabulary), "max_tokens": longest}
         if small:
-            limits = Limits(budget_bytes=16 * MIB, max_tokens=longest, max_num_seqs=8, max_num_batched_tokens=256)
+            limits = EngineLimits(budget_bytes=16 * MIB, max_tokens=longest, max_num_seqs=8, max_num_batched_tokens=256)
             closed = [
                 workloads.uniform(**common, count=6, prompt=(10, 100), out=(10, 40)),
                 workloads.chat(**common, count=6, scale=0.04),
@@ -70,9 +67,10 @@ class Sizes:
                 workloads.skewed(**common, count=6, short=(10, 40), long=(300, 400), out=(8, 30)),
                 workloads.ragged(**common, count=6, prompt=(10, 100), mean_out=20),
             ]
-            outside, rates, bursts, duration_s, least = closed, [4.0, 8.0], [8.0], 1.0, 4
+            outside, rates, duration_s, least = closed, [4.0, 8.0], 1.0, 4
+            chats = workloads.chat(**common, count=8, scale=0.04)
         else:
-            limits = Limits(
+            limits = EngineLimits(
                 budget_bytes=24 * GIB,
                 max_tokens=longest,
                 max_num_seqs=256,
@@ -87,133 +85,112 @@ class Sizes:
                 workloads.skewed(**common, count=128),
                 workloads.ragged(**common, count=128),
             ]
+            # Few: some systems outside take minutes.
             outside = [workloads.uniform(**common, count=32), workloads.chat(**common, count=32)]
-            rates, bursts, duration_s, least = [1.0, 2.0, 4.0, 8.0, 16.0], [2.0, 8.0], 12.0, 24
-        chats = workloads.chat(**common, count=8 if small else 256, scale=0.04 if small else 1.0)
+            rates, duration_s, least = [1.0, 2.0, 4.0, 8.0, 16.0], 12.0, 24
+            chats = workloads.chat(**common, count=256)
 
-        def arriving(rate: float, burstiness: float) -> Workload:
+        def arriving(rate: float) -> Workload:
             count = min(len(chats.asks), max(least, round(rate * duration_s)))
             first = Workload(name=chats.name, text=chats.text, asks=chats.asks[:count])
-            return workloads.arriving(first, rate, burstiness, seed=seed)
+            return workloads.arriving(first, rate, seed=seed)
 
         return cls(
             limits=limits,
-            closed={workload.name: workload for workload in closed},
-            outside={workload.name: workload for workload in outside},
-            rates={f"{rate:g}": arriving(rate, 1.0) for rate in rates},
-            bursts={f"{rate:g}": arriving(rate, _BURSTINESS) for rate in bursts},
-            target=Target(first_s=5.0, per_token_s=0.5) if small else Target(first_s=1.0, per_token_s=0.05),
+            workloads={
+                "closed": {workload.name: workload for workload in closed},
+                "outside": {workload.name: workload for workload in outside},
+                "rates": {f"{rate:g}": arriving(rate) for rate in rates},
+            },
+            first_s=5.0 if small else 1.0,
+            per_token_s=0.5 if small else 0.05,
             sampled=2 if small else 4,
         )
 
-    def cases(self, part: str, settings: Settings) -> dict[str, Workload]:
-        """What a part asks, as far as it is wanted."""
-        asked: dict[str, Workload] = getattr(self, part)
-        wanted = settings.cases if settings.parts else ()
-        return {name: workload for name, workload in asked.items() if not wanted or name in wanted}
+    def num_good(self, run: ServedRun) -> int:
+        """Requests that kept to the target."""
+        return sum(each.first_s <= self.first_s and (each.per_token_s or 0.0) <= self.per_token_s for each in run.served)
 
 
 def case_names(settings: Settings, part: str) -> list[str]:
     """By which `--cases` chooses among what a part asks: workloads' names, or rates."""
-    return list(getattr(Sizes.of(model_of(settings.shape.name, tiny=settings.small), settings), part))
+    return list(ComparedSizes.of(model_of(settings.shape.name, tiny=settings.small), settings).workloads[part])
 
 
-def closed(context: Context) -> None:
-    """All requests there at once, as fast as each system is."""
-    _closed_loop(context, "closed", systems_on(context.settings.device))
-
-
-def outside(context: Context) -> None:
-    """The same beside what serves without the engine."""
-    _closed_loop(context, "outside", ["vmmkv"])
-
-
-def rates(context: Context) -> None:
-    """Requests arrive at random: how long each waits, and how many are served well, by how many there are."""
-    _open_loop(context, "rates", "Poisson")
-
-
-def bursts(context: Context) -> None:
-    """The same, where they come in bursts: of gaps whose coefficient of variation is 2."""
-    _open_loop(context, "bursts", f"burstiness {_BURSTINESS:g}")
-
-
-def _closed_loop(context: Context, part: str, memories: Iterable[str]) -> None:
-    sizes = Sizes.of(context.model, context.settings)
+def run(context: Context, part: str) -> None:
+    """All systems of a part under each of its workloads, as far as they are wanted."""
+    settings, sizes = context.settings, ComparedSizes.of(context.model, context.settings)
+    wanted = settings.cases if settings.parts else ()
+    assert sizes.limits.budget_bytes is not None
+    budget = format_bytes(sizes.limits.budget_bytes)
+    memories = ["vmmkv"] if part == "outside" else list(systems_on(settings.device))
     with opened(context, sizes.limits, memories, outside=part == "outside") as systems:
-        for workload in sizes.cases(part, context.settings).values():
-            assert sizes.limits.budget_bytes is not None
-            budget = format_bytes(sizes.limits.budget_bytes)
-            name = context.name(part, f"{workload.name}: {workload.text}, {budget} of rows")
+        for case, workload in sizes.workloads[part].items():
+            if wanted and case not in wanted:
+                continue
+            text = f"{case} requests/s, Poisson" if part == "rates" else f"{budget} of rows"
+            sized = workload.name if part == "rates" else f"{workload.name}: {workload.text}"
+            name = context.name(part, f"{sized}, {text}")
             with context.recorder.guarded(name):
-                for system, runs in _measured(context, name, systems, workload, sizes.sampled):
-                    _add_closed(context, name, system, workload, runs)
-                    _add_latencies(context, name, system, runs)
-
-
-def _open_loop(context: Context, part: str, kind: str) -> None:
-    sizes = Sizes.of(context.model, context.settings)
-    with opened(context, sizes.limits, systems_on(context.settings.device)) as systems:
-        for rate, workload in sizes.cases(part, context.settings).items():
-            name = context.name("rates", f"{workload.name}, {rate} requests/s, {kind}")
-            with context.recorder.guarded(name):
-                for system, runs in _measured(context, name, systems, workload, sizes.sampled):
-                    _add_open(context, name, system, sizes.target, runs)
+                for system, runs in _measured(context, name, systems, workload, sizes.sampled).items():
+                    if part == "rates":
+                        _add_open(context, name, system, sizes, runs)
+                    else:
+                        _add_closed(context, name, system, workload, runs)
                     _add_latencies(context, name, system, runs)
 
 
 @contextmanager
 def opened(
-    context: Context, limits: Limits, memories: Iterable[str], *, outside: bool = False, without_prefixes: bool = False
+    context: Context, limits: EngineLimits, memories: Iterable[str], *, outside: bool = False, without_prefixes: bool = False
 ) -> Iterator[list[System]]:
-    """All systems, beside each other, over the same weights. Engines of other parts take all memory, and are closed.
+    """All systems, beside each other, over the same weights. A kept engine takes all memory, and is closed.
 
     `without_prefixes`: vmmkv without a prefix cache in place of static slots, which share nothing either.
     """
     context.close()
     with ExitStack() as stack:
-        models = Models(context.model, context.settings.device, context.settings.seed)
-        stack.callback(models.close)
+        weights = Weights(context.model, context.settings.device, context.settings.seed)
+        stack.callback(weights.close)
         stack.enter_context(torch.inference_mode())
         systems: list[System] = []
         stack.callback(systems.clear)
         for memory in memories:
             context.recorder.note(f"{context.model.name}: {memory} starts")
             shares = not (without_prefixes and memory == "static")
-            systems.append(EngineSystem(memory if shares else "vmmkv", models, limits, prefix_cache=shares))
+            systems.append(EngineSystem(memory if shares else "vmmkv", weights, limits, prefix_cache=shares))
             stack.callback(systems[-1].close)
         if outside:
             from bench.suites.serve.outside import open_outside
 
-            for system in open_outside(models, limits, context.recorder.say):
+            for system in open_outside(weights, limits, context.recorder.say):
                 systems.append(system)
                 stack.callback(system.close)
-        del models
+        del weights
         yield systems
     context.close()  # collects: what captured graphs and weights keep is not free before
 
 
 def _measured(
     context: Context, name: str, systems: Sequence[System], workload: Workload, count: int
-) -> list[tuple[str, list[Outcome]]]:
+) -> dict[str, list[ServedRun]]:
     """The runs of each system. All are checked before any has rows. Raises: WrongNumbers."""
     recorder, settings = context.recorder, context.settings
     offs = checked(context, systems, workload, count)
 
-    def run(system: System) -> Outcome:
+    def run_one(system: System) -> ServedRun:
         recorder.note(f"{name}, {system.name}")
         return system.run(workload)
 
-    runs = take_turns(systems, settings.repeat, run)
-    first = runs[systems[0].name][0]
-    strict = not settings.on_gpu
+    runs = take_turns(systems, settings.repeat, run_one)
+    first, strict = runs[systems[0].name][0], not settings.on_gpu
     sames = {
         system: share_same(of_system if strict else of_system[:1], first, strict=strict) for system, of_system in runs.items()
     }
     for system, off in offs.items():
         recorder.figure(name, system, f"first tokens off those of {systems[0].name} by", "% of other prompts'", 100 * off)
         recorder.figure(name, system, f"same answers as {systems[0].name}", "%", 100 * sames[system], len(workload.asks))
-    return list(runs.items())
+    return runs
 
 
 def checked(context: Context, systems: Sequence[System], workload: Workload, count: int) -> dict[str, float]:
@@ -243,45 +220,39 @@ def checked(context: Context, systems: Sequence[System], workload: Workload, cou
             pairs = list(zip([begin.likeliest[0] for begin in begins], system.likeliest(prompts), strict=True))
         wanted, given = zip(*pairs, strict=True)
         # What other prompts change is seen at first tokens.
-        offs[system.name] = share_off(
-            wanted,
-            given,
-            [changed[index % len(changed)] for index in range(len(pairs))],
-            first.dtype,
-            f"first tokens of {system.name}",
-        )
+        shifts = [changed[index % len(changed)] for index in range(len(pairs))]
+        offs[system.name] = share_off(wanted, given, shifts, first.dtype, f"first tokens of {system.name}")
     return offs
 
 
-def _add_closed(context: Context, name: str, system: str, workload: Workload, runs: Sequence[Outcome]) -> None:
+def _add_closed(context: Context, name: str, system: str, workload: Workload, runs: Sequence[ServedRun]) -> None:
     """How long all took. What several requests share is computed once, which the bound does not know: it has none then."""
     lengths, outs = [len(ask.prompt) for ask in workload.asks], [ask.num_out for ask in workload.asks]
     shares = workload.name in ("shared prefix", "multi turn")
     bound_s = None if shares else requests_s(context.model, lengths, outs)
-    rates = [sum(outs) / run.seconds for run in runs]
     add = context.recorder.samples
-    add(name, system, "throughput", "tok/s", rates, bound_s and sum(outs) / bound_s)
+    add(name, system, "throughput", "tok/s", [sum(outs) / run.seconds for run in runs], bound_s and sum(outs) / bound_s)
     add(name, system, "total", "s", [run.seconds for run in runs], bound_s)
     add(name, system, "running at once", "requests", [count for run in runs for count in run.running])
 
 
-def _add_open(context: Context, name: str, system: str, target: Target, runs: Sequence[Outcome]) -> None:
+def _add_open(context: Context, name: str, system: str, sizes: ComparedSizes, runs: Sequence[ServedRun]) -> None:
     """What was served until the last request came: what is served after that, with none coming any more, is no rate."""
     until_s = [max(each.arrival_s for each in run.served) for run in runs]
     count = len(runs[0].served)
-    context.recorder.figure(name, system, "rate", "requests/s", count / until_s[0], count)
     tokens = [
         sum(int(np.searchsorted(each.token_s, last_s, side="right")) for each in run.served) / last_s
         for run, last_s in zip(runs, until_s, strict=True)
     ]
-    good = [target.kept(run) for run in runs]
+    good = [sizes.num_good(run) for run in runs]
+    context.recorder.figure(name, system, "rate", "requests/s", count / until_s[0], count)
     add = context.recorder.samples
     add(name, system, "throughput", "tok/s", tokens)
     add(name, system, "goodput", "requests/s", [kept / last_s for kept, last_s in zip(good, until_s, strict=True)])
     add(name, system, "kept to the target", "%", [100 * kept / count for kept in good])
 
 
-def _add_latencies(context: Context, name: str, system: str, runs: Sequence[Outcome]) -> None:
+def _add_latencies(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:
     """Of each request, and of each token behind a first one."""
     served = [each for run in runs for each in run.served]
     samples = {

@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -17,11 +17,10 @@ import numpy as np
 
 from bench.harness import WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.models import Models, digest_of, tokenizer_file
+from bench.suites.serve.models import Weights, digest_of, tokenizer_file
 from bench.suites.serve.schemas import SCHEMAS
-from bench.suites.serve.systems import EngineSystem, Limits, request
+from bench.suites.serve.systems import EngineLimits, EngineSystem, generate_message
 from vmmkv.server.engine.request import Request
-from vmmkv.server.protocol import Failed, Outputs
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Matcher, Vocabulary, Words
@@ -85,7 +84,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScriptedRun:
     """Of all requests, in their order."""
 
     told: list[Told]
@@ -143,15 +142,15 @@ class _ByScript(StructuredOutputManager):
         return follower
 
 
-class ScriptedEngine:
+class ScriptedEngine(EngineSystem):
     """The engine over slots, asked for answers by a grammar. Close it."""
 
-    def __init__(self, models: Models, vocabulary: Vocabulary, limits: Limits) -> None:
-        self._engine = EngineSystem("vmmkv", models, limits, prefix_cache=False)
+    def __init__(self, weights: Weights, vocabulary: Vocabulary, limits: EngineLimits) -> None:
+        super().__init__("vmmkv", weights, limits, prefix_cache=False)
         self._structured = _ByScript(vocabulary)
-        self._engine.loop.follow_grammars(self._structured)
+        self.loop.follow_grammars(self._structured)
 
-    def run(self, asks: Sequence[Scripted], at_once: int) -> Run:
+    def follow(self, asks: Sequence[Scripted], at_once: int) -> ScriptedRun:
         """All of them, greedy; `at_once` of them run, and each that ends makes room for the next.
 
         Raises: WrongNumbers if one fails, or says something else than its script.
@@ -159,95 +158,82 @@ class ScriptedEngine:
         self._structured.asks = {str(index): ask for index, ask in enumerate(asks)}
         self._structured.followers = {}
         told: list[Told] = []
-        loop, began_s = self._engine.loop, time.perf_counter()
+        loop, began_s = self.loop, time.perf_counter()
         num_running = num_steps = 0
         try:
             while num_running or len(told) < len(asks):
                 while num_running < at_once and len(told) < len(asks):
                     ask = asks[len(told)]
-                    loop.receive(request(str(len(told)), ask.prompt, ask.max_tokens, grammar=ask.grammar))
+                    loop.receive(generate_message(str(len(told)), ask.prompt, ask.max_tokens, grammar=ask.grammar))
                     told.append(Told(time.perf_counter()))
                     num_running += 1
                 loop.step()
                 num_steps += 1
-                num_running -= self._read(told)
+                now_s = time.perf_counter()
+                for output in self.outputs():
+                    one = told[int(output.request_id)]
+                    one.tokens += output.token_ids
+                    one.first_s = now_s if one.first_s is None else one.first_s
+                    if output.finish_reason is not None:
+                        one.ended_s, one.is_whole = now_s, output.finish_reason == "stop"
+                        num_running -= 1
             seconds = time.perf_counter() - began_s
         finally:
-            self._engine.abort(len(told))  # what was launched ahead of the last end too
+            self.abort(len(told))  # what was launched ahead of the last end too
         for index, (ask, one) in enumerate(zip(asks, told, strict=True)):
             if follower := self._structured.followers.get(str(index)):
                 one.num_forced = follower.num_forced
             if ask.script is not None and one.tokens != ask.script:
                 raise WrongNumbers(f"request {index} was to say {ask.script} and has said {one.tokens}")
-        return Run(told, seconds, num_steps)
-
-    def close(self) -> None:
-        """Give its memory back."""
-        self._engine.close()
-
-    def _read(self, told: list[Told]) -> int:
-        """Take what the engine has said; how many have ended."""
-        now_s, num_ended = time.perf_counter(), 0
-        while self._engine.said:
-            message = self._engine.said.popleft()
-            if isinstance(message, Failed):
-                raise WrongNumbers(f"request {message.request_id} failed: {message.message}")
-            for output in message.outputs if isinstance(message, Outputs) else ():
-                one = told[int(output.request_id)]
-                one.tokens += output.token_ids
-                one.first_s = now_s if one.first_s is None else one.first_s
-                if output.finish_reason is not None:
-                    one.ended_s, one.is_whole = now_s, output.finish_reason == "stop"
-                    num_ended += 1
-        return num_ended
+        return ScriptedRun(told, seconds, num_steps)
 
 
-def grammar(context: Context) -> None:
+def run(context: Context, part: str) -> None:
     """The corpus with masks and as free text; of mostly forced answers, with forced tokens skipped and sampled."""
     recorder, settings = context.recorder, context.settings
     names, at_once, rounds, max_tokens = (_QUICK, (1, 4), 1, 24) if settings.small else (tuple(SCHEMAS), (1, 64), 4, 96)
-    with recorder.guarded(context.name("grammar", "answers by a grammar"), "vmmkv"):
-        context.close()  # its engine has all memory
+    context.close()  # its engine has all memory
+    with recorder.guarded(context.name(part, "answers by a grammar"), "vmmkv"), ExitStack() as stack:
         file = tokenizer_file(settings.tokenizer)
         model = context.model.with_tokenizer(file)
-        with closing(Models(model, settings.device, settings.seed)) as models:
-            vocabulary = Vocabulary.load(models.directory, model.vocabulary, sorted(models.source.end_tokens))
-            recorder.note(f"grammar: {len(names)} schemas are compiled")
-            compilation = Compilation(vocabulary)
-            asked = {name: of_schema(SCHEMAS[name]) for name in names}
-            compiled = {name: compilation.compile(one.kind, one.source) for name, one in asked.items()}
-            limits = Limits(max_tokens=2 * _PROMPT_TOKENS + max_tokens, max_num_seqs=max(at_once))
-            with closing(ScriptedEngine(models, vocabulary, limits)) as engine:
-                draws = random.Random(settings.seed)
+        weights = stack.enter_context(closing(Weights(model, settings.device, settings.seed)))
+        vocabulary = Vocabulary.load(weights.directory, model.vocabulary, sorted(weights.source.end_tokens))
+        recorder.note(f"grammar: {len(names)} schemas are compiled")
+        compilation = Compilation(vocabulary)
+        asked = {name: of_schema(SCHEMAS[name]) for name in names}
+        compiled = {name: compilation.compile(one.kind, one.source) for name, one in asked.items()}
+        limits = EngineLimits(max_tokens=2 * _PROMPT_TOKENS + max_tokens, max_num_seqs=max(at_once))
+        engine = stack.enter_context(closing(ScriptedEngine(weights, vocabulary, limits)))
+        draws = random.Random(settings.seed)
 
-                def scripted(grammar: bytes, script: list[int] | None = None) -> Scripted:
-                    prompt = draws.choices(range(min(10_001, model.vocabulary)), k=_PROMPT_TOKENS)
-                    return Scripted(prompt, grammar, max_tokens, script)
+        def scripted(grammar: bytes, script: list[int] | None = None) -> Scripted:
+            prompt = draws.choices(range(min(10_001, model.vocabulary)), k=_PROMPT_TOKENS)
+            return Scripted(prompt, grammar, max_tokens, script)
 
-                recorder.note("grammar: the script is written")
-                asks = [scripted(of_name) for of_name in compiled.values()]
-                written = dict(zip(compiled.values(), engine.run(asks, max(at_once)).told, strict=True))
-                _check(vocabulary, dict(zip(compiled, written.items(), strict=True)))
-                forced = {of: told for of, told in written.items() if told.forced_share >= FORCED_SHARE}
-                if not forced:
-                    raise WrongNumbers(f"of no schema {FORCED_SHARE:.0%} of the answer is forced")
-                for count in at_once:
+        recorder.note("grammar: the script is written")
+        told = engine.follow([scripted(of_name) for of_name in compiled.values()], max(at_once)).told
+        written = dict(zip(compiled.values(), told, strict=True))
+        _check(vocabulary, dict(zip(compiled, written.items(), strict=True)))
+        forced = {of: told for of, told in written.items() if told.forced_share >= FORCED_SHARE}
+        if not forced:
+            raise WrongNumbers(f"of no schema {FORCED_SHARE:.0%} of the answer is forced")
+        by = f"tokenizer {digest_of(file)}"
+        for count in at_once:
 
-                    def drawn(of: Mapping[bytes, Told], count: int = count) -> list[Scripted]:
-                        copies = 1 if count == 1 else ceil_div(rounds * count, len(of))
-                        asks = [scripted(grammar, told.tokens) for grammar, told in of.items() for _ in range(copies)]
-                        draws.shuffle(asks)
-                        return asks
+            def drawn(of: Mapping[bytes, Told], count: int = count) -> list[Scripted]:
+                copies = 1 if count == 1 else ceil_div(rounds * count, len(of))
+                asks = [scripted(grammar, told.tokens) for grammar, told in of.items() for _ in range(copies)]
+                draws.shuffle(asks)
+                return asks
 
-                    by = f"tokenizer {digest_of(file)}"
-                    asks = drawn(written)
-                    masks = [replace(ask, jumps=False) for ask in asks]
-                    # As many tokens are sampled: the one that ends an answer too.
-                    free = [replace(ask, grammar=b"", max_tokens=written[ask.grammar].num_sampled, script=None) for ask in asks]
-                    _add_masks(context, count, len(written), by, _runs(context, engine, count, {FREE: free, MASKS: masks}))
-                    asks = drawn(forced)
-                    masks = [replace(ask, jumps=False) for ask in asks]
-                    _add_jumps(context, count, len(forced), by, _runs(context, engine, count, {MASKS: masks, JUMPS: asks}))
+            asks = drawn(written)
+            masks = [replace(ask, jumps=False) for ask in asks]
+            # As many tokens are sampled: the one that ends an answer too.
+            free = [replace(ask, grammar=b"", max_tokens=written[ask.grammar].num_sampled, script=None) for ask in asks]
+            _add_masks(context, count, len(written), by, _runs(context, engine, count, {FREE: free, MASKS: masks}))
+            asks = drawn(forced)
+            masks = [replace(ask, jumps=False) for ask in asks]
+            _add_jumps(context, count, len(forced), by, _runs(context, engine, count, {MASKS: masks, JUMPS: asks}))
 
 
 def _check(vocabulary: Vocabulary, written: Mapping[str, tuple[bytes, Told]]) -> None:
@@ -269,19 +255,19 @@ def _check(vocabulary: Vocabulary, written: Mapping[str, tuple[bytes, Told]]) ->
 
 def _runs(
     context: Context, engine: ScriptedEngine, at_once: int, systems: Mapping[str, Sequence[Scripted]]
-) -> dict[str, list[Run]]:
+) -> dict[str, list[ScriptedRun]]:
     """The timed runs of each system; they take turns, in one order and then in the other."""
-    runs: dict[str, list[Run]] = {system: [] for system in systems}
+    runs: dict[str, list[ScriptedRun]] = {system: [] for system in systems}
     for asks in systems.values():
-        engine.run(asks[:at_once], at_once)  # not timed
+        engine.follow(asks[:at_once], at_once)  # not timed
     for number in range(context.settings.repeat):
         for system in systems if number % 2 == 0 else reversed(list(systems)):
             context.recorder.note(f"grammar, {system}, {at_once} at once, run {number + 1} of {context.settings.repeat}")
-            runs[system].append(engine.run(systems[system], at_once))
+            runs[system].append(engine.follow(systems[system], at_once))
     return runs
 
 
-def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
+def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
     # A free answer's last token has been told; the one that ends an answer by a grammar has not, but was sampled.
     sampled = [told.num_sampled for told in runs[MASKS][0].told]
     num_tokens = sum(sampled)
@@ -300,7 +286,7 @@ def _add_masks(context: Context, at_once: int, num_schemas: int, by: str, runs: 
     context.recorder.samples(name, MASKS, MASKS_COST, "x", _ratios(per_token_s[MASKS], per_token_s[FREE]))
 
 
-def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[Run]]) -> None:
+def _add_jumps(context: Context, at_once: int, num_schemas: int, by: str, runs: Mapping[str, Sequence[ScriptedRun]]) -> None:
     recorder, jumped = context.recorder, runs[JUMPS][0].told
     num_tokens = sum(len(told.tokens) for told in jumped)
     text = f"jumps, {at_once} at once: {len(jumped)} answers by {num_schemas} schemas, {num_tokens} tokens"

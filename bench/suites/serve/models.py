@@ -200,7 +200,7 @@ def model_of(shape_name: str, *, tiny: bool) -> ServedModel:
     return ServedModel(name=f"tiny {model.name}", config={**model.config, **_TINY}) if tiny else model
 
 
-class Models:
+class Weights:
     """The weights of a model, loaded once for several systems."""
 
     def __init__(self, model: ServedModel, device: torch.device, seed: int) -> None:

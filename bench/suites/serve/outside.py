@@ -8,19 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 from bench.harness import WrongNumbers, release_memory
-from bench.suites.serve.models import Models
-from bench.suites.serve.systems import LIKELIEST, Limits, LogProbs, Outcome, System, Turns
-from bench.workloads import Ask, TokenIds, Workload
+from bench.suites.serve.models import Weights
+from bench.suites.serve.systems import LIKELIEST, EngineLimits, LogProbs, Said, ServedRun, System, Turns, serve
+from bench.workloads import TokenIds, Workload
 from vmmkv import KVLayout
 from vmmkv.server.engine.loading import STEP_TOKENS
 from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported, param_bytes
@@ -28,24 +27,22 @@ from vmmkv.units import GIB, format_bytes
 
 _BLOCK_TOKENS: Final = 256
 """Of continuous batching: transformers' default."""
-_IDLE_S: Final = 1.0
-"""After which a silent server is asked whether it still runs."""
 _WARM_TOKENS: Final = 6
 """Torch compiles one step, runs the next, records the one behind it, and then replays that."""
 _VLLM_BESIDE_BYTES: Final = 8 * GIB
 """For activations and CUDA graphs, beside weights, K and V."""
 
 
-def open_outside(models: Models, limits: Limits, say: Callable[[str], None]) -> Iterator[System]:
+def open_outside(weights: Weights, limits: EngineLimits, say: Callable[[str], None]) -> Iterator[System]:
     """Those that can run here; `say` is told of others. Raises: ValueError if the budget does not hold one sequence."""
-    model = as_transformers(models)
+    model = as_transformers(weights)
     yield Batches("DynamicCache", model, limits)
     yield Batches("StaticCache", model, limits)
     yield ContinuousBatching(model, limits)
-    if find_spec("vllm") is None or models.device.type != "cuda":
+    if find_spec("vllm") is None or weights.device.type != "cuda":
         say("absent: vLLM: " + ("it runs on a GPU alone" if find_spec("vllm") else "the package vllm is not installed"))
     else:
-        yield Vllm(models, limits)
+        yield Vllm(weights, limits)
 
 
 # weights
@@ -58,28 +55,28 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def _ours(models: Models) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
+def _ours(weights: Weights) -> tuple[DecoderConfig, dict[str, torch.Tensor]]:
     """The engine's decoder, and its weights by transformers' names. Raises: Unsupported if the engine runs other code."""
-    decoder = models.source._decoder
+    decoder = weights.source._decoder
     if decoder is None:
-        raise Unsupported(f"{models.model.name} runs by transformers' own code in the engine: there are no weights to share")
+        raise Unsupported(f"{weights.model.name} runs by transformers' own code in the engine: there are no weights to share")
     return decoder.config, decoder.weights.named(decoder.config)
 
 
 @no_grad()
-def as_transformers(models: Models) -> Any:
+def as_transformers(weights: Weights) -> Any:
     """A model whose parameters are views of the decoder's tensors, fused ones among them. It costs no memory.
 
     Raises: Unsupported if the engine runs other code, or transformers' model has other tensors.
     """
-    _, weights = _ours(models)
-    config = AutoConfig.from_pretrained(models.config.model, local_files_only=True)
+    _, tensors_by_name = _ours(weights)
+    config = AutoConfig.from_pretrained(weights.config.model, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=models.source.dtype)
-    unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+        model = AutoModelForCausalLM.from_config(config, dtype=weights.source.dtype)
+    unknown = model.load_state_dict(tensors_by_name, strict=False, assign=True).unexpected_keys
     model.tie_weights()  # a missing head is the embedding, or found below
     rotary = model.model.rotary_emb  # its angles are in no state_dict: they follow from the configuration
-    model.model.rotary_emb = type(rotary)(config=config).to(models.device)
+    model.model.rotary_emb = type(rotary)(config=config).to(weights.device)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if differing := [*unknown, *(name for name, tensor in tensors.items() if tensor.is_meta)]:
         raise Unsupported(f"transformers' {config.model_type} has other tensors than the decoder: {', '.join(differing[:4])}")
@@ -105,23 +102,41 @@ class Batches:
     piece, and on a GPU, over a StaticCache, compiled decode steps; compiling is not timed.
     """
 
-    def __init__(self, kind: Literal["DynamicCache", "StaticCache"], model: Any, limits: Limits) -> None:
+    def __init__(self, kind: Literal["DynamicCache", "StaticCache"], model: Any, limits: EngineLimits) -> None:
         self.name: Final = f"transformers {kind}"
         self._model, self._limits = model, limits
         self._budget_bytes, self._max_tokens = limits.budget_bytes or 0, limits.max_tokens or 0
         self._row_bytes: Final = row_bytes(model)
         self._is_static: Final = kind == "StaticCache"
 
-    def run(self, workload: Workload) -> Outcome:
+    def run(self, workload: Workload) -> ServedRun:
         """See System. Raises: ValueError for a request that does not fit into the budget alone."""
-        turns = Turns(workload.asks)
+        turns, waiting, running = Turns(workload.asks), deque[int](), []
         with no_grad(), self._cache() as cache:
             # Of a conversation, one turn at a time can be there.
             most = min(self._limits.max_num_seqs, sum(ask.after is None for ask in workload.asks))
             num_rows = min(most, self._most_of(self._max_tokens, None)) if self._is_static else None
             if num_rows != 0:
                 self._answer([[0, 0]] + [[0]] * ((num_rows or most) - 1), _WARM_TOKENS, cache)
-            return self._serve(turns, num_rows, cache)
+            began_s = time.perf_counter()
+            while turns.num_unfinished:
+                now_s = time.perf_counter() - began_s
+                waiting.extend(turns.arrived(now_s))
+                if not waiting:
+                    assert turns.next_s is not None, "a request waits for one that is lost"
+                    time.sleep(max(0.0, turns.next_s - now_s))
+                    continue
+                batch = self._next_batch(turns, waiting, num_rows)
+                outs = [turns.asks[index].num_out for index in batch]
+                empty = [[0]] * (0 if num_rows is None else num_rows - len(batch))
+                steps = self._answer([turns.prompts[index] for index in batch] + empty, max(outs), cache)
+                for row, index in enumerate(batch):
+                    own = steps[: outs[row]]
+                    turns.served[index].tokens = [tokens[row] for _, tokens in own]
+                    turns.served[index].token_s = [at_s - began_s for at_s, _ in own]
+                    turns.end(index)
+                running += [sum(step < out for out in outs) for step in range(max(outs))]
+        return ServedRun(turns.served, turns.seconds, running)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System."""
@@ -135,29 +150,6 @@ class Batches:
     def close(self) -> None:
         """See System. The weights are the engine's."""
         self._model = None
-
-    def _serve(self, turns: Turns, num_rows: int | None, cache: StaticCache | None) -> Outcome:
-        waiting: deque[int] = deque()
-        running: list[int] = []
-        began_s = time.perf_counter()
-        while turns.num_unfinished:
-            now_s = time.perf_counter() - began_s
-            waiting.extend(turns.arrived(now_s))
-            if not waiting:
-                assert turns.next_s is not None, "a request waits for one that is lost"
-                time.sleep(max(0.0, turns.next_s - now_s))
-                continue
-            batch = self._next_batch(turns, waiting, num_rows)
-            outs = [turns.asks[index].num_out for index in batch]
-            empty = [[0]] * (0 if num_rows is None else num_rows - len(batch))
-            steps = self._answer([turns.prompts[index] for index in batch] + empty, max(outs), cache)
-            for row, index in enumerate(batch):
-                own = steps[: outs[row]]
-                turns.served[index].tokens = [tokens[row] for _, tokens in own]
-                turns.served[index].token_s = [at_s - began_s for at_s, _ in own]
-                turns.end(index)
-            running += [sum(step < out for out in outs) for step in range(max(outs))]
-        return Outcome(turns.served, turns.seconds, running)
 
     def _next_batch(self, turns: Turns, waiting: deque[int], num_rows: int | None) -> list[int]:
         """Waiting requests in order, until one does not fit. Raises: ValueError if that is the first."""
@@ -211,75 +203,26 @@ class Batches:
 
 
 class _Steps:
-    """A streamer of transformers: the prompts first, then one token of each sequence at a time, on the host."""
+    """A BaseStreamer of transformers: the prompts first, then one token of each sequence at a time, on the host."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[float, list[int]]] = []
         self._has_prompts = False
 
     def put(self, value: torch.Tensor) -> None:
-        """See BaseStreamer."""
         if self._has_prompts:
             self.taken.append((time.perf_counter(), value.tolist()))
         self._has_prompts = True
 
     def end(self) -> None:
-        """See BaseStreamer."""
+        pass
 
 
 # servers
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a server says of one request: all its tokens so far, and whether it has ended."""
-
-    index: int
-    tokens: list[int]
-    has_ended: bool
-
-
-class Server(Protocol):
-    """Takes requests as they come."""
-
-    def add(self, index: int, prompt: list[int], num_out: int) -> None:
-        """A request, from now on."""
-        ...
-
-    def wait(self, timeout_s: float) -> list[Said]:
-        """What there is to say, as soon as there is something. Raises: WrongNumbers if a request or the server has failed."""
-        ...
-
-
-def serve(server: Server, asks: Sequence[Ask]) -> Outcome:
-    """All of them, each when it arrives. Raises: WrongNumbers."""
-    turns = Turns(asks)
-    begun: set[int] = set()
-    running: list[int] = []
-    began_s = time.perf_counter()
-    while turns.num_unfinished:
-        now_s = time.perf_counter() - began_s
-        for index in turns.arrived(now_s):
-            server.add(index, turns.prompts[index], asks[index].num_out)
-        said = server.wait(_IDLE_S if turns.next_s is None else max(0.0, min(_IDLE_S, turns.next_s - now_s)))
-        now_s = time.perf_counter() - began_s
-        most = 0
-        for each in said:
-            served = turns.served[each.index]
-            served.token_s += [now_s] * (len(each.tokens) - len(served.tokens))
-            served.tokens = each.tokens
-            begun.add(each.index)
-            most = max(most, len(begun))
-            if each.has_ended:
-                begun.remove(each.index)
-                turns.end(each.index)
-        if said:
-            running.append(most)
-    return Outcome(turns.served, turns.seconds, running)
-
-
 class ContinuousBatching:
-    """transformers' own, over as many blocks of 256 tokens as the budget holds. See System.
+    """transformers' own, over as many blocks of 256 tokens as the budget holds. See System and Server.
 
     Set are the number of blocks, of requests at once and of tokens a step, as in the engine. All else is its default: prefixes
     are shared by whole blocks, and FlashAttention attends, in CUDA graphs, where its package is installed. Where it is not,
@@ -287,10 +230,12 @@ class ContinuousBatching:
     """
 
     name: Final = "transformers continuous batching"
+    num_running: Final = None
 
-    def __init__(self, model: Any, limits: Limits) -> None:
+    def __init__(self, model: Any, limits: EngineLimits) -> None:
         block_bytes, budget_bytes = _BLOCK_TOKENS * row_bytes(model), limits.budget_bytes or 0
         self._model, self._limits = model, limits
+        self._manager: Any = None
         self._num_blocks: Final = budget_bytes // block_bytes
         if not self._num_blocks:
             raise ValueError(
@@ -298,20 +243,19 @@ class ContinuousBatching:
                 f"{format_bytes(budget_bytes)}; raise budget_bytes"
             )
 
-    def run(self, workload: Workload) -> Outcome:
+    def run(self, workload: Workload) -> ServedRun:
         """See System."""
-        with self._opened(wants_logprobs=False) as manager:
-            return serve(_Manager(manager), workload.asks)
+        with self._opened(wants_logprobs=False):
+            return serve(self, workload.asks)
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System. It tells of the likeliest only."""
         found: dict[int, LogProbs] = {}
-        with self._opened(wants_logprobs=True) as manager:
-            server = _Manager(manager)
+        with self._opened(wants_logprobs=True):
             for index, prompt in enumerate(prompts):
-                server.add(index, prompt.tolist(), 1)
+                self.add(index, prompt.tolist(), 1)
             while len(found) < len(prompts):
-                for output in server.outputs(_IDLE_S):
+                for output in self._outputs(1.0):
                     found[int(output.request_id)] = dict(zip(output.generated_tokens, output.logprobs, strict=True))
         return [found[index] for index in range(len(prompts))]
 
@@ -319,41 +263,16 @@ class ContinuousBatching:
         """See System. The weights are the engine's."""
         self._model = None
 
-    @contextmanager
-    def _opened(self, *, wants_logprobs: bool) -> Iterator[Any]:
-        """A manager that runs, over empty blocks, which are given back at the end."""
-        config = ContinuousBatchingConfig(
-            block_size=_BLOCK_TOKENS,
-            num_blocks=self._num_blocks,
-            max_batch_tokens=self._limits.max_num_batched_tokens or STEP_TOKENS[self._model.device.type],
-            max_requests_per_batch=self._limits.max_num_seqs,
-            return_logprobs=wants_logprobs,
-        )
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
-        with no_grad():
-            opened = self._model.continuous_batching_context_manager(greedy, continuous_batching_config=config)
-            try:
-                with opened as manager:
-                    yield manager
-            finally:
-                release_memory(self._model.device)
-
-
-class _Manager:
-    """A Server. Its manager works in a thread of its own."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
         """See Server."""
         self._manager.add_request(prompt, request_id=str(index), max_new_tokens=num_out, streaming=True)
 
     def wait(self, timeout_s: float) -> list[Said]:
-        """See Server."""
-        return [Said(int(each.request_id), each.generated_tokens, each.is_finished()) for each in self.outputs(timeout_s)]
+        """See Server. The manager works in a thread of its own."""
+        outputs = self._outputs(timeout_s)
+        return [(int(each.request_id), each.generated_tokens, each.is_finished()) for each in outputs]
 
-    def outputs(self, timeout_s: float) -> list[Any]:
+    def _outputs(self, timeout_s: float) -> list[Any]:
         """All there are, once there is one. Raises: WrongNumbers if a request has failed, or the thread has ended."""
         outputs: list[Any] = []
         output = self._manager.get_result(timeout=timeout_s)
@@ -366,24 +285,46 @@ class _Manager:
             raise WrongNumbers(f"its thread has ended: {self._manager.background_thread_status.fatal_error}")
         return outputs
 
+    @contextmanager
+    def _opened(self, *, wants_logprobs: bool) -> Iterator[None]:
+        """A manager runs, over empty blocks, which are given back at the end."""
+        config = ContinuousBatchingConfig(
+            block_size=_BLOCK_TOKENS,
+            num_blocks=self._num_blocks,
+            max_batch_tokens=self._limits.max_num_batched_tokens or STEP_TOKENS[self._model.device.type],
+            max_requests_per_batch=self._limits.max_num_seqs,
+            return_logprobs=wants_logprobs,
+        )
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
+        with no_grad():
+            opened = self._model.continuous_batching_context_manager(greedy, continuous_batching_config=config)
+            try:
+                with opened as self._manager:
+                    yield
+            finally:
+                self._manager = None
+                release_memory(self._model.device)
+
 
 class Vllm:
-    """vLLM's engine over the same weights, as its users call it in a program of their own. See System.
+    """vLLM's engine over the same weights, as its users call it in a program of their own. See System and Server.
 
     Set are the limits (`kv_cache_memory_bytes`, `max_model_len`, `max_num_seqs`, and `max_num_batched_tokens` if one is given),
     `gpu_memory_utilization`, since others are on the GPU too, and `skip_tokenizer_init`, since there is none.
     """
 
-    def __init__(self, models: Models, limits: Limits) -> None:
+    num_running: Final = None
+
+    def __init__(self, weights: Weights, limits: EngineLimits) -> None:
         vllm = import_module("vllm")
-        config, weights = _ours(models)
+        config, tensors_by_name = _ours(weights)
         budget_bytes, step_tokens = limits.budget_bytes or 0, limits.max_num_batched_tokens
-        needed_bytes = budget_bytes + param_bytes(config, models.source.dtype) + _VLLM_BESIDE_BYTES
-        total_bytes = torch.cuda.get_device_properties(models.device).total_memory
+        needed_bytes = budget_bytes + param_bytes(config, weights.source.dtype) + _VLLM_BESIDE_BYTES
+        total_bytes = torch.cuda.get_device_properties(weights.device).total_memory
         self.name: Final = f"vLLM {vllm.__version__}"
         self._params: Final = vllm.SamplingParams
-        with models.model.directory() as folder:
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+        with weights.model.directory() as folder:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors_by_name.items()}
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             self._llm: Any = vllm.LLM(
                 str(folder),
@@ -395,7 +336,7 @@ class Vllm:
                 **({} if step_tokens is None else {"max_num_batched_tokens": step_tokens}),
             )
 
-    def run(self, workload: Workload) -> Outcome:
+    def run(self, workload: Workload) -> ServedRun:
         """See System."""
         self._llm.reset_prefix_cache()
         return serve(self, workload.asks)
@@ -419,7 +360,7 @@ class Vllm:
             time.sleep(timeout_s)
             return []
         outputs = self._llm.llm_engine.step()
-        return [Said(int(each.request_id), list(each.outputs[0].token_ids), each.finished) for each in outputs]
+        return [(int(each.request_id), each.outputs[0].token_ids, each.finished) for each in outputs]
 
     def close(self) -> None:
         """See System. Its engine runs in a process of its own, which ends."""

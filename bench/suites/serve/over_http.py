@@ -4,38 +4,34 @@ The server runs in processes of its own, and clients in others: what is measured
 makes texts too. It runs first, and its rows are written before the server starts.
 """
 
-import contextlib
 import itertools
-import json
 import os
 import re
 import secrets
-import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Final, Self, cast
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from tempfile import TemporaryFile
+from typing import Any, Final
 
-from bench.harness import WrongNumbers
+import httpx
+
+from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.client import Streamed
+from bench.suites.serve.client import Clients, Streamed
+from bench.suites.serve.generate import Stage, checked_alone, mixed_stage
 from bench.suites.serve.models import digest_of, tokenizer_file
-from bench.suites.serve.systems import Limits, Outcome, UserEngine, share_off, share_same
-from bench.suites.serve.workloads import Requests, Stage, checked_alone, requests_of
+from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine, share_off, share_same
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.engine_client import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
 
 SYSTEM: Final = "vmmkv serve"
 _CLIENTS: Final = {"cpu": 1, "cuda": 8}
-"""Processes of clients: one cannot read as many events a second as a GPU's engine makes tokens."""
+"""Client processes."""
 _LATEST: Final = 10
 _LEAST_LIMIT_S: Final = 120.0
 """Streams that take longer than so many of the runs without HTTP, and than so long, will not end."""
@@ -47,26 +43,26 @@ _LEAST_ALIKE: Final = 0.5
 _START_S: Final = 300.0
 _STOP_S: Final = 60.0
 _FORGET_S: Final = 60.0
-_SAID_BYTES: Final = 4096
+_SAID_CHARACTERS: Final = 4096
 """Of the end of what the server has said: what goes with a failure."""
 _ANNOUNCED: Final = re.compile(r"at (http://\S+)/v1")
 
 
-def http(context: Context) -> None:
+def run(context: Context, part: str) -> None:
     """Many requests of many lengths, over HTTP and without."""
     recorder, settings = context.recorder, context.settings
     file = tokenizer_file(settings.tokenizer)
-    name = context.name("http", f"{requests_of(context).mixed().workload.text}, tokenizer {digest_of(file)}")
+    name = context.name(part, f"{mixed_stage(context.model, settings).workload.text}, tokenizer {digest_of(file)}")
     context.close()  # each engine takes all memory
     bare, context.model = context.model, context.model.with_tokenizer(file)
     try:
         with recorder.guarded(name, SYSTEM), context.model.directory() as directory:
-            stage = Requests(context.model, settings.seed, small=settings.small).mixed()
+            stage = mixed_stage(context.model, settings)
             runs, same = _without_http(context, stage, name)
             limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in runs))
             recorder.note("vmmkv serve starts")
-            with Clients(_CLIENTS[settings.device.type]) as clients, VmmkvServe(directory, *_options(context)) as server:
-                served = _over_http(context, server, clients, stage, limit_s)
+            with Clients(_CLIENTS[settings.device.type]) as clients, vmmkv_serve(directory, settings) as server:
+                served = _over_http(context, server, directory.name, clients, stage, limit_s)
             share = _check_texts(Tokenizer.load(directory), stage, runs[0], same, served, strict=not settings.on_gpu)
             _add_rows(context, name, stage, served, share)
     finally:
@@ -74,25 +70,10 @@ def http(context: Context) -> None:
         context.close()
 
 
-def _limits(context: Context) -> Limits:
-    return Limits(
-        max_num_seqs=16 if context.settings.small else 256, max_num_batched_tokens=context.settings.max_num_batched_tokens
-    )
-
-
-def _options(context: Context) -> list[str]:
-    """Of `vmmkv serve`: those of the engine in this process."""
-    settings, limits = context.settings, _limits(context)
-    options = ["--device", str(settings.device), "--seed", str(settings.seed), "--max-num-seqs", str(limits.max_num_seqs)]
-    if limits.max_num_batched_tokens is not None:
-        options += ["--max-num-batched-tokens", str(limits.max_num_batched_tokens)]
-    return options
-
-
-def _without_http(context: Context, stage: Stage, name: str) -> tuple[list[Outcome], float]:
+def _without_http(context: Context, stage: Stage, name: str) -> tuple[list[ServedRun], float]:
     """A run that is not timed, and those that are, with their rows; and the share of answers that are the same in all."""
     recorder, settings = context.recorder, context.settings
-    engine = UserEngine(context.model, settings, _limits(context))
+    engine = UserEngine(context.model, settings)
     try:
         sampled, wanted, others = checked_alone(context, engine, stage)
         runs = []
@@ -113,10 +94,10 @@ def _without_http(context: Context, stage: Stage, name: str) -> tuple[list[Outco
 
 
 def _over_http(
-    context: Context, server: "VmmkvServe", clients: "Clients", stage: Stage, limit_s: float
+    context: Context, server: httpx.Client, model: str, clients: Clients, stage: Stage, limit_s: float
 ) -> list[list[Streamed]]:
     """A run that is not timed, and those that are. Raises: WrongNumbers if a request has failed, or has other counts."""
-    common = {"model": server.name, "temperature": 0, "ignore_eos": True, "stream": True}
+    common = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
     bodies = [
         {**common, "prompt": ask.prompt.tolist(), "max_tokens": ask.num_out, "stream_options": {"include_usage": True}}
         for ask in stage.workload.asks
@@ -124,8 +105,8 @@ def _over_http(
     runs = []
     for number in range(1 + context.settings.repeat):
         context.recorder.note(f"http: run {number} of {context.settings.repeat}")
-        server.forget()
-        runs.append(clients.ask(f"{server.url}/v1/completions", bodies, limit_s))
+        server.post("/kv/reset", json={}).raise_for_status()
+        runs.append(clients.ask(str(server.base_url.join("/v1/completions")), bodies, limit_s))
         for index, (stream, ask) in enumerate(zip(runs[-1], stage.workload.asks, strict=True)):
             if "error" in stream:
                 raise WrongNumbers(f"request {index} failed: {stream['error']}")
@@ -149,7 +130,7 @@ def _check_cached(stage: Stage, cached_tokens: int) -> None:
 
 
 def _check_texts(
-    tokenizer: Tokenizer, stage: Stage, wanted: Outcome, same: float, served: Sequence[Sequence[Streamed]], *, strict: bool
+    tokenizer: Tokenizer, stage: Stage, wanted: ServedRun, same: float, served: Sequence[Sequence[Streamed]], *, strict: bool
 ) -> float:
     """The share of texts that are those of the tokens of the engine in this process; on a CPU (`strict`) all must be.
 
@@ -192,138 +173,59 @@ def _add_times(
     context.recorder.samples(name, system, "first token", "ms", firsts_ms)
 
 
-class VmmkvServe:
-    """A server on a port of its own, of this machine alone, with random weights. Use it in a `with` block."""
+@contextmanager
+def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
+    """A client of a server of the directory `model` on a port of its own, with the options of the engine in this process.
 
-    def __init__(self, model: Path, *options: str) -> None:
-        """`model` is a directory. Raises: WrongNumbers, with the server's log, if it does not start."""
-        self.name = model.name
-        self._folder = TemporaryDirectory(prefix="vmmkv-bench-")
-        self._log = Path(self._folder.name) / "log"
-        self._admin_key = secrets.token_hex(16)
-        command = [
-            sys.executable,
-            "-m",
-            "vmmkv",
-            "serve",
-            "--model",
-            str(model),
-            "--load-format",
-            "dummy",
-            "--port",
-            "0",
-            *options,
-        ]
-        # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES
-        }
-        environment["VMMKV_ADMIN_KEY"] = self._admin_key
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=die_with_parent()
-            )
+    Raises: WrongNumbers, with the server's log, if it does not start. A failure in the block gets the log's end as a note.
+    """
+    limits, admin_key = EngineLimits.of(settings), secrets.token_hex(16)
+    options: list[Any] = [
+        "--model",
+        model,
+        "--load-format",
+        "dummy",
+        "--device",
+        settings.device,
+        "--seed",
+        settings.seed,
+        "--port",
+        0,
+    ]
+    options += ["--max-num-seqs", limits.max_num_seqs]
+    if limits.max_num_batched_tokens is not None:
+        options += ["--max-num-batched-tokens", limits.max_num_batched_tokens]
+    # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES}
+    with TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vmmkv", "serve", *map(str, options)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, "VMMKV_ADMIN_KEY": admin_key},
+            preexec_fn=die_with_parent(),
+        )
+
+        def said() -> str:
+            return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+
         try:
-            self.url = self._wait()
-        except BaseException:
-            self.close()
+            deadline_s = time.monotonic() + _START_S
+            while (announced := _ANNOUNCED.search(said())) is None:
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise WrongNumbers(f"vmmkv serve does not start:\n{said()}")
+                time.sleep(0.1)
+            headers = {"Authorization": f"Bearer {admin_key}"}
+            # A proxy does not know this machine's ports.
+            with httpx.Client(base_url=announced[1], headers=headers, timeout=_FORGET_S, trust_env=False) as client:
+                yield client
+        except BaseException as error:
+            error.add_note(f"what vmmkv serve said last:\n{said()[-_SAID_CHARACTERS:] or '(nothing)'}")
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """A failure in the block gets the end of the server's log as a note."""
-        if error is not None:
-            said = self._log.read_bytes()[-_SAID_BYTES:].decode(errors="replace")
-            error.add_note(f"what vmmkv serve said last:\n{said or '(nothing)'}")
-        self.close()
-
-    def forget(self) -> None:
-        """Empty the prefix cache. Raises: WrongNumbers if the server refuses, or cannot be reached."""
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._admin_key}"}
-        request = Request(f"{self.url}/kv/reset", b"{}", headers)
-        try:
-            with build_opener(ProxyHandler({})).open(request, timeout=_FORGET_S):  # a proxy does not know this machine's ports
-                pass
-        except HTTPError as error:
-            said = error.read().decode(errors="replace")
-            raise WrongNumbers(f"/kv/reset: status {error.code}: {said[:500]}") from error
-        except OSError as error:  # URLError is one
-            raise WrongNumbers(f"/kv/reset: {type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        """End it, with its engine. Idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        finally:
+            process.terminate()
             try:
-                self._process.wait(_STOP_S)
+                process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._folder.cleanup()
-
-    def _wait(self) -> str:
-        deadline_s = time.monotonic() + _START_S
-        while (match := _ANNOUNCED.search(text := self._log.read_text(errors="replace"))) is None:
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise WrongNumbers(f"vmmkv serve does not start:\n{text}")
-            time.sleep(0.1)
-        return match[1]
-
-
-class Clients:
-    """Processes that ask together: see client. Use them in a `with` block."""
-
-    def __init__(self, count: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("client.py"))]
-        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # what a dead process was still to be told
-                        pipe.close()
-
-    def ask(self, url: str, bodies: Sequence[dict[str, Any]], limit_s: float) -> list[Streamed]:
-        """All at once, each process every so many-th of them.
-
-        Raises: WrongNumbers if a process ends, or not all have ended after `limit_s`; nothing can be asked after that.
-        """
-        count = len(self._processes)
-        deadline_s = time.monotonic() + limit_s
-        for number, process in enumerate(self._processes):
-            _tell(process, json.dumps({"url": url, "bodies": bodies[number::count]}))
-        for process in self._processes:
-            _hear(process, deadline_s)
-        for process in self._processes:
-            _tell(process, "go")
-        streamed: list[Streamed | None] = [None] * len(bodies)
-        for number, process in enumerate(self._processes):
-            streamed[number::count] = json.loads(_hear(process, deadline_s))
-        return cast(list[Streamed], streamed)
-
-
-def _tell(process: "subprocess.Popen[bytes]", line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n".encode())
-    process.stdin.flush()
-
-
-def _hear(process: "subprocess.Popen[bytes]", deadline_s: float) -> bytes:
-    """A line: the only one until the process is told something."""
-    assert process.stdout is not None
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-            raise WrongNumbers("the streams have not ended in their time")
-        if not (part := os.read(process.stdout.fileno(), 1 << 20)):
-            raise WrongNumbers("a process of clients has ended; what it said stands above")
-        line += part
-    return bytes(line)
+                process.kill()
+                process.wait()

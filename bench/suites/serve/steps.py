@@ -21,10 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.models import Models, read_s
-from bench.suites.serve.systems import EngineSystem, Limits, request
-from bench.suites.serve.workloads import requests_of
-from vmmkv.server.protocol import Failed, Outputs
+from bench.suites.serve.generate import random_tokens
+from bench.suites.serve.models import Weights, read_s
+from bench.suites.serve.systems import EngineLimits, EngineSystem
 from vmmkv.units import ceil_div
 
 _SYSTEM: Final = "vmmkv"
@@ -46,7 +45,22 @@ _KINDS: Final = (
 )
 
 
-def step(context: Context) -> None:
+def run(context: Context, part: str) -> None:
+    """Decode steps, timed or profiled."""
+    if part == "breakdown" and not context.settings.on_gpu:
+        context.recorder.say("absent: breakdown: there are no kernels to trace on a CPU")
+        return
+    (_time_steps if part == "step" else _break_down)(context, context.engine(_open, context))
+
+
+def _open(context: Context) -> EngineSystem:
+    """The engine's loop over vmmkv, with its own choice of memory: it takes all of a GPU."""
+    settings = context.settings
+    with closing(Weights(context.model, settings.device, settings.seed)) as weights:
+        return EngineSystem(_SYSTEM, weights, EngineLimits.of(settings))
+
+
+def _time_steps(context: Context, engine: EngineSystem) -> None:
     """Steps of every batch at one context, and of one batch at a short and a long one."""
     small = context.settings.small
     cases = [(1, 64), (4, 64), (2, 512)] if small else [(1, 1024), (64, 1024), (256, 1024), (16, 256), (16, 8192)]
@@ -54,7 +68,7 @@ def step(context: Context) -> None:
     for batch, rows in cases:
         name = context.name("step", f"batch {batch}, context {rows}")
         with context.recorder.guarded(name, _SYSTEM):
-            engine, times_us = _engine(context), []
+            times_us: list[float] = []
             for number in range(1 + context.settings.repeat):
                 context.recorder.note(f"{name}, run {number} of {context.settings.repeat}")
                 took_us = list(_steady_us(context, engine, batch, rows, window))
@@ -64,21 +78,18 @@ def step(context: Context) -> None:
             context.recorder.samples(name, _SYSTEM, "step", "us", times_us, limit_us)
 
 
-def breakdown(context: Context) -> None:
-    """For every batch, at one context: the time of each kind of kernel, and of none. Absent on a CPU.
+def _break_down(context: Context, engine: EngineSystem) -> None:
+    """For every batch, at one context: the time of each kind of kernel, and of none.
 
     The profiler is started and stopped while steps are under way: on CUDA 13 a session without kernels was seen to leave all
     later ones without any. What it has hooked into the driver stays there, and slows what is timed later.
     """
     recorder = context.recorder
-    if not context.settings.on_gpu:
-        recorder.say("absent: breakdown: there are no kernels to trace on a CPU")
-        return
     rows = 64 if context.settings.small else 1024
     for batch in (1, 4) if context.settings.small else (1, 64, 256):
         name = context.name("breakdown", f"batch {batch}, context {rows}")
         with recorder.guarded(name, _SYSTEM):
-            steps = steps_of(_trace(context, batch, rows))
+            steps = steps_of(_trace(context, engine, batch, rows))
             steps = steps[1:-1] or steps  # the profiler's beginning and end disturb the steps beside them
             recorder.samples(name, _SYSTEM, "step, profiled", "us", [each.total_us for each in steps])
             recorder.samples(name, _SYSTEM, "kernels", "/step", [each.num_kernels for each in steps])
@@ -87,19 +98,6 @@ def breakdown(context: Context) -> None:
             for metric, parts_us in shares.items():
                 of_step = [100 * us / each.total_us for us, each in zip(parts_us, steps, strict=True)]
                 recorder.samples(name, _SYSTEM, metric, "% of the step", of_step)
-
-
-def _engine(context: Context) -> EngineSystem:
-    """The engine's loop, with its own choice of memory: it takes all of a GPU."""
-    if "loop" not in context.engines:
-        context.close()
-        context.recorder.note(f"{context.model.name}: the engine starts")
-        settings = context.settings
-        with closing(Models(context.model, settings.device, settings.seed)) as models:
-            limits = Limits(max_num_seqs=16 if settings.small else 256, max_num_batched_tokens=settings.max_num_batched_tokens)
-            context.engines["loop"] = EngineSystem(_SYSTEM, models, limits)
-    engine: EngineSystem = context.engines["loop"]
-    return engine
 
 
 @torch.inference_mode()
@@ -116,22 +114,18 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
             f"{batch} prompts of about {rows} tokens take {spare} steps of {engine.step_tokens} tokens: by then the first has "
             "left the context; raise --max-num-batched-tokens"
         )
-    requests, draws = requests_of(context), random.Random(context.settings.seed)
+    seed = context.settings.seed
+    draws = random.Random(seed)
     engine.forget()
     for index in range(batch):
-        prompt = requests.tokens(length - draws.randrange(_APART), 7, batch, rows, index)
-        engine.loop.receive(request(str(index), prompt, window + 2 * spare))
+        prompt = random_tokens(context.model, seed, length - draws.randrange(_APART), 7, batch, rows, index)
+        engine.add(index, prompt, window + 2 * spare)
     num_steady, before_s = 0, None
     try:
         while engine.loop.has_work:
             engine.loop.step()
             now_s = time.perf_counter()
-            outputs = 0
-            while engine.said:
-                message = engine.said.popleft()
-                if isinstance(message, Failed):
-                    raise WrongNumbers(f"request {message.request_id} failed: {message.message}")
-                outputs += sum(len(each.token_ids) for each in message.outputs) if isinstance(message, Outputs) else 0
+            outputs = sum(len(each.token_ids) for each in engine.outputs())
             if outputs == batch and before_s is not None:
                 num_steady += 1
                 yield 1e6 * (now_s - before_s)
@@ -142,7 +136,7 @@ def _steady_us(context: Context, engine: EngineSystem, batch: int, rows: int, wi
         raise WrongNumbers(f"only {num_steady} steps had all {batch} sequences, of {window} that are wanted")
 
 
-class Kernel(NamedTuple):
+class KernelSpan(NamedTuple):
     """One that has run."""
 
     name: str
@@ -166,8 +160,7 @@ class StepTimes:
         return max(0.0, self.total_us - sum(self.by_kind_us.values()))
 
 
-def _trace(context: Context, batch: int, rows: int) -> list[Kernel]:
-    engine = _engine(context)
+def _trace(context: Context, engine: EngineSystem, batch: int, rows: int) -> list[KernelSpan]:
     context.recorder.note(f"breakdown, batch {batch}")
     profiler = profile(activities=[ProfilerActivity.CUDA])
     steps = _steady_us(context, engine, batch, rows, _SETTLING + 2 * _PROFILED)
@@ -177,7 +170,7 @@ def _trace(context: Context, batch: int, rows: int) -> list[Kernel]:
         elif number == _SETTLING + _PROFILED:
             profiler.stop()
     return [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
+        KernelSpan(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()  # type: ignore[no-untyped-call]
         if event.device_type.name == "CUDA" and not event.is_user_annotation and not event.name.startswith(_COPIES)
     ]
@@ -188,7 +181,7 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in _KINDS if pattern.search(name))
 
 
-def steps_of(kernels: Iterable[Kernel]) -> list[StepTimes]:
+def steps_of(kernels: Iterable[KernelSpan]) -> list[StepTimes]:
     """All steps that are wholly in a trace. Raises: WrongNumbers if there is none, or they do not have the same kernels."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start_us)
     begins = [index for index, kernel in enumerate(ordered) if kernel.name == _STEP_BEGINS]
@@ -215,7 +208,7 @@ def steps_of(kernels: Iterable[Kernel]) -> list[StepTimes]:
     return steps
 
 
-def _exclusive_us(ordered: Sequence[Kernel]) -> list[float]:
+def _exclusive_us(ordered: Sequence[KernelSpan]) -> list[float]:
     """Of each kernel, the time after those that began before it had ended."""
     busy_until_us = float("-inf")
     own_us = []

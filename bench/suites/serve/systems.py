@@ -1,6 +1,6 @@
 """What serves a workload: the engine over one kind of memory, the engine as a user has it, and the checks before timing.
 
-    asks ── Turns: which requests have arrived ──> System.run ──> Outcome: tokens of each request, and when they came
+    asks ── Turns: which requests have arrived ──> System.run ──> ServedRun: tokens of each request, and when they came
 
 All is greedy, and no token ends an answer before its number of tokens. Nothing is known of any prompt before a run.
 
@@ -15,8 +15,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -24,12 +23,12 @@ import torch
 
 from bench.baselines.backend import systems_on
 from bench.harness import Settings, WrongNumbers, synchronize
-from bench.suites.serve.models import Models, ServedModel
+from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import STEP_TOKENS, assemble
-from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Outputs
+from vmmkv.server.protocol import Abort, Failed, FromEngine, Generate, Output, Outputs
 
 LIKELIEST: Final = 20
 """Tokens whose log-probabilities are compared."""
@@ -42,11 +41,13 @@ bfloat16 on an H200. A system that reads zeroes for each sequence's first key is
 """
 _LEAST_COMMON: Final = 0.5
 """Of the likeliest tokens, the share that both must have, for their log-probabilities to be compared."""
+_IDLE_S: Final = 1.0
+"""After which a silent server is asked whether it still runs."""
 
 LogProbs = Mapping[int, float]
 
 
-# outcomes
+# runs
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServedRun:
     """Of one run of a workload, in the order of its requests."""
 
     served: list[Served]
@@ -137,6 +138,53 @@ class Turns:
             heapq.heappush(self._coming, (served.token_s[-1] + self.asks[follower].think_s, follower))
 
 
+Said = tuple[int, Sequence[int], bool]
+"""Of one request, by its index: tokens, and whether it has ended."""
+
+
+class Server(Protocol):
+    """Takes requests as they come."""
+
+    @property
+    def num_running(self) -> int | None:
+        """Requests that run now. None: it does not tell, and it says all tokens of a request each time, not new ones."""
+        ...
+
+    def add(self, index: int, prompt: list[int], num_out: int) -> None:
+        """A request, from now on."""
+        ...
+
+    def wait(self, timeout_s: float) -> Iterable[Said]:
+        """What there is to say, as soon as there is something. Raises: WrongNumbers if a request or the server has failed."""
+        ...
+
+
+def serve(server: Server, asks: Sequence[Ask]) -> ServedRun:
+    """All of them, each when it arrives. Raises: WrongNumbers."""
+    turns, running, begun = Turns(asks), [], set[int]()
+    began_s = time.perf_counter()
+    while turns.num_unfinished:
+        now_s = time.perf_counter() - began_s
+        for index in turns.arrived(now_s):
+            server.add(index, turns.prompts[index], asks[index].num_out)
+        said = server.wait(_IDLE_S if turns.next_s is None else max(0.0, min(_IDLE_S, turns.next_s - now_s)))
+        num_running, now_s, most = server.num_running, time.perf_counter() - began_s, 0
+        for index, tokens, has_ended in said:
+            served = turns.served[index]
+            if num_running is None:
+                tokens = tokens[len(served.tokens) :]
+                begun.add(index)
+                most = max(most, len(begun))
+            served.tokens += tokens
+            served.token_s += [now_s] * len(tokens)
+            if has_ended:
+                begun.discard(index)
+                turns.end(index)
+        if count := most if num_running is None else num_running:
+            running.append(count)
+    return ServedRun(turns.served, turns.seconds, running)
+
+
 # systems
 
 
@@ -148,7 +196,7 @@ class System(Protocol):
         """As rows have it."""
         ...
 
-    def run(self, workload: Workload) -> Outcome:
+    def run(self, workload: Workload) -> ServedRun:
         """All requests, each when it arrives. Raises: WrongNumbers."""
         ...
 
@@ -162,7 +210,7 @@ class System(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """The same for all systems that are compared. None: the engine's own choice."""
 
     budget_bytes: int | None = None
@@ -171,6 +219,11 @@ class Limits:
     """Of the longest request: the rows of a static slot."""
     max_num_seqs: int
     max_num_batched_tokens: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "EngineLimits":
+        """Of an engine that takes all memory."""
+        return cls(max_num_seqs=16 if settings.small else 256, max_num_batched_tokens=settings.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +234,9 @@ class Begin:
     likeliest: list[LogProbs] = field(default_factory=list)
 
 
-def request(name: str, prompt: list[int], num_out: int, *, num_logprobs: int | None = None, grammar: bytes = b"") -> Generate:
+def generate_message(
+    name: str, prompt: list[int], num_out: int, *, num_logprobs: int | None = None, grammar: bytes = b""
+) -> Generate:
     """A greedy request to the engine's loop. With a grammar, the end token ends the answer."""
     return Generate(
         request_id=name,
@@ -192,51 +247,78 @@ def request(name: str, prompt: list[int], num_out: int, *, num_logprobs: int | N
 
 
 class EngineSystem:
-    """The engine's loop over one kind of memory: `vmmkv`, `paged 16`, `static`."""
+    """The engine's loop over one kind of memory: `vmmkv`, `paged 16`, `static`. It is its own Server."""
 
-    def __init__(self, memory: str, models: Models, limits: Limits, *, prefix_cache: bool = True) -> None:
+    def __init__(self, memory: str, weights: Weights, limits: EngineLimits, *, prefix_cache: bool = True) -> None:
         name = f"{memory} {limits.max_tokens}" if memory == "static" else memory
         self.name: Final = name if prefix_cache else "none"
-        self.dtype: Final = models.source.dtype
-        self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[models.device.type]
-        self.said: deque[FromEngine] = deque()
+        self.dtype: Final = weights.source.dtype
+        self.step_tokens: Final = limits.max_num_batched_tokens or STEP_TOKENS[weights.device.type]
+        self._said: deque[FromEngine] = deque()
+        self._num_open = self._cached_tokens = 0
         config = ServeConfig(
-            model=models.config.model,
-            device=models.config.device,
+            model=weights.config.model,
+            device=weights.config.device,
             load_format="dummy",
-            seed=models.config.seed,
+            seed=weights.config.seed,
             kv_budget_bytes=limits.budget_bytes,
             max_tokens=limits.max_tokens,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_cache=prefix_cache,
         )
-        self.loaded: Final = assemble(config, models.source, self.said.append, open_memory=systems_on(models.device)[memory])
+        memories = systems_on(weights.device)
+        self.loaded: Final = assemble(config, weights.source, self._said.append, open_memory=memories[memory])
         self.loop: Final = self.loaded.engine
 
-    def run(self, workload: Workload, *, keep: bool = False) -> Outcome:
+    def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
         """See System. `keep`: prefixes of the run before stay."""
         if not keep:
             self.forget()
-        turns, running, began_s = Turns(workload.asks), [], time.perf_counter()
-        cached_tokens = 0
+        self._num_open = self._cached_tokens = 0
         try:
-            while turns.num_unfinished:
-                for index in turns.arrived(time.perf_counter() - began_s):
-                    self.loop.receive(request(str(index), turns.prompts[index], turns.asks[index].num_out))
-                if self.loop.has_work:
-                    self.loop.step()
-                    running.append(self.loop.num_running)
-                    cached_tokens += self._take(turns, time.perf_counter() - began_s)
-                else:
-                    assert turns.next_s is not None, f"the engine has lost {turns.num_unfinished} requests"
-                    time.sleep(max(0.0, turns.next_s - (time.perf_counter() - began_s)))
+            run = serve(self, workload.asks)
         except BaseException:
-            self.abort(len(turns.asks))
+            self.abort(len(workload.asks))
             raise
         self.loop.settle()
-        self.said.clear()
-        return Outcome(turns.served, turns.seconds, running, cached_tokens)
+        self._said.clear()
+        return ServedRun(run.served, run.seconds, run.running, self._cached_tokens)
+
+    @property
+    def num_running(self) -> int:
+        """See Server."""
+        return self.loop.num_running
+
+    def add(self, index: int, prompt: list[int], num_out: int) -> None:
+        """See Server."""
+        self.loop.receive(generate_message(str(index), prompt, num_out))
+        self._num_open += 1
+
+    def wait(self, timeout_s: float) -> Iterable[Said]:
+        """See Server. A step, if there is anything to do."""
+        if self.loop.has_work:
+            self.loop.step()
+            return self._new_tokens()
+        assert not self._num_open, f"the engine has lost {self._num_open} requests"
+        time.sleep(timeout_s)
+        return ()
+
+    def _new_tokens(self) -> Iterator[Said]:
+        for output in self.outputs():
+            self._cached_tokens += output.cached_tokens
+            has_ended = output.finish_reason is not None
+            self._num_open -= has_ended
+            yield int(output.request_id), output.token_ids, has_ended
+
+    def outputs(self) -> Iterator[Output]:
+        """Take what the engine has said. Raises: WrongNumbers if a request has failed."""
+        while self._said:
+            message = self._said.popleft()
+            if isinstance(message, Failed):
+                raise WrongNumbers(f"request {message.request_id} failed: {message.message}")
+            if isinstance(message, Outputs):
+                yield from message.outputs
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System."""
@@ -247,14 +329,12 @@ class EngineSystem:
         self.forget()
         begins = [Begin() for _ in prompts]
         for index, prompt in enumerate(prompts):
-            self.loop.receive(request(str(index), prompt.tolist(), num_tokens, num_logprobs=LIKELIEST))
+            self.loop.receive(generate_message(str(index), prompt.tolist(), num_tokens, num_logprobs=LIKELIEST))
         while self.loop.has_work:
             self.loop.step()
-        for message in self.said:
-            for output in message.outputs if isinstance(message, Outputs) else ():
-                begins[int(output.request_id)].tokens.extend(output.token_ids)
-                begins[int(output.request_id)].likeliest.extend(map(dict, output.top_logprobs))
-        self.said.clear()
+        for output in self.outputs():
+            begins[int(output.request_id)].tokens.extend(output.token_ids)
+            begins[int(output.request_id)].likeliest.extend(map(dict, output.top_logprobs))
         if any(len(begin.tokens) != num_tokens for begin in begins):
             raise WrongNumbers(f"{self.name} has not answered all prompts with {num_tokens} tokens")
         return begins
@@ -269,33 +349,16 @@ class EngineSystem:
             self.loop.receive(Abort(request_id=str(index)))
         while self.loop.has_work:
             self.loop.step()
-        self.said.clear()
+        self._said.clear()
 
     def forget(self) -> None:
         """Empty the prefix cache. Memory stays with the engine."""
         self.loop.forget()
-        self.said.clear()
+        self._said.clear()
 
     def close(self) -> None:
         """See System."""
         self.loaded.close()
-
-    def _take(self, turns: Turns, now_s: float) -> int:
-        """What the engine has said; the tokens of prompts that the prefix cache had. Raises: WrongNumbers."""
-        cached_tokens = 0
-        while self.said:
-            message = self.said.popleft()
-            if isinstance(message, Failed):
-                raise WrongNumbers(f"request {message.request_id} failed: {message.message}")
-            for output in message.outputs if isinstance(message, Outputs) else ():
-                index = int(output.request_id)
-                served = turns.served[index]
-                cached_tokens += 0 if served.tokens else output.cached_tokens
-                served.tokens += output.token_ids
-                served.token_s += [now_s] * len(output.token_ids)
-                if output.finish_reason is not None:
-                    turns.end(index)
-        return cached_tokens
 
 
 class UserEngine:
@@ -303,25 +366,20 @@ class UserEngine:
 
     name: Final = "vmmkv"
 
-    def __init__(self, model: ServedModel, settings: Settings, limits: Limits) -> None:
-        self._device = settings.device
-        with ExitStack() as stack:
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
+        self._device, limits = settings.device, EngineLimits.of(settings)
+        with model.directory() as directory:
             self._engine = LLM(
-                stack.enter_context(model.directory()),
+                directory,
                 device=str(settings.device),
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 load_format="dummy",
                 seed=settings.seed,
             )
+        self.dtype: Final[torch.dtype] = getattr(torch, self._engine.ready.dtype)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its weights, K and V."""
-        dtype: torch.dtype = getattr(torch, self._engine.ready.dtype)
-        return dtype
-
-    def run(self, workload: Workload, *, scored: Sequence[int] = (), keep: bool = False) -> Outcome:
+    def run(self, workload: Workload, *, scored: Sequence[int] = (), keep: bool = False) -> ServedRun:
         """See System. `scored`: requests whose likeliest first tokens are wanted; `keep`: prefixes of the run before stay."""
         if not keep:
             self._engine._open().engine.forget()
@@ -345,7 +403,7 @@ class UserEngine:
                 raise WrongNumbers(f"request {index} has {len(tokens)} tokens of {ask.num_out}")
             token_s = [completion.first_token_s or 0.0, *[completion.finished_s] * (len(tokens) - 1)]
             served.append(Served(0.0, len(ask.prompt), tokens, token_s))
-        return Outcome(
+        return ServedRun(
             served,
             seconds,
             cached_tokens=sum(completion.cached_tokens for completion in completions),
@@ -397,7 +455,7 @@ def share_off(
     return off
 
 
-def share_same(runs: Sequence[Outcome], wanted: Outcome, *, strict: bool) -> float:
+def share_same(runs: Sequence[ServedRun], wanted: ServedRun, *, strict: bool) -> float:
     """The share of requests that have in all runs the tokens of `wanted`. Raises: WrongNumbers if `strict` and not all have.
 
     On a CPU all is in float32, where a batch's shape decides nothing.
@@ -412,9 +470,9 @@ def share_same(runs: Sequence[Outcome], wanted: Outcome, *, strict: bool) -> flo
     return 1 - len(differing) / len(wanted.served)
 
 
-def take_turns(systems: Sequence[Any], repeat: int, run: Callable[[Any], Outcome]) -> dict[str, list[Outcome]]:
+def take_turns(systems: Sequence[Any], repeat: int, run: Callable[[Any], ServedRun]) -> dict[str, list[ServedRun]]:
     """Runs of each system by its name: once forward, once backward, so that a drift of the machine is no system's."""
-    runs: dict[str, list[Outcome]] = {system.name: [] for system in systems}
+    runs: dict[str, list[ServedRun]] = {system.name: [] for system in systems}
     for number in range(repeat):
         for system in systems if number % 2 == 0 else reversed(systems):
             runs[system.name].append(run(system))

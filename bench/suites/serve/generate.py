@@ -1,0 +1,156 @@
+"""The engine as a user has it: all requests at once, from the call of `generate` until the last answer.
+
+mixed     many requests of many lengths, drawn as for the figures of vLLM in docs/performance.md
+single    one request
+first     the first token of a long prompt
+long      several long prompts, which go on for a while
+shared    many that share their beginning, which is not known (cold); and others, when it is (warm)
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from bench.harness import Settings
+from bench.suites.serve import Context
+from bench.suites.serve.models import ServedModel, requests_s
+from bench.suites.serve.systems import LogProbs, ServedRun, UserEngine, share_off, share_same
+from bench.workloads import Ask, Workload
+
+_IDS: Final = 10_001
+"""Token ids of prompts are below it, whatever the model."""
+_MOST_TOKENS: Final = 65_536
+"""That are computed alone, of all prompts of a workload: some seconds of a large model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A workload with its bound. Its answers must change if all but the last `own_tokens` of each prompt are others."""
+
+    workload: Workload
+    bound_s: float
+    own_tokens: int
+
+    @property
+    def num_out(self) -> int:
+        """Tokens of all answers."""
+        return sum(ask.num_out for ask in self.workload.asks)
+
+
+def random_tokens(model: ServedModel, seed: int, count: int, *names: int) -> list[int]:
+    """Random ids; of the same names the same."""
+    return random.Random(f"{seed}/{'/'.join(map(str, names))}").choices(range(min(_IDS, model.vocabulary)), k=count)
+
+
+def mixed_stage(model: ServedModel, settings: Settings) -> Stage:
+    """Lengths in and out are drawn alike: a prompt's length, its tokens, its answer's length, and so on."""
+    count, shortest, longest = (10, 8, 40) if settings.small else (256, 100, 1024)
+    draws, most = random.Random(settings.seed), min(_IDS, model.vocabulary) - 1
+    prompts, outs = [], []
+    for _ in range(count):
+        length = draws.randint(shortest, longest)
+        prompts.append([draws.randint(0, most) for _ in range(length)])
+        outs.append(draws.randint(shortest, longest))
+    text = f"{count} requests of {shortest}..{longest} tokens in, as many out"
+    return _stage(model, "mixed", text, prompts, outs, own_tokens=shortest // 2)
+
+
+def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
+    """The workloads of a part, each behind the other; of the same seed the same."""
+    small, seed = settings.small, settings.seed
+    if part == "mixed":
+        return [mixed_stage(model, settings)]
+    if part == "single":
+        length, out = (64, 12) if small else (1024, 256)
+        prompts = [random_tokens(model, seed, length, 1)]
+        return [_stage(model, part, f"{length} tokens in, {out} out", prompts, [out])]
+    if part == "first":
+        length = 700 if small else min(8192, model.reach - 1)
+        return [_stage(model, part, f"{length} tokens in, 1 out", [random_tokens(model, seed, length, 2)], [1])]
+    if part == "long":
+        count, length, out = (2, 900, 6) if small else (8, min(32768, model.reach - 256), 256)
+        prompts = [random_tokens(model, seed, length, 3, index) for index in range(count)]
+        return [_stage(model, part, f"{count} requests of {length} tokens in, {out} out", prompts, [out] * count)]
+    count, shared, own, out = (4, 1100, 16, 6) if small else (128, 4096, 128, 64)
+    text = f"{count} requests of {shared} shared tokens and {own} own in, {out} out"
+    prefix = random_tokens(model, seed, shared, 4)
+    made = []
+    for known, name in enumerate(("shared cold", "shared warm")):
+        prompts = [prefix + random_tokens(model, seed, own, 5 + known, index) for index in range(count)]
+        made.append(_stage(model, name, text, prompts, [out] * count, shared=shared, known=bool(known), own_tokens=own))
+    return made
+
+
+def _stage(
+    model: ServedModel,
+    name: str,
+    text: str,
+    prompts: list[list[int]],
+    outs: list[int],
+    *,
+    shared: int = 0,
+    known: bool = False,
+    own_tokens: int = 16,
+) -> Stage:
+    asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=out) for prompt, out in zip(prompts, outs, strict=True))
+    bound_s = requests_s(model, list(map(len, prompts)), outs, shared=shared, known=known)
+    return Stage(workload=Workload(name=name, text=text, asks=asks), bound_s=bound_s, own_tokens=own_tokens)
+
+
+def checked_alone(context: Context, engine: UserEngine, stage: Stage) -> tuple[list[int], list[LogProbs], list[LogProbs]]:
+    """Some requests of a workload, their likeliest first tokens alone, and with other tokens before their own."""
+    asks, own = stage.workload.asks, stage.own_tokens
+    longest = max(len(ask.prompt) for ask in asks)
+    sampled = range(min(2 if context.settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest)))
+    prompts = [asks[index].prompt for index in sampled]
+    others = [
+        np.array([*random_tokens(context.model, context.settings.seed, len(prompt) - own, 6, index), *prompt[-own:]], np.int32)
+        for index, prompt in enumerate(prompts)
+    ]
+    return list(sampled), engine.likeliest(prompts), engine.likeliest(others)
+
+
+def run(context: Context, part: str) -> None:
+    """Check, then time `repeat` runs of all stages: the first from an empty prefix cache, each other from what is left."""
+    recorder, settings = context.recorder, context.settings
+    of_part = stages(context.model, settings, part)
+    names = [context.name(stage.workload.name, stage.workload.text) for stage in of_part]
+    with recorder.guarded(names[0], UserEngine.name):
+        engine: UserEngine = context.engine(UserEngine, context.model, settings)
+        alone = [checked_alone(context, engine, stage) if len(stage.workload.asks) > 1 else ([], [], []) for stage in of_part]
+        runs: list[list[ServedRun]] = [[] for _ in of_part]
+        for number in range(1 + settings.repeat):
+            for index, (stage, (sampled, _, _)) in enumerate(zip(of_part, alone, strict=True)):
+                recorder.note(f"{names[index]}, run {number} of {settings.repeat}")
+                # Log-probabilities are asked for in the first run, which is not timed.
+                scored = () if number else sampled
+                runs[index].append(engine.run(stage.workload, scored=scored, keep=index > 0))
+        # All stages are checked before any has rows.
+        offs = [
+            share_off(wanted, of_stage[0].likeliest, others, engine.dtype, "first tokens, against requests alone,")
+            if wanted
+            else None
+            for (_, wanted, others), of_stage in zip(alone, runs, strict=True)
+        ]
+        sames = [share_same(of_stage, of_stage[0], strict=not settings.on_gpu) for of_stage in runs]
+        for stage, name, off, same, of_stage in zip(of_part, names, offs, sames, runs, strict=True):
+            _add_rows(context, stage, name, off, same, of_stage[1:])
+
+
+def _add_rows(context: Context, stage: Stage, name: str, off: float | None, same: float, timed: Sequence[ServedRun]) -> None:
+    recorder, system, asks = context.recorder, UserEngine.name, stage.workload.asks
+    if stage.workload.name == "first":
+        recorder.samples(name, system, "first token", "ms", [1e3 * run.seconds for run in timed], 1e3 * stage.bound_s)
+    else:
+        rates = [stage.num_out / run.seconds for run in timed]
+        recorder.samples(name, system, "total", "s", [run.seconds for run in timed], stage.bound_s)
+        recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / stage.bound_s)
+        recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for run in timed for each in run.served])
+    if off is not None:
+        attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
+        recorder.samples(name, system, "prompt tokens attached", "%", attached)
+        recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * off)
+    recorder.figure(name, system, "same answers in all runs", "%", 100 * same, len(asks))
