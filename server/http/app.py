@@ -225,7 +225,7 @@ def _server_routes(service: Service) -> APIRouter:
         """Of the package."""
         return Version(version=__version__)
 
-    sees_all = [Depends(page.require_sees_all(service.queue))]
+    sees_all = [Depends(service.queue.require_sees_all)]
 
     @router.get("/metrics", response_class=PlainTextResponse, dependencies=sees_all)
     async def metrics() -> Response:
@@ -350,11 +350,11 @@ async def _answer(
     state: RequestState = request.state.request
     deadline = service.deadline(body.timeout)
     _, tokenizer = service.require(body.model)
-    place = service.queue.enter(body.num_prompts * body.params.num_sequences)
-    state.at_end.callback(place.close)
+    # Again: a drain may have begun since its headers came.
+    check_tokens = state.at_end.enter_context(service.queue.place(body.num_prompts * body.params.num_sequences))
     prepared = await _present(service, request, prepare(tokenizer), deadline)
     params = _check(service, body, state, prepared)
-    place.reserve(body.params.num_sequences * sum(map(len, prepared.prompts)))
+    check_tokens(body.params.num_sequences * sum(map(len, prepared.prompts)))
     namespace = service.queue.namespace(state.caller, body.cache_salt)
     param, asked = body.grammar
     grammar = b""

@@ -112,32 +112,22 @@ def not_the_administrator() -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Give every error of `app` this form, also those that FastAPI and Starlette raise themselves."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(Exception, _unexpected)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _response)
 
 
-async def _api_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _validation_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return _from_validation(error.errors()).response()
-
-
-async def _http_exception(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, message, type="invalid_request_error").response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _unexpected(_: Request, error: Exception) -> JSONResponse:
-    return unexpected(error).response()  # Starlette logs the traceback itself
+async def _response(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case ApiError():
+            return error.response()
+        case RequestValidationError():
+            return _from_validation(error.errors()).response()
+        case HTTPException():
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            refused = ApiError(error.status_code, message, type="invalid_request_error", headers=error.headers)
+            return refused.response()
+        case _:
+            return unexpected(error).response()  # Starlette logs the traceback itself
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

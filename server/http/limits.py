@@ -1,7 +1,7 @@
 """Admission: whose a request is, how large it may be, and whether there is room for it.
 
     headers ── X-Request-Id ── key ── room in the queue ── body, up to its limit ──> the route      (Guard)
-    enter ── tokenise ── reserve ── engine ── ... ── close                                           (AdmissionQueue)
+    place ── tokenise ── check_tokens ── engine ── ... ── its end                                    (AdmissionQueue)
 
 No byte of a body is read before its sender has shown a key and there is room. A body is read whole, so that one that is too
 large, or too slow, is answered as such.
@@ -20,11 +20,12 @@ import secrets
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.server.config import FrontConfig
@@ -119,9 +120,10 @@ class AdmissionQueue:
         """In flight: tokenised, waiting or running."""
         self.held_bytes = 0
         """Of all bodies, from their first byte to the end of their answers."""
+        self.drained_by_s: float | None = None
+        """When the drain ends, of time.monotonic; None without one."""
         self._engine = engine
         self._config = config
-        self._drained_by_s: float | None = None
         self._ended = Throughput()
         self._begun = Throughput()
         engine.on_begun = self._begun.add
@@ -129,8 +131,8 @@ class AdmissionQueue:
         keys = enumerate(config.api_keys, start=1)
         self._callers = [Caller(name=f"key {number}", digest=self._digest(key.encode())) for number, key in keys]
         self.needs_key = bool(self._callers)
-        self.has_several_keys = len(self._callers) > 1
-        """Whether requests of one key may not see or overtake those of another; the administrator's key does not count."""
+        self._has_several_keys = len(self._callers) > 1
+        """The administrator's key does not count."""
         if config.admin_key is not None:
             digest = self._digest(config.admin_key.encode())
             self._callers.append(Caller(name="the administrator", is_admin=True, digest=digest))
@@ -143,18 +145,29 @@ class AdmissionQueue:
         `Bearer KEY`; or Basic with the key as password, which a browser can ask for. Basic is not for the administrator's
         key: a browser repeats it by itself, whichever page makes the request.
         """
-        scheme, key = _credentials(authorization)
+        scheme, _, key = (authorization or b"").partition(b" ")
+        scheme, key = scheme.lower(), key.strip()
+        if scheme == b"basic":
+            try:
+                key = base64.b64decode(key, validate=True).partition(b":")[2]
+            except binascii.Error:
+                key = b""
         digest, found = self._digest(key), None
         for caller in self._callers:  # all of them, so that the time taken says nothing
             if hmac.compare_digest(caller.digest, digest):
                 found = caller
-        if key and found is not None and not (found.is_admin and scheme == b"basic"):
+        if found is not None and (scheme == b"bearer" or (scheme == b"basic" and not found.is_admin)):
             return found
         return None if self.needs_key else ANYBODY
 
     def sees_all(self, caller: Caller) -> bool:
         """Whether this caller may see the requests of all, and go before them. With several keys only the administrator."""
-        return caller.is_admin or not self.has_several_keys
+        return caller.is_admin or not self._has_several_keys
+
+    async def require_sees_all(self, request: Request) -> None:
+        """A dependency of routes that show the requests of all callers. Raises: ApiError (403)."""
+        if not self.sees_all(request.state.request.caller):
+            raise errors.not_the_administrator()
 
     def namespace(self, caller: Caller, salt: str | None) -> str | None:
         """The prefix namespace of a request: the salt, or with keys a code over key and salt that no other key can name."""
@@ -168,22 +181,17 @@ class AdmissionQueue:
 
     # The queue.
 
-    @property
-    def drained_by_s(self) -> float | None:
-        """When the drain ends, of time.monotonic; None without one."""
-        return self._drained_by_s
-
     async def drain(self) -> bool:
         """Take no more requests, and wait for those in flight, up to the drain timeout. Have they all ended?"""
-        self._drained_by_s = time.monotonic() + self._config.drain_timeout_s
-        while self.num_sequences and time.monotonic() < self._drained_by_s:
+        self.drained_by_s = time.monotonic() + self._config.drain_timeout_s
+        while self.num_sequences and time.monotonic() < self.drained_by_s:
             await asyncio.sleep(0.02)
         return not self.num_sequences
 
     def check_room(self, num_sequences: int = 1) -> None:
         """Raises: ApiError, 503 while draining, 429 if so many more are too many. One request is always let in alone."""
-        if self._drained_by_s is not None:
-            left_s = max(1, math.ceil(self._drained_by_s - time.monotonic()))
+        if self.drained_by_s is not None:
+            left_s = max(1, math.ceil(self.drained_by_s - time.monotonic()))
             raise errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         phase = self._engine.phase
         limit = self._config.max_queued_requests + (phase.max_sequences if isinstance(phase, Ready) else 0)
@@ -196,12 +204,29 @@ class AdmissionQueue:
                 retry_after_s=self._ended.seconds_for(excess),
             )
 
-    def enter(self, num_sequences: int) -> "Place":
-        """Let a request in, to be tokenised; close its place in any case. Raises: as `check_room`."""
-        self.check_room(num_sequences)
-        return Place(self, num_sequences)
+    @contextlib.contextmanager
+    def place(self, num_sequences: int) -> Iterator[Callable[[int], None]]:
+        """A request's place in the queue, until the block ends. Yields `check_tokens`, to call when it is tokenised.
 
-    def check_tokens(self, num_prompt_tokens: int) -> None:
+        Raises: as `check_room`.
+        """
+        self.check_room(num_sequences)
+        was_served = False
+
+        def check_tokens(num_prompt_tokens: int) -> None:
+            nonlocal was_served
+            self._check_tokens(num_prompt_tokens)
+            was_served = True
+
+        self.num_sequences += num_sequences
+        try:
+            yield check_tokens
+        finally:
+            self.num_sequences -= num_sequences
+            if was_served:
+                self._ended.add(num_sequences)
+
+    def _check_tokens(self, num_prompt_tokens: int) -> None:
         """Raises: ApiError (429) if so many more tokens of prompts are too many to wait. One request is always let in."""
         waiting, most = self._engine.waiting_tokens, self._config.max_queued_tokens
         if waiting and waiting + num_prompt_tokens > most:
@@ -212,14 +237,6 @@ class AdmissionQueue:
                 retry_after_s=self._begun.seconds_for(waiting + num_prompt_tokens - most),
             )
 
-    def leave(self, num_sequences: int, *, was_served: bool) -> None:
-        """See `Place.close`."""
-        self.num_sequences -= num_sequences
-        if was_served:
-            self._ended.add(num_sequences)
-
-    # Bodies.
-
     def check_body(self, size_bytes: int, *, held_bytes: int) -> None:
         """Raises: ApiError if a body of this size, of which `held_bytes` are here, is too large, or all together are."""
         most = self._config.max_body_bytes
@@ -229,28 +246,6 @@ class AdmissionQueue:
             raise ApiError(413, message, type="invalid_request_error", code="body_too_large", headers={"Connection": "close"})
         if self.held_bytes - held_bytes + size_bytes > MAX_BODIES * most:
             raise errors.too_many("Other requests hold all the memory there is for bodies.", of="requests", retry_after_s=1)
-
-
-class Place:
-    """A request's place in the queue."""
-
-    def __init__(self, queue: AdmissionQueue, num_sequences: int) -> None:
-        self._queue = queue
-        self._num_sequences = num_sequences
-        self._was_served = False
-        self._is_open = True
-        queue.num_sequences += num_sequences
-
-    def reserve(self, num_prompt_tokens: int) -> None:
-        """Its prompts have so many tokens, once for each sequence. Raises: ApiError (429) if too many wait."""
-        self._queue.check_tokens(num_prompt_tokens)
-        self._was_served = True
-
-    def close(self) -> None:
-        """The request has ended. Idempotent, never blocks."""
-        if self._is_open:
-            self._is_open = False
-            self._queue.leave(self._num_sequences, was_served=self._was_served)
 
 
 @dataclass(slots=True)
@@ -283,7 +278,6 @@ class Guard:
         token = current_id.set(name)
         bind_request(name)
         has_started = False
-        body = _Body(self._queue)
 
         async def send_named(message: Message) -> None:
             nonlocal has_started
@@ -295,9 +289,9 @@ class Guard:
 
         try:
             if scope["method"] == "HEAD":
-                await self._head(scope, headers, receive, send_named)
+                await self._head(scope, headers, send_named)
             else:
-                await self._pass(scope, headers, body, receive, send_named)
+                await self._pass(scope, headers, receive, send_named)
         except ApiError as error:
             await error.response()(scope, receive, send_named)
         except _ClientLeft:
@@ -308,36 +302,31 @@ class Guard:
             log.exception("request %s failed", name)
             await errors.unexpected(error).response()(scope, receive, send_named)
         finally:
-            body.release()
             current_id.reset(token)
 
-    async def _pass(self, scope: Scope, headers: dict[bytes, bytes], body: "_Body", receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        self._check_headers(scope)
-        caller: Caller | None = ANYBODY
-        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            caller = self._queue.identify(headers.get(b"authorization"))
+        size_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        size_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size_bytes > MAX_HEADER_BYTES:
+            message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
+            raise ApiError(431, message, type="invalid_request_error", code="headers_too_large")
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        caller = ANYBODY if is_open else self._queue.identify(headers.get(b"authorization"))
         if caller is None:
             raise errors.no_key()
         if path in GENERATION_PATHS and scope["method"] == "POST":
             self._queue.check_room()
-        if b"content-length" in headers or b"transfer-encoding" in headers:
-            self._queue.check_body(int(headers.get(b"content-length", b"0")), held_bytes=0)
-            receive = await body.read(receive)
         with contextlib.ExitStack() as at_end:
+            if b"content-length" in headers or b"transfer-encoding" in headers:
+                self._queue.check_body(int(headers.get(b"content-length", b"0")), held_bytes=0)
+                receive = await self._read_body(receive, at_end)
             scope.setdefault("state", {})["request"] = RequestState(caller, at_end)
             await self._app(scope, receive, send)
 
-    async def _head(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _head(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
         """The headers that GET would get. A stream ends there."""
         ended = asyncio.Event()
-        messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
-
-        async def receive_none() -> Message:
-            if messages:
-                return messages.pop()
-            await ended.wait()
-            return {"type": "http.disconnect"}
 
         async def send_head(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -345,7 +334,38 @@ class Guard:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 ended.set()
 
-        await self._pass({**scope, "method": "GET"}, headers, _Body(self._queue), receive_none, send_head)
+        async def receive_end() -> Message:
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        await self._pass({**scope, "method": "GET"}, headers, _with_body(b"", receive_end), send_head)
+
+    async def _read_body(self, receive: Receive, at_end: contextlib.ExitStack) -> Receive:
+        """Read all of a body, counted in the queue until the end; returns what the route receives."""
+        data, num_bytes = bytearray(), 0
+
+        def release() -> None:
+            self._queue.held_bytes -= num_bytes
+
+        at_end.callback(release)
+        try:
+            async with asyncio.timeout(BODY_S):
+                has_more = True
+                while has_more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientLeft
+                    chunk: bytes = message.get("body", b"")
+                    self._queue.check_body(num_bytes + len(chunk), held_bytes=num_bytes)
+                    num_bytes += len(chunk)
+                    self._queue.held_bytes += len(chunk)
+                    data += chunk
+                    has_more = message.get("more_body", False)
+        except TimeoutError as error:
+            text = f"The body did not come within {BODY_S:g} s."
+            headers = {"Connection": "close"}
+            raise ApiError(408, text, type="timeout", code="request_timeout", headers=headers) from error
+        return _with_body(bytes(data), receive)
 
     def _count(self, scope: Scope, status: int) -> None:
         is_counted = scope["path"].startswith("/v1/") or scope["path"] in COUNTED_PATHS
@@ -353,66 +373,16 @@ class Guard:
         if is_counted and status >= 400 and status != 499 and not (state is not None and state.has_begun):
             self._on_refused(status)
 
-    def _check_headers(self, scope: Scope) -> None:
-        size_bytes = len(scope["raw_path"]) + len(scope["query_string"])
-        size_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size_bytes > MAX_HEADER_BYTES:
-            message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
-            raise ApiError(431, message, type="invalid_request_error", code="headers_too_large")
-
 
 class _ClientLeft(Exception):
     """The client went away before its body was complete."""
 
 
-class _Body:
-    """The bytes of one body, counted in the queue while they are held."""
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """The body at once, then whatever `receive` gives."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, queue: AdmissionQueue) -> None:
-        self._queue = queue
-        self._num_bytes = 0
+    async def receive_again() -> Message:
+        return whole.pop() if whole else await receive()
 
-    async def read(self, receive: Receive) -> Receive:
-        """Read all of it; returns what the route receives: the body at once, then whatever comes."""
-        data = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientLeft
-                    chunk: bytes = message.get("body", b"")
-                    self._queue.check_body(self._num_bytes + len(chunk), held_bytes=self._num_bytes)
-                    self._num_bytes += len(chunk)
-                    self._queue.held_bytes += len(chunk)
-                    data += chunk
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError as error:
-            text = f"The body did not come within {BODY_S:g} s."
-            headers = {"Connection": "close"}
-            raise ApiError(408, text, type="timeout", code="request_timeout", headers=headers) from error
-        whole: list[Message] = [{"type": "http.request", "body": bytes(data), "more_body": False}]
-
-        async def receive_again() -> Message:
-            return whole.pop() if whole else await receive()
-
-        return receive_again
-
-    def release(self) -> None:
-        """Its answer is sent."""
-        self._queue.held_bytes -= self._num_bytes
-        self._num_bytes = 0
-
-
-def _credentials(authorization: bytes | None) -> tuple[bytes, bytes]:
-    scheme, _, value = (authorization or b"").partition(b" ")
-    scheme, value = scheme.lower(), value.strip()
-    if scheme == b"bearer":
-        return scheme, value
-    if scheme == b"basic":
-        try:
-            return scheme, base64.b64decode(value, validate=True).partition(b":")[2]
-        except binascii.Error:
-            return scheme, b""
-    return scheme, b""
+    return receive_again

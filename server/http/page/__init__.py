@@ -16,12 +16,12 @@ from importlib import resources
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Response
 from fastapi.responses import StreamingResponse
 
 from vmmkv.server.engine_client import EngineClient, EngineDead, EngineNotReady, MapUnavailable
 from vmmkv.server.http import errors
-from vmmkv.server.http.limits import AdmissionQueue, RequestState
+from vmmkv.server.http.limits import AdmissionQueue
 from vmmkv.server.metrics import Metrics, Rates, Times
 from vmmkv.server.protocol import Ready, Snapshot
 from vmmkv.units import PAGE_BYTES
@@ -48,17 +48,16 @@ _HEADERS: Final = {
 _TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
-def _files() -> dict[str, tuple[bytes, str]]:
-    """The page's files by name: so a name that is asked for is never a path."""
-    found = {}
-    for entry in resources.files(__name__).iterdir():
-        suffix = "." + entry.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            found[entry.name] = (entry.read_bytes(), _TYPES[suffix])
-    return found
-
-
-FILES: Final = _files()
+FILES: Final[dict[str, tuple[bytes, str]]] = {
+    entry.name: (entry.read_bytes(), _TYPES[suffix])
+    for entry in resources.files(__name__).iterdir()
+    if (suffix := "." + entry.name.rpartition(".")[2]) in _TYPES
+}
+"""Content and type of the page's files by name: a name that is asked for is never a path."""
+_MEMORY: Final = (
+    "budget_bytes", "created_bytes", "used_bytes", "mapped_bytes", "cached_bytes", "retiring_bytes", "free_bytes", "tokens"
+)  # fmt: skip
+"""Fields of a Snapshot, less their `kv_`."""
 
 
 class Dashboard:
@@ -81,8 +80,7 @@ class Dashboard:
     def watch(self) -> AsyncIterator[str]:
         """Server-sent events until the server stops. Raises: ApiError (503) if there are too many viewers."""
         if len(self._news) >= MAX_VIEWERS:
-            message = f"{MAX_VIEWERS} are looking already, and no more are served; close a page."
-            raise errors.unavailable(message)
+            raise errors.unavailable(f"{MAX_VIEWERS} are looking already, and no more are served; close a page.")
         return self._events()
 
     def close(self) -> None:
@@ -176,34 +174,25 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
     """Physical memory by use, and how many sequences run and wait."""
     if snapshot is None:
         return None
-    return {
-        "budget_bytes": snapshot.kv_budget_bytes,
-        "created_bytes": snapshot.kv_created_bytes,
-        "used_bytes": snapshot.kv_used_bytes,
-        "mapped_bytes": snapshot.kv_mapped_bytes,
-        "cached_bytes": snapshot.kv_cached_bytes,
-        "retiring_bytes": snapshot.kv_retiring_bytes,
-        "free_bytes": snapshot.kv_free_bytes,
-        "tokens": snapshot.kv_tokens,
-        "running": snapshot.running,
-        "waiting": snapshot.waiting,
-    }
+    memory = {name: getattr(snapshot, f"kv_{name}") for name in _MEMORY}
+    return memory | {"running": snapshot.running, "waiting": snapshot.waiting}
 
 
 def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) -> APIRouter:
     """The page, its stream, and the memory map."""
     router = APIRouter()
-    sees_all = [Depends(require_sees_all(queue))]
+    sees_all = [Depends(queue.require_sees_all)]
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
-        return _file("index.html")
+        return await file("index.html")
 
     @router.get("/page/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in FILES:
             raise errors.ApiError(404, f"There is no {name!r} here.", type="invalid_request_error", code="not_found")
-        return _file(name)
+        content, media_type = FILES[name]
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     @router.get("/kv", dependencies=sees_all)
     async def kv() -> Response:
@@ -222,19 +211,3 @@ def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) ->
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     return router
-
-
-def require_sees_all(queue: AdmissionQueue) -> Callable[[Request], None]:
-    """A dependency of routes that show the requests of all callers. Raises, on use: ApiError (403)."""
-
-    def check(request: Request) -> None:
-        state: RequestState = request.state.request
-        if not queue.sees_all(state.caller):
-            raise errors.not_the_administrator()
-
-    return check
-
-
-def _file(name: str) -> Response:
-    content, media_type = FILES[name]
-    return Response(content, media_type=media_type, headers=_HEADERS)
