@@ -19,6 +19,7 @@ can fail come first: a failure leaves the slots as they were.
 """
 
 import contextlib
+import functools
 import itertools
 import time
 import warnings
@@ -69,7 +70,33 @@ class ParkedSlot:
         refuse_copy(self)
 
 
-class Sequence:
+class _Planes:
+    """The planes of a layer by name, over what `view` gives: the rows of a sequence, or of all slots."""
+
+    __slots__ = ()
+
+    def view(self, layer: int, plane: str) -> torch.Tensor:
+        """See Sequence.view and KVCache.view."""
+        raise NotImplementedError
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of a layer: `view(layer, "k")`."""
+        return self.view(layer, "k")
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of a layer: `view(layer, "v")`."""
+        return self.view(layer, "v")
+
+    def k_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised keys, kept in the rows: without the last dimension of `view`, and strided by 2."""
+        return self.view(layer, SCALES)[..., 0]
+
+    def v_scale(self, layer: int) -> torch.Tensor:
+        """The scales of quantised values, each behind that of its keys."""
+        return self.view(layer, SCALES)[..., 1]
+
+
+class Sequence(_Planes):
     """One sequence's memory: a slot of addresses, and what is mapped there. Made by `KVCache.open`, `adopt` or `fork`.
 
     `length` tokens are written; rows [length, limit) are mapped and may be written next. Addresses never change
@@ -154,10 +181,7 @@ class Sequence:
         """
         cache = self.cache
         with cache.pool.lock:
-            num_tokens = self._check_kept(num_tokens)
-            cache.check_windows(self.slot, num_tokens)
-            cache.check_capture()
-            sharing.own_from(cache.memory, self.slot, num_tokens)
+            num_tokens = self._own_from(num_tokens)
             cache.memory.reclaim_from(self.slot, num_tokens)
             cache.forget_rows(self.slot, num_tokens)
             cache.table.lengths[self.slot] = num_tokens
@@ -166,18 +190,21 @@ class Sequence:
     def own_from(self, num_tokens: int) -> None:
         """Exchange shared pages that hold rows from `num_tokens` on, as far as `truncate(num_tokens)` keeps them.
 
-        `truncate` does this first, and only this step of it can find no page. To cut several sequences all or none, call it
-        for each of them before the first is cut. A fork made in between shares again.
+        The first step of `truncate`, and the only one that can find no page. To cut several sequences all or none, call this
+        for each of them first.
         Cost: none if the pages are not shared; else, for each, an unmap, a map and two copies, and it waits for all work
         launched so far. On failure all tokens are as before.
         Raises: as truncate; OutOfPages, DriverError.
         """
-        cache = self.cache
-        with cache.pool.lock:
-            num_tokens = self._check_kept(num_tokens)
-            cache.check_windows(self.slot, num_tokens)
-            cache.check_capture()
-            sharing.own_from(cache.memory, self.slot, num_tokens)
+        with self.cache.pool.lock:
+            self._own_from(num_tokens)
+
+    def _own_from(self, num_tokens: int) -> int:
+        num_tokens = self._check_kept(num_tokens)
+        self.cache.check_windows(self.slot, num_tokens)
+        self.cache.check_capture()
+        sharing.own_from(self.cache.memory, self.slot, num_tokens)
+        return num_tokens
 
     def advance_start(self, group: int, start_token: int | None = None) -> None:
         """Give back a windowed group's rows before `start_token`, by default all that the next token cannot see.
@@ -203,28 +230,12 @@ class Sequence:
             cache.check_capture()
             cache.memory.reclaim_before(self.slot, group, start_token)
 
-    def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: `view(layer, "k")`. Not to be used once the sequence has ended."""
-        return self.view(layer, "k")
-
-    def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer: `view(layer, "v")`."""
-        return self.view(layer, "v")
-
-    def k_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised keys, kept in the rows: [limit - start, heads], strided by 2."""
-        return self.view(layer, SCALES)[..., 0]
-
-    def v_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised values, each behind that of its keys."""
-        return self.view(layer, SCALES)[..., 1]
-
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the rows [start, limit): [limit - start, heads, dim], to read and to write in place.
 
         Its storage ends with the last mapped row, so torch itself refuses to go past it. Take a new view after `grow`,
-        `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: the memory is then
-        reused, and touching unmapped addresses ends the process, or loses the CUDA context.
+        `truncate` or `advance_start`; the addresses stay the same. Drop it before `close` or `park`: touching unmapped
+        addresses ends the process, or loses the CUDA context.
         Cost: 3 us; no driver call, no copy.
         Raises: LayoutError for a layer or plane that the layout does not have.
         """
@@ -246,8 +257,7 @@ class Sequence:
         """
         cache = self.cache
         with cache.pool.lock:
-            num_tokens = self.length if num_tokens is None else num_tokens
-            num_tokens = self._check_kept(num_tokens)
+            num_tokens = self._check_kept(self.length if num_tokens is None else num_tokens)
             if num_tokens:
                 cache.check_windows(self.slot, num_tokens)
             cache.check_capture()
@@ -342,7 +352,7 @@ class CacheStats:
     """Successful calls by name, of the whole pool."""
 
 
-class KVCache:
+class KVCache(_Planes):
     """Keys and values of up to `slots` sequences of up to `max_tokens` tokens each.
 
     `guard_tokens` rows past the committed ones are kept mapped for kernels that load whole tiles (FlashAttention-3:
@@ -399,36 +409,23 @@ class KVCache:
             """Internal: what is mapped under the slots."""
             self.table: Final = self.memory.table
             """Internal: state and token counts of each slot."""
-            self._lengths, self._limits = _read_only(self.table.lengths), _read_only(self.table.limits)
+            self.num_slots: Final = slots
+            """Slots that sequences can have, taken or not: they are numbered from 1."""
+            self.limit: Final = self.memory.limit
+            """[1 + slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
+            self.limits: Final = _read_only(self.table.limits)
+            """[1 + slots] what `limit` holds on the device; read-only."""
+            self.lengths: Final = _read_only(self.table.lengths)
+            """[1 + slots] tokens written, by slot; read-only."""
             pool.attach(self)
             self._attached = True
 
     # sequences
 
     @property
-    def num_slots(self) -> int:
-        """Slots that sequences can have, taken or not: they are numbered from 1."""
-        return self.table.num_slots
-
-    @property
     def slot_pages(self) -> list[int]:
         """Pages of addresses that each slot has, by group of layers."""
         return [arena.slot_bytes // PAGE_BYTES for arena in self.memory.arenas]
-
-    @property
-    def limit(self) -> torch.Tensor:
-        """[1 + slots] int32 on the device: rows below it may be written; 0 where no sequence runs."""
-        return self.memory.limit
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """[1 + slots] tokens written, by slot; read-only."""
-        return self._lengths
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """[1 + slots] what `limit` holds on the device; read-only."""
-        return self._limits
 
     def open(self, *, max_tokens: int | None = None, tenant: Hashable = None) -> Sequence:
         """A new sequence in a free slot, with `max_tokens` (the cache's by default) as its end.
@@ -487,8 +484,8 @@ class KVCache:
     def fork(self, sequence: Sequence, count: int = 1, *, max_tokens: int | None = None) -> list[Sequence]:
         """`count` new sequences that have all tokens of a running one, as vLLM's forked block tables do.
 
-        Full extents are shared, and their rows are read-only: nothing makes a copy when one is written. The last, partial
-        page is copied, so that each fork goes its own way from there. To go back further, truncate first.
+        Full extents are shared, and their rows are read-only: nothing copies them on a write. The last, partial page is
+        copied. To write further back, truncate first.
         Cost: for each new sequence and group a map and an access call for each full extent, the same and a copy for the
         partial page. All or none. Raises: OutOfSlots, OutOfPages, SequenceTooLong, DriverError, GraphCapture.
         """
@@ -496,29 +493,23 @@ class KVCache:
         if count < 1:
             raise ValueError(f"count={count}: a fork makes at least 1 sequence")
         with self.pool.lock:
-            end = self.check_end(max_tokens)
-            self._check_fork(sequence, end)
-            available = self.table.num_slots - len(self.sequences)
+            end = self._check_fork([sequence], max_tokens)
+            available = self.num_slots - len(self.sequences)
             if count > available:
-                raise OutOfSlots(
-                    f"{count} slots are wanted and {available} of {self.table.num_slots} run no sequence; close some"
-                )
+                raise OutOfSlots(f"{count} slots are wanted and {available} of {self.num_slots} run no sequence; close some")
             return self._fork_all(((sequence, self.clear_run(1)) for _ in range(count)), end)
 
     def fork_batch(self, sequences: Iterable[Sequence], *, max_tokens: int | None = None) -> list[Sequence]:
         """A fork of each of these running sequences, in this order and in adjacent slots; one may be named several times.
 
-        So a batch grows, shrinks or changes its order: the forks are a batch as those of `open_batch` are, and the caller
-        closes the sequences that it no longer needs.
+        So a batch as of `open_batch` grows, shrinks or changes its order; the caller closes what it no longer needs.
         Cost and errors: as `fork`; ValueError for none.
         """
         with self.pool.lock:
-            end = self.check_end(max_tokens)
             parents = list(sequences)
             if not parents:
                 raise ValueError("a batch has at least 1 sequence, and none was named to fork")
-            for parent in parents:
-                self._check_fork(parent, end)
+            end = self._check_fork(parents, max_tokens)
             first = self.clear_run(len(parents))
             return self._fork_all([(parent, slot) for slot, parent in enumerate(parents, first)], end)
 
@@ -577,8 +568,7 @@ class KVCache:
         try:
             before = self.table.lengths[indices]
         except IndexError:
-            unknown = [int(slot) for slot in indices if not 0 <= slot < len(self.table)]
-            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}") from None
+            raise self._no_such_slot(next(int(slot) for slot in indices if not 0 <= slot < len(self.table))) from None
         after = before + wholes("num_tokens", num_tokens)
         named = np.zeros(len(self.table), dtype=np.bool_)  # np.unique sorts: 50 us for 256 slots
         named[indices] = True
@@ -601,22 +591,6 @@ class KVCache:
 
     # views
 
-    def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer over all slots: `view(layer, "k")`."""
-        return self.view(layer, "k")
-
-    def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer over all slots: `view(layer, "v")`."""
-        return self.view(layer, "v")
-
-    def k_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised keys, kept in the rows: [1 + slots, slot_tokens, heads], strided by 2."""
-        return self.view(layer, SCALES)[..., 0]
-
-    def v_scale(self, layer: int) -> torch.Tensor:
-        """The scales of quantised values, each behind that of its keys."""
-        return self.view(layer, SCALES)[..., 1]
-
     def view(self, layer: int, plane: str) -> torch.Tensor:
         """A plane of a layer over the whole arena: [1 + slots, slot_tokens, heads, dim], strided; for batched kernels.
 
@@ -631,10 +605,9 @@ class KVCache:
     # ahead of need, and behind
 
     def lookahead_tokens(self, step_us: float) -> int:
-        """How many tokens ahead memory should be mapped so that no step waits, if `map_ahead` has `step_us` in each.
+        """How many tokens ahead memory must be mapped so that no step of one token waits, if `map_ahead` has `step_us` in each.
 
-        One token a step. If every sequence crosses a page at once, mapping takes `pages due * measured cost`, and must have
-        begun that many steps before.
+        Enough even if every sequence crosses a page at once, by the measured cost of mapping one.
         """
         pages_due = len(self.sequences) * len(self.layout.groups)
         return 1 + ceil_div(int(pages_due * self.memory.mapper.map_us), max(1, int(step_us)))
@@ -748,9 +721,8 @@ class KVCache:
         Raises: ValueError for a number that is no slot of sequences.
         """
         slots = list(slots)
-        unknown = [slot for slot in slots if not 1 <= slot <= self.table.num_slots]
-        if unknown:
-            raise ValueError(f"there is no slot {unknown[0]}: this cache has slots 1 to {self.table.num_slots}")
+        if unknown := [slot for slot in slots if not 1 <= slot <= self.num_slots]:
+            raise self._no_such_slot(unknown[0])
         with self.pool.lock:
             self.check_open()
             return slot_maps(self.memory, self.parked_slots, slots)
@@ -809,7 +781,7 @@ class KVCache:
         if not self._attached:
             return f"<KVCache on {self.device}, closed>"
         sequences = counted(len(self.sequences), "sequence")
-        return f"<KVCache on {self.device}: {sequences} in {counted(self.table.num_slots, 'slot')}>"
+        return f"<KVCache on {self.device}: {sequences} in {counted(self.num_slots, 'slot')}>"
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self)
@@ -858,7 +830,13 @@ class KVCache:
         return sequence
 
     def open_with(
-        self, slot: int, end: int, tenant: Hashable, num_tokens: int, pages: Seq[sharing.Pages], source: sharing.Source
+        self,
+        slot: int,
+        end: int,
+        tenant: Hashable,
+        num_tokens: int,
+        pages: Seq[sharing.Pages],
+        copy_bytes: sharing.CopyBytes,
     ) -> Sequence:
         """A new sequence in a free slot that has `num_tokens` tokens already: see `sharing.take`.
 
@@ -866,7 +844,7 @@ class KVCache:
         """
         sequence = self._open_at(slot, end, tenant)
         try:
-            sharing.take(self.memory, slot, num_tokens, pages, source)
+            sharing.take(self.memory, slot, num_tokens, pages, copy_bytes)
         except BaseException:
             if self.table.limits[slot]:
                 self.end_sequence(sequence)  # what is mapped by now is reclaimed
@@ -945,7 +923,7 @@ class KVCache:
                 return first
         raise OutOfSlots(
             f"{'a slot is' if count == 1 else f'{count} adjacent slots are'} wanted; {len(self.sequences)} of "
-            f"{self.table.num_slots} run sequences; close some, or make the cache with more slots"
+            f"{self.num_slots} run sequences; close some, or make the cache with more slots"
         )
 
     def is_pinned(self, slot: int) -> bool:
@@ -988,10 +966,6 @@ class KVCache:
         self.pool.check_capture(self.memory.streams)
 
     # Internal interface, for the pool: it holds its lock.
-
-    def pending_pages(self) -> int:
-        """Pages that will be free when their fences have passed."""
-        return self.memory.mapper.pending_pages
 
     def idle_pages(self, enough: int) -> int:
         """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
@@ -1064,13 +1038,16 @@ class KVCache:
             for parent, slot in pairs:
                 pages = sharing.shareable(self.memory, parent.slot, parent.length)
                 self.table.starts[:, slot] = self.table.starts[:, parent.slot]
-                source = sharing.SlotRows(self.memory, parent.slot)
-                forks.append(self.open_with(slot, end, parent.tenant, parent.length, pages, source))
+                copy_bytes = functools.partial(sharing.copy_slot_bytes, self.memory, parent.slot)
+                forks.append(self.open_with(slot, end, parent.tenant, parent.length, pages, copy_bytes))
         except BaseException:
             for fork in forks:
                 self.end_sequence(fork)
             raise
         return forks
+
+    def _no_such_slot(self, slot: int) -> ValueError:
+        return ValueError(f"there is no slot {slot}: this cache has slots 1 to {self.num_slots}")
 
     def _drain(self) -> None:
         while True:
@@ -1086,11 +1063,15 @@ class KVCache:
         """Parked slots, the oldest first, but for those that are evicted leaf by leaf with the prefix tree."""
         return (parked for slot, parked in self.parked_slots.items() if self.prefix is None or not self.prefix.keeps(slot))
 
-    def _check_fork(self, sequence: Sequence, end: int) -> None:
-        self._check_running(sequence)
+    def _check_fork(self, sequences: list[Sequence], max_tokens: int | None) -> int:
+        """Where their forks end."""
+        end = self.check_end(max_tokens)
+        for sequence in sequences:
+            self._check_running(sequence)
+            if sequence.length > end:
+                raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
         self.check_capture()
-        if sequence.length > end:
-            raise SequenceTooLong(f"{sequence.length} tokens are forked to sequences of max_tokens={end}")
+        return end
 
     def _check_running(self, sequence: Sequence) -> None:
         instance("sequence", sequence, Sequence, "a Sequence of this cache, as KVCache.open returns it")

@@ -417,8 +417,8 @@ class Pool:
         """Pages that can be acquired without taking any from a cache."""
         return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
 
-    def _room_bytes(self) -> int:
-        return self.budget_bytes - self.created_bytes
+    def _pending_pages(self) -> int:
+        return sum(cache.memory.mapper.pending_pages for cache in self._caches)
 
     @property
     def kept_pages(self) -> int:
@@ -454,7 +454,7 @@ class Pool:
         if self._free[num_pages]:
             extent = self._free[num_pages].pop()
             reused.append(extent)
-        elif self._room_bytes() >= size_bytes:
+        elif self.created_bytes + size_bytes <= self.budget_bytes:
             try:
                 handle = self.driver.create(size_bytes)
             except OutOfDeviceMemory as error:
@@ -470,11 +470,11 @@ class Pool:
         elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
             return
         else:
-            pending = sum(cache.pending_pages() for cache in self._caches)
             raise OutOfPages(
                 f"an extent of {num_pages} pages does not fit: {format_bytes(self.budget_bytes - self.held_bytes)} of the "
-                f"budget are not held; of {self.kept_pages} evictable pages {pending} are pending reclaim, the others pinned "
-                f"or in need; raise budget_bytes by at least {format_bytes(size_bytes)}, unpin some, or wait for running work"
+                f"budget are not held; of {self.kept_pages} evictable pages {self._pending_pages()} are pending reclaim, the "
+                f"others pinned or in need; raise budget_bytes by at least {format_bytes(size_bytes)}, unpin some, or wait for "
+                f"running work"
             )
         extent.holders = extent.users = 1
         self.held_bytes += size_bytes
@@ -506,14 +506,13 @@ class Pool:
         """One step towards `num_pages` more free ones: False when there is none left to take."""
         num_unmapped = 0
         for cache in self._caches:
-            num_unmapped += cache.collect(max_pages=num_pages - num_unmapped)
-            if num_unmapped >= num_pages:
-                break
+            if num_unmapped < num_pages:
+                num_unmapped += cache.collect(max_pages=num_pages - num_unmapped)
         if num_unmapped:
             return True
         kept = [oldest for cache in self._caches if (oldest := cache.oldest_evictable()) is not None]
         oldest = min((each for each in kept if wait or each.idle), key=lambda each: each.stamp, default=None)
-        if oldest is not None and (oldest.idle or sum(cache.pending_pages() for cache in self._caches) < num_pages):
+        if oldest is not None and (oldest.idle or self._pending_pages() < num_pages):
             oldest.evict()
             return True
         return wait and any(cache.wait_for_reclaim() for cache in self._caches)

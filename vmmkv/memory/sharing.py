@@ -8,10 +8,9 @@ is cut inside one first gets a page of its own (`own_from`). The caller holds th
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as ReadOnlyDict
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -47,32 +46,18 @@ def fork_pages(memory: SlotMemory, slot: int, num_tokens: int) -> int:
     return num_pages - sum(extent.num_pages for pages in shareable(memory, slot, num_tokens) for extent in pages.values())
 
 
-class Source(Protocol):
-    """Where rows are copied from that are not aliased."""
-
-    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        """Copy bytes of a slot from `first_byte` on to the address `target`, on the caller's current stream.
-
-        Raises: DriverError.
-        """
-        ...
+CopyBytes: TypeAlias = Callable[[int, int, int, int], None]
+"""Copies rows that are not aliased: (group, first byte of the slot, size in bytes, target address), on the caller's current
+stream. Raises: DriverError."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The rows of a slot that is mapped."""
-
-    memory: SlotMemory
-    slot: int
-
-    def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        """See Source."""
-        address = self.memory.arenas[group].spans[self.slot].address + first_byte
-        self.memory.pool.driver.copy(target, address, size_bytes)
+def copy_slot_bytes(memory: SlotMemory, slot: int, group: int, first_byte: int, size_bytes: int, target: int) -> None:
+    """Copy bytes of a slot from `first_byte` on to the address `target`: a CopyBytes but for its first two arguments."""
+    memory.pool.driver.copy(target, memory.arenas[group].spans[slot].address + first_byte, size_bytes)
 
 
-def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages], source: Source) -> None:
-    """Give a live, bare slot its first `num_tokens` rows: what is `given` by alias, what is left by copy from `source`.
+def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages], copy_bytes: CopyBytes) -> None:
+    """Give a live, bare slot its first `num_tokens` rows: what is `given` by alias, what is left by copy.
 
     The rows that the slot has are those from `memory.table.starts[:, slot]` on. What is given of a group is a run of pages
     from the first of those on.
@@ -98,7 +83,7 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
             first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
             end_byte = num_tokens * arena.group.row_bytes
             if first_byte < end_byte:
-                source.copy(index, first_byte, end_byte - first_byte, arena.spans[slot].address + first_byte)
+                copy_bytes(index, first_byte, end_byte - first_byte, arena.spans[slot].address + first_byte)
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
@@ -173,8 +158,7 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
         first_byte = max(first_token, int(starts[index, target])) * arena.group.row_bytes
         end_byte = end_token * arena.group.row_bytes
         if first_byte < end_byte:
-            address = arena.spans[target].address + first_byte
-            SlotRows(memory, source).copy(index, first_byte, end_byte - first_byte, address)
+            copy_slot_bytes(memory, source, index, first_byte, end_byte - first_byte, arena.spans[target].address + first_byte)
     memory.table.lengths[target] = end_token
 
 

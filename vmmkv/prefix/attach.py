@@ -26,7 +26,7 @@ from vmmkv.cache import KVCache, ParkedSlot, Sequence
 from vmmkv.errors import OutOfPages
 from vmmkv.layout import Group
 from vmmkv.memory.pool import LARGE_PAGES, Extent
-from vmmkv.memory.sharing import Pages, SlotRows, Windows
+from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed, PrefixIndex
 from vmmkv.prefix.radix_tree import Node, Piece, Tokens
@@ -74,7 +74,7 @@ class Extents(NamedTuple):
 class Hit:
     """The first `num_tokens` of a prompt are known: where their rows are. Valid until the tree changes.
 
-    It is a `sharing.Source` of the rows that are not aliased. Extents are looked up on first use: adopting a slot needs none.
+    Extents are looked up on first use: adopting a slot needs none.
     """
 
     def __init__(self, memory: SlotMemory, windows: Windows, path: list[Node[Placed]], num_tokens: int, starts: list[int]):
@@ -115,9 +115,9 @@ class Hit:
         return Extents(tuple(aliased), tuple(tails), num_tokens)
 
     def copy(self, group: int, first_byte: int, size_bytes: int, target: int) -> None:
-        """See sharing.Source."""
+        """See sharing.CopyBytes."""
         if self.resident is not None:
-            SlotRows(self._memory, self.resident).copy(group, first_byte, size_bytes, target)
+            copy_slot_bytes(self._memory, self.resident, group, first_byte, size_bytes, target)
         else:
             tail = self.extents.tails[group]
             assert tail is not None, "rows are missing and nothing has them"
@@ -204,7 +204,7 @@ class Attacher:
         pool.hold(*tails)
         index.source = hit.resident
         try:
-            sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit)
+            sequence = cache.open_with(slot, end, namespace, hit.num_tokens, aliased, hit.copy)
             if hit.resident in cache.parked_slots:
                 try:
                     cache.parked_slots[hit.resident].fence = memory.fence()
