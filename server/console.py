@@ -1,7 +1,6 @@
-"""What is shown while something takes long: the engine's start, and many prompts."""
+"""Terminal and process: progress, Ctrl-C, and how processes end. Imports the library's own dependencies alone."""
 
-import asyncio
-import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -10,76 +9,70 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import IO, Any, Final, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-import structlog
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from structlog.typing import EventDict, Processor
 
-from vmmkv.server.protocol import Loading
+if TYPE_CHECKING:
+    from vmmkv.server.protocol import Loading
 
-# -------- progress
-
-_SHOWN_S: Final = 0.2
-"""How often the figures of a bar are new: often enough to look alive, and no burden on a step of a millisecond."""
+_REFRESH_S: Final = 0.2
+_PR_SET_PDEATHSIG: Final = 1  # from <sys/prctl.h>
 
 
 class LoadingProgress:
-    """The engine's start: on a terminal a bar for each stage, elsewhere a line for each that has ended, such as in a log."""
+    """The engine's start: a bar for each stage on a terminal, elsewhere a line for each finished stage."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console)
+        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console)
         self._task: TaskID | None = None
         self._stage: str | None = None
         self._began_s = 0.0
 
-    def show(self, loading: Loading) -> None:
-        """The engine is at this stage now; those before are over."""
+    def show(self, loading: "Loading") -> None:
+        """Show this stage as running, and those before as finished."""
         if loading.stage == self._stage:
             return
-        self._end_stage()
+        self._finish_stage()
         self._stage, self._began_s = loading.stage, time.perf_counter()
         if self.console.is_terminal:
             self._progress.start()
-            # How long a stage takes is not known, so that its bar moves to and fro until it is over.
-            self._task = self._progress.add_task(loading.stage, total=None)
+            self._task = self._progress.add_task(loading.stage, total=None)  # its duration is unknown
 
     def close(self, *, done: bool) -> None:
-        """`done` if the engine is ready: else the stage it was at is left as one that has not ended. Idempotent."""
+        """End the display; with `done` the last stage is shown as finished. Idempotent."""
         if done:
-            self._end_stage()
+            self._finish_stage()
         self._stage = None
         if self._task is not None:
             self._progress.stop()
             self._task = None
 
-    def _end_stage(self) -> None:
-        if self._stage is None:
-            return
+    def _finish_stage(self) -> None:
         if self._task is not None:
             self._progress.update(self._task, total=1, completed=1)
             self._progress.stop_task(self._task)
-        else:
+        elif self._stage is not None:
             took_s = time.perf_counter() - self._began_s
             self.console.print(f"{self._stage}: {took_s:.1f} s", highlight=False, markup=False)
 
 
 class GenerationProgress:
-    """Requests that are done, of all, and tokens a second. Nothing is shown unless `shown`."""
+    """A bar of finished requests, with tokens per second; a context manager. Shows nothing unless `shown`."""
 
     def __init__(self, num_requests: int, *, shown: bool) -> None:
-        columns = (
+        self._progress = Progress(
             TextColumn("generating"),
             BarColumn(),
             TextColumn("{task.completed:,} of {task.total:,} requests"),
             TextColumn("{task.fields[rates]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
         )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown, auto_refresh=False)
         self._task = self._progress.add_task("", total=num_requests, rates="")
         self._shown = shown
         self._began_s = self._shown_s = time.perf_counter()
@@ -94,9 +87,9 @@ class GenerationProgress:
             self._progress.stop()
 
     def update(self, num_done: int, num_prompt_tokens: int, num_new_tokens: int, *, at_end: bool = False) -> None:
-        """How far it is. Costs next to nothing unless some time has passed since the last one."""
+        """Show these counts, at most every 0.2 s but for the end."""
         now_s = time.perf_counter()
-        if not self._shown or (now_s - self._shown_s < _SHOWN_S and not at_end):
+        if not self._shown or (now_s - self._shown_s < _REFRESH_S and not at_end):
             return
         self._shown_s = now_s
         took_s = max(1e-9, now_s - self._began_s)
@@ -105,14 +98,10 @@ class GenerationProgress:
         self._progress.refresh()
 
 
-# -------- interrupt
-# Ctrl-C in the middle of work that must not stop anywhere.
-
-
 class DeferredInterrupt:
-    """Within the `with` block a Ctrl-C waits for the next `check`, which raises KeyboardInterrupt; a second one does not wait.
+    """A block in which Ctrl-C waits for the next `check`, or for the block's end. A second Ctrl-C does not wait.
 
-    That is so in the main thread, where Python's signal handlers run; in others nothing changes.
+    Works in the main thread, where Python runs signal handlers; elsewhere it does nothing.
     """
 
     def __init__(self) -> None:
@@ -121,7 +110,7 @@ class DeferredInterrupt:
 
     def __enter__(self) -> Self:
         handler = signal.getsignal(signal.SIGINT)
-        # One that is ignored, or that ends the process at once, stays so.
+        # SIG_IGN and SIG_DFL are not callable, and stay.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous = handler
             signal.signal(signal.SIGINT, self._note)
@@ -134,10 +123,7 @@ class DeferredInterrupt:
                 self.check()
 
     def check(self) -> None:
-        """Do what the Ctrl-C was for, if one came: call the handler that was there before, by default Python's own.
-
-        Raises: KeyboardInterrupt, from that handler.
-        """
+        """Call the previous handler if Ctrl-C was pressed. Raises: KeyboardInterrupt, from Python's own handler."""
         if self._came:
             self._came = False
             assert self._previous is not None
@@ -150,104 +136,27 @@ class DeferredInterrupt:
         self._came = True
 
 
-# -------- ending
-# The end of a process, without the interpreter's last look at a million objects: that takes seconds, and frees nothing.
+def die_with_parent() -> Callable[[], None]:
+    """A `preexec_fn`: the kernel kills the child when the thread that starts it ends, however that happens.
 
-T = TypeVar("T")
+    An engine that outlived its parent would keep the GPU's memory.
+    """
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return prepare
 
 
 def end(code: int) -> NoReturn:
-    """End this process now; what was written and logged is on its way. Its children and files are its caller's business."""
+    """Flush logs and streams, and end this process without the interpreter's cleanup, which takes seconds."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # whoever read it is gone
+        except (OSError, ValueError):  # its reader is gone
             code = code or 1
     os._exit(code)
-
-
-async def in_daemon(function: Callable[[], T]) -> T:
-    """As asyncio.to_thread, in a thread that nobody waits for at the end: asyncio.run waits for all of its own."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
-
-    def tell(value: T | None, error: BaseException | None) -> None:
-        if ended.done():
-            return
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(value)  # type: ignore[arg-type]  # it is the function's
-
-    def work() -> None:
-        try:
-            outcome: tuple[T | None, BaseException | None] = function(), None
-        except BaseException as error:
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, *outcome)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await ended
-
-
-# -------- logs
-# How both processes log: lines for people, or an object of JSON a line for machines; what libraries log, too.
-#
-# All goes through `logging`: values that belong to a message are its `extra`. What is logged while a request is served
-# has its id.
-
-_SHARED: Final[tuple[Processor, ...]] = (
-    structlog.contextvars.merge_contextvars,
-    structlog.stdlib.add_log_level,
-    structlog.stdlib.add_logger_name,
-    structlog.processors.TimeStamper(fmt="iso", utc=True),
-)
-
-
-def configure_logging(level: str, log_format: str, file: IO[str] | None = None) -> None:
-    """Once for each process: levels and formats as in ServeConfig, to stderr by default."""
-    file = file or sys.stderr
-    if log_format == "json":
-        render: list[Processor] = [_drop_colours, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    else:
-        plain = structlog.dev.plain_traceback
-        render = [_drop_colours, structlog.dev.ConsoleRenderer(colors=file.isatty(), exception_formatter=plain, pad_event_to=0)]
-    handler = logging.StreamHandler(file)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*_SHARED, structlog.stdlib.ExtraAdder()],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
-        )
-    )
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
-def _drop_colours(_: object, __: str, event: EventDict) -> EventDict:
-    """uvicorn says some things twice, the second time in colour."""
-    event.pop("color_message", None)
-    return event
-
-
-def bind_request(request_id: str) -> None:
-    """From now on what this task logs, and what it starts, has the id."""
-    structlog.contextvars.bind_contextvars(request_id=request_id)
-
-
-class LogLines:
-    """A file whose lines are logged: for what prints to a console, where each line is to be an object of JSON."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._begun = ""
-
-    def write(self, text: str) -> int:
-        """Log the lines that are complete."""
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in filter(str.strip, lines):
-            self._logger.info("%s", line.rstrip())
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing: a line that is not complete waits for its end."""

@@ -1,4 +1,4 @@
-"""The messages between the HTTP process and the engine process: msgspec structs over one ZeroMQ pair of sockets."""
+"""Messages between the HTTP process and the engine process: msgspec structs over a pair of ZeroMQ sockets."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
@@ -10,22 +10,23 @@ import numpy.typing as npt
 from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.sampling_params import SamplingParams
 
-# -------- protocol
-
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What every message derives from; on the wire it carries its class name."""
+    """Base of all messages; on the wire each carries its class name."""
+
+
+# HTTP -> engine
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: continue `prompt`. One message asks for one answer, or for one beam search."""
+    """Continue `prompt`: one answer, or one beam search."""
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
-    """`n`, `stop` and `structured_outputs` are not the engine's; a `seed` of None counts as 0."""
+    """The engine ignores `n`, `stop` and `structured_outputs`; a `seed` of None counts as 0."""
     priority: int = 0
     """Lower ones run first."""
     cache_salt: str | None = None
@@ -35,31 +36,34 @@ class Generate(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: the client is gone or a stop string was found; no answer is expected."""
+    """End a request without an answer: its client is gone, or a stop string was found."""
 
     request_id: str
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: finish now."""
+    """Finish now."""
 
 
 class AskMap(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: a `MemoryMap` is wanted. Who asks before it has come gets the same one."""
+    """Send a `MemoryMap`; one answers all that were asked before it."""
 
 
 class Forget(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: forget every prefix that no running request uses; `Managed` is the answer."""
+    """Evict every prefix that no running request uses; `Managed` is the answer."""
 
 
 class Resize(Message, frozen=True, kw_only=True):
-    """HTTP -> engine: have another KV budget; `Managed` is the answer."""
+    """Change the KV budget; `Managed` is the answer."""
 
     budget_bytes: int
 
 
+# Engine -> HTTP
+
+
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP, while it starts: what it is at, and how far."""
+    """Progress of the engine's start."""
 
     stage: str
     done: int
@@ -67,89 +71,90 @@ class Loading(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP, once: the model is loaded; these are its limits."""
+    """Sent once, when the model is loaded: the engine's limits."""
 
     model: str
     device: str
     dtype: str
     max_tokens: int
-    """Prompt and new tokens of one request together: the lesser of the model's and the slot's reach."""
+    """Prompt and answer together, as the model's positions or a slot allow."""
     pool_tokens: int
-    """Tokens of one sequence that the whole budget can hold; a request beyond it can never fit."""
+    """Tokens of one sequence that the whole budget holds."""
     budget_bytes: int
     max_sequences: int
     implementation: str = "transformers"
-    """Whose code computes the model: `vmmkv` for the decoder that is driven by configuration, `transformers` for that
-    library's own, unmodified."""
+    """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
     vocabulary_size: int = 0
     """Of its logits."""
     end_tokens: list[int] = []
-    """That end an answer."""
+    """They end an answer."""
 
 
-class CannotStart(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP, in place of `Ready`: what it was asked to load cannot be served, and it ends."""
+class LoadFailed(Message, frozen=True, kw_only=True):
+    """Sent in place of `Ready`: the model cannot be served, and the engine ends."""
 
     reason: str
-    """For whoever started the server: it may have paths in it."""
+    """For the operator: it may hold paths."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """New tokens of one request; its last one has a finish reason. On the wire it is an array, without names.
+    """New tokens of one request; the last one has a finish reason. On the wire an array without names.
 
-    There are 256 of these a step: tuples, of which the empty one costs nothing, and no garbage collector that counts them,
-    take a tenth of the time that lists take.
+    There are 256 of these a step: tuples, of which the empty one costs nothing, and no garbage collection take a tenth of the
+    time of lists.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    """In a request's first output: tokens of its prompt that the prefix cache had. 0 in all others."""
+    """In a request's first output: prompt tokens found in the prefix cache; else 0."""
     logprobs: tuple[float, ...] = ()
-    """If asked for: of each token chosen, under the model's own distribution (before temperature, penalties, bias and
-    truncation). An end token, which is not in `token_ids`, has its own here too."""
+    """If asked for: of each chosen token under the model's own distribution, before any sampling parameter. An end token,
+    which is not in `token_ids`, has one too."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """If asked for: for each of `logprobs` the likeliest tokens and their log-probabilities, the likeliest first."""
+    """If asked for: at each place the likeliest tokens and their log-probabilities, the likeliest first."""
     queued_us: int = 0
-    """In a request's first output: how long it waited in the engine before it began, at least 1. 0 in all others."""
+    """In a request's first output: its wait in the engine before it began, at least 1; else 0."""
 
 
 class Outputs(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: what one step gave, of all its requests in one message."""
+    """The outputs of one step."""
 
     outputs: list[Output]
 
 
 class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: how likely the next tokens of a prompt were, under the model's own distribution; in order, before the
-    request's first `Output`. The first token of a prompt has none. Arrays as bytes: there can be hundreds of thousands."""
+    """Log-probabilities of the next prompt tokens under the model's own distribution, as arrays; see `packed`.
+
+    They come in order, before the request's first `Output`. The first token of a prompt has none.
+    """
 
     request_id: str
     logprobs: bytes
     """float32, of each token."""
     top_logprobs: bytes
-    """float32, of the likeliest at each place, as many as were asked for, the likeliest first."""
+    """float32, of as many of the likeliest at each place as were asked for, the likeliest first."""
     top_ids: bytes
-    """int32, which these are."""
+    """int32, their token ids."""
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that a beam search found."""
+    """An answer of a beam search."""
 
     token_ids: list[int]
     """Without the end token."""
     score: float
-    """Log-probability / (number of tokens, the end token among them) ** length_penalty."""
+    """Log-probability / (number of tokens, with the end token) ** length_penalty."""
     finish_reason: FinishReason
 
 
 class Beams(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: the whole answer to a request with a `beam_width`; nothing comes after it."""
+    """The whole answer to a request with a `beam_width`."""
 
     request_id: str
     beams: list[Beam]
-    """As many as the search was wide, the best first."""
+    """As many as the search is wide, the best first."""
     cached_tokens: int = 0
     """As in `Output`."""
     queued_us: int = 0
@@ -157,14 +162,14 @@ class Beams(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: one request ended in an error; the others go on."""
+    """One request ended in an error; the others go on."""
 
     request_id: str
     message: str
 
 
 class Managed(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP: a `Forget` or `Resize` is done, or is not. They are answered in the order in which they came."""
+    """The outcome of a `Forget` or `Resize`, in the order in which they came."""
 
     error: str | None = None
     freed_bytes: int
@@ -174,7 +179,7 @@ class Managed(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP, at least once a second while busy, and once when it becomes idle: what /metrics shows."""
+    """The engine's counts, sent at least once a second while it is busy, and when it becomes idle."""
 
     running: int
     waiting: int
@@ -192,36 +197,36 @@ class Snapshot(Message, frozen=True, kw_only=True):
     stall_us: float
     driver_calls: dict[str, int]
     prefix_hit_tokens: int = 0
-    """Tokens of prompts that were not computed, because the prefix cache had them; since the start."""
+    """Prompt tokens found in the prefix cache, since the start."""
     prefix_missed_tokens: int = 0
-    """Tokens of prompts that the prefix cache was asked for, and had not; since the start."""
+    """Prompt tokens looked for and not found, since the start."""
     prefix_pages: int = 0
-    """That the prefix cache holds now."""
+    """Pages that the prefix cache holds now."""
     kv_used_bytes: int = 0
-    """Physical memory of running sequences, once however many share it."""
+    """Physical memory of running sequences; shared memory counts once."""
     attached: dict[str, int] = {}
-    """How often sequences came to their first tokens by each method, since the start."""
+    """Sequences by the method that they came to their prefix by, since the start."""
     attach_us: dict[str, float] = {}
-    """How long that took in all."""
+    """Total time of attaching, by method."""
 
 
 class MemoryMap(Message, frozen=True, kw_only=True):
-    """Engine -> HTTP, when asked: what is mapped where. Each slot is told as it was at one moment, all within a few steps."""
+    """The mapped pages. Each slot is shown as of one moment, all within a few steps."""
 
     num_slots: int
     slot_pages: list[int]
-    """Pages of addresses that a slot has, by group of layers."""
+    """Pages of addresses of a slot, by group of layers."""
     slots: list[SlotMap]
     """Those with something mapped, in order."""
     requests: dict[int, str]
-    """By slot, the request that runs there; a search has one slot under its name, whatever its beams have."""
+    """The request that runs in a slot; a beam search has one slot under its name."""
     took_us: float
-    """Of the engine's time, to look at the slots."""
+    """Of the engine's time."""
 
 
 ToEngine: TypeAlias = Generate | Abort | AskMap | Forget | Resize | Shutdown
 FromEngine: TypeAlias = (
-    Loading | Ready | CannotStart | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
+    Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -235,19 +240,18 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """The engine's side of the wire. Raises msgspec.ValidationError for anything else."""
+    """A message to the engine. Raises: msgspec.ValidationError for anything else."""
     return _to_engine.decode(data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """The HTTP side of the wire. Raises msgspec.ValidationError for anything else."""
+    """A message from the engine. Raises: msgspec.ValidationError for anything else."""
     return _from_engine.decode(data)
 
 
-# -------- prompt logprobs
-# The log-probabilities of a prompt as arrays of bytes, and back: there can be hundreds of thousands in a message.
+# Prompt log-probabilities are arrays of bytes, since a message can hold hundreds of thousands.
 #
-# Legend: W tokens of a prompt, T likeliest ones at the place of each.
+# Legend: W tokens of a prompt, T likeliest tokens at each place.
 
 LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
 
@@ -258,7 +262,7 @@ def packed(
     values_WT: npt.NDArray[np.float32],
     ids_WT: npt.NDArray[np.int32 | np.int64],
 ) -> PromptLogprobs:
-    """As a message."""
+    """The message of these arrays."""
     return PromptLogprobs(
         request_id=request_id,
         logprobs=chosen_W.tobytes(),
@@ -268,11 +272,8 @@ def packed(
 
 
 def unpacked(message: PromptLogprobs) -> tuple[list[float], list[Sequence[tuple[int, float]]]]:
-    """Of each token its log-probability; and the likeliest at its place, with theirs, the likeliest first."""
+    """The log-probability of each token; and at each place the likeliest tokens with theirs, the likeliest first."""
     chosen: list[float] = np.frombuffer(message.logprobs, np.float32).tolist()
     values_WT = np.frombuffer(message.top_logprobs, np.float32).reshape(len(chosen), -1)
     ids_WT = np.frombuffer(message.top_ids, np.int32).reshape(values_WT.shape)
-    likeliest: list[Sequence[tuple[int, float]]] = [
-        tuple(zip(ids, values, strict=True)) for ids, values in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)
-    ]
-    return chosen, likeliest
+    return chosen, [tuple(zip(*row, strict=True)) for row in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)]

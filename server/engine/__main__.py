@@ -14,11 +14,12 @@ import zmq
 
 from vmmkv import VmmkvError
 from vmmkv.server.config import ServeConfig
-from vmmkv.server.console import configure_logging, end
+from vmmkv.server.console import end
 from vmmkv.server.engine.administration import SLICE_US, MapMaker, manage
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.loading import Loaded, load
-from vmmkv.server.protocol import AskMap, CannotStart, Forget, FromEngine, Resize, Shutdown, decode_to_engine, encode
+from vmmkv.server.logs import configure_logging
+from vmmkv.server.protocol import AskMap, Forget, FromEngine, LoadFailed, Resize, Shutdown, decode_to_engine, encode
 from vmmkv.units import format_bytes
 
 log = logging.getLogger("vmmkv.server.engine")
@@ -53,7 +54,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     try:
         loaded = load(config, send)
     except (VmmkvError, ValueError, OSError) as error:
-        send(CannotStart(reason=str(error)))
+        send(LoadFailed(reason=str(error)))
         log.debug("the engine cannot start", exc_info=True)
         return 1
     send(loaded.ready)

@@ -29,10 +29,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.server.config import FrontConfig
-from vmmkv.server.console import bind_request
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http import errors
 from vmmkv.server.http.errors import ApiError
+from vmmkv.server.logs import bind_request
 from vmmkv.server.protocol import Ready
 from vmmkv.units import counted, format_bytes
 

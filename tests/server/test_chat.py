@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import io
 import json
 import os
 import signal
@@ -15,13 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
 from tests.server.tiny import token_ids
-from vmmkv.cli.chat import Conversation, printable
-from vmmkv.cli.chat_client import ChatClient, ServerError
+from vmmkv.cli.chat import printable
 from vmmkv.cli.main import main
 from vmmkv.server.protocol import Generate
 
@@ -115,34 +112,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(patient: Running) -> None:
     assert "<|im_start|>assistant\nla la" in prompts(server)[1], "what it had said is part of the conversation"
 
 
-def test_a_ctrl_c_in_the_middle_of_a_piece_waits_for_its_end() -> None:
-    """Else the console keeps what it is given from then on to itself."""
-
-    class Interrupted(Console):
-        def render(self, *arguments: Any, **options: Any) -> Any:
-            if str(arguments[0]) == "la ":
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().render(*arguments, **options)
-
-    class Singing(ChatClient):
-        def answer(self, model: str, messages: Any) -> Any:
-            yield from ["la ", "never"]
-
-    console = Interrupted(file=io.StringIO(), force_terminal=False, highlight=False)
-    conversation = Conversation(Singing("http://127.0.0.1:9"), "tiny", None, console, console)
-    conversation._answer("sing")
-    assert console.file.getvalue() == "la  [stopped]\n"  # type: ignore[attr-defined]
-    assert conversation.messages[-1]["content"] == "la "
-
-
-def test_an_answer_comes_as_it_is_made(listening: Running) -> None:
-    listening.engine.answer = lambda request: token_ids("a")
-    listening.engine.endless, listening.engine.step_s = True, 0.05
-    with contextlib.closing(ChatClient(listening.url).answer("tiny", [{"role": "user", "content": "x"}])) as pieces:
-        assert set(next(pieces)) == {"a"}, "a letter, or those of as many steps as it was kept waiting"
-    assert eventually(lambda: len(listening.engine.aborted()) == 1)
-
-
 def test_without_a_server_it_says_how_to_start_one() -> None:
     with chatting("--url", "http://127.0.0.1:9") as chat:
         _, err = chat.communicate("", timeout=60)
@@ -151,10 +120,10 @@ def test_without_a_server_it_says_how_to_start_one() -> None:
     assert "start one with `vmmkv serve`" in err
 
 
-def test_what_is_no_address_is_refused() -> None:
-    for url in ("localhost:8000", "ftp://x", ""):
-        with pytest.raises(ValueError, match="write it as http://"):
-            ChatClient(url)
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", ""])
+def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", f"--url={url}"]) == 1
+    assert "write it as http://" in capsys.readouterr().err
 
 
 def test_an_error_in_the_conversation_leaves_it_where_it_was(listening: Running) -> None:
@@ -195,20 +164,19 @@ def guarded() -> Iterator[str]:
 
 
 def test_the_key_is_sent_and_its_lack_is_explained(guarded: str) -> None:
-    assert ChatClient(guarded, "secret").model() == "Bearer secret"
-    with pytest.raises(ServerError, match=r"no key \(status 401\); give its key with --api-key or VMMKV_API_KEY"):
-        ChatClient(guarded).model()
-    with chatting(VMMKV_URL=guarded, VMMKV_API_KEY="from-outside") as chat:
+    with chatting(VMMKV_URL=guarded, VMMKV_API_KEY="from-outside\n") as chat:
         out, _ = chat.communicate("", timeout=60)
     assert out.startswith("Bearer from-outside at ") and chat.returncode == 0
+    with chatting("--url", guarded) as chat:
+        _, err = chat.communicate("", timeout=60)
+    assert chat.returncode == 1 and "no key (status 401); give its key with --api-key or VMMKV_API_KEY" in err
 
 
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(guarded: str) -> None:
-    assert ChatClient(guarded, "from-a-file\n").model() == "Bearer from-a-file"
-    for key in ("two\nlines", "mon-clé", "a b"):
-        with pytest.raises(ValueError, match="--api-key has spaces") as refused:
-            ChatClient(guarded, key)
-        assert key not in str(refused.value)
+@pytest.mark.parametrize("key", ["two\nlines", "mon-clé", "a b"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--api-key", key]) == 1
+    err = capsys.readouterr().err
+    assert "--api-key has spaces" in err and key not in err
 
 
 def test_what_a_server_says_cannot_move_the_cursor(guarded: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.support import Running
-from vmmkv.server import console, metrics
+from vmmkv.server import logs, metrics
 from vmmkv.server.metrics import Rates
 from vmmkv.server.protocol import Snapshot
 
@@ -29,7 +29,7 @@ def configured(level: str, log_format: str) -> io.StringIO:
     """As a process of our own does it, which has no handlers; where the lines go."""
     file = io.StringIO()
     logging.getLogger().handlers.clear()
-    console.configure_logging(level, log_format, file)
+    logs.configure_logging(level, log_format, file)
     return file
 
 
@@ -42,7 +42,7 @@ def test_each_line_of_json_has_message_values_and_the_request() -> None:
     log = logging.getLogger("somebody")
 
     async def serve(name: str) -> None:
-        console.bind_request(name)
+        logs.bind_request(name)
         await asyncio.sleep(0)
         log.info("answered %d", 7, extra={"tokens": 3})
 
@@ -77,7 +77,7 @@ def test_lines_for_people_have_no_colours_where_nobody_sees_them() -> None:
 
 def test_what_is_printed_is_logged_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        printed = console.LogLines(logging.getLogger("printed"))
+        printed = logs.LogLines(logging.getLogger("printed"))
         for text in ("one", " line\ntwo", "\n", "\n", "three"):
             printed.write(text)
     assert caplog.messages == ["one line", "two"]
@@ -125,7 +125,7 @@ def test_the_line_comes_only_while_something_happens(caplog: pytest.LogCaptureFi
 
     async def live() -> list[int]:
         counts = []
-        telling = asyncio.create_task(metrics.tell(engine, every_s=0.02))  # type: ignore[arg-type]
+        telling = asyncio.create_task(metrics.log_rates(engine, every_s=0.02))  # type: ignore[arg-type]
         for now in (None, snapshot(), snapshot(running=1), snapshot(generated_tokens=9), snapshot(generated_tokens=9)):
             engine.now = now
             before, looks = len(caplog.messages), engine.num_looks

@@ -1,140 +1,100 @@
-"""`vmmkv chat`: a conversation with a running server, in the terminal."""
+"""`vmmkv chat`: a conversation with an OpenAI-compatible server, in the terminal."""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Annotated, Final
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console
 
-from vmmkv.cli.chat_client import ChatClient, ServerError
 from vmmkv.server.config import API_KEY_VARIABLE, URL_VARIABLE
-from vmmkv.server.console import DeferredInterrupt
 
 SUMMARY = "talk to a running server, in the terminal"
-
 EXAMPLES = """\
 examples:
   vmmkv chat                            with `vmmkv serve` on this machine
-  vmmkv chat --url http://gpu-box:8000 --system "Be brief."
-  vmmkv chat --temperature 0            always the likeliest token
-  VMMKV_API_KEY=... vmmkv chat --url https://example.org
-                                        `ps` shows flags, and no variables
-
-in the conversation:
-  /reset   forget what was said, but for the system message
-  /exit    leave; so does Ctrl-D
-  Ctrl-C   stop the answer; what it has said so far stays
+  vmmkv chat --url http://gpu-box:8000 --system "Be brief." --temperature 0
+  VMMKV_API_KEY=... vmmkv chat --url https://example.org  # `ps` shows flags, not variables
+in the conversation: /reset forgets all but the system message, /exit or Ctrl-D leaves, Ctrl-C stops the answer
 """
-
-_PROMPT: Final = "> "
-_SERVERS: Final[Mapping[str, str]] = {"show_default": "the server's"}
+_OUT, _ERRORS = (Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True) for stderr in (False, True))
 
 
 def run(
-    url: Annotated[
-        str, typer.Option(envvar=URL_VARIABLE, metavar="URL", help="the server's address")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, metavar="KEY", help="if the server asks for one", show_default=False)
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="a system message, to begin with", show_default="none")
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(min=0, max=2, metavar="X", help="0 for the likeliest tokens, above 1 for odd ones", **_SERVERS),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=1,
-            metavar="P",
-            help="draw from the likeliest tokens that have so much of the chance",
-            **_SERVERS,
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="of an answer at most", **_SERVERS)] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="equal ones give equal answers", **_SERVERS)] = None,
+    url: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="the server's address")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(envvar=API_KEY_VARIABLE, help="if the server asks for one", show_default=False)] = "",
+    system: Annotated[str, typer.Option(help="a system message, to begin with", show_default="none")] = "",
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 for the likeliest tokens")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.001, max=1, help="sample from this much of the probability")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer at most")] = None,
+    seed: Annotated[int | None, typer.Option(help="equal seeds give equal answers")] = None,
 ) -> int:
-    """Talk until the input ends."""
+    """Read messages and print answers until the input ends. Options that are None are the server's."""
+    if not re.match(r"https?://[^/]", url):
+        raise ValueError(f"--url {url!r} is no address; write it as http://127.0.0.1:8000")
+    if not re.fullmatch(r"[\x21-\x7e]*", api_key := api_key.strip()):
+        raise ValueError("--api-key has spaces, or what is no ASCII, in it: no server has such a key")
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (from now on `input` has a history, and lines can be edited)
-
-    console, errors = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
-    client = ChatClient(url, api_key)
-    try:
-        model = client.model()
-    except ServerError as error:
-        raise ValueError(printable(str(error))) from error
-    hello = f"{printable(model)} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"
-    console.print(hello, style="dim", markup=False)
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    given = {name: value for name, value in sampling.items() if value is not None}
-    Conversation(client, model, system, console, errors, given).go_on()
+        import readline  # noqa: F401  (history for `input`)
+    base, headers = url.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
+    messages = opening = [{"role": "system", "content": system}] if system else []
+    with client, contextlib.suppress(EOFError):
+        if not (models := json.loads("".join(_lines(client, "GET", "/v1/models"))).get("data")):
+            raise ValueError(f"{url} names no model; is it an OpenAI-compatible server?")
+        options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "stream": True}
+        body = {name: value for name, value in options.items() if value is not None} | {"model": models[0]["id"]}
+        _OUT.print(printable(f"{body['model']} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"), style="dim")
+        while (said := input("> ").strip()) != "/exit":
+            if said == "/reset":
+                messages = opening
+                _OUT.print("forgotten", style="dim")
+            elif said.startswith("/"):
+                _ERRORS.print(f"there is no {said.split()[0]}; there are /reset and /exit")
+            elif said:
+                messages = _exchange(client, body, [*messages, {"role": "user", "content": said}]) or messages
     return 0
 
 
-class Conversation:
-    """What was said, who hears what comes next, and how tokens of answers are chosen."""
+def _exchange(client: httpx.Client, body: dict[str, Any], messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Print the answer as it comes. Returns the messages with it; an empty list if the server failed."""
+    answer = ""
+    try:
+        for line in _lines(client, "POST", "/v1/chat/completions", body | {"messages": messages}):
+            event = json.loads(line[5:]) if re.match(r"data: ?\{", line) else {}  # else [DONE], or a comment
+            if "error" in event:
+                raise ValueError(event["error"].get("message", event["error"]))
+            for choice in event.get("choices", ()):
+                answer += (piece := choice.get("delta", {}).get("content") or "")
+                print(printable(piece), end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        _OUT.print(" [stopped]", style="dim")
+    except ValueError as error:
+        _ERRORS.print(f"{answer and chr(10)}{printable(str(error))}", style="red")
+        return []
+    return [*messages, {"role": "assistant", "content": answer}]
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        system: str | None,
-        console: Console,
-        errors: Console,
-        sampling: Mapping[str, float] | None = None,
-    ) -> None:
-        self._client, self._model, self._console, self._errors = client, model, console, errors
-        self._sampling = dict(sampling or {})
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages = self._opening.copy()
 
-    def go_on(self) -> None:
-        """Read and answer, until /exit or the end of the input."""
-        while True:
-            try:
-                said = input(_PROMPT).strip()
-            except EOFError:
-                self._console.print()
+def _lines(client: httpx.Client, method: str, path: str, body: Any = None) -> Iterator[str]:
+    """The lines of a response as they come. Raises: ValueError for a server that does not answer, or refuses."""
+    try:
+        with client.stream(method, path, json=body) as response:
+            if response.status_code == 200:
+                yield from response.iter_lines()
                 return
-            except KeyboardInterrupt:
-                self._console.print("\n/exit leaves", style="dim")
-                continue
-            if said == "/exit":
-                return
-            if said == "/reset":
-                self.messages = self._opening.copy()
-                self._console.print("forgotten", style="dim")
-            elif said.startswith("/"):
-                self._errors.print(f"there is no {said.split()[0]}; there are /reset and /exit", markup=False)
-            elif said:
-                self._answer(said)
-
-    def _answer(self, said: str) -> None:
-        """One exchange. What the server refused was not said: the next attempt begins where this one did."""
-        messages = [*self.messages, {"role": "user", "content": said}]
-        answer = ""
-        try:
-            with contextlib.closing(self._client.answer(self._model, messages, **self._sampling)) as pieces:
-                for piece in pieces:
-                    with DeferredInterrupt():  # a console that stops within a piece prints nothing more, ever
-                        answer += piece
-                        self._console.print(printable(piece), end="", markup=False)
-        except KeyboardInterrupt:
-            self._console.print(" [stopped]", style="dim", markup=False, end="")
-        except ServerError as error:
-            if answer:
-                self._console.print()
-            self._errors.print(printable(str(error)), style="red", markup=False)
-            return
-        self._console.print()
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+            text = response.read().decode(errors="replace")
+    except httpx.HTTPError as error:
+        raise ValueError(f"no server answers at {client.base_url} ({error}); start one with `vmmkv serve`") from error
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    hint = "; give its key with --api-key or VMMKV_API_KEY" if response.status_code in (401, 403) else ""
+    raise ValueError(f"{text or response.reason_phrase} (status {response.status_code}){hint}")
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor or change the terminal: what a model says is not trusted, nor a server."""
+    """Drop control characters, by which a model or a server could move the cursor."""
     return "".join(one for one in text if one.isprintable() or one in "\n\t")

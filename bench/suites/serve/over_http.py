@@ -26,7 +26,7 @@ from bench.suites.serve.generate import Stage, checked_alone, mixed_stage
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine, share_off, share_same
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
-from vmmkv.server.engine_client import die_with_parent
+from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
 
 SYSTEM: Final = "vmmkv serve"
