@@ -15,7 +15,7 @@ from bench.baselines import COMMON_PREFILL
 from bench.baselines.paged import BLOCK_ROWS, BlockRows, PagedCache, PagedPrefixes
 from bench.baselines.slots import StaticCache
 from vmmkv.errors import BudgetError
-from vmmkv.server.engine.attention import Batch, SlotRows
+from vmmkv.server.engine.attention import AttentionMetadata, KVRows
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend, SlotBackend
 from vmmkv.units import format_bytes
 
@@ -45,15 +45,15 @@ def prefill_as_over_blocks(
     return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace, cut=cut)
 
 
-class CommonPrefillRows(SlotRows):
+class CommonPrefillRows(KVRows):
     """See engine.attention.KVRows."""
 
     def prefill(
-        self, layer: int, q_NHD: torch.Tensor, batch: Batch, *, scale: float | None, window: int | None
+        self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
     ) -> torch.Tensor:
         """See KVRows.prefill."""
-        assert batch.query_starts is not None, "a decode step"
-        runs = batch.query_starts, batch.lengths_B, batch.slots_B
+        assert step.query_starts is not None, "a decode step"
+        runs = step.query_starts, step.lengths_B, step.slots_B
         return prefill_as_over_blocks(q_NHD, *self.views[layer], *runs, scale=scale, window=window)
 
 
@@ -72,7 +72,7 @@ class BaselineBackend:
     """A baseline's memory, all of it there from the start. See engine.kv_backend.KVBackend."""
 
     def __init__(
-        self, cache: PagedCache | StaticCache, rows: SlotRows, budget_bytes: int, num_tokens: int, *, shares_prefixes: bool
+        self, cache: PagedCache | StaticCache, rows: KVRows, budget_bytes: int, num_tokens: int, *, shares_prefixes: bool
     ) -> None:
         self.cache: Final = cache
         self.rows: Final = rows
@@ -111,7 +111,7 @@ def open_static(wanted: BackendConfig) -> BaselineBackend:
     slots = min(wanted.max_sequences, _num_in_budget(wanted, wanted.max_tokens))
     cache = StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
     budget_bytes = slots * wanted.max_tokens * wanted.layout.row_bytes
-    return BaselineBackend(cache, SlotRows(cache), budget_bytes, wanted.max_tokens, shares_prefixes=False)
+    return BaselineBackend(cache, KVRows(cache), budget_bytes, wanted.max_tokens, shares_prefixes=False)
 
 
 _SYSTEMS: Final[Mapping[str, OpenBackend]] = {

@@ -23,7 +23,7 @@ from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
 from vmmkv.prefix import PrefixStats
 from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree
-from vmmkv.server.engine.attention import Batch, SlotRows
+from vmmkv.server.engine.attention import AttentionMetadata, KVRows
 from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
 
@@ -365,17 +365,17 @@ def _whole(match: Match[int]) -> list[int]:
 # attention
 
 
-class BlockRows(SlotRows):
+class BlockRows(KVRows):
     """Rows in blocks, by the same kernels under a table. See engine.attention.KVRows."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__(cache, tables_SC=cache.tables_SC)
         self._cache = cache
 
-    def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, batch: Batch) -> None:
+    def write(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor, step: AttentionMetadata) -> None:
         """See KVRows.write."""
-        may_write_N = batch.positions_N < self._cache.limit[batch.slots_N]
-        slots_N, positions_N = batch.slots_N[may_write_N], batch.positions_N[may_write_N]
+        may_write_N = step.positions_N < self._cache.limit[step.slots_N]
+        slots_N, positions_N = step.slots_N[may_write_N], step.positions_N[may_write_N]
         blocks_N = self._cache.tables_SC[slots_N, positions_N // BLOCK_ROWS]
         for plane_PUKD, values_NKD in zip(self._cache.planes[layer], (k_NKD, v_NKD), strict=True):
             plane_PUKD[blocks_N, positions_N % BLOCK_ROWS] = values_NKD[may_write_N]

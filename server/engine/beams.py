@@ -207,9 +207,8 @@ class BeamGroup:
         for beam, sequence in zip(self.search.live, self.sequences, strict=True):
             if sequence.length < len(request.prompt) + beam.num_tokens:
                 assert beam.token is not None, "only the root has no token"
-                found.append(
-                    Chunk(request, sequence, sequence.length, np.array([beam.token], np.int32), True, count, of_beam=True)
-                )
+                token = np.array([beam.token], np.int32)
+                found.append(Chunk(request, sequence, sequence.length, token, num_candidates=count, of_beam=True))
         return found
 
     def take(self, sequence: KVSequence, candidates: list[Candidate]) -> list[Beam] | None:

@@ -15,25 +15,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
 from vmmkv import DriverError
-from vmmkv.server.engine.admission import suppressed_ids, why_never_fits, why_refused
-from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds
+from vmmkv.server.engine.kv_backend import EngineCache, Prefixes, Slots, TokenIds, least_bytes
 from vmmkv.server.engine.prefix_groups import BatchOrder
-from vmmkv.server.engine.request import Chunk, Request, Status
-from vmmkv.server.engine.runner import Logprobs, Readback, Results, Runner
+from vmmkv.server.engine.request import Chunk, Request, Status, Step
+from vmmkv.server.engine.runner import Logprobs, Results, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
-from vmmkv.server.engine.scheduler import CannotRun, Plan, Scheduler
+from vmmkv.server.engine.scheduler import CannotRun, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
 from vmmkv.server.sampling_params import Limits
 from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import PAGE_BYTES, counted, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -55,21 +53,6 @@ _REFUSED: Final = NOT_A_NUMBER - 1000
 
 class EngineDied(Exception):
     """The device's context is lost: the process must end."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A step in flight."""
-
-    slots: Slots
-    """Of the rows that decode; their tokens come first."""
-    epochs: Slots
-    """Of the slots, at the launch."""
-    ends: Slots
-    """Rows of the slots behind the step."""
-    chunks: list[Chunk]
-    readback: Readback | None = None
-    """Once all of it is launched."""
 
 
 class Engine:
@@ -94,19 +77,19 @@ class Engine:
         structured: StructuredOutputManager | None = None,
     ) -> None:
         self.cache = cache
-        self.in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[Step] = deque()
         self._runner = runner
         self._prefix = prefix
         self._limits = Limits(
             model="this engine",
             model_tokens=cache.max_tokens,
-            pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `why_never_fits`
+            pool_tokens=cache.max_tokens,  # the memory is counted in bytes, in `_why_never_fits`
             budget_bytes=0,
             max_sequences=max_sequences or cache.num_slots,
             vocabulary_size=runner.model.vocabulary_size,
         )
         self._scheduler = Scheduler(
-            cache, prefix, runner, step_tokens=step_tokens, max_sequences=self._limits.max_sequences, drain=self.drain
+            cache, prefix, runner.sampler, step_tokens=step_tokens, max_sequences=self._limits.max_sequences, drain=self.drain
         )
         self._table = self._scheduler.table
         self._budget_bytes = cache.stats().pool_budget_bytes
@@ -166,31 +149,63 @@ class Engine:
             elif self._structured is not None:
                 self._structured.cancel(message.request_id)
             return
-        if (reason := self._why_refused(message)) is not None:
+        params, end_ids = message.params, frozenset(message.params.stop_token_ids) | self._eos_ids
+        vocabulary_size = self._limits.vocabulary_size
+        suppressed_ids = (
+            frozenset(each for each in end_ids if each < vocabulary_size) if params.min_tokens else frozenset[int]()
+        )
+        if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        stop_ids = frozenset(message.params.stop_token_ids) | (frozenset() if message.params.ignore_eos else self._eos_ids)
-        request = Request(message, stop_ids, suppressed_ids(message, self._limits, self._eos_ids))
+        request = Request(message, frozenset(params.stop_token_ids) if params.ignore_eos else end_ids, suppressed_ids)
         if message.grammar:
             assert self._structured is not None, "it was refused"
             self._structured.open(request)
         else:
             self._scheduler.waiting.append(request)
 
-    def _why_refused(self, ask: Generate) -> str | None:
-        if reason := why_refused(ask, self._limits, self._eos_ids, self._runner.check):
-            return reason
-        if self._why_never_fits(ask) is not None:
-            self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
-            if (reason := self._why_never_fits(ask)) is not None:
-                return reason
+    def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
+        """What is wrong with a request that can never be served, in words for the client; None if it may be."""
+        try:
+            self._limits.check(ask.prompt, ask.params, follows_grammar=bool(ask.grammar))
+        except ValueError as error:
+            return str(error)
+        if ask.params.prompt_logprobs is not None and not self._runner.model.has_states:
+            return "this model has no head of its own, and so no log-probabilities of its prompts: leave them out"
+        if num_suppressed == self._limits.vocabulary_size:
+            given = f"min_tokens={ask.params.min_tokens}"
+            return f"{given} leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids"
         if ask.grammar and self._structured is None:
             return "this engine knows no grammars"
-        return None
+        if self._why_never_fits(ask) is None:
+            return None
+        self._budget_bytes = self.cache.stats().pool_budget_bytes  # it can have been raised since
+        return self._why_never_fits(ask)
 
     def _why_never_fits(self, ask: Generate) -> str | None:
-        attaches = self._prefix is not None
-        return why_never_fits(ask, self._limits, self._eos_ids, self.cache.layout, self._budget_bytes, attaches=attaches)
+        """What is wrong with a request whose least memory exceeds the budget.
+
+        Prompts with log-probabilities are computed as a whole. A request that may stop early counts as if it stopped as soon as
+        it may. The last token has no row: nothing attends to it.
+        """
+        params, layout, budget_bytes = ask.params, self.cache.layout, self._budget_bytes
+        may_stop = bool(params.stop_token_ids) or (bool(self._eos_ids) and not params.ignore_eos)
+        num_new = params.min_tokens if may_stop else params.max_tokens
+        num_rows = max(0, min(num_new, params.max_tokens - 1))
+        num_beams = max(1, min(params.beam_width, self._limits.vocabulary_size))  # of fewer tokens come fewer live beams
+        attaches = self._prefix is not None and params.prompt_logprobs is None
+        wanted_bytes = least_bytes(layout, len(ask.prompt), num_rows, num_beams=num_beams, attaches=attaches)
+        if wanted_bytes <= budget_bytes:
+            return None
+        given = f"a prompt of {counted(len(ask.prompt), 'token')}"
+        if num_rows:
+            given += f" and {num_new} new ones" + (f" in each of {params.beam_width} beams" if params.beam_width else "")
+        num_tokens = layout.tokens_in(budget_bytes // PAGE_BYTES, sliding=False)
+        fewer = "ask for fewer tokens or beams" if params.beam_width > 1 else "ask for fewer tokens"
+        return (
+            f"this request can never fit: {given} take at least {format_bytes(wanted_bytes)}, and the whole KV budget is "
+            f"{format_bytes(budget_bytes)}, {counted(num_tokens, 'token')} of one sequence: {fewer}, or raise the budget"
+        )
 
     # ------------------------------------------------------------------ the loop
 
@@ -202,7 +217,7 @@ class Engine:
         if self._structured is not None and self._structured.num_opening:
             self._queue_read_grammars(self._structured)
         try:
-            plan = self._scheduler.schedule()
+            step = self._scheduler.schedule()
         except CannotRun as error:
             log.warning("request %s ends: %s", error.request.ask.request_id, error)
             self._check_device()
@@ -213,25 +228,23 @@ class Engine:
             raise
         if self._forced:
             self._send_forced()
-        if plan:
-            self.launch(plan)
-        while len(self.in_flight) > (self._lookahead if plan else 0):
+        if step is not None:
+            self.launch(step)
+            while len(self.in_flight) > self._lookahead:
+                self.read()
+        elif self.in_flight:
             self.read()
-            if not plan:
-                break
         self.report(only_if_due=True)
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, step: Step) -> None:
         """Launch a step, and map ahead while the device computes it."""
         self._has_mapped_ahead = False
-        slots = plan.decoding
-        step = InFlight(slots, self._table.epochs[slots], self.cache.lengths[slots] + 1, plan.chunks)
-        self._scheduler.launched(plan)
+        self._scheduler.launched(step)
         try:
-            if self._runner.has_prefix_groups and len(plan.decoding):
-                slots = self._order.arrange(plan.decoding, self._runner.set_prefix_groups)
-                step.slots, step.epochs, step.ends = slots, self._table.epochs[slots], self.cache.lengths[slots]
-            forwarded = self._runner.forward(step.slots, step.ends - 1, step.chunks)
+            if self._runner.has_prefix_groups and len(step.slots):
+                step.slots = self._order.arrange(step.slots, self._runner.set_prefix_groups)
+                step.ends, step.epochs = self.cache.lengths[step.slots], self._table.epochs[step.slots]
+            forwarded = self._runner.forward(step)
             step.readback = self._runner.sample(forwarded, self._masks(step))
         except Exception as error:
             log.exception("a step failed")
@@ -283,7 +296,7 @@ class Engine:
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
 
-    def _live_requests(self, step: InFlight) -> list[Request]:
+    def _live_requests(self, step: Step) -> list[Request]:
         """The requests of a step that run since."""
         live = step.slots[self._table.epochs[step.slots] == step.epochs]
         decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
@@ -291,7 +304,7 @@ class Engine:
 
     # ------------------------------------------------------------------ results
 
-    def _postprocess(self, step: InFlight, results: Results) -> list[Output]:
+    def _postprocess(self, step: Step, results: Results) -> list[Output]:
         """Confirm the rows of a step, and give its tokens to the requests that still run."""
         outputs: list[Output] = []
         live = np.flatnonzero(self._table.epochs[step.slots] == step.epochs)
@@ -301,7 +314,7 @@ class Engine:
         row = len(step.slots)
         for index, chunk in enumerate(step.chunks):
             if chunk.is_live:
-                if (scores := results.prompt_logprobs.get(index)) is not None:
+                if (scores := results.scores.get(index)) is not None:
                     assert scores.first == chunk.request.num_scored, "each is sent once, in order"
                     chunk.request.num_scored += len(scores.chosen_W)
                     self._send(packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
@@ -420,7 +433,7 @@ class Engine:
         self._num_generated_tokens += len(tokens)
         return request.output(tuple(tokens))
 
-    def _masks(self, step: InFlight) -> TokenMasks | None:
+    def _masks(self, step: Step) -> TokenMasks | None:
         """Which tokens may come next in the rows that follow a grammar, behind all earlier tokens; None if there are none.
 
         The forward half of the step runs meanwhile. What is sampled for a request that was given forced tokens is dropped.

@@ -20,7 +20,7 @@ from vmmkv.cache import CacheStats
 from vmmkv.driver.host import HostMemory
 from vmmkv.errors import BudgetError, DriverError, VmmkvError
 from vmmkv.prefix import PrefixCache, PrefixStats
-from vmmkv.server.engine.attention import KVRows, SlotRows
+from vmmkv.server.engine.attention import KVRows
 from vmmkv.units import format_bytes
 
 TokenIds = npt.NDArray[np.int32]
@@ -221,7 +221,7 @@ class SlotBackend:
 
     def __init__(self, cache: KVCache, config: BackendConfig) -> None:
         self.cache: Final = cache
-        self.rows: KVRows = SlotRows(cache)
+        self.rows: KVRows = KVRows(cache)
         self._config: Final = config
 
     @classmethod
@@ -312,3 +312,18 @@ def default_budget_bytes(pool: Pool) -> int:
     if pool.device.type == "cuda":
         return (free_bytes - GPU_MARGIN_BYTES) // PAGE_BYTES * PAGE_BYTES
     return min(int(free_bytes * HOST_SHARE), MAX_HOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+
+
+def least_bytes(layout: KVLayout, num_prompt: int, num_rows: int, *, num_beams: int, attaches: bool) -> int:
+    """Bytes of the rows that a request has at the least when `num_rows` follow its prompt, in each of its beams.
+
+    The beams share the prompt's rows. A prompt that is computed has all its rows at once; one that `attaches` may need no more
+    of them than its windows still see. Pages that are not full, and rows that leave a window late, come on top.
+    """
+    num_tokens = num_prompt + num_rows
+    size_bytes = 0
+    for group in layout.groups:
+        start = layout.start_for(group, num_tokens)
+        num_own = num_tokens - max(start, num_prompt)
+        size_bytes += (max(0, num_prompt - start) + num_beams * num_own) * group.row_bytes
+    return size_bytes if attaches else max(size_bytes, num_prompt * layout.row_bytes)

@@ -16,12 +16,12 @@ from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, EngineCache, KVBackend, OpenBackend, SlotBackend, check_budget
-from vmmkv.server.engine.models import Model
+from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, Unsupported
 from vmmkv.server.engine.models.transformers import TransformersModel, refuse_own_attention
 from vmmkv.server.engine.models.weights import load as load_weights
 from vmmkv.server.engine.models.weights import random as random_weights
-from vmmkv.server.engine.request import Chunk, Request
+from vmmkv.server.engine.request import Chunk, Request, Step
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.models import UnsupportedModel
@@ -182,7 +182,7 @@ class ModelSource:
         refuse_own_attention(model)
         self._transformers = model.eval().to(device)
 
-    def over(self, cache: EngineCache, rows: KVRows) -> Model:
+    def over(self, cache: EngineCache, rows: KVRows) -> EngineModel:
         """The model over a cache and its rows."""
         if self._decoder is not None:
             return DecoderModel(self._decoder, cache, rows)
@@ -268,22 +268,22 @@ def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:
     num_words = ceil_div(runner.model.vocabulary_size, 32)
 
     def compute(chunk: Chunk) -> None:
-        step = runner.forward(no_slots, no_slots, [chunk])
-        masks = TokenMasks.of(list(range(len(step.slots))), num_words, runner.uploads)
+        forwarded = runner.forward(Step(no_slots, no_slots, no_slots, [chunk]))
+        masks = TokenMasks.of(list(range(len(forwarded.slots))), num_words, runner.uploads)
         masks.words_GW.fill_(-1)
-        runner.sample(step, masks).wait()
+        runner.sample(forwarded, masks).wait()
 
     with contextlib.closing(cache.open()) as sequence:
         sequence.grow(num_tokens)
         request.sequence = sequence
-        runner.assign([request])
+        runner.sampler.assign([request])
         for start, end, scores in ((0, num_tokens - 1, False), (0, num_tokens - 1, True), (num_tokens - 1, num_tokens, False)):
             if start < end and (runner.model.has_states or not scores):
                 request.num_scored = 0 if scores else num_tokens
-                chunk = Chunk(request, sequence, start, request.prompt[start:end], True, 0)
+                chunk = Chunk(request, sequence, start, request.prompt[start:end])
                 compute(chunk)
                 runner.model.check()
-        runner.release(sequence.slot)
+        runner.sampler.release(sequence.slot)
         compute(chunk)
     most = TokenMasks.of(list(range(cache.num_slots)), num_words, runner.uploads)
     runner.uploads.send(most.packed)  # as many masks as there can be: memory is there then

@@ -29,7 +29,7 @@ _MIN_SAVED: Final = 16_384
 """Rows that a group must save a step, for two more launches a layer: see docs/performance.md."""
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Requests with a common prefix: their indices among those compared, and the number of common tokens."""
 
     members: list[int]
@@ -55,14 +55,14 @@ class Prompt:
         return cls(namespace, tokens, tokens.astype(">i4").tobytes())
 
 
-def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
+def groups_of(prompts: Sequence[Prompt]) -> list[PrefixGroup]:
     """The groups that save most, the largest saving first, at most MAX_GROUPS of them.
 
     Cost: host work by the tokens that neighbours in sorted order have in common; nothing to speak of where none have.
     """
     order = sorted(range(len(prompts)), key=lambda index: (repr(prompts[index].namespace), prompts[index].key))
     commons = [_num_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
-    found: list[Group] = []
+    found: list[PrefixGroup] = []
     begin = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or not commons[end - 1]:
@@ -73,7 +73,7 @@ def groups_of(prompts: Sequence[Prompt]) -> list[Group]:
     return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
 
 
-def _best(members: list[int], commons: list[int]) -> list[Group]:
+def _best(members: list[int], commons: list[int]) -> list[PrefixGroup]:
     """A run of neighbours, cut so that the groups save most: best[j] of all cuts of the members before bounds[j].
 
     Cost: numpy calls by the places where what neighbours have in common changes; no recursion, which could go as deep.
@@ -94,12 +94,12 @@ def _best(members: list[int], commons: list[int]) -> list[Group]:
         saved = best[:end] + (last - bounds[:end] - 1) * least[:end]
         begins[end] = saved.argmax()
         best[end] = saved[begins[end]]
-    groups: list[Group] = []
+    groups: list[PrefixGroup] = []
     end = len(bounds) - 1
     while end:
         first, last = bounds[begins[end]], bounds[end]
         if last - first > 1:
-            groups.append(Group(members[first:last], int(common[first : last - 1].min())))
+            groups.append(PrefixGroup(members[first:last], int(common[first : last - 1].min())))
         end = int(begins[end])
     return groups
 
@@ -124,7 +124,7 @@ class BatchOrder:
         self._prompts: dict[int, tuple[int, Prompt]] = {}
         """By slot: the epoch, and its prompt as it is compared."""
 
-    def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[Group]], None]) -> Slots:
+    def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[PrefixGroup]], None]) -> Slots:
         """The slots in order. `set_groups` is called with a new order and its groups."""
         epochs = self._table.epochs[slots]
         if self._known is None or not (np.array_equal(self._known[0], slots) and np.array_equal(self._known[1], epochs)):
@@ -170,7 +170,7 @@ class GroupTensors:
         for tensor in (self._starts_G1, self._leaders_G, self._num_rows_G, self._firsts_B):
             tensor.zero_()
 
-    def upload(self, slots: Slots, groups: Sequence[Group], uploads: Uploads) -> None:
+    def upload(self, slots: Slots, groups: Sequence[PrefixGroup], uploads: Uploads) -> None:
         """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
         starts, leaders, num_rows = (np.zeros(size, np.int32) for size in (MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS))
         firsts = np.zeros(len(self._firsts_B), np.int32)

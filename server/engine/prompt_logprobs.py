@@ -18,7 +18,7 @@ import torch
 
 from vmmkv import MIB
 from vmmkv.server.engine.kv_backend import TokenIds
-from vmmkv.server.engine.models import Model
+from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.sampler import logprobs
 
 LOGITS_BYTES: Final = 64 * MIB
@@ -35,7 +35,7 @@ class ScoredRows(NamedTuple):
     num_likeliest: int
 
 
-class PromptLogprobs(NamedTuple):
+class PromptScores(NamedTuple):
     """Log-probabilities of some tokens of a prompt, each with the T likeliest tokens in its place."""
 
     first: int
@@ -56,7 +56,7 @@ class States:
     """By chunk of the step, in the order of the rows."""
 
 
-def scores(model: Model, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def scores(model: EngineModel, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[W] float32, the next token's log-probability, and [W, T] those of the likeliest and their int64 ids.
 
     T is the most that any of the requests wants. They are of the logits as they are. Waits for nothing.
@@ -75,13 +75,13 @@ def scores(model: Model, states: States) -> tuple[torch.Tensor, torch.Tensor, to
 
 def read(
     scored: Sequence[tuple[int, ScoredRows]], chosen_W: torch.Tensor, values_WT: torch.Tensor, ids_WT: torch.Tensor
-) -> dict[int, PromptLogprobs]:
+) -> dict[int, PromptScores]:
     """What `scores` gave, copied to the host: views by chunk of the step."""
-    found, begin = dict[int, PromptLogprobs](), 0
+    found, begin = dict[int, PromptScores](), 0
     for index, each in scored:
         rows, columns = slice(begin, begin + len(each.tokens)), slice(each.num_likeliest)
         begin = rows.stop
-        found[index] = PromptLogprobs(
+        found[index] = PromptScores(
             each.first, chosen_W[rows].numpy(), values_WT[rows, columns].numpy(), ids_WT[rows, columns].numpy()
         )
     return found

@@ -13,7 +13,7 @@ import enum
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from vmmkv.units import format_bytes
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.beams import BeamGroup
-    from vmmkv.server.engine.runner import Logprobs
+    from vmmkv.server.engine.runner import Logprobs, Readback
     from vmmkv.server.structured_output.matcher import Matcher
 
 
@@ -173,7 +173,7 @@ class Request:
     def own_chunk(self, num_candidates: int = 0) -> "Chunk":
         """Its own tokens for which no step has been launched."""
         start = self.memory.length
-        return Chunk(self, self.memory, start, self.tokens[start:], True, num_candidates)
+        return Chunk(self, self.memory, start, self.tokens[start:], num_candidates=num_candidates)
 
     def begin_with(self, forced: Sequence[int]) -> None:
         """Set the first tokens of its answer before it begins; they are computed with the prompt."""
@@ -212,46 +212,28 @@ class Request:
         )
 
 
+@dataclass(eq=False, slots=True)
 class Chunk:
     """The next tokens of one sequence in a step, known to the host: part of a prompt, or the last token of a beam."""
 
-    __slots__ = (
-        "is_answered",
-        "is_last",
-        "num_admitted",
-        "num_candidates",
-        "of_beam",
-        "request",
-        "sequence",
-        "start",
-        "tokens",
-    )
+    request: Request
+    sequence: KVSequence
+    start: int
+    """Rows that the sequence has."""
+    tokens: TokenIds
+    is_last: bool = True
+    """Is a token, or are candidates, wanted behind it?"""
+    num_candidates: int = 0
+    """How many of the likeliest next tokens a beam search wants; 0 if one is sampled."""
+    of_beam: bool = False
+    """Is it the last token of a beam, not part of the request's own tokens?"""
+    is_answered: bool = True
+    """Does what is sampled behind it count? Not if a grammar has forced other tokens since."""
+    num_admitted: int = field(init=False)
+    """Of the request, when the chunk was made."""
 
-    def __init__(
-        self,
-        request: Request,
-        sequence: KVSequence,
-        start: int,
-        tokens: TokenIds,
-        is_last: bool,
-        num_candidates: int,
-        *,
-        of_beam: bool = False,
-    ) -> None:
-        self.request: Final = request
-        self.sequence: Final = sequence
-        self.start: Final = start
-        """Rows that the sequence has."""
-        self.tokens: Final = tokens
-        self.is_last: Final = is_last
-        """Is a token, or are candidates, wanted behind it?"""
-        self.num_candidates: Final = num_candidates if is_last else 0
-        """How many of the likeliest next tokens a beam search wants; 0 if one is sampled."""
-        self.of_beam: Final = of_beam
-        """Is it the last token of a beam, not part of the request's own tokens?"""
-        self.num_admitted: Final = request.num_admitted
-        self.is_answered = True
-        """Does what is sampled behind it count? Not if a grammar has forced other tokens since."""
+    def __post_init__(self) -> None:
+        self.num_admitted = self.request.num_admitted
 
     @property
     def slot(self) -> int:
@@ -277,7 +259,23 @@ class Chunk:
         """Its first `count` tokens, or all if there are no more."""
         if len(self.tokens) <= count:
             return self
-        return Chunk(self.request, self.sequence, self.start, self.tokens[:count], False, 0, of_beam=self.of_beam)
+        return Chunk(self.request, self.sequence, self.start, self.tokens[:count], is_last=False, of_beam=self.of_beam)
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step: the scheduler makes it, the runner launches it, the engine reads its results back."""
+
+    slots: Slots
+    """Slots that compute the one token that is on the device. Their results come first."""
+    ends: Slots
+    """Rows of these slots behind the step."""
+    epochs: Slots
+    """Of these slots, at the launch."""
+    chunks: list[Chunk]
+    """Tokens that the host knows."""
+    readback: "Readback | None" = None
+    """Once all of it is launched."""
 
 
 class RequestTable:

@@ -1,4 +1,4 @@
-"""Runs steps on the device: `prepare` what is computed, `forward` it, `sample` from its logits, `Readback.wait` for the tokens.
+"""Runs steps on the device: `forward` computes logits, `sample` chooses tokens, `Readback.wait` brings them to the host.
 
     decode step   one token for each row, all on the device      graphs, no upload in steady state
     mixed step    the same rows, and chunks of prompts           one upload a step, a graph if it is faster
@@ -6,42 +6,42 @@
     forward: where each row stands ──> embed, append, attend ──> logits
     sample:  logits ──> a token each ──> where each row stands, and what the host reads
 
-Nothing here waits for the device but `wait`. On a CPU, and for models that cannot be captured, the same is called without
-graphs. One step is launched at a time; the results of the last one must be on their way before the next is launched.
+Only `wait` waits for the device. On a CPU, and for models that cannot be captured, the same is called without graphs. One step
+is launched at a time; the results of the last one must be on their way before the next is launched.
 
-Legend: N tokens of the step, B sequences (runs of tokens), R rows that are given a token, V vocabulary, S slots.
+Legend: N tokens of the step, B sequences, R rows that are given a token, V vocabulary, S slots.
 """
 
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vmmkv.server.engine import prompt_logprobs
-from vmmkv.server.engine.attention import Batch, Run
+from vmmkv.server.engine.attention import AttentionMetadata
 from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.kv_backend import EngineCache, Slots, TokenIds
-from vmmkv.server.engine.models import Model
-from vmmkv.server.engine.prefix_groups import Group, GroupTensors
-from vmmkv.server.engine.prompt_logprobs import PromptLogprobs, ScoredRows, States
-from vmmkv.server.engine.request import Chunk, Request
+from vmmkv.server.engine.models import EngineModel
+from vmmkv.server.engine.prefix_groups import GroupTensors, PrefixGroup
+from vmmkv.server.engine.prompt_logprobs import PromptScores, ScoredRows, States
+from vmmkv.server.engine.request import Step
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
-from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, TokenMasks, Uploads, apply_masks
-from vmmkv.server.protocol import Generate
+from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
 from vmmkv.units import round_up
+
+Row = TypeVar("Row")
+Array = TypeVar("Array", torch.Tensor, npt.NDArray[np.int32])
 
 ON_DEVICE: Final = -1
 """Token id of a row whose token only the device knows."""
 
 IDLE: Final = -2
 """Result of a row that had no room for its token, or is in the null slot: as in `vmmkv.kernels.step`."""
-
-_ALWAYS: Final = np.iinfo(np.int64).max
 
 _MIN_GROUPED_ROWS: Final = 8
 """Rows of the smallest batch that is captured for prefix groups too."""
@@ -71,21 +71,14 @@ def token_sizes(max_tokens: int) -> list[int]:
 class Runner:
     """A model over a cache, with a sampler and the state of every sequence on the device."""
 
-    def __init__(self, model: Model, cache: EngineCache, *, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, model: EngineModel, cache: EngineCache, *, max_rows: int, max_tokens: int) -> None:
         """max_rows: sequences that run at once. max_tokens: of one step."""
-        num_slots = 1 + cache.num_slots
         self.model: Final = model
         self.uploads: Final = Uploads(cache.device)
-        self._device: Final = cache.device
-        self._state = DeviceState(cache)
-        self._sampler = Sampler(num_slots, model.vocabulary_size, cache.device)
-        self._decode = _DecodeSteps(model, self._state, self.uploads, self._sample_and_end, max_rows)
-        self._mixed = _MixedSteps(model, self._state, self.uploads, self._sample_and_end, max_rows, max_tokens)
-        self._is_greedy = np.ones(num_slots, np.bool_)
-        self._adjusted_until = np.zeros(num_slots, np.int64)
-        """By slot: logits are adjusted while fewer tokens than so many are there. 0 for never; _ALWAYS with penalties."""
-        self._num_logprobs = np.full(num_slots, -1)
-        """By slot; -1 if none are wanted."""
+        self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
+        self.state: Final = DeviceState(cache)
+        self._decode = _DecodeSteps(self, max_rows)
+        self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -93,137 +86,113 @@ class Runner:
 
         Cost: some 100 ms for each size; compiles kernels at first. Only the null slot is touched.
         """
-        if self._device.type == "cuda" and self.model.capturable:
+        if self.uploads.device.type == "cuda" and self.model.capturable:
             pool = torch.cuda.graph_pool_handle()
             self._mixed.capture(pool)
             self._decode.capture(pool)
-
-    def check(self, ask: Generate) -> None:
-        """Raises: ValueError for parameters that this model cannot serve, in words for the client."""
-        self._sampler.check(ask)
-        if ask.params.prompt_logprobs is not None and not self.model.has_states:
-            raise ValueError("this model has no head of its own, and so no log-probabilities of its prompts: leave them out")
-
-    @torch.inference_mode()
-    def assign(self, requests: Sequence[Request]) -> None:
-        """Sample by these requests' parameters in their slots from now on: one upload. Errors: see `Sampler.assign`."""
-        self._sampler.assign(requests)
-        for request in requests:
-            slot, ask = request.memory.slot, request.ask
-            self._is_greedy[slot] = self._sampler.is_greedy(slot)
-            self._adjusted_until[slot] = _ALWAYS if self._sampler.has_penalties(slot) else request.min_length
-            self._num_logprobs[slot] = -1 if ask.params.logprobs is None else ask.params.logprobs
-
-    def release(self, slot: int) -> None:
-        """The request in this slot is over."""
-        self._sampler.release(slot)
-        self._is_greedy[slot], self._adjusted_until[slot], self._num_logprobs[slot] = True, 0, -1
 
     @property
     def has_prefix_groups(self) -> bool:
         """Can rows of a decode step attend to a common prefix as one problem?"""
         return self._decode.has_groups
 
-    def set_prefix_groups(self, slots: Slots, groups: Sequence[Group]) -> None:
+    def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """The next decode steps are of these slots; the first ones are the members of the groups, one group after another."""
         self._decode.set_groups(slots, groups)
 
     @torch.inference_mode()
-    def forward(self, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> "Step":
-        """Launch the forward half: a token for each slot, which is on the device behind `lengths` rows, and the chunks.
+    def forward(self, step: Step) -> "Forwarded":
+        """Launch the forward half: the token of each slot, which is on the device, and the chunks.
 
         The step gives tokens for the slots, and then for the chunks that are the last ones of their sequences, in order.
         """
-        return self._mixed.forward(slots, lengths, chunks) if chunks else self._decode.forward(slots, lengths)
+        return self._mixed.forward(step) if step.chunks else self._decode.forward(step)
 
     @torch.inference_mode()
-    def sample(self, step: "Step", masks: TokenMasks | None = None) -> "Readback":
+    def sample(self, forwarded: "Forwarded", masks: TokenMasks | None = None) -> "Readback":
         """Launch the other half of the step that was launched last; `masks` says which tokens some of its rows may have."""
-        if not len(step.slots):
-            return self._read(step, step.out_R[:0])
-        greedy = bool(self._is_greedy[step.slots].all())
-        logits_RV = self._adjusted(step, masks)
-        if logits_RV is not step.logits_RV:
-            sampled_R = self._sampler.sample(logits_RV, step.slots_R, step.ends_R, greedy=greedy)
-            self._count(step, sampled_R)
-            self._state.end(step.slots_R, sampled_R, step.ends_R, step.out_R)
-        elif step.graph is not None:
-            step.graph.sample[greedy]()
-        else:
-            self._sample_and_end(step.logits_RV, step.slots_R, step.ends_R, step.out_R, greedy=greedy)
-        return self._read(step, step.out_R[: len(step.slots)])
+        slots, rows, sampler = forwarded.slots, forwarded.rows, self.sampler
+        if len(slots):
+            greedy = bool(sampler.is_greedy[slots].all())
+            adjusts = bool((sampler.adjusted_until[slots] > forwarded.ends).any())
+            logits_RV = self._adjusted(forwarded, masks, adjusts=adjusts)
+            if logits_RV is forwarded.logits_RV and forwarded.graph is not None:
+                forwarded.graph.sample[greedy]()
+            else:
+                sampled_R = sampler.sample(logits_RV, rows.slots_R, rows.ends_R, greedy=greedy)
+                if adjusts:
+                    counted_R = sampled_R.clone()
+                    for row, _ in forwarded.candidates:  # a beam's slot may have state of an earlier request
+                        counted_R[row] = NOT_A_NUMBER
+                    sampler.count(rows.slots_R, counted_R)
+                self.state.end(sampled_R, rows)
+        return self._readback(forwarded)
 
-    def _sample_and_end(
-        self, logits_RV: torch.Tensor, slots_R: torch.Tensor, ends_R: torch.Tensor, out_R: torch.Tensor, *, greedy: bool
-    ) -> None:
-        sampled_R = self._sampler.sample(logits_RV, slots_R, ends_R, greedy=greedy)
-        self._state.end(slots_R, sampled_R, ends_R, out_R)
+    def sample_and_end(self, logits_RV: torch.Tensor, rows: "SampledRows", *, greedy: bool) -> None:
+        """The other half of a step as it is captured."""
+        self.state.end(self.sampler.sample(logits_RV, rows.slots_R, rows.ends_R, greedy=greedy), rows)
 
-    def _adjusted(self, step: "Step", masks: TokenMasks | None) -> torch.Tensor:
+    def _adjusted(self, forwarded: "Forwarded", masks: TokenMasks | None, *, adjusts: bool) -> torch.Tensor:
         """The logits to sample from: those of the step, or an adjusted copy where log-probabilities need them as they are.
 
         A beam search follows no grammar, so masks may be applied in place where no log-probabilities are wanted.
         """
-        adjusts = self._needs_adjusting(step)
-        logits_RV = step.logits_RV
+        logits_RV = forwarded.logits_RV
         if adjusts:
-            logits_RV = step.logits_RV.to(torch.float32, copy=True)
-            self._sampler.adjust(logits_RV, step.slots_R, step.ends_R)
+            logits_RV = logits_RV.to(torch.float32, copy=True)
+            self.sampler.adjust(logits_RV, forwarded.rows.slots_R, forwarded.rows.ends_R)
         if masks is not None:
-            if not adjusts and (self._num_logprobs[step.slots[masks.rows]] >= 0).any():
-                logits_RV = step.logits_RV.clone()
+            if not adjusts and (self.sampler.num_logprobs[forwarded.slots[masks.rows]] >= 0).any():
+                logits_RV = logits_RV.clone()
             apply_masks(logits_RV, masks, self.uploads)
         return logits_RV
 
-    def _count(self, step: "Step", sampled_R: torch.Tensor) -> None:
-        """Penalties count what was sampled; not for beams, whose slots may have state of a request before."""
-        if self._needs_adjusting(step):
-            counted_R = sampled_R.clone()
-            for row, _ in step.candidates:
-                counted_R[row] = NOT_A_NUMBER
-            self._sampler.count(step.slots_R, counted_R)
-
-    def _needs_adjusting(self, step: "Step") -> bool:
-        return bool((self._adjusted_until[step.slots] > step.ends).any())
-
-    def _read(self, step: "Step", tokens_R: torch.Tensor) -> "Readback":
+    def _readback(self, forwarded: "Forwarded") -> "Readback":
         """Copy the results to the host."""
+        tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
         readback = Readback(tokens_R)
-        wanted = self._num_logprobs[step.slots]
+        wanted = self.sampler.num_logprobs[forwarded.slots]
         if len(rows := np.flatnonzero(wanted >= 0)):
             (rows_R,) = self.uploads.pack([rows])
-            found = logprobs(step.logits_RV, tokens_R, rows_R.long(), int(wanted.max()))
-            readback.add_logprobs(list(zip(rows.tolist(), wanted[rows].tolist(), strict=True)), *found)
-        if step.candidates:
-            (rows_R,) = self.uploads.pack([[row for row, _ in step.candidates]])
-            best = likeliest(step.logits_RV[rows_R.long()], max(count for _, count in step.candidates))
-            readback.add_candidates(step.candidates, *best)
-        if step.states is not None:
-            readback.add_prompt_logprobs(step.states.scored, *prompt_logprobs.scores(self.model, step.states))
+            readback.logprobs = _Asked(
+                list(zip(rows.tolist(), wanted[rows].tolist(), strict=True)),
+                logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), int(wanted.max())),
+            )
+        if forwarded.candidates:
+            (rows_R,) = self.uploads.pack([[row for row, _ in forwarded.candidates]])
+            most = max(count for _, count in forwarded.candidates)
+            readback.candidates = _Asked(forwarded.candidates, likeliest(forwarded.logits_RV[rows_R.long()], most))
+        if forwarded.states is not None:
+            readback.scores = _Asked(forwarded.states.scored, prompt_logprobs.scores(self.model, forwarded.states))
         readback.close()
         return readback
 
 
+class SampledRows(NamedTuple):
+    """The rows of a step that are given a token, on the device, int32. Rows of the null slot pad them."""
+
+    slots_R: torch.Tensor
+    ends_R: torch.Tensor
+    """Rows of the sequence, the new ones included."""
+    out_R: torch.Tensor
+    """Where the tokens are written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step whose forward half is launched. The tensors have rows of the null slot behind those of `slots`."""
+class Forwarded:
+    """A step whose forward half is launched."""
 
     logits_RV: torch.Tensor
-    slots_R: torch.Tensor
-    """int32"""
-    ends_R: torch.Tensor
-    """int32: rows of the sequence, the new ones included."""
-    out_R: torch.Tensor
-    """int32: where the tokens are written."""
+    rows: SampledRows
     slots: Slots
-    """`slots_R` on the host."""
+    """`rows.slots_R` on the host, without padding."""
     ends: Slots
-    """`ends_R` on the host."""
-    graph: "_Graph | None"
+    """`rows.ends_R` on the host."""
+    graph: "_Graph | None" = None
     """What it was replayed from, which can sample too."""
-    candidates: list[tuple[int, int]]
+    candidates: Sequence[tuple[int, int]] = ()
     """Rows of beam searches, and how many candidates each wants."""
-    states: States | None
+    states: States | None = None
     """For log-probabilities of prompts; None if none are wanted."""
 
 
@@ -244,8 +213,16 @@ class Results(NamedTuple):
     """By row, where they are wanted."""
     candidates: dict[int, list[Candidate]]
     """By row of a beam search, the likeliest first."""
-    prompt_logprobs: dict[int, PromptLogprobs]
-    """By chunk of the step, where they are wanted."""
+    scores: dict[int, PromptScores]
+    """By chunk of the step, where log-probabilities of the prompt are wanted."""
+
+
+class _Asked(Generic[Row]):
+    """What some rows ask for beside their tokens, on its way to the host."""
+
+    def __init__(self, rows: Sequence[Row], found: Sequence[torch.Tensor]) -> None:
+        self.rows: Final = rows
+        self.found: Final = [_to_host(tensor) for tensor in found]
 
 
 class Readback:
@@ -253,27 +230,12 @@ class Readback:
 
     def __init__(self, tokens_R: torch.Tensor) -> None:
         self._tokens_R = _to_host(tokens_R)
-        self._logprobs: tuple[Sequence[tuple[int, int]], tuple[torch.Tensor, ...]] | None = None
-        self._candidates: tuple[Sequence[tuple[int, int]], tuple[torch.Tensor, ...]] | None = None
-        self._prompt_logprobs: tuple[Sequence[tuple[int, ScoredRows]], tuple[torch.Tensor, ...]] | None = None
+        self._on_gpu = tokens_R.is_cuda
         self._done: torch.cuda.Event | None = None
-        self._on_gpu: Final = tokens_R.is_cuda
-
-    def add_logprobs(
-        self, rows: Sequence[tuple[int, int]], chosen_R: torch.Tensor, values_RT: torch.Tensor, ids_RT: torch.Tensor
-    ) -> None:
-        """Rows, with how many of the T likeliest each wants, and the log-probabilities."""
-        self._logprobs = rows, tuple(map(_to_host, (chosen_R, values_RT, ids_RT)))
-
-    def add_candidates(self, rows: Sequence[tuple[int, int]], values_RC: torch.Tensor, ids_RC: torch.Tensor) -> None:
-        """Rows, with how many candidates each wants, and the candidates."""
-        self._candidates = rows, tuple(map(_to_host, (values_RC, ids_RC)))
-
-    def add_prompt_logprobs(
-        self, scored: Sequence[tuple[int, ScoredRows]], chosen_W: torch.Tensor, values_WT: torch.Tensor, ids_WT: torch.Tensor
-    ) -> None:
-        """Chunks, with the rows of each that are scored, and their scores side by side."""
-        self._prompt_logprobs = scored, tuple(map(_to_host, (chosen_W, values_WT, ids_WT)))
+        self.logprobs: _Asked[tuple[int, int]] | None = None
+        """Of rows, with how many of the likeliest tokens each wants."""
+        self.candidates: _Asked[tuple[int, int]] | None = None
+        self.scores: _Asked[tuple[int, ScoredRows]] | None = None
 
     def close(self) -> None:
         """All has been added: record the event to wait for."""
@@ -285,22 +247,19 @@ class Readback:
         """The results. Blocks until the device is done with the step. It can be called again."""
         if self._done is not None:
             self._done.synchronize()
-        logprobs, candidates = dict[int, Logprobs](), dict[int, list[Candidate]]()
-        if self._logprobs is not None:
-            rows, tensors = self._logprobs
-            chosen, values, ids = (tensor.tolist() for tensor in tensors)
-            for index, (row, count) in enumerate(rows):
+        found = Results(self._tokens_R.numpy(), {}, {}, {})
+        if self.logprobs is not None:
+            chosen, values, ids = (tensor.tolist() for tensor in self.logprobs.found)
+            for index, (row, count) in enumerate(self.logprobs.rows):
                 pairs = list(zip(ids[index][:count], values[index][:count], strict=True))
-                logprobs[row] = Logprobs(chosen[index], pairs)
-        if self._candidates is not None:
-            rows, tensors = self._candidates
-            values, ids = (tensor.tolist() for tensor in tensors)
-            for index, (row, count) in enumerate(rows):
-                candidates[row] = [Candidate(*each) for each in zip(values[index][:count], ids[index][:count], strict=True)]
-        scored = (
-            {} if self._prompt_logprobs is None else prompt_logprobs.read(self._prompt_logprobs[0], *self._prompt_logprobs[1])
-        )
-        return Results(self._tokens_R.numpy(), logprobs, candidates, scored)
+                found.logprobs[row] = Logprobs(chosen[index], pairs)
+        if self.candidates is not None:
+            values, ids = (tensor.tolist() for tensor in self.candidates.found)
+            for index, (row, count) in enumerate(self.candidates.rows):
+                found.candidates[row] = list(map(Candidate, values[index][:count], ids[index][:count]))
+        if self.scores is not None:
+            found.scores.update(prompt_logprobs.read(self.scores.rows, *self.scores.found))
+        return found
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -329,25 +288,22 @@ class DeviceState:
             positions_B.copy_(self.lengths_S[slots_B])
             ends_B.copy_((positions_B + 1) * (slots_B > 0))
 
-    def end(self, slots_B: torch.Tensor, sampled_B: torch.Tensor, ends_B: torch.Tensor, out_B: torch.Tensor) -> None:
-        """The sampled tokens are the slots' last, behind `ends_B` rows; `out_B` is what the host reads. One launch.
+    def end(self, sampled_R: torch.Tensor, rows: SampledRows) -> None:
+        """The sampled tokens are the slots' last, behind `ends_R` rows; `out_R` is what the host reads. One launch.
 
         A row beyond its slot's limit stays where it was, and gives IDLE.
         """
-        if slots_B.is_cuda:
+        slots_R, ends_R, out_R = rows
+        if slots_R.is_cuda:
             from vmmkv.kernels.step import end_step
 
-            end_step(slots_B, sampled_B, ends_B, self._limit, self.tokens_S, self.lengths_S, out_B)
+            end_step(slots_R, sampled_R, ends_R, self._limit, self.tokens_S, self.lengths_S, out_R)
         else:
-            moves = (slots_B > 0) & (ends_B <= self._limit[slots_B])
-            moved = slots_B[moves].long()
-            self.tokens_S[moved] = sampled_B[moves].clamp(min=0)
-            self.lengths_S[moved] = ends_B[moves]
-            out_B.copy_(torch.where(moves, sampled_B, IDLE))
-
-
-_SampleAndEnd = Callable[..., None]
-"""`Runner._sample_and_end`."""
+            moves = (slots_R > 0) & (ends_R <= self._limit[slots_R])
+            moved = slots_R[moves].long()
+            self.tokens_S[moved] = sampled_R[moves].clamp(min=0)
+            self.lengths_S[moved] = ends_R[moves]
+            out_R.copy_(torch.where(moves, sampled_R, IDLE))
 
 
 @dataclass(slots=True)
@@ -364,7 +320,7 @@ class _Graph:
     """What the forward half takes; of mixed steps."""
 
     @classmethod
-    def capture(cls, forward: Callable[[], torch.Tensor], sample: Callable[..., None], pool: Any) -> "_Graph":
+    def capture(cls, runner: Runner, forward: Callable[[], torch.Tensor], rows: SampledRows, pool: Any) -> "_Graph":
         """`pool` is the memory of graphs of which one is replayed at a time: the largest is made first, the others fit into it.
 
         Cost: the forward half twice, the sampling half four times.
@@ -379,9 +335,9 @@ class _Graph:
 
         replay, samples = _captured(again, pool), {}
         for greedy in (True, False):
-            one = functools.partial(sample, logits_RV, greedy=greedy)
-            one()
-            samples[greedy] = _captured(one, pool)
+            sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
+            sample()
+            samples[greedy] = _captured(sample, pool)
         return cls(logits_RV, replay, samples, launch_s)
 
 
@@ -399,9 +355,9 @@ class _DecodeSteps:
     the next size that was captured.
     """
 
-    def __init__(self, model: Model, state: DeviceState, uploads: Uploads, sample: _SampleAndEnd, max_rows: int) -> None:
-        self._model, self._state, self._uploads, self._sample = model, state, uploads, sample
-        device = state.tokens_S.device
+    def __init__(self, runner: Runner, max_rows: int) -> None:
+        self._runner = runner
+        device = runner.uploads.device
         self._sizes = batch_sizes(max_rows)
         buffers = torch.zeros(5, round_up(max_rows, ALIGNED_ELEMENTS), dtype=torch.int32, device=device).unbind()
         self._slots_B, self._ids_B, self._positions_B, self._ends_B, self._out_B = buffers
@@ -423,76 +379,61 @@ class _DecodeSteps:
         self._slots_B.zero_()
         self._groups.clear()
         for size in reversed(self._sizes):
-            sample = functools.partial(self._sample_rows, size)
             for is_grouped in (False, True) if size >= _MIN_GROUPED_ROWS else (False,):
-                forward = functools.partial(self._forward, size, None, is_grouped)
-                self._graphs[size, is_grouped] = _Graph.capture(forward, sample, pool)
+                forward = functools.partial(self._forward, size, is_grouped=is_grouped)
+                self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(size), pool)
 
-    def set_groups(self, slots: Slots, groups: Sequence[Group]) -> None:
+    def set_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """See Runner.set_prefix_groups."""
         self._is_grouped = bool(groups)
         if groups:
-            self._groups.upload(slots, groups, self._uploads)
+            self._groups.upload(slots, groups, self._runner.uploads)
 
-    def forward(self, slots: Slots, lengths: Slots) -> Step:
+    def forward(self, step: Step) -> Forwarded:
         """Launch the forward half. The slots are uploaded if they are others than last time."""
-        num_rows = len(slots)
+        slots, num_rows = step.slots, len(step.slots)
         size = next(size for size in self._sizes if size >= num_rows) if self._graphs else num_rows
         if self._uploaded is None or not np.array_equal(self._uploaded, slots):
             padded = np.zeros(size, np.int32)
             padded[:num_rows] = slots
-            self._uploads.into(self._slots_B[:size], padded)
+            self._runner.uploads.into(self._slots_B[:size], padded)
             self._uploaded = slots.copy()
         graph = self._graphs.get((size, self._is_grouped and size >= _MIN_GROUPED_ROWS))
         if graph is None:
-            logits_BV = self._forward(size, (slots, lengths), False)
+            logits_BV = self._forward(size, is_grouped=False)
         else:
             graph.forward()
             logits_BV = graph.logits_RV
-        return Step(
-            logits_RV=logits_BV, slots_R=self._slots_B[:size], ends_R=self._ends_B[:size], out_R=self._out_B[:size],
-            slots=slots, ends=lengths + 1, graph=graph, candidates=[], states=None,
-        )  # fmt: skip
+        return Forwarded(logits_RV=logits_BV, rows=self._rows(size), slots=slots, ends=step.ends, graph=graph)
 
-    def _forward(self, size: int, known: tuple[Slots, Slots] | None, is_grouped: bool) -> torch.Tensor:
+    def _rows(self, size: int) -> SampledRows:
+        return SampledRows(self._slots_B[:size], self._ends_B[:size], self._out_B[:size])
+
+    def _forward(self, size: int, *, is_grouped: bool) -> torch.Tensor:
         slots_B, ids_B, positions_B, ends_B = (
             tensor[:size] for tensor in (self._slots_B, self._ids_B, self._positions_B, self._ends_B)
         )
-        self._state.begin(slots_B, ids_B, positions_B, ends_B)
-        runs = None
-        if known is not None and not slots_B.is_cuda:
-            runs = tuple(
-                Run(slot=slot, start=start, count=1, column=row)
-                for row, (slot, start) in enumerate(zip(known[0].tolist(), known[1].tolist(), strict=True))
-            )
-        batch = Batch(
-            slots_N=slots_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None, runs=runs,
+        self._runner.state.begin(slots_B, ids_B, positions_B, ends_B)
+        attention = AttentionMetadata(
+            slots_N=slots_B, positions_N=positions_B, slots_B=slots_B, lengths_B=ends_B, query_starts=None,
             shared=self._groups.tensors(size) if is_grouped else None,
         )  # fmt: skip
-        return self._model.forward(ids_B, batch, None)
-
-    def _sample_rows(self, size: int, logits_BV: torch.Tensor, *, greedy: bool) -> None:
-        self._sample(logits_BV, self._slots_B[:size], self._ends_B[:size], self._out_B[:size], greedy=greedy)
+        return self._runner.model.forward(ids_B, attention, None)
 
 
 class _MixedSteps:
     """Steps that compute chunks of prompts beside the rows that decode, whose tokens are on the device.
 
-        upload  | of each run: slot, length, where its queries start | of each token: id, slot, position |
-                | of each run that is given a token: column, slot, length |
-
     Tokens are filled up to the next size that was captured, where that is faster than launching so many one by one.
     """
 
-    def __init__(
-        self, model: Model, state: DeviceState, uploads: Uploads, sample: _SampleAndEnd, max_rows: int, max_tokens: int
-    ) -> None:
-        self._model, self._state, self._uploads, self._sample = model, state, uploads, sample
-        device = state.tokens_S.device
+    def __init__(self, runner: Runner, max_rows: int, max_tokens: int) -> None:
+        self._runner = runner
+        device = runner.uploads.device
         self._on_gpu: Final = device.type == "cuda"
         self._max_rows: Final = max_rows
         self._max_tokens: Final = max_tokens
-        self._packed = torch.zeros(_Places(max_rows, max_tokens).size, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(packed_size(_MixedInput.sizes(max_rows, max_tokens)), dtype=torch.int32, device=device)
         self._out_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
         self._launch_s = float("inf")
@@ -502,16 +443,9 @@ class _MixedSteps:
         """Make the graphs, and time them."""
         self._packed.zero_()
         for size in reversed(token_sizes(self._max_tokens)):
-            places = _Places(self._max_rows, size)
-
-            def forward(places: "_Places" = places) -> torch.Tensor:
-                return self._model.forward(*self._input(places, None))
-
-            def sample(logits_RV: torch.Tensor, places: "_Places" = places, *, greedy: bool) -> None:
-                _, slots_R, ends_R = places.of_rows(self._packed)
-                self._sample(logits_RV, slots_R, ends_R, self._out_R[: len(logits_RV)], greedy=greedy)
-
-            graph = self._graphs[size] = _Graph.capture(forward, sample, pool)
+            uploaded = _MixedInput(*aligned_parts(self._packed, _MixedInput.sizes(self._max_rows, size)))
+            forward = functools.partial(self._forward, uploaded)
+            graph = self._graphs[size] = _Graph.capture(self._runner, forward, self._rows(uploaded), pool)
             self._launch_s = min(self._launch_s, graph.launch_s)
             torch.cuda.synchronize()
             began_s = time.perf_counter()
@@ -519,27 +453,59 @@ class _MixedSteps:
             torch.cuda.synchronize()
             graph.took_s = time.perf_counter() - began_s
 
-    def forward(self, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> Step:
+    def forward(self, step: Step) -> Forwarded:
         """Launch the forward half."""
-        step = _MixedInput.of(slots, lengths, chunks)
-        num_tokens = len(step.ids_N)
+        chunks, num_decoding = step.chunks, len(step.slots)
+        slots_B = np.concatenate([step.slots, np.array([chunk.slot for chunk in chunks], np.int64)])
+        ends_B = np.concatenate([step.ends, np.array([chunk.end for chunk in chunks], np.int64)])
+        counts_B = np.array([1] * num_decoding + [len(chunk.tokens) for chunk in chunks], np.int64)
+        begins_B = np.cumsum(counts_B) - counts_B
+        ids_N = np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)])
+        last = [(index, chunk) for index, chunk in enumerate(chunks, num_decoding) if chunk.is_last]
+        sampled = np.array([*range(num_decoding), *(index for index, _ in last)], np.int64)
+        scored: list[tuple[int, ScoredRows]] = []
+        scored_columns: list[Slots] = []
+        for index, chunk in enumerate(chunks):
+            if (rows := chunk.request.scored_rows(chunk.start, chunk.end)) is not None:
+                scored.append((index, rows))
+                first = begins_B[num_decoding + index] + rows.first - chunk.start
+                scored_columns.append(np.arange(first, first + len(rows.tokens)))
+
+        num_runs, num_tokens, num_rows = len(slots_B), len(ids_N), len(sampled)
         # Graphs give logits of the rows that are given a token; any number of others may be scored.
-        size, graph = (num_tokens, None) if step.scored else self._graph_for(num_tokens)
-        places = _Places(self._max_rows if self._on_gpu else len(step.slots_B), size)
-        self._uploads.into(self._packed[: places.size], step.packed(places))
+        size, graph = (num_tokens, None) if scored else self._graph_for(num_tokens)
+        sizes = _MixedInput.sizes(self._max_rows if self._on_gpu else num_runs, size)
+        packed = np.zeros(packed_size(sizes), np.int32)
+        filled = _MixedInput(*aligned_parts(packed, sizes))
+        which_N = np.repeat(np.arange(num_runs), counts_B)
+        filled.slots_B[:num_runs], filled.lengths_B[:num_runs] = slots_B, ends_B
+        filled.query_starts[:num_runs], filled.query_starts[num_runs:] = begins_B, num_tokens
+        filled.ids_N[:num_tokens], filled.slots_N[:num_tokens] = ids_N, slots_B[which_N]
+        filled.positions_N[:num_tokens] = np.arange(num_tokens) + (ends_B - counts_B - begins_B)[which_N]
+        filled.last_R[:num_rows] = (begins_B + counts_B - 1)[sampled]
+        filled.slots_R[:num_rows], filled.ends_R[:num_rows] = slots_B[sampled], ends_B[sampled]
+        self._runner.uploads.into(self._packed[: len(packed)], packed)
+
+        uploaded = _MixedInput(*aligned_parts(self._packed, sizes))
         states = None
         if graph is not None:
             graph.forward()
             logits_RV = graph.logits_RV
-        elif step.scored:
-            logits_RV, states = self._forward_scored(places, step)
+        elif scored:
+            # A second upload says which rows are scored.
+            columns_W, tokens_W = self._runner.uploads.pack(
+                [np.concatenate(scored_columns), np.concatenate([rows.tokens for _, rows in scored])]
+            )
+            all_ids_N, attention, last_R = self._input(uploaded)
+            states_AE = self._runner.model.states(all_ids_N, attention, torch.cat([last_R, columns_W.long()]))
+            logits_RV = self._runner.model.logits(states_AE[: len(last_R)])
+            states = States(states_AE[len(last_R) :], tokens_W, scored)
         else:
-            logits_RV = self._model.forward(*self._input(places, None if self._on_gpu else step.runs()))
-        _, slots_R, ends_R = places.of_rows(self._packed)
-        return Step(
-            logits_RV=logits_RV, slots_R=slots_R, ends_R=ends_R, out_R=self._out_R[: len(logits_RV)],
-            slots=step.slots_B[step.sampled], ends=step.ends_B[step.sampled],
-            graph=graph, candidates=step.candidates, states=states,
+            logits_RV = self._forward(uploaded)
+        return Forwarded(
+            logits_RV=logits_RV, rows=self._rows(uploaded), slots=slots_B[sampled], ends=ends_B[sampled], graph=graph,
+            candidates=[(row, each.num_candidates) for row, (_, each) in enumerate(last, num_decoding) if each.num_candidates],
+            states=states,
         )  # fmt: skip
 
     def _graph_for(self, num_tokens: int) -> tuple[int, _Graph | None]:
@@ -551,130 +517,43 @@ class _MixedSteps:
         is_faster = graph.took_s <= max(self._launch_s, graph.took_s * num_tokens / size)
         return (size, graph) if is_faster else (num_tokens, None)
 
-    def _forward_scored(self, places: "_Places", step: "_MixedInput") -> tuple[torch.Tensor, States]:
-        """The logits, and the states of the rows that are scored. A second upload says which they are."""
-        columns_W = np.concatenate([np.arange(len(rows.tokens)) + column for column, _, rows in step.scored])
-        columns, tokens_W = self._uploads.pack([columns_W, np.concatenate([rows.tokens for _, _, rows in step.scored])])
-        ids_N, batch, last_R = self._input(places, None if self._on_gpu else step.runs())
-        states_AE = self._model.states(ids_N, batch, torch.cat([last_R, columns.long()]))
-        scored = [(index, rows) for _, index, rows in step.scored]
-        return self._model.logits(states_AE[: len(last_R)]), States(states_AE[len(last_R) :], tokens_W, scored)
+    def _rows(self, uploaded: "_MixedInput[torch.Tensor]") -> SampledRows:
+        return SampledRows(uploaded.slots_R, uploaded.ends_R, self._out_R[: len(uploaded.slots_R)])
 
-    def _input(self, places: "_Places", runs: tuple[Run, ...] | None) -> tuple[torch.Tensor, Batch, torch.Tensor]:
+    def _forward(self, uploaded: "_MixedInput[torch.Tensor]") -> torch.Tensor:
+        return self._runner.model.forward(*self._input(uploaded))
+
+    def _input(self, uploaded: "_MixedInput[torch.Tensor]") -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
         """Token ids, what attention needs of them, and the columns behind which tokens are wanted."""
-        slots_B, lengths_B, query_starts = places.of_runs(self._packed)
-        ids_N, slots_N, positions_N = places.of_tokens(self._packed)
-        last_R, _, _ = places.of_rows(self._packed)
-        ids_N = torch.where(ids_N == ON_DEVICE, self._state.tokens_S[slots_N.long()], ids_N)
-        batch = Batch(
-            slots_N=slots_N, positions_N=positions_N, slots_B=slots_B, lengths_B=lengths_B, query_starts=query_starts, runs=runs
-        )
-        return ids_N, batch, last_R.long()
+        ids_N, slots_N = uploaded.ids_N, uploaded.slots_N
+        ids_N = torch.where(ids_N == ON_DEVICE, self._runner.state.tokens_S[slots_N.long()], ids_N)
+        attention = AttentionMetadata(
+            slots_N=slots_N, positions_N=uploaded.positions_N, slots_B=uploaded.slots_B, lengths_B=uploaded.lengths_B,
+            query_starts=uploaded.query_starts,
+        )  # fmt: skip
+        return ids_N, attention, uploaded.last_R.long()
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the parts of a mixed step lie in what is uploaded; each begins aligned."""
+class _MixedInput(NamedTuple, Generic[Array]):
+    """What a mixed step uploads, on the host or on the device.
 
-    num_runs: int
-    num_tokens: int
+    Padding is sequences without tokens, tokens of the null slot, which are not written, and rows of the null slot.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that are given a token; a forward pass has at least one output."""
-        return max(1, min(self.num_runs, self.num_tokens))
+    slots_B: Array
+    lengths_B: Array
+    query_starts: Array
+    """[B + 1]"""
+    last_R: Array
+    """Column of the last token of each row that is given a token."""
+    slots_R: Array
+    ends_R: Array
+    ids_N: Array
+    slots_N: Array
+    positions_N: Array
 
-    @property
-    def size(self) -> int:
-        """Elements in all."""
-        runs, rows = (round_up(count + 1, ALIGNED_ELEMENTS) for count in (self.num_runs, self.num_rows))
-        return 3 * runs + 3 * rows + 3 * round_up(self.num_tokens, ALIGNED_ELEMENTS)
-
-    def of_runs(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Slots and lengths [B], and starts of queries [B + 1]."""
-        slots, lengths, starts = _parts(packed, 0, self.num_runs + 1)
-        return [slots[:-1], lengths[:-1], starts]
-
-    def of_rows(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Columns, slots and lengths [R]."""
-        begin = 3 * round_up(self.num_runs + 1, ALIGNED_ELEMENTS)
-        return [part[:-1] for part in _parts(packed, begin, self.num_rows + 1)]
-
-    def of_tokens(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Ids, slots and positions [N]."""
-        runs, rows = (round_up(count + 1, ALIGNED_ELEMENTS) for count in (self.num_runs, self.num_rows))
-        return _parts(packed, 3 * runs + 3 * rows, self.num_tokens)
-
-
-def _parts(packed: torch.Tensor, begin: int, count: int) -> list[torch.Tensor]:
-    stride = round_up(count, ALIGNED_ELEMENTS)
-    return [packed[first : first + count] for first in range(begin, begin + 3 * stride, stride)]
-
-
-@dataclass(frozen=True, slots=True)
-class _MixedInput:
-    """A mixed step on the host, as runs of tokens side by side: those that decode, then the chunks."""
-
-    slots_B: Slots
-    starts_B: Slots
-    counts_B: Slots
-    ids_N: TokenIds
-    sampled: Slots
-    """Runs that are given a token."""
-    candidates: list[tuple[int, int]]
-    scored: list[tuple[int, int, ScoredRows]]
-    """Of chunks with scored rows: the column of the first one, the index of the chunk, and the rows."""
-
-    @classmethod
-    def of(cls, slots: Slots, lengths: Slots, chunks: Sequence[Chunk]) -> "_MixedInput":
-        num_decoding = len(slots)
-        sampled = [*range(num_decoding), *(num_decoding + index for index, chunk in enumerate(chunks) if chunk.is_last)]
-        wanted = [0] * num_decoding + [chunk.num_candidates for chunk in chunks]
-        column, scored = num_decoding, list[tuple[int, int, ScoredRows]]()
-        for index, chunk in enumerate(chunks):
-            rows = chunk.request.scored_rows(chunk.start, chunk.end)
-            if rows is not None:
-                scored.append((column + rows.first - chunk.start, index, rows))
-            column += len(chunk.tokens)
-        return cls(
-            slots_B=np.concatenate([slots, np.array([chunk.slot for chunk in chunks], np.int64)]),
-            starts_B=np.concatenate([lengths, np.array([chunk.start for chunk in chunks], np.int64)]),
-            counts_B=np.array([1] * num_decoding + [len(chunk.tokens) for chunk in chunks], np.int64),
-            ids_N=np.concatenate([np.full(num_decoding, ON_DEVICE, np.int32), *(chunk.tokens for chunk in chunks)]),
-            sampled=np.array(sampled, np.int64),
-            candidates=[(row, wanted[run]) for row, run in enumerate(sampled) if wanted[run]],
-            scored=scored,
-        )
-
-    @property
-    def ends_B(self) -> Slots:
-        """Rows of each sequence, the new ones included."""
-        return self.starts_B + self.counts_B
-
-    @property
-    def columns_B(self) -> Slots:
-        """Where the tokens of each run begin."""
-        columns: Slots = np.cumsum(self.counts_B) - self.counts_B
-        return columns
-
-    def runs(self) -> tuple[Run, ...]:
-        """For attention that goes run by run."""
-        table = np.stack((self.slots_B, self.starts_B, self.counts_B, self.columns_B), axis=1).tolist()
-        return tuple(Run(slot=slot, start=start, count=count, column=column) for slot, start, count, column in table)
-
-    def packed(self, places: _Places) -> npt.NDArray[np.int32]:
-        """As it is uploaded. It is filled up with runs without queries, and tokens of the null slot, which are not written."""
-        packed = np.zeros(places.size, np.int32)
-        num_runs, num_tokens, columns_B, ends_B = len(self.slots_B), len(self.ids_N), self.columns_B, self.ends_B
-        which_N = np.repeat(np.arange(num_runs), self.counts_B)
-        slots, lengths, query_starts = (part.numpy() for part in places.of_runs(torch.from_numpy(packed)))
-        slots[:num_runs], lengths[:num_runs] = self.slots_B, ends_B
-        query_starts[:num_runs], query_starts[num_runs:] = columns_B, num_tokens
-        ids, slots_N, positions = (part.numpy() for part in places.of_tokens(torch.from_numpy(packed)))
-        ids[:num_tokens], slots_N[:num_tokens] = self.ids_N, self.slots_B[which_N]
-        positions[:num_tokens] = self.starts_B[which_N] + np.arange(num_tokens) - columns_B[which_N]
-        last, slots_R, ends_R = (part.numpy() for part in places.of_rows(torch.from_numpy(packed)))
-        num_rows = len(self.sampled)
-        last[:num_rows] = columns_B[self.sampled] + self.counts_B[self.sampled] - 1
-        slots_R[:num_rows], ends_R[:num_rows] = self.slots_B[self.sampled], ends_B[self.sampled]
-        return packed
+    @staticmethod
+    def sizes(num_sequences: int, num_tokens: int) -> list[int]:
+        """Elements of each."""
+        num_sampled: int = max(1, min(num_sequences, num_tokens))  # a forward pass has at least one output
+        return [num_sequences, num_sequences, num_sequences + 1, *[num_sampled] * 3, *[num_tokens] * 3]

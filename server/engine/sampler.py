@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from vmmkv.kernels import reference
 from vmmkv.kernels.reference import COLDEST, NOT_A_NUMBER
 from vmmkv.server.engine.uploads import Uploads
-from vmmkv.server.protocol import Generate
+from vmmkv.server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vmmkv.server.engine.request import Request
@@ -33,6 +34,8 @@ __all__ = ["NOT_A_NUMBER", "Sampler", "likeliest", "logprobs"]
 
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NUM_PLANES: Final = len(_FLOATS) + 3
+
+_ALWAYS: Final = np.iinfo(np.int64).max
 
 _MIN_STATES: Final = 4
 """Rows of penalties that are allocated first; later twice as many."""
@@ -47,9 +50,10 @@ class Sampler:
     num_slots: with slot 0, the null slot, which pads batches; it is greedy. vocabulary_size: V of the logits.
     """
 
-    def __init__(self, num_slots: int, vocabulary_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocabulary_size: int, uploads: Uploads) -> None:
+        device = uploads.device
         self._vocabulary_size = vocabulary_size
-        self._uploads = Uploads(device)
+        self._uploads = uploads
         # Planes of one tensor, so that one launch writes all parameters of a slot.
         self._planes_PS = torch.zeros((_NUM_PLANES, num_slots), dtype=torch.int32, device=device)
         floats = [plane_S.view(torch.float32) for plane_S in self._planes_PS[: len(_FLOATS)]]
@@ -58,56 +62,46 @@ class Sampler:
         self._seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._top_p_S.fill_(1.0)
         self._repetition_S.fill_(1.0)
-        self._is_greedy = np.ones(num_slots, np.bool_)
-        self._penalties = Penalties(vocabulary_size, device)
-        self._min_tokens = MinTokens(num_slots, device)
-
-    def check(self, ask: Generate) -> None:
-        """Raises: ValueError for parameters that this model cannot serve, in words for the client."""
-        stranger = next((token for token in ask.params.logit_bias if not 0 <= token < self._vocabulary_size), None)
-        if stranger is not None:
-            wanted = f"ids of the model's vocabulary, 0 to {self._vocabulary_size - 1}"
-            raise ValueError(f"logit_bias has token {stranger}; wanted {wanted}")
+        self._penalties = Penalties(vocabulary_size, uploads)
+        self._min_tokens = MinTokens(num_slots, uploads)
+        # By slot, on the host.
+        self.is_greedy: Final = np.ones(num_slots, np.bool_)
+        """Does the slot take the likeliest token?"""
+        self.adjusted_until: Final = np.zeros(num_slots, np.int64)
+        """Its logits go through `adjust`, and its tokens through `count`, while fewer tokens than that are there."""
+        self.num_logprobs: Final = np.full(num_slots, -1)
+        """How many of the likeliest tokens come with each of its tokens; -1 if no log-probabilities are wanted."""
 
     def assign(self, requests: Sequence["Request"]) -> None:
         """Sample by these requests' parameters in their slots from now on.
 
         Cost: one copy to the device, in order behind what has been launched; another one for penalties or biases, and for
         `min_tokens`, and memory for their state. Waits for nothing. Not under graph capture.
-        Raises: ValueError as `check`, before anything has changed.
         """
         for request in requests:
-            self.check(request.ask)
-        if not requests:
-            return
-        for request in requests:
             self._penalties.release(request.memory.slot)
+        every = [request.ask.params for request in requests]
+        slots = np.array([request.memory.slot for request in requests], np.int32)
         planes_PN = np.empty((_NUM_PLANES, len(requests)), np.int32)
         for i, name in enumerate(_FLOATS):
-            planes_PN[i] = np.array([getattr(request.ask.params, name) for request in requests], np.float32).view(np.int32)
-        planes_PN[-3] = [min(request.ask.params.top_k, self._vocabulary_size) for request in requests]
-        planes_PN[-2] = self._penalties.assign(requests, self._uploads)
-        planes_PN[-1] = [request.min_length for request in requests]
-        self._min_tokens.assign(requests, self._uploads)
-        seeds = np.array([(request.ask.params.seed or 0) & (2**64 - 1) for request in requests], np.uint64)
-        slots = np.array([request.memory.slot for request in requests], np.int32)
+            planes_PN[i] = np.array([getattr(params, name) for params in every], np.float32).view(np.int32)
+        planes_PN[-3] = [min(params.top_k, self._vocabulary_size) for params in every]
+        planes_PN[-2] = self._penalties.assign(requests)
+        planes_PN[-1] = min_lengths = [request.min_length for request in requests]
+        self._min_tokens.assign(requests)
+        seeds = np.array([(params.seed or 0) & (2**64 - 1) for params in every], np.uint64)
         slots_N, planes, seed_words = self._uploads.pack([slots, planes_PN.reshape(-1), seeds.view(np.int32)])
         slots_N = slots_N.long()
         self._planes_PS.index_copy_(1, slots_N, planes.view(_NUM_PLANES, len(requests)))
         self._seed_S.index_copy_(0, slots_N, seed_words.view(torch.int64))
-        self._is_greedy[slots] = planes_PN[0].view(np.float32) < np.float32(COLDEST)
+        self.is_greedy[slots] = planes_PN[0].view(np.float32) < np.float32(COLDEST)
+        self.adjusted_until[slots] = np.where(planes_PN[-2] > 0, _ALWAYS, min_lengths)
+        self.num_logprobs[slots] = [-1 if params.logprobs is None else params.logprobs for params in every]
 
     def release(self, slot: int) -> None:
         """The request in this slot samples no more. Changes host state only: launched steps run as they are."""
         self._penalties.release(slot)
-
-    def is_greedy(self, slot: int) -> bool:
-        """Does this slot take the likeliest token?"""
-        return bool(self._is_greedy[slot])
-
-    def has_penalties(self, slot: int) -> bool:
-        """Must logits of this slot always go through `adjust`, and its tokens through `count`?"""
-        return self._penalties.has(slot)
+        self.is_greedy[slot], self.adjusted_until[slot], self.num_logprobs[slot] = True, 0, -1
 
     def sample(
         self, logits_BV: torch.Tensor, slots_B: torch.Tensor, positions_B: torch.Tensor, *, greedy: bool
@@ -157,12 +151,12 @@ class Penalties:
     Row 0 is for slots without penalties, so that a kernel finds a row for every slot. Legend: R rows of state.
     """
 
-    def __init__(self, vocabulary_size: int, device: torch.device) -> None:
-        self._vocabulary_size, self._device = vocabulary_size, device
+    def __init__(self, vocabulary_size: int, uploads: Uploads) -> None:
+        self._vocabulary_size, self._uploads = vocabulary_size, uploads
         self._row_of_slot: dict[int, int] = {}
         self._free: list[int] = []
-        self._counts_RV = torch.empty((0, vocabulary_size), dtype=torch.int32, device=device)
-        self._prompt_RV = torch.empty((0, vocabulary_size), dtype=torch.uint8, device=device)
+        self._counts_RV = torch.empty((0, vocabulary_size), dtype=torch.int32, device=uploads.device)
+        self._prompt_RV = torch.empty((0, vocabulary_size), dtype=torch.uint8, device=uploads.device)
         self._bias_RV: torch.Tensor | None = None
 
     @property
@@ -170,28 +164,23 @@ class Penalties:
         """Rows of state that there is memory for, used or not."""
         return len(self._counts_RV)
 
-    def has(self, slot: int) -> bool:
-        """Has this slot a row?"""
-        return slot in self._row_of_slot
-
     def release(self, slot: int) -> None:
         """Free the row of a slot. Launched steps may still read it: the next owner writes it behind them."""
         row = self._row_of_slot.pop(slot, None)
         if row is not None:
             self._free.append(row)
 
-    def assign(self, requests: Sequence["Request"], uploads: Uploads) -> list[int]:
+    def assign(self, requests: Sequence["Request"]) -> list[int]:
         """Fill a row for each request that needs one, and return the rows; 0 for the others. Waits for nothing."""
-        penalised = [request for request in requests if _has_penalties(request.ask)]
-        if not penalised:
-            return [0] * len(requests)
-        if len(self._free) < len(penalised):
-            self._grow(len(penalised))
-        if self._bias_RV is None and any(request.ask.params.logit_bias for request in penalised):
-            self._bias_RV = torch.zeros(self._counts_RV.shape, dtype=torch.float32, device=self._device)
-        for request in penalised:
-            self._row_of_slot[request.memory.slot] = self._free.pop()
-        self._fill(penalised, uploads)
+        penalised = [request for request in requests if _has_penalties(request.ask.params)]
+        if penalised:
+            if len(self._free) < len(penalised):
+                self._grow(len(penalised))
+            if self._bias_RV is None and any(request.ask.params.logit_bias for request in penalised):
+                self._bias_RV = torch.zeros(self._counts_RV.shape, dtype=torch.float32, device=self._uploads.device)
+            for request in penalised:
+                self._row_of_slot[request.memory.slot] = self._free.pop()
+            self._fill(penalised)
         return [self._row_of_slot.get(request.memory.slot, 0) for request in requests]
 
     def apply(self, logits_BV: torch.Tensor, slots_B: torch.Tensor, **parameters: torch.Tensor) -> None:
@@ -214,7 +203,7 @@ class Penalties:
         places_B = rows_B * self._vocabulary_size + tokens_B.long().clamp(min=0)
         self._counts_RV.view(-1).scatter_add_(0, places_B, torch.ones_like(places_B, dtype=torch.int32))
 
-    def _fill(self, requests: Sequence["Request"], uploads: Uploads) -> None:
+    def _fill(self, requests: Sequence["Request"]) -> None:
         """Overwrite the rows of these requests. One copy to the device."""
         rows = np.array([self._row_of_slot[request.memory.slot] for request in requests], np.int64)
         firsts = rows * self._vocabulary_size
@@ -222,7 +211,7 @@ class Penalties:
         counted = [np.unique(request.tokens[len(request.prompt) :], return_counts=True) for request in requests]
         biased = [np.fromiter(request.ask.params.logit_bias, np.int64) for request in requests]
         biases = np.fromiter(chain.from_iterable(request.ask.params.logit_bias.values() for request in requests), np.float32)
-        rows_A, prompt, generated, counts, biased_places, bias_bits = uploads.pack(
+        rows_A, prompt, generated, counts, biased_places, bias_bits = self._uploads.pack(
             [
                 rows,
                 _places(firsts, prompts),
@@ -241,13 +230,12 @@ class Penalties:
             self._bias_RV.view(-1).index_copy_(0, biased_places.long(), bias_bits.view(torch.float32))
 
     def _grow(self, num_wanted: int) -> None:
-        """Double the rows, or have as many as are wanted; contents stay."""
+        """Double the rows, or have as many as are wanted; contents stay. If there is no memory nothing changes."""
         old = self.num_rows
         new = max(2 * old, max(old, 1) + num_wanted - len(self._free), 1 + _MIN_STATES)
-        self._counts_RV = _grown(self._counts_RV, new)
-        self._prompt_RV = _grown(self._prompt_RV, new)
-        if self._bias_RV is not None:
-            self._bias_RV = _grown(self._bias_RV, new)
+        more = (0, 0, 0, new - old)
+        bias_RV = None if self._bias_RV is None else F.pad(self._bias_RV, more)
+        self._counts_RV, self._prompt_RV, self._bias_RV = F.pad(self._counts_RV, more), F.pad(self._prompt_RV, more), bias_RV
         self._free += range(new - 1, max(old, 1) - 1, -1)
 
 
@@ -258,23 +246,26 @@ class MinTokens:
 
     The device knows how many tokens there are, so steps in flight need nothing from the host. Memory is allocated on demand.
 
-    Legend: E ids.
+    Legend: E ids. A slot with fewer ids repeats one of them: to suppress it twice is to suppress it.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._num_slots, self._device = num_slots, device
-        self._ids_SE = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
+    def __init__(self, num_slots: int, uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._ids_SE = torch.zeros((num_slots, 0), dtype=torch.int64, device=uploads.device)
 
-    def assign(self, requests: Sequence["Request"], uploads: Uploads) -> None:
+    def assign(self, requests: Sequence["Request"]) -> None:
         """Upload the suppressed ids of the requests that have `min_tokens`. Waits for nothing."""
         ids_of = {request.memory.slot: sorted(request.suppressed_ids) for request in requests if request.min_length}
         if not ids_of:
             return
-        self._grow(max(map(len, ids_of.values())))
+        num_slots, old = self._ids_SE.shape
+        if (wanted := max(map(len, ids_of.values()))) > old:
+            more = max(wanted, 2 * old, _MIN_IDS) - old
+            fill_S1 = self._ids_SE[:, :1] if old else self._ids_SE.new_zeros((num_slots, 1))
+            self._ids_SE = torch.cat([self._ids_SE, fill_S1.expand(-1, more)], dim=1)
         num_ids = self._ids_SE.shape[1]
-        # Filled up with an id that is among them: to suppress it twice is to suppress it.
         filled_NE = np.array([ids + ids[:1] * (num_ids - len(ids)) for ids in ids_of.values()], np.int32)
-        slots_N, filled = uploads.pack([list(ids_of), filled_NE.reshape(-1)])
+        slots_N, filled = self._uploads.pack([list(ids_of), filled_NE.reshape(-1)])
         self._ids_SE.index_copy_(0, slots_N.long(), filled.view(filled_NE.shape).long())
 
     def suppress(
@@ -288,17 +279,6 @@ class MinTokens:
         is_early_B1 = (positions_B < min_length_S[slots_B])[:, None]
         # Equal ids of a row are written the same.
         logits_BV.scatter_(1, ids_BE, logits_BV.gather(1, ids_BE).masked_fill(is_early_B1, -torch.inf))
-
-    def _grow(self, num_ids: int) -> None:
-        """Make room for so many ids of a slot; those of a slot are filled up with its first."""
-        old = self._ids_SE.shape[1]
-        if num_ids <= old:
-            return
-        grown_SE = torch.zeros((self._num_slots, max(num_ids, 2 * old, _MIN_IDS)), dtype=torch.int64, device=self._device)
-        if old:
-            grown_SE.copy_(self._ids_SE[:, :1].expand_as(grown_SE))
-            grown_SE[:, :old] = self._ids_SE
-        self._ids_SE = grown_SE
 
 
 def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,17 +302,11 @@ def logprobs(
     return chosen_R, best.values, best.indices
 
 
-def _has_penalties(ask: Generate) -> bool:
-    penalties = (ask.params.presence_penalty, ask.params.frequency_penalty, ask.params.repetition_penalty)
-    return penalties != (0.0, 0.0, 1.0) or bool(ask.params.logit_bias)
+def _has_penalties(params: SamplingParams) -> bool:
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return penalties != (0.0, 0.0, 1.0) or bool(params.logit_bias)
 
 
 def _places(firsts: npt.NDArray[np.int64], ids: Sequence[npt.NDArray[np.int32 | np.int64]]) -> npt.NDArray[np.int64]:
     """Indices of token ids in the flattened state, whose rows begin at `firsts`."""
     return np.concatenate([first + each for first, each in zip(firsts, ids, strict=True)])
-
-
-def _grown(state_RV: torch.Tensor, num_rows: int) -> torch.Tensor:
-    grown_RV = torch.zeros((num_rows, state_RV.shape[1]), dtype=state_RV.dtype, device=state_RV.device)
-    grown_RV[: len(state_RV)] = state_RV
-    return grown_RV

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,8 +9,8 @@ import numpy as np
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
-from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status
-from vmmkv.server.engine.runner import Runner
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step
+from vmmkv.server.engine.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +36,6 @@ class CannotRun(Exception):
         self.request = request
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A step, whose memory is mapped."""
-
-    decoding: Slots
-    """Slots that compute the one token that is on the device."""
-    chunks: list[Chunk]
-    """Tokens that the host knows."""
-
-    def __bool__(self) -> bool:
-        return bool(len(self.decoding) or self.chunks)
-
-
 class Scheduler:
     """Plans steps of at most `step_tokens` tokens: first the requests that decode, then prompts, the oldest first, as far as
     there is room (chunked prefill, as in Sarathi-Serve).
@@ -69,7 +55,7 @@ class Scheduler:
         self,
         cache: EngineCache,
         prefix: Prefixes | None,
-        runner: Runner,
+        sampler: Sampler,
         *,
         step_tokens: int,
         max_sequences: int,
@@ -84,7 +70,7 @@ class Scheduler:
         self.num_preempted = 0
         self._cache = cache
         self._prefix = prefix
-        self._runner = runner
+        self._sampler = sampler
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
         self._drain = drain
@@ -106,8 +92,8 @@ class Scheduler:
         """The request of that id, if it has not ended."""
         return next((request for request in (*self.running, *self.waiting) if request.ask.request_id == request_id), None)
 
-    def schedule(self) -> Plan:
-        """Which requests compute how many tokens in the next step; the memory for them is mapped.
+    def schedule(self) -> Step | None:
+        """The next step, whose memory is mapped; None if there is nothing to compute.
 
         Raises: CannotRun, naming a request that must be ended; the others can go on.
         """
@@ -131,13 +117,14 @@ class Scheduler:
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
-        return Plan(self._slots_decoding(), [chunk for chunk in chunks if chunk.request.is_running])
+        slots, chunks = self._slots_decoding(), [chunk for chunk in chunks if chunk.request.is_running]
+        return Step(slots, lengths[slots] + 1, self.table.epochs[slots], chunks) if len(slots) or chunks else None
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, step: Step) -> None:
         """A step is in flight, or about to be: count its tokens."""
-        self.table.num_coming[plan.decoding] += 1
-        self._cache.advance(plan.decoding)
-        for chunk in plan.chunks:
+        self.table.num_coming[step.slots] += 1
+        self._cache.advance(step.slots)
+        for chunk in step.chunks:
             chunk.sequence.advance(len(chunk.tokens))
             if chunk.is_sampled:
                 chunk.request.status = Status.DECODING
@@ -286,14 +273,14 @@ class Scheduler:
         if not self._unassigned:
             return
         try:
-            self._runner.assign(self._unassigned)
+            self._sampler.assign(self._unassigned)
             self._unassigned.clear()
         except Exception:
             log.exception("requests could not begin together, and now begin one by one")
             while self._unassigned:
                 request = self._unassigned.pop(0)
                 try:
-                    self._runner.assign([request])
+                    self._sampler.assign([request])
                 except Exception as error:
                     raise CannotRun(request, f"this request could not begin: {error}") from error
 
@@ -359,7 +346,7 @@ class Scheduler:
             request.beams.close()
             request.beams = None
         else:
-            self._runner.release(request.memory.slot)
+            self._sampler.release(request.memory.slot)
 
     def _least_urgent(self) -> Request:
         """The newest running request of the lowest priority."""

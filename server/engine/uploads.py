@@ -3,9 +3,10 @@
 Small ones go in order on the current stream, large ones on a stream beside it.
 """
 
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,25 @@ ALIGNED_ELEMENTS: Final = 4
 """16 bytes of int32: kernels are compiled anew for pointers that are not aligned so."""
 
 
+Array = TypeVar("Array", torch.Tensor, npt.NDArray[np.int32])
+
+
+def packed_size(sizes: Sequence[int]) -> int:
+    """Elements of parts of these sizes, one behind the other, each of which begins aligned."""
+    return sum(round_up(size, ALIGNED_ELEMENTS) for size in sizes)
+
+
+def aligned_parts(packed: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views of those parts."""
+    begins = itertools.accumulate((round_up(size, ALIGNED_ELEMENTS) for size in sizes), initial=0)
+    return [packed[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+
 class Uploads:
     """Copies to one device, and their number, which stands still in steady decode."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device: Final = device
         self._beside: torch.cuda.Stream | None = None
         self.count = 0
 
@@ -35,17 +50,15 @@ class Uploads:
         """Each as int32 on the device, aligned, all in one copy."""
         self.count += 1
         arrays = [np.asarray(part, np.int32) for part in parts]
-        ends = np.cumsum([round_up(len(array), ALIGNED_ELEMENTS) for array in arrays])
-        packed = np.zeros(ends[-1], np.int32)
-        begins = [0, *ends[:-1].tolist()]
-        for array, begin in zip(arrays, begins, strict=True):
-            packed[begin : begin + len(array)] = array
-        device = self._staged(torch.from_numpy(packed)).to(self._device, non_blocking=True)
-        return [device[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=True)]
+        sizes = [len(array) for array in arrays]
+        packed = np.zeros(packed_size(sizes), np.int32)
+        for place, array in zip(aligned_parts(packed, sizes), arrays, strict=True):
+            place[:] = array
+        return aligned_parts(self._staged(torch.from_numpy(packed)).to(self.device, non_blocking=True), sizes)
 
     def blank(self, *shape: int) -> torch.Tensor:
         """Uninitialised int32 on the host, to be written and then sent without another copy."""
-        return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        return torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def send(self, blank: torch.Tensor) -> torch.Tensor:
         """Copy a blank to the device, beside the current stream, which then waits for it.
@@ -53,18 +66,18 @@ class Uploads:
         Later writes to the blank may or may not arrive.
         """
         self.count += 1
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return blank
-        self._beside = self._beside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(self._device)
+        self._beside = self._beside or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._beside):
-            sent = blank.to(self._device, non_blocking=True)
+            sent = blank.to(self.device, non_blocking=True)
         current.wait_stream(self._beside)
         sent.record_stream(current)
         return sent
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
 
 class TokenMasks(NamedTuple):

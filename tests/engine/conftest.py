@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.attention import KVRows, SlotRows
+from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.engine import Engine
 from vmmkv.server.engine.kv_backend import BackendConfig, OpenBackend
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, DecoderModel, empty
@@ -93,7 +93,7 @@ class Harness:
         if open_memory is None:
             self.pool = Pool(device, budget_pages * 2**21)
             self.cache = KVCache(layout, self.pool, slots=slots, max_tokens=max_tokens)
-            rows: KVRows = SlotRows(self.cache)
+            rows = KVRows(self.cache)
         else:
             wanted = BackendConfig(
                 layout=layout,

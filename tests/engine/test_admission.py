@@ -10,7 +10,7 @@ from tests.engine.conftest import Harness, prompt_of
 from tests.engine.test_engine import windowed
 from tests.engine.test_lookahead import wide_rows
 from vmmkv import PAGE_BYTES, KVLayout
-from vmmkv.server.engine.admission import least_bytes
+from vmmkv.server.engine.kv_backend import least_bytes
 
 WINDOWS = pytest.mark.parametrize("model", [wide_rows, windowed])
 """64 rows a page, of which the second attends to the last 30."""

@@ -344,7 +344,7 @@ def test_memory_trouble_at_admission_fails_one_request(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(type(one.runner._sampler._penalties), "_grow", full)
+    monkeypatch.setattr(type(one.runner.sampler._penalties), "_grow", full)
     one.ask("bad", prompt_of(10, 2), 6, **PENALTIES)
     one.run()
     assert one.failures().keys() == {"bad"}
@@ -371,7 +371,7 @@ def test_one_that_cannot_begin_changes_no_other_of_its_step(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(type(one.runner._sampler._penalties), "_grow", full)
+    monkeypatch.setattr(type(one.runner.sampler._penalties), "_grow", full)
     for index, (name, options) in enumerate(asked.items()):
         one.ask(name, prompt_of(10, index), 12, **options)
     one.run()
@@ -398,13 +398,13 @@ def test_requests_that_begin_in_a_step_take_one_upload(
 ) -> None:
     one = harness(slots=6, ours=True)
     uploads: list[int] = []
-    assign = one.runner._sampler.assign
+    assign = one.runner.sampler.assign
 
     def counting(entries: Any) -> None:
         uploads.append(len(entries))
         assign(entries)
 
-    monkeypatch.setattr(one.runner._sampler, "assign", counting)
+    monkeypatch.setattr(one.runner.sampler, "assign", counting)
     for index in range(5):
         one.ask(str(index), prompt_of(10, index), 6, temperature=1.0, seed=index)
     one.run()

@@ -125,13 +125,13 @@ def test_a_batch_that_has_what_it_asked_for_decodes_as_any(
     """Only steps that withhold something copy their logits."""
     one = harness(ours=True, lookahead=2)
     adjusted: list[int] = []
-    adjust = one.runner._sampler.adjust
+    adjust = one.runner.sampler.adjust
 
     def counting(*arguments: Any) -> None:
         adjusted.append(1)
         adjust(*arguments)
 
-    monkeypatch.setattr(one.runner._sampler, "adjust", counting)
+    monkeypatch.setattr(one.runner.sampler, "adjust", counting)
     one.ask("one", PROMPT, 40, min_tokens=10, stop_token_ids=[VOCABULARY - 1], ignore_eos=True)
     one.run()
     assert len(one.tokens("one")) == 40 and len(adjusted) == 10

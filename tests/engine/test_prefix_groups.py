@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.conftest import Harness, prompt_of
 from vmmkv.server.engine import prefix_groups
-from vmmkv.server.engine.prefix_groups import MAX_GROUPS, Group, GroupTensors, Prompt, groups_of
+from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, groups_of
 from vmmkv.server.engine.request import Slots
 from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import Uploads
@@ -32,7 +32,7 @@ def num_common(*tokens: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=False)))
 
 
-def assert_true(groups: Sequence[Group], tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> None:
+def assert_true(groups: Sequence[PrefixGroup], tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> None:
     members = [member for group in groups for member in group.members]
     assert len(set(members)) == len(members), "nobody is in two"
     assert [group.saved for group in groups] == sorted((group.saved for group in groups), reverse=True)
@@ -94,7 +94,7 @@ def test_only_the_groups_that_save_most_are_kept(small: None) -> None:
 def test_what_saves_too_little_is_not_shared() -> None:
     long, short = prompt_of(9000), prompt_of(200)
     assert groups_of(prompts_of([[*long, 1], [*long, 2]])) == []
-    assert groups_of(prompts_of([[*long, 1], [*long, 2], long])) == [Group([2, 0, 1], 9000)]
+    assert groups_of(prompts_of([[*long, 1], [*long, 2], long])) == [PrefixGroup([2, 0, 1], 9000)]
     assert groups_of(prompts_of([[*short, index] for index in range(100)])) == []
 
 
@@ -129,7 +129,7 @@ def test_where_nothing_is_shared_prompts_are_looked_at_no_further(monkeypatch: p
 def test_the_device_is_told_where_groups_stand() -> None:
     device = torch.device("cpu")
     placed, uploads = GroupTensors(12, device), Uploads(device)
-    placed.upload(np.array([7, 3, 9, 4, 2, 5]), [Group([0, 1, 2], 600), Group([5, 3], 300)], uploads)
+    placed.upload(np.array([7, 3, 9, 4, 2, 5]), [PrefixGroup([0, 1, 2], 600), PrefixGroup([5, 3], 300)], uploads)
     shared = placed.tensors(6)
     assert shared.starts_G1.tolist() == [0, 3, *[5] * (MAX_GROUPS - 1)]
     assert shared.leaders_G[:2].tolist() == [7, 4]
@@ -152,15 +152,15 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
     for index, (name, prompt) in enumerate(asks.items()):
         plain.ask(name, prompt, 10 + 3 * index, temperature=1.0, seed=index)
     plain.run()
-    placed: list[tuple[Slots, list[Group]]] = []
+    placed: list[tuple[Slots, list[PrefixGroup]]] = []
     searched = 0
 
-    def searching(prompts: Sequence[Prompt]) -> list[Group]:
+    def searching(prompts: Sequence[Prompt]) -> list[PrefixGroup]:
         nonlocal searched
         searched += 1
         return groups_of(prompts)
 
-    def share(runner: Runner, slots: Slots, groups: list[Group]) -> None:
+    def share(runner: Runner, slots: Slots, groups: list[PrefixGroup]) -> None:
         table = one.engine._scheduler.table
         row = 0
         for group in groups:

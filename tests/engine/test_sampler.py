@@ -12,6 +12,7 @@ import torch
 from vmmkv.kernels.reference import least_kept
 from vmmkv.server.engine.request import Request
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
+from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import Generate
 from vmmkv.server.sampling_params import SamplingParams
 
@@ -29,7 +30,7 @@ def request_in(slot: int, prompt: Sequence[int] = (0,), generated: Sequence[int]
 
 
 def make_sampler(vocabulary: int, *requests: Request) -> Sampler:
-    sampler = Sampler(1 + max((each.memory.slot for each in requests), default=0), vocabulary, CPU)
+    sampler = Sampler(1 + max((each.memory.slot for each in requests), default=0), vocabulary, Uploads(CPU))
     sampler.assign(requests)
     return sampler
 
@@ -201,19 +202,11 @@ def test_tokens_are_int32_for_logits_of_16_bits_too() -> None:
 
 def test_slots_are_given_anew() -> None:
     sampler = make_sampler(4, request_in(1, temperature=1.0), request_in(2, temperature=0.0, repetition_penalty=2.0))
-    assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, False, True]
-    assert [sampler.has_penalties(slot) for slot in (0, 1, 2)] == [False, False, True]
+    assert sampler.is_greedy.tolist() == [True, False, True]
+    assert (sampler.adjusted_until > 0).tolist() == [False, False, True]
     sampler.assign([request_in(1, temperature=0.0), request_in(2, temperature=0.5)])
-    assert [sampler.is_greedy(slot) for slot in (0, 1, 2)] == [True, True, False]
-    assert not sampler.has_penalties(2)
-    sampler.assign([])
-
-
-def test_a_bias_outside_the_vocabulary_is_refused_and_nothing_changes() -> None:
-    sampler = make_sampler(10, request_in(1, temperature=0.0, logit_bias={3: 1.0}))
-    with pytest.raises(ValueError, match=r"^logit_bias has token 10; wanted ids of the model's vocabulary, 0 to 9"):
-        sampler.assign([request_in(1, temperature=1.0), request_in(2, logit_bias={2: 1.0, 10: 1.0})])
-    assert sampler.is_greedy(1) and sampler.has_penalties(1)
+    assert sampler.is_greedy.tolist() == [True, True, False]
+    assert not sampler.adjusted_until.any()
 
 
 def adjusted(sampler: Sampler, logits_V: torch.Tensor, slot: int) -> torch.Tensor:
@@ -271,7 +264,7 @@ def test_rows_of_state_are_made_when_asked_for_and_used_again() -> None:
         assert torch.equal(adjusted(sampler, logits, slot), expected[slot])
         sampler.release(slot)
         sampler.release(slot)
-        assert not sampler.has_penalties(slot)
+        assert not sampler.adjusted_until[slot]
     sampler.assign([request_in(slot, [0], [], presence_penalty=1.0) for slot in range(1, 20)])
     assert sampler._penalties.num_rows == size
     assert all(torch.equal(adjusted(sampler, logits, slot), logits) for slot in range(1, 20))  # nothing generated yet

@@ -39,7 +39,7 @@ from vmmkv.errors import OutOfPages
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine import scheduler
-from vmmkv.server.engine.attention import SlotRows
+from vmmkv.server.engine.attention import KVRows
 from vmmkv.server.engine.loading import ModelSource, choose_max_tokens, load
 from vmmkv.server.engine.models.decoder import DecoderModel
 from vmmkv.server.engine.models.transformers import TransformersModel
@@ -249,7 +249,7 @@ def implementation(source: ModelSource) -> str:
     pool = Pool("cpu", 8 * 2**21)
     cache = KVCache(KVLayout.from_config(source.text_config, torch.float32), pool, slots=2, max_tokens=64)
     try:
-        return source.over(cache, SlotRows(cache)).implementation
+        return source.over(cache, KVRows(cache)).implementation
     finally:
         cache.close()
         pool.close()

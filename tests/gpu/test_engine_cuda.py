@@ -12,8 +12,6 @@ from tests.engine.test_beams import answer, by_transformers, check, model_of
 from tests.engine.test_identity import QUESTIONS
 from tests.engine.test_prompt_logprobs import assert_right
 from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_transformers
-from vmmkv.kernels import reference
-from vmmkv.server.engine.attention import attend_run
 
 __all__ = ["harness", "smollm2"]
 
@@ -140,26 +138,3 @@ def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harne
     assert one.engine._scheduler.num_preempted >= 1
     for name, prompt in prompts.items():
         assert one.tokens(name) == one.expected(prompt, 40), name
-
-
-@pytest.mark.parametrize("window", [None, 3000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_later_chunk_of_a_long_prompt_is_right_and_holds_no_matrix_of_scores(window: int | None, dtype: torch.dtype) -> None:
-    num_queries, num_rows = 4096, 12_288
-    q_NHD = torch.randn(num_queries, 32, 128, device=DEVICE).to(dtype)
-    k_TKD, v_TKD = (torch.randn(num_rows, 8, 128, device=DEVICE).to(dtype) for _ in range(2))
-    first = 0 if window is None else num_rows - num_queries + 1 - window
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = attend_run(q_NHD, k_TKD[first:], v_TKD[first:], 128**-0.5, window)
-    assert torch.cuda.max_memory_allocated() - before < 2**30, "more than the engine leaves to the device"
-    some = torch.tensor([0, 1, 1000, 4095], device=DEVICE)
-    positions = some + num_rows - num_queries
-    for row, position in zip(some.tolist(), positions.tolist(), strict=True):
-        start = 0 if window is None else max(0, position + 1 - window)
-        truth = reference.attend(
-            q_NHD[row : row + 1], k_TKD[start : position + 1], v_TKD[start : position + 1],
-            torch.tensor([position - start], device=DEVICE),
-        )  # fmt: skip
-        torch.testing.assert_close(out[row : row + 1].float(), truth, rtol=2e-2, atol=4e-3)

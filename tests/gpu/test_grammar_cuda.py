@@ -88,15 +88,15 @@ def sampled_by_graphs(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[boo
     forward, sample = runner.forward, runner.sample
     is_mixed = False
 
-    def launched(slots: Any, lengths: Any, chunks: Any) -> Any:
+    def launched(step: Any) -> Any:
         nonlocal is_mixed
-        is_mixed = len(slots) > 0 and len(chunks) > 0
-        return forward(slots, lengths, chunks)
+        is_mixed = len(step.slots) > 0 and len(step.chunks) > 0
+        return forward(step)
 
-    def sampled(step: Any, masks: Any) -> Any:
-        if is_mixed and not runner._is_greedy[step.slots].all():
-            by_graphs.append(step.graph is not None)
-        return sample(step, masks)
+    def sampled(forwarded: Any, masks: Any) -> Any:
+        if is_mixed and not runner.sampler.is_greedy[forwarded.slots].all():
+            by_graphs.append(forwarded.graph is not None)
+        return sample(forwarded, masks)
 
     monkeypatch.setattr(runner, "forward", launched)
     monkeypatch.setattr(runner, "sample", sampled)

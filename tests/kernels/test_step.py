@@ -10,7 +10,7 @@ from tests.kernels.test_checks import Refusal, assert_refused, meta
 from vmmkv.kernels import step
 from vmmkv.kernels.step import begin_step, end_step
 from vmmkv.server.engine import runner
-from vmmkv.server.engine.runner import DeviceState
+from vmmkv.server.engine.runner import DeviceState, SampledRows
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 
 SLOTS = 700
@@ -86,7 +86,7 @@ def test_a_step_ends_with_each_slot_moved_on_that_may(num_rows: int, device: tor
     before = one.tokens_S.clone(), one.lengths_S.clone()
     end_step(one.slots_B, one.sampled_B, one.ends_B, one.limit_S, one.tokens_S, one.lengths_S, out_B)
     wanted = torch.empty(num_rows, dtype=torch.int32)
-    state.end(one.slots_B.cpu(), one.sampled_B.cpu(), one.ends_B.cpu(), wanted)
+    state.end(one.sampled_B.cpu(), SampledRows(one.slots_B.cpu(), one.ends_B.cpu(), wanted))
     assert torch.equal(out_B.cpu(), wanted)
     assert torch.equal(one.tokens_S.cpu(), state.tokens_S) and torch.equal(one.lengths_S.cpu(), state.lengths_S)
     assert_only_within(wide)
@@ -135,7 +135,7 @@ def test_the_output_may_be_the_input(device: torch.device) -> None:
     one = Step(300, device)
     wanted = torch.empty_like(one.sampled_B)
     state = one.on_a_cpu()
-    state.end(one.slots_B.cpu(), one.sampled_B.cpu(), one.ends_B.cpu(), wanted)
+    state.end(one.sampled_B.cpu(), SampledRows(one.slots_B.cpu(), one.ends_B.cpu(), wanted))
     end_step(one.slots_B, one.sampled_B, one.ends_B, one.limit_S, one.tokens_S, one.lengths_S, one.sampled_B)
     assert torch.equal(one.sampled_B.cpu(), wanted.cpu())
 

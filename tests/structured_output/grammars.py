@@ -67,7 +67,7 @@ def masked_in_place(one: Harness, monkeypatch: pytest.MonkeyPatch) -> list[bool]
     written: list[torch.Tensor] = []
     forward, apply_masks = one.runner.forward, runner.apply_masks
 
-    def remembered(*arguments: Any) -> runner.Step:
+    def remembered(*arguments: Any) -> runner.Forwarded:
         step = forward(*arguments)
         written[:] = [step.logits_RV]
         return step

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from vmmkv.server.engine.attention import Batch
+from vmmkv.server.engine.attention import AttentionMetadata
 
 
-class Model(Protocol):
+class EngineModel(Protocol):
     """Computes the tokens of a step over the cache's slots, and the logits behind some of them."""
 
     @property
@@ -25,14 +25,14 @@ class Model(Protocol):
     def vocabulary_size(self) -> int:
         """Of the logits."""
 
-    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
 
     @property
     def has_states(self) -> bool:
         """Can it compute in two halves, `states` and `logits`?"""
 
-    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
         """Append and attend to a step's tokens; [W, E] of what `logits` makes logits, behind those at `rows_W`."""
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:

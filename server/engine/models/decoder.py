@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 import torch.nn.functional as F
 
-from vmmkv.server.engine.attention import Batch, CachedAttention, KVRows, Rope
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, Rope
 from vmmkv.server.engine.kv_backend import EngineCache
 
 SCALED: Final = ("linear", "llama3", "yarn")
@@ -451,7 +451,7 @@ class Decoder:
 
 
 class DecoderModel:
-    """A decoder over the rows of a cache. See Model."""
+    """A decoder over the rows of a cache. See EngineModel."""
 
     implementation: Final = "vmmkv"
     capturable: Final = True
@@ -465,19 +465,19 @@ class DecoderModel:
         self._attention = CachedAttention(rows, rope=Rope(cos_TR, sin_TR), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
-    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
-        self._attention.begin(batch)
+        self._attention.begin(step)
         return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
 
-    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
-        """See Model: the final, normed hidden states."""
-        self._attention.begin(batch)
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
+        """See EngineModel: the final, normed hidden states."""
+        self._attention.begin(step)
         return self._decoder.forward(ids_N, self._attention, rows_W)
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See Model."""
+        """See EngineModel."""
         return self._decoder.logits(states_WE)
 
     def check(self) -> None:
-        """See Model: it can be served."""
+        """See EngineModel: it can be served."""

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from vmmkv.errors import VmmkvError
-from vmmkv.server.engine.attention import Batch, CachedAttention, KVRows
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv.server.engine.kv_backend import EngineCache
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.units import counted
@@ -37,7 +37,7 @@ def refuse_own_attention(model: Any) -> None:
 
 
 class TransformersModel:
-    """One transformers model over one cache. Several can live in one process, each with a model of its own. See Model."""
+    """One transformers model over one cache. Several can live in one process, each with a model of its own. See EngineModel."""
 
     implementation: Final = "transformers"
     capturable: Final = False
@@ -63,9 +63,9 @@ class TransformersModel:
         AttentionMaskInterface.register(NAME, _no_mask)
         model.set_attn_implementation(NAME)
 
-    def forward(self, ids_N: torch.Tensor, batch: Batch, last_B: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
-        self._attention.begin(batch)
+        self._attention.begin(step)
         self._calls.clear()
         self._masked_windows.clear()
         keep: torch.Tensor | int = 0 if last_B is None else last_B
@@ -74,7 +74,7 @@ class TransformersModel:
         hook = self._model.base_model.register_forward_hook(lambda *call: called.append(None))
         try:
             output = self._model(
-                input_ids=ids_N[None], position_ids=batch.positions_N[None], use_cache=False, logits_to_keep=keep
+                input_ids=ids_N[None], position_ids=step.positions_N[None], use_cache=False, logits_to_keep=keep
             )
         finally:
             hook.remove()
@@ -85,15 +85,15 @@ class TransformersModel:
 
     @property
     def has_states(self) -> bool:
-        """See Model. Only if the head calls the rest of the model as a whole; OPT's calls a part of it."""
+        """See EngineModel. Only if the head calls the rest of the model as a whole; OPT's calls a part of it."""
         return self._model.base_model is not self._model if self._has_states is None else self._has_states
 
-    def states(self, ids_N: torch.Tensor, batch: Batch, rows_W: torch.Tensor) -> torch.Tensor:
-        """See Model: the output of the model without its head."""
+    def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
+        """See EngineModel: the output of the model without its head."""
         given: list[Any] = []
         hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
         try:
-            self.forward(ids_N, batch, rows_W[:1])
+            self.forward(ids_N, step, rows_W[:1])
         finally:
             hook.remove()
         states_1NE = given[0].last_hidden_state
@@ -102,7 +102,7 @@ class TransformersModel:
         return states_WE
 
     def logits(self, states_WE: torch.Tensor) -> torch.Tensor:
-        """See Model: by the whole model, in which the part without the head is replaced by these states.
+        """See EngineModel: by the whole model, in which the part without the head is replaced by these states.
 
         So whatever the model does behind its states (a bias, a cap, a scale) is done by its own code.
         """
