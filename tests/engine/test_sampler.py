@@ -31,7 +31,8 @@ def request_in(slot: int, prompt: Sequence[int] = (0,), generated: Sequence[int]
 
 def make_sampler(vocabulary: int, *requests: Request) -> Sampler:
     sampler = Sampler(1 + max((each.memory.slot for each in requests), default=0), vocabulary, Uploads(CPU))
-    sampler.assign(requests)
+    if requests:
+        sampler.assign(requests)
     return sampler
 
 
