@@ -209,7 +209,7 @@ class LLM:
         if self._loaded is None or self.snapshot is None:
             return f"<LLM of {self._model}, closed>"
         ready, now = self._loaded.ready, self.snapshot
-        free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_retiring_bytes
+        free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_pending_reclaim_bytes
         return (
             f"<LLM of {self._model} on {ready.device}: {now.running} of {counted(ready.max_sequences, 'sequence')} running, "
             f"{format_bytes(free_bytes)} of {format_bytes(now.kv_budget_bytes)} free>"

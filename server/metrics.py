@@ -36,7 +36,7 @@ _GAUGES: Final = {
     "kv_mapped_bytes": ("kv_mapped_bytes", "Memory mapped under live sequences, a shared page once for each."),
     "kv_free_bytes": ("kv_free_bytes", "Physical memory created and mapped nowhere."),
     "kv_cached_bytes": ("kv_cached_bytes", "Physical memory of prefixes kept for others, which goes when room is needed."),
-    "kv_retiring_bytes": ("kv_retiring_bytes", "Physical memory whose mapping waits for its fence."),
+    "kv_pending_reclaim_bytes": ("kv_pending_reclaim_bytes", "Physical memory whose mapping waits for its fence."),
     "kv_created_bytes": ("kv_created_bytes", "Physical memory taken from the device."),
     "kv_budget_bytes": ("kv_budget_bytes", "The most that may be created."),
     "kv_used_bytes": ("kv_used_bytes", "Physical memory of live sequences, a shared page once for all."),

@@ -190,7 +190,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
     kv_mapped_bytes: int
     kv_free_bytes: int
     kv_cached_bytes: int = 0
-    kv_retiring_bytes: int
+    kv_pending_reclaim_bytes: int
     kv_created_bytes: int
     kv_budget_bytes: int
     stalls: int

@@ -505,7 +505,7 @@ class Engine:
                 kv_mapped_bytes=stats.mapped_bytes - stats.parked_bytes,
                 kv_free_bytes=stats.pool_free_bytes,
                 kv_cached_bytes=max(0, stats.pool_held_bytes - stats.pool_used_bytes - stats.pending_reclaim_bytes),
-                kv_retiring_bytes=stats.pending_reclaim_bytes,
+                kv_pending_reclaim_bytes=stats.pending_reclaim_bytes,
                 kv_created_bytes=stats.pool_created_bytes,
                 kv_budget_bytes=stats.pool_budget_bytes,
                 stalls=stats.blocked_steps,

@@ -61,7 +61,7 @@ class SmallServer:
 
     def is_empty(self) -> bool:
         """Whether nobody runs, or waits, or has memory; what is cached is nobody's."""
-        names = ("requests_running", "requests_waiting", "kv_mapped_bytes", "kv_retiring_bytes", "kv_tokens")
+        names = ("requests_running", "requests_waiting", "kv_mapped_bytes", "kv_pending_reclaim_bytes", "kv_tokens")
         return not any(self.metric(name) for name in names)
 
     def pids(self) -> tuple[int, int]:

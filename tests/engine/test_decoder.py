@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, PlainAttention, model_of, small
 from vmmkv import KVLayout
-from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, empty, param_bytes, step_bytes
+from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, empty, param_bytes
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
 CPU = torch.device("cpu")
@@ -122,11 +122,9 @@ def test_only_the_rows_asked_for_are_returned() -> None:
 @torch.no_grad()
 def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options: dict[str, Any]) -> None:
     """Twenty tokens, of which two are kept in the last layer; seventeen; one: as the kernels do many and few."""
-    from vmmkv.server.engine.models.kernel_ops import KernelOps
-
     config = small(kind, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **options)
     model = model_of(config)
-    by_torch, by_kernels = decoder_of(model), decoder_of(model, ops=KernelOps())
+    by_torch, by_kernels = decoder_of(model), decoder_of(model, by_kernels=True)
     theirs, ours = PlainAttention(by_torch.config), PlainAttention(by_torch.config)
     last_B: torch.Tensor | None
     for runs, last_B in (([("a", 8), ("b", 12)], torch.tensor([7, 19])), ([("b", 17)], None), ([("a", 1)], None)):
@@ -188,11 +186,9 @@ QWEN3_600M = {
 
 
 @pytest.mark.parametrize(("shape", "num_params"), [(LLAMA_8B, 8_030_261_248), (QWEN3_600M, 596_049_920)])
-def test_bytes_are_those_of_the_real_models(shape: dict[str, Any], num_params: int) -> None:
+def test_parameter_bytes_are_those_of_the_real_models(shape: dict[str, Any], num_params: int) -> None:
     config = DecoderConfig.of(AutoConfig.for_model(**shape))
     assert param_bytes(config, torch.bfloat16) == 2 * num_params
-    unread = 0 if config.tied else config.vocab_size * config.hidden_size
-    assert step_bytes(config, torch.bfloat16) == 2 * (num_params - unread)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness
     assert one.cache.stats().num_tokens == 4000
     one.run()
     last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
-    assert (last.running, last.waiting, last.kv_mapped_bytes, last.kv_retiring_bytes) == (0, 0, 0, 0)
+    assert (last.running, last.waiting, last.kv_mapped_bytes, last.kv_pending_reclaim_bytes) == (0, 0, 0, 0)
     assert last.generated_tokens == 4 and last.prompt_tokens == 4000
 
 
@@ -207,9 +207,10 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     else:
         forward = one.runner.model.forward
 
-        def spoiling(ids_N: Any, batch: Any, last_B: Any) -> Any:
-            logits_BV = forward(ids_N, batch, last_B)
-            logits_BV[[run.count == 6 for run in batch.runs]] = float("nan")
+        def spoiling(ids_N: Any, step: Any, last_B: Any) -> Any:
+            logits_BV = forward(ids_N, step, last_B)
+            if step.query_starts is not None:
+                logits_BV[step.query_starts.diff() == 6] = float("nan")
             return logits_BV
 
         monkeypatch.setattr(one.runner.model, "forward", spoiling)

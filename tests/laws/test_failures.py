@@ -176,7 +176,7 @@ OPERATIONS = {
     "grow_one_page": Operation(lambda world: world.sequence.grow(6)),
     "grow_many_pages": Operation(lambda world: world.sequence.grow(MAX_TOKENS)),
     "grow_into_foreign_memory": Operation(lambda world: world.sequence.grow(MAX_TOKENS), foreign_memory_is_free),
-    "grow_over_retiring": Operation(lambda world: world.sequence.grow(MAX_TOKENS), retire_under_launch),
+    "grow_over_pending_reclaim": Operation(lambda world: world.sequence.grow(MAX_TOKENS), retire_under_launch),
     "grow_evicting": Operation(lambda world: world.sequence.grow(12), World.parked_foreign, pages=24, evicts=True),
     "pump": Operation(lambda world: world.cache.map_ahead(lookahead_tokens=3), something_retires, partial=True),
     "truncate": Operation(lambda world: world.sequence.truncate(1)),

@@ -218,7 +218,7 @@ class FakeEngine:
             kv_tokens=sum(len(generated) for _, generated in self._running.values()),
             kv_mapped_bytes=len(self._running) << 21,
             kv_free_bytes=0,
-            kv_retiring_bytes=0,
+            kv_pending_reclaim_bytes=0,
             kv_created_bytes=len(self._running) << 21,
             kv_budget_bytes=self._ready.budget_bytes,
             stalls=2,

@@ -93,7 +93,7 @@ def test_a_request_that_ends_has_its_id_in_the_log(server: Running) -> None:
 
 def snapshot(**changes: Any) -> Snapshot:
     counts = dict.fromkeys(("running", "waiting", "preemptions", "prompt_tokens", "generated_tokens", "kv_tokens"), 0)
-    sizes = dict.fromkeys(("kv_mapped_bytes", "kv_free_bytes", "kv_retiring_bytes", "kv_created_bytes"), 0)
+    sizes = dict.fromkeys(("kv_mapped_bytes", "kv_free_bytes", "kv_pending_reclaim_bytes", "kv_created_bytes"), 0)
     rest: dict[str, Any] = {"kv_budget_bytes": 1000, "stalls": 0, "stall_us": 0.0, "driver_calls": {}}
     return Snapshot(**{**counts, **sizes, **rest, **changes})
 

@@ -57,7 +57,7 @@ def test_a_closed_sequence_retires_and_then_there_is_nothing(cache: KVCache) -> 
     sequence = cache.open()
     sequence.grow(512)  # two large extents
     sequence.close()
-    assert states(cache, sequence.slot) == [(0, 32, RunState.RETIRING, 1)]
+    assert states(cache, sequence.slot) == [(0, 32, RunState.PENDING_RECLAIM, 1)]
     cache.drain()
     assert states(cache, sequence.slot) == []
 

@@ -40,8 +40,8 @@ class RunState(enum.StrEnum):
     """Past the rows of a running sequence: mapped before it is needed."""
     PARKED = "parked"
     """Of a parked slot."""
-    RETIRING = "retiring"
-    """Pending reclaim: unmapped when its fence has passed."""
+    PENDING_RECLAIM = "pending"
+    """Unmapped when its fence has passed."""
 
 
 class Run(NamedTuple):
@@ -112,11 +112,11 @@ def _runs(span: "Span", state: RunState, written_end_page: int) -> list[Run]:
     if page > first:
         runs.append(_new(Run, (first, page - first, state, num_holders, handle)))
     if len(mappings) > num_live:
-        runs += _retiring(span)
+        runs += _pending(span)
     return runs
 
 
-def _retiring(span: "Span") -> list[Run]:
+def _pending(span: "Span") -> list[Run]:
     runs: list[Run] = []
     for page in sorted(span.mappings):
         mapping = span.mappings[page]
@@ -126,5 +126,5 @@ def _retiring(span: "Span") -> list[Run]:
         if last is not None and last.page + last.num_pages == page and last.num_holders == extent.holders:
             runs[-1] = last._replace(num_pages=last.num_pages + extent.num_pages)
         else:
-            runs.append(Run(page, extent.num_pages, RunState.RETIRING, extent.holders, extent.handle))
+            runs.append(Run(page, extent.num_pages, RunState.PENDING_RECLAIM, extent.holders, extent.handle))
     return runs

@@ -8,19 +8,18 @@ Legend: N tokens of a step, B rows asked for, E hidden, H query heads, K kv head
 V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrices, I inputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
-from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, Rope
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, Rope, rms_norm
 from vmmkv.server.engine.kv_backend import EngineCache
 
 SCALED: Final = ("linear", "llama3", "yarn")
 """Kinds of scaling whose frequencies do not depend on the length of a sequence. transformers' own functions compute them."""
-
 
 _CAUSAL_LM: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
@@ -30,14 +29,12 @@ _CAUSAL_LM: Final[Mapping[str, str]] = {
 }
 """The architectures known here, by `model_type`."""
 
-
 _READ: Final = {
     "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
     "max_position_embeddings", "initializer_range",
 }  # fmt: skip
 """Fields that `DecoderConfig.of` reads for every family."""
-
 
 _READ_BY_FAMILY: Final[Mapping[str, set[str]]] = {
     "llama": {"attention_bias", "mlp_bias"},
@@ -46,7 +43,6 @@ _READ_BY_FAMILY: Final[Mapping[str, set[str]]] = {
     "qwen3": {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "attention_bias"},
 }
 """Fields that only some families read. `layer_types` says already what `use_sliding_window` does."""
-
 
 _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu", "swish"),
@@ -57,7 +53,6 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Fields that change the computation, and the values by which they do not."""
 
-
 _INERT: Final = {
     "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "problem_type",
     "output_hidden_states", "output_attentions", "return_dict", "use_cache", "chunk_size_feed_forward",
@@ -66,10 +61,8 @@ _INERT: Final = {
 }  # fmt: skip
 """Fields that change nothing in inference: of training, of other heads, of other programs."""
 
-
 _MULTIPLE: Final = 8
 """Sizes of matrices and heads are multiples of it: the kernels load 16 bytes of bfloat16 at once."""
-
 
 _INERT_ENDS: Final = ("_token_id", "_token_ids")
 
@@ -82,7 +75,6 @@ class Unsupported(ValueError):
 class Frequencies:
     """The frequencies of a rotary position embedding (Su et al., 2021), as transformers computes them."""
 
-    kind: str
     frequencies_R: tuple[float, ...] = field(repr=False)
     """Radians from one position to the next: float32 numbers."""
     scale: float
@@ -106,7 +98,7 @@ class Frequencies:
         rotated = 2 * len(frequencies_R)
         if rotated != head_dim or parameters.get("partial_rotary_factor") not in (None, 1.0):
             raise Unsupported(f"rope_parameters are {parameters}, which rotate a part of each head and not all {head_dim}")
-        return cls(kind=kind, frequencies_R=tuple(frequencies_R.tolist()), scale=scale)
+        return cls(frequencies_R=tuple(frequencies_R.tolist()), scale=scale)
 
     def tables(self, num_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, R] of positions [0, num_positions), float32, times `scale`."""
@@ -309,107 +301,37 @@ def param_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return sum(place.nbytes for place in empty(config, torch.device("meta"), dtype).named(config).values())
 
 
-def step_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of weights that a decode step reads, whatever its batch: all but an embedding that is no output matrix too.
+class Stream:
+    """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added.
 
-    Of that it reads one row a token, which is not counted.
+    By torch, with the roundings of transformers and in its order. `kernel_ops` has streams for a GPU.
     """
-    embedding_bytes = config.vocab_size * config.hidden_size * dtype.itemsize
-    return param_bytes(config, dtype) - (0 if config.tied else embedding_bytes)
 
-
-class Stream(Protocol):
-    """The residual stream of one forward pass, [N, E]. What is read from it is normed first, what is written is added."""
-
-    def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
-        """The linear map [N, G] of the normed stream."""
-
-    def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
-        """The same, with rows of gate, then of up: silu(gate) * up, [N, F]."""
-
-    def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
-        """Add the linear map of `x_NI`."""
-
-    def keep(self, rows_B: torch.Tensor) -> "Stream":
-        """The stream of these rows alone; this one is not used any more. Not between `add` and the next `project` or `gate`."""
-
-    def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
-        """The normed stream [N, E]."""
-
-
-class Ops(Protocol):
-    """The operations of a decoder on one kind of device."""
-
-    def stream(self, x_NE: torch.Tensor, norm_eps: float) -> Stream:
-        """A residual stream that begins as `x_NE`, which belongs to it from now on and may be written."""
-
-    def linear(self, x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-        """[B, V]"""
-
-
-def ops_for(device: torch.device) -> Ops:
-    """vmmkv's kernels on a GPU, plain torch elsewhere."""
-    if device.type != "cuda":
-        return TorchOps()
-    from vmmkv.server.engine.models.kernel_ops import KernelOps  # not above: it imports triton
-
-    return KernelOps()
-
-
-class TorchOps:
-    """Plain torch, with the roundings of transformers and in its order."""
-
-    def stream(self, x_NE: torch.Tensor, norm_eps: float) -> Stream:
-        """A stream whose tensors are replaced, never written."""
-        return _TorchStream(x_NE, norm_eps)
-
-    def linear(self, x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-        """torch's own."""
-        return F.linear(x_BE, weight_VE)
-
-
-class _TorchStream:
     def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
+        """It begins as `x_NE`, which belongs to it from now on and may be written."""
         self._x_NE = x_NE
         self._norm_eps = norm_eps
 
     def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        """The linear map [N, G] of the normed stream."""
         return F.linear(self.normed(norm_E), weight_GE, bias_G)
 
     def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
+        """The same, with rows of gate, then of up: silu(gate) * up, [N, F]."""
         gate_NF, up_NF = self.project(norm_E, weight_GE, bias_G).chunk(2, dim=-1)
         return F.silu(gate_NF) * up_NF
 
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
+        """Add the linear map of `x_NI`."""
         self._x_NE = self._x_NE + F.linear(x_NI, weight_EI, bias_E)
 
-    def keep(self, rows_B: torch.Tensor) -> Stream:
-        return _TorchStream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+    def keep(self, rows_B: torch.Tensor) -> "Stream":
+        """The stream of these rows alone; this one is not used any more. Not between `add` and the next `project` or `gate`."""
+        return Stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
-        wide_NE = self._x_NE.float()
-        wide_NE = wide_NE * torch.rsqrt(wide_NE.pow(2).mean(-1, keepdim=True) + self._norm_eps)
-        return norm_E * wide_NE.to(self._x_NE.dtype)
-
-
-class KVAttention(Protocol):
-    """Attention, as the decoder calls it once in each layer. It knows the rows, the angles and the windows of the tokens."""
-
-    def __call__(
-        self,
-        layer: int,
-        q_NHD: torch.Tensor,
-        k_NKD: torch.Tensor,
-        v_NKD: torch.Tensor,
-        *,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        norm_eps: float = 0.0,
-    ) -> torch.Tensor:
-        """Norm each head of q and k if there are norms [D], rotate them, append k and v, attend. Returns [N, H, D].
-
-        q, k and v are strided views of one tensor, which may be changed in place.
-        """
+        """The normed stream [N, E]."""
+        return rms_norm(self._x_NE, norm_E, self._norm_eps)
 
 
 class Decoder:
@@ -418,19 +340,28 @@ class Decoder:
     It never waits for the device, nor depends on values there, so it can be captured in a CUDA graph.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops | None = None) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, *, by_kernels: bool | None = None) -> None:
+        """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch."""
         self.config = config
         self.weights = weights
-        self._ops = ops_for(weights.norm_E.device) if ops is None else ops
+        self._stream: Callable[[torch.Tensor, float], Stream] = Stream
+        self._linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
+        if weights.norm_E.is_cuda if by_kernels is None else by_kernels:
+            from vmmkv.server.engine.models import kernel_ops  # not above: it imports triton
 
-    def forward(self, ids_N: torch.Tensor, attention: KVAttention, last_B: torch.Tensor | None = None) -> torch.Tensor:
+            self._stream, self._linear = kernel_ops.stream, kernel_ops.linear
+
+    def forward(
+        self, ids_N: torch.Tensor, attention: Callable[..., torch.Tensor], last_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The final, normed hidden states of the tokens at indices `last_B`, [B, E]; of all without.
 
+        `attention` is called once in each layer, as `CachedAttention`, with q, k and v as strided views of one tensor.
         `ids_N` and `last_B` are int32 or int64.
         """
         config, weights = self.config, self.weights
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        stream = self._ops.stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps)
+        stream = self._stream(F.embedding(ids_N, weights.embedding_VE), config.norm_eps)
         for index, layer in enumerate(weights.layers):
             qkv_NC = stream.project(layer.attention_norm_E, layer.qkv_CE, layer.qkv_bias_C)
             q_NHD, k_NKD, v_NKD = torch.split(qkv_NC.view(len(qkv_NC), -1, config.head_dim), heads, dim=1)
@@ -447,7 +378,7 @@ class Decoder:
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
         """[B, V], in the weights' dtype."""
-        return self._ops.linear(hidden_BE, self.weights.head_VE)
+        return self._linear(hidden_BE, self.weights.head_VE)
 
 
 class DecoderModel:
@@ -466,9 +397,9 @@ class DecoderModel:
         self.vocabulary_size: Final = config.vocab_size
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        """See EngineModel."""
         self._attention.begin(step)
-        return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
+        return self.logits(self._decoder.forward(ids_N, self._attention, last_B))
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
         """See EngineModel: the final, normed hidden states."""

@@ -9,57 +9,45 @@ Legend: N tokens of a step, B rows that are kept, E hidden, G outputs, F = G / 2
 import torch
 import torch.nn.functional as F
 
+from vmmkv.kernels import linear as kernels
 from vmmkv.kernels.activation import silu_mul
-from vmmkv.kernels.linear import MAX_ROWS, linear
 from vmmkv.kernels.norm import rms_norm
 from vmmkv.server.engine.models.decoder import Stream
 
 
-class KernelOps:
-    """vmmkv's kernels, and cuBLAS."""
-
-    def stream(self, x_NE: torch.Tensor, norm_eps: float) -> Stream:
-        """A stream that is written in place."""
-        return _NarrowStream(x_NE, norm_eps) if x_NE.shape[0] <= MAX_ROWS else _WideStream(x_NE, norm_eps)
-
-    def linear(self, x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-        """[B, V]"""
-        return linear(x_BE, weight_VE) if x_BE.shape[0] <= MAX_ROWS else F.linear(x_BE, weight_VE)
+def stream(x_NE: torch.Tensor, norm_eps: float) -> Stream:
+    """A residual stream that begins as `x_NE`, and is written there."""
+    return _NarrowStream(x_NE, norm_eps) if x_NE.shape[0] <= kernels.MAX_ROWS else _WideStream(x_NE, norm_eps)
 
 
-class _NarrowStream:
+def linear(x_BE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
+    """[B, V]"""
+    return (kernels.linear if x_BE.shape[0] <= kernels.MAX_ROWS else F.linear)(x_BE, weight_VE)
+
+
+class _NarrowStream(Stream):
     """Of a few tokens: a kernel for each linear map, with all that happens around it."""
 
-    def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
-        self._x_NE = x_NE
-        self._norm_eps = norm_eps
-
     def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
-        return linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps)
+        return kernels.linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps)
 
     def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
-        return linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps, gated=True)
+        return kernels.linear(self._x_NE, weight_GE, bias_N=bias_G, norm_weight_K=norm_E, norm_eps=self._norm_eps, gated=True)
 
     def add(self, x_NI: torch.Tensor, weight_EI: torch.Tensor, bias_E: torch.Tensor | None) -> None:
-        linear(x_NI, weight_EI, bias_N=bias_E, residual_MN=self._x_NE)
+        kernels.linear(x_NI, weight_EI, bias_N=bias_E, residual_MN=self._x_NE)
 
     def keep(self, rows_B: torch.Tensor) -> Stream:
-        return KernelOps().stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         return rms_norm(self._x_NE, norm_E, self._norm_eps)
 
 
-class _WideStream:
+class _WideStream(Stream):
     """Of many tokens: the stream is `_x_NE`, plus `_due_NE` where that was not added yet; the next norm does it."""
 
-    def __init__(self, x_NE: torch.Tensor, norm_eps: float) -> None:
-        self._x_NE = x_NE
-        self._due_NE: torch.Tensor | None = None
-        self._norm_eps = norm_eps
-
-    def project(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(self.normed(norm_E), weight_GE, bias_G)
+    _due_NE: torch.Tensor | None = None
 
     def gate(self, norm_E: torch.Tensor, weight_GE: torch.Tensor, bias_G: torch.Tensor | None) -> torch.Tensor:
         return silu_mul(self.project(norm_E, weight_GE, bias_G))
@@ -70,7 +58,7 @@ class _WideStream:
 
     def keep(self, rows_B: torch.Tensor) -> Stream:
         assert self._due_NE is None, "rows can be kept after a norm only"
-        return KernelOps().stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
+        return stream(self._x_NE.index_select(0, rows_B), self._norm_eps)
 
     def normed(self, norm_E: torch.Tensor) -> torch.Tensor:
         due_NE, self._due_NE = self._due_NE, None

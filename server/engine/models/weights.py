@@ -14,17 +14,13 @@ from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported, Weigh
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types that weights may have. Others are quantised, and need more than a copy."""
 
-
 _COMPUTED: Final = ".rotary_emb.inv_freq"
 """Older checkpoints have these tensors, which follow from the configuration."""
-
 
 _NAMED: Final = 4
 """Tensors that an error names of each kind: where one layer's are missing all layers' are."""
 
-
 _EMBEDDING: Final = "model.embed_tokens.weight"
-
 
 _HEAD: Final = "lm_head.weight"
 

@@ -46,7 +46,7 @@ function showMemory(memory) {
   const parts = [
     ["own", "in use", memory.used_bytes],
     ["parked", "kept for others", memory.cached_bytes],
-    ["retiring", "retiring", memory.retiring_bytes],
+    ["pending", "pending reclaim", memory.pending_reclaim_bytes],
   ];
   const bar = parts.map(([name, , size]) => {
     const part = element("span", { className: name });
@@ -54,7 +54,7 @@ function showMemory(memory) {
     return part;
   });
   find("budget").replaceChildren(...bar);
-  const left = memory.budget_bytes - memory.used_bytes - memory.cached_bytes - memory.retiring_bytes;
+  const left = memory.budget_bytes - memory.used_bytes - memory.cached_bytes - memory.pending_reclaim_bytes;
   const items = [...parts, ["free", "free", Math.max(0, left)]];
   find("legend").replaceChildren(...items.map(([name, text, size]) => {
     return element("li", {}, element("span", { className: `swatch ${name}` }), text, element("b", { text: bytes(size) }));

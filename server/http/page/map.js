@@ -78,7 +78,7 @@ export class AddressMap {
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     pen.font = "11px system-ui, sans-serif";
-    const look = { colour, stripes: stripes(pen, colour("retiring"), ratio) };
+    const look = { colour, stripes: stripes(pen, colour("pending"), ratio) };
     const groups = this.map.slot_pages.length || 1;
     for (let band = 0; band < place.bands; band++) {
       const top = MARGIN + band * place.step, bottom = top + place.height;
@@ -138,7 +138,7 @@ export class AddressMap {
       pen.strokeStyle = base;
       pen.lineWidth = 1.2;
       pen.strokeRect(left + 0.6, top + 1, wide - 1.2, Math.max(1, high - 2));
-    } else if (state === "retiring") {
+    } else if (state === "pending") {
       pen.fillStyle = look.stripes;
       pen.fillRect(left, top + 0.5, wide, high - 1);
     } else {
@@ -148,7 +148,7 @@ export class AddressMap {
       pen.fillRect(left, top + 0.5, wide, high - (unit >= 4 ? 1 : 0));
       pen.globalAlpha = 1;
     }
-    if (unit >= 5 && state !== "retiring") {
+    if (unit >= 5 && state !== "pending") {
       pen.fillStyle = look.colour("surface");
       for (let each = 1; each < pages; each++) pen.fillRect(left, bottom - (page + each) * unit - 0.5, wide, 1);
     }
@@ -213,11 +213,11 @@ export class AddressMap {
     const body = this.elements.table;
     if (!body.closest("details").open || !this.map) return;
     const rows = this.map.slots.map((slot) => {
-      const sums = { own: 0, shared: 0, ahead: 0, retiring: 0 };
+      const sums = { own: 0, shared: 0, ahead: 0, pending: 0 };
       for (const [, , pages, state, , prefix] of slot.runs) {
         sums[state in sums ? state : prefix === null ? "own" : "shared"] += pages;
       }
-      const numbers = [slot.tokens, sums.own, sums.shared, sums.ahead, sums.retiring];
+      const numbers = [slot.tokens, sums.own, sums.shared, sums.ahead, sums.pending];
       const cells = numbers.map((number) => element("td", { className: "number", text: count(number) }));
       return element("tr", {}, element("td", { text: slot.slot }), element("td", { text: slot.state }), ...cells);
     });
