@@ -55,7 +55,8 @@ FILES: Final[dict[str, tuple[bytes, str]]] = {
 }
 """Content and type of the page's files by name: a name that is asked for is never a path."""
 _MEMORY: Final = (
-    "budget_bytes", "created_bytes", "used_bytes", "mapped_bytes", "cached_bytes", "pending_reclaim_bytes", "free_bytes", "tokens"
+    "budget_bytes", "created_bytes", "used_bytes", "mapped_bytes", "cached_bytes", "pending_reclaim_bytes", "free_bytes",
+    "tokens",
 )  # fmt: skip
 """Fields of a Snapshot, less their `kv_`."""
 
