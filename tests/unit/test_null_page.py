@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from tests.laws.driver_laws import assert_faulted, run_child
-from vmmkv import Closed, DriverError, KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, RowsUnmapped
+from vmmkv import Closed, DriverError, KVCache, KVLayout, OutOfPages, Pool, RowsUnmapped
 from vmmkv.memory.address_space import wrap
 from vmmkv.testing.fake_driver import FakeDriver, LawBroken
 from vmmkv.units import PAGE_BYTES
 
 # Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
-ONE_GROUP = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 CPU = torch.device("cpu")
 NUM_PAGES = 8
 
@@ -29,8 +28,8 @@ def cache(pool):
         yield cache
 
 
-def new_cache(pool, layout=LAYOUT, slots=2):
-    return KVCache(layout, pool, slots=slots, max_tokens=256)
+def new_cache(pool):
+    return KVCache(LAYOUT, pool, slots=2, max_tokens=256)
 
 
 def bases(cache):
@@ -38,78 +37,15 @@ def bases(cache):
     return [cache.k(group.layers[0]).data_ptr() for group in cache.layout.groups]
 
 
-def pointers(cache):
-    """What a launcher sees: the address of every layer's every plane over all slots."""
-    return [view(layer).data_ptr() for layer in cache.layout.group_of for view in (cache.k, cache.v)]
-
-
 def stands(driver, cache):
     """Can every tensor over all slots be given to a launcher, and is it the null page that it begins with?"""
-    return all(driver.is_read_only(pointer, 1) for pointer in pointers(cache))
+    pointers = (view(layer).data_ptr() for layer in cache.layout.group_of for view in (cache.k, cache.v))
+    return all(driver.is_read_only(pointer, 1) for pointer in pointers)
 
 
-# what it is
-
-
-def test_it_is_mapped_where_each_group_begins_and_reads_zero(cache, driver):
-    assert len(bases(cache)) == 2
-    for base in bases(cache):
-        assert driver.is_read_only(base, PAGE_BYTES)
-        assert not wrap(base, PAGE_BYTES, CPU).any()
-    for rows in (cache.k(0)[0, :32], cache.v(3)[0, :32]):  # those in the page
-        assert not rows.any()
-
-
-def test_it_is_zero_though_the_driver_gives_what_others_left():
-    for creates_zeroed in (True, False):
-        driver = FakeDriver(creates_zeroed=creates_zeroed)
-        with Pool("cpu", NUM_PAGES * PAGE_BYTES, driver=driver) as pool, new_cache(pool) as one, new_cache(pool) as two:
-            assert driver.calls["zero"] == (not creates_zeroed)
-            assert driver.calls["set_access"] == 4 + (not creates_zeroed)
-            assert stands(driver, one)
-            assert stands(driver, two)
-    assert (driver.live_handles, driver.live_mappings) == (0, 0)
-
-
-@pytest.mark.parametrize("layer", [0, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_write_to_it_faults(layer):
-    child = run_child(
-        CPU,
-        """
-from vmmkv import KVCache, KVLayout, Pool
-layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
-cache = KVCache(layout, Pool("cpu", 8 * PAGE_BYTES, driver=driver), slots=2, max_tokens=256)
-sequence = cache.open()
-sequence.grow(1)
-layer = int(sys.argv[2])
-cache.k(layer)[sequence.slot, 0] = 1  # where a sequence is, the same write is right
-assert not cache.k(layer)[0, 0].any().item()
-print("before", flush=True)
-cache.k(layer)[0, 0] = 1
-print("after", flush=True)
-""",
-        str(layer),
-    )
-    assert_faulted(CPU, child)
-
-
-def test_the_fake_driver_lets_no_launch_write_to_it(cache, driver):
-    base = bases(cache)[0]
-    with pytest.raises(LawBroken, match="not all mapped"):
-        driver.launch([(base, base + 1)])
-
-
-# when it stands
-
-
-def test_a_launcher_finds_memory_at_every_view_whatever_happens_to_sequences(cache, driver, pool):
-    assert stands(driver, cache)
+def test_a_launcher_finds_zeroes_at_every_view_whatever_happens_to_sequences(cache, driver, pool):
     sequence, other = cache.open(), cache.open(tenant="other")
-    parked = None
-
-    def park():
-        nonlocal parked
-        parked = sequence.park()
+    assert (sequence.slot, other.slot) == (1, 2)
 
     def windows():
         sequence.advance(100)
@@ -120,48 +56,78 @@ def test_a_launcher_finds_memory_at_every_view_whatever_happens_to_sequences(cac
         windows,
         cache.map_ahead,
         other.close,
-        park,
-        lambda: cache.adopt(parked).close(),
+        lambda: cache.adopt(sequence.park()).close(),
         lambda: cache.open(tenant="other").grow(32),
         lambda: pool.resize(2 * PAGE_BYTES),
-        cache.map_ahead,
+        lambda: cache.map_ahead(lookahead_tokens=100),
     ):
         act()
         assert stands(driver, cache)
+        assert (cache.limit[0].item(), cache.limits[0], cache.lengths[0]) == (0, 0, 0)
         cache.check()
     assert not any(wrap(base, PAGE_BYTES, CPU).any() for base in bases(cache))
 
 
-def test_one_page_serves_all_groups_of_all_caches(cache, pool, driver):
-    calls = driver.calls.copy()
-    with new_cache(pool, ONE_GROUP) as other:
-        assert dict(driver.calls - calls) == {"reserve": 1, "fence": 1, "map": 1, "set_access": 1}
-        assert driver.live_handles == 1
-        assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 3
-        assert stands(driver, other)
-    assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 2
-    assert stands(driver, cache)
+@pytest.mark.parametrize("creates_zeroed", [True, False])
+def test_one_page_is_zeroed_once_and_serves_all_groups_of_all_caches(creates_zeroed):
+    driver = FakeDriver(creates_zeroed=creates_zeroed)
+    with Pool("cpu", NUM_PAGES * PAGE_BYTES, driver=driver) as pool:
+        pool.drop(pool.acquire(1)[0])
+        assert pool.null_page.handle is None, "made before a cache needs it"
+        with new_cache(pool) as one:
+            calls = driver.calls.copy()
+            with new_cache(pool) as two:
+                assert dict(driver.calls - calls) == {"reserve": 2, "fence": 1, "map": 2, "set_access": 2}
+                assert driver.calls["zero"] == (not creates_zeroed)
+                assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 4
+                assert stands(driver, one) and stands(driver, two)
+            assert driver.mappings_of(pool.null_page.handle) == driver.live_mappings == 2
+            assert stands(driver, one)
+    assert (driver.live_handles, driver.live_mappings) == (0, 0)
 
 
-def test_it_is_beyond_the_budget(pool, driver):
-    with new_cache(pool, ONE_GROUP) as cache:
-        stats = cache.stats()
-        assert (stats.pool_created_bytes, stats.pool_held_bytes, stats.mapped_bytes) == (0, 0, 0)
-        sequence = cache.open()
-        sequence.grow(NUM_PAGES * 16)
-        assert cache.stats().mapped_bytes == pool.budget_bytes == pool.stats().created_bytes
-        assert driver.used_bytes == (NUM_PAGES + 1) * PAGE_BYTES
-        with pytest.raises(OutOfPages, match=r"1 page .* 0 are free and 0 can be evicted"):
-            sequence.grow(NUM_PAGES * 16 + 1)
+def test_a_write_to_it_faults(cache, driver):
+    (base, _) = bases(cache)
+    with pytest.raises(LawBroken, match="not all mapped"):
+        driver.launch([(base, base + 1)])
+    child = run_child(
+        CPU,
+        """
+from vmmkv import KVCache, KVLayout, Pool
+layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
+cache = KVCache(layout, Pool("cpu", 8 * PAGE_BYTES, driver=driver), slots=2, max_tokens=256)
+sequence = cache.open()
+sequence.grow(1)
+cache.k(3)[sequence.slot, 0] = 1  # where a sequence is, the same write is right
+assert not cache.k(3)[0, 0].any().item()
+print("before", flush=True)
+cache.k(3)[0, 0] = 1
+print("after", flush=True)
+""",
+    )
+    assert_faulted(CPU, child)
 
 
-def test_a_pool_of_which_no_cache_was_made_has_none(pool, driver):
-    pool.drop(pool.acquire(1)[0])
-    assert pool.null_page.handle is None
-    assert driver.live_mappings == 0
+def test_it_is_beyond_the_budget(cache, pool, driver):
+    stats = cache.stats()
+    assert (stats.pool_created_bytes, stats.pool_held_bytes, stats.mapped_bytes) == (0, 0, 0)
+    sequence = cache.open()
+    sequence.grow(NUM_PAGES * 16)  # of two groups
+    assert cache.stats().mapped_bytes == pool.budget_bytes == pool.stats().created_bytes
+    assert driver.used_bytes == (NUM_PAGES + 1) * PAGE_BYTES
+    with pytest.raises(OutOfPages, match=r"2 pages .* 0 are free and 0 can be evicted"):
+        sequence.grow(NUM_PAGES * 16 + 1)
 
 
-def test_it_goes_from_a_cache_that_closes_once_no_launch_may_read_it_and_with_the_pool(driver):
+def test_its_slot_cannot_be_advanced(cache):
+    sequence = cache.open()
+    sequence.grow(32)
+    for slots in ([0], [sequence.slot, 0]):
+        with pytest.raises(RowsUnmapped, match="no sequence runs in slot 0: it is null"):
+            cache.advance(slots)
+
+
+def test_it_goes_from_a_closed_cache_once_no_launch_may_read_it_and_with_the_pool(driver):
     pool = Pool("cpu", NUM_PAGES * PAGE_BYTES, driver=driver)
     closing, cache = new_cache(pool), new_cache(pool)
     sequence = cache.open()
@@ -180,35 +146,6 @@ def test_it_goes_from_a_cache_that_closes_once_no_launch_may_read_it_and_with_th
     assert (driver.live_handles, pool.null_page.handle) == (0, None)
     with pytest.raises(Closed):
         new_cache(pool)
-
-
-# nobody's slot
-
-
-def test_no_sequence_gets_slot_0(cache):
-    assert [sequence.slot for sequence in cache.open_batch(2)] == [1, 2]
-    with pytest.raises(OutOfSlots, match="2 of 2 run"):
-        cache.open()
-
-
-def test_a_batch_of_all_slots_and_one_more_is_refused_however_empty_the_cache(cache):
-    with pytest.raises(OutOfSlots, match="3 adjacent slots are wanted; 0 of 2 run"):
-        cache.open_batch(3)
-    cache.open().park()
-    with pytest.raises(OutOfSlots, match="3 adjacent slots are wanted"):
-        cache.open_batch(3)
-    assert cache.num_slots == 2
-
-
-def test_it_cannot_be_advanced_and_has_no_limit(cache):
-    sequence = cache.open()
-    sequence.grow(32)
-    for slots in ([0], [sequence.slot, 0]):
-        with pytest.raises(RowsUnmapped, match="no sequence runs in slot 0: it is null"):
-            cache.advance(slots)
-    for act in (cache.map_ahead, sequence.advance, lambda: sequence.park(0), lambda: cache.map_ahead(lookahead_tokens=100)):
-        act()
-        assert (cache.limit[0].item(), cache.limits[0], cache.lengths[0]) == (0, 0, 0)
 
 
 # failures
