@@ -72,23 +72,14 @@ __all__ = [
     "VmmkvError",
 ]
 
-_MODULE_OF = {  # of what needs torch
-    "AttachMethod": "prefix",
-    "Attached": "prefix",
-    "CacheStats": "cache",
-    "Driver": "driver.base",
-    "Group": "layout",
-    "KVCache": "cache",
-    "KVLayout": "layout",
-    "KVType": "layout",
-    "ParkedSlot": "cache",
-    "Plane": "layout",
-    "Pool": "memory.pool",
-    "PoolStats": "memory.pool",
-    "PrefixCache": "prefix",
-    "PrefixStats": "prefix",
-    "Sequence": "cache",
+_LAZY = {  # by module: what needs torch
+    "cache": ("CacheStats", "KVCache", "ParkedSlot", "Sequence"),
+    "driver.base": ("Driver",),
+    "layout": ("Group", "KVLayout", "KVType", "Plane"),
+    "memory.pool": ("Pool", "PoolStats"),
+    "prefix": ("AttachMethod", "Attached", "PrefixCache", "PrefixStats"),
 }
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 if not TYPE_CHECKING:  # to a type checker every name would be one of the package's

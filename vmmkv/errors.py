@@ -1,27 +1,5 @@
 """Every exception of the library; the server adds a few of its own under the same root.
 
-    VmmkvError
-    ├── DriverError                a driver call failed; carries `call` and `code`
-    │   ├── OutOfDeviceMemory      no physical memory is left on the device
-    │   ├── OutOfMappings          the kernel's limit on mappings is reached (host driver)
-    │   └── ForkedProcess          a driver was used in a child made by fork()
-    ├── DriverUnavailable          this driver cannot work here; the message says why and what to do
-    │   ├── MissingPackage         cuda-python is not installed
-    │   ├── MissingDriver          there is no CUDA driver on this machine
-    │   ├── NoDevice               there is a driver but no such GPU
-    │   ├── NoVirtualMemory        the device has no virtual memory management
-    │   └── TorchWithoutCuda       torch is a CPU build
-    ├── LayoutError (ValueError)   a geometry that cannot be laid out
-    ├── BudgetError (ValueError)   a budget that cannot be kept
-    ├── OutOfPages                 the pool has no page for this
-    ├── OutOfSlots                 every slot of the cache is taken
-    ├── SequenceTooLong            more tokens than the slot or the sequence's own end allows
-    ├── RowsUnmapped               rows that are not mapped were asked for
-    ├── Closed                     use after close
-    ├── Evicted                    a parked slot was evicted before it could be adopted
-    ├── GraphCapture               memory cannot be mapped or reclaimed while a CUDA graph is captured
-    └── Reentered                  a finalizer or signal handler called a pool in the middle of an operation
-
 A message says what was given, what was wanted, what there was, and what would work.
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.fake_engine import SILENT_SEED
 from tests.server.support import Running, asking, eventually
-from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
+from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
 from vmmkv.server import engine_client
 from vmmkv.server.engine_client import MapUnavailable, MemoryMaps
 from vmmkv.server.http import page
@@ -28,12 +28,12 @@ def a_map(*slots: SlotMap, requests: dict[int, str] | None = None) -> MemoryMap:
     return MemoryMap(num_slots=8, slot_pages=[64], slots=list(slots), requests=requests or {}, took_us=12.3)
 
 
-def live(slot: int, *runs: Run) -> SlotMap:
+def live(slot: int, *runs: MappedRun) -> SlotMap:
     return SlotMap(slot, SlotState.LIVE, 100, [list(runs)])
 
 
-def run(page: int, num_pages: int, num_holders: int, handle: int, state: RunState = RunState.LIVE) -> Run:
-    return Run(page, num_pages, state, num_holders, handle)
+def run(page: int, num_pages: int, num_holders: int, handle: int, state: RunState = RunState.LIVE) -> MappedRun:
+    return MappedRun(page, num_pages, state, num_holders, handle)
 
 
 def asked(server: Running) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vmmkv import KVCache, KVLayout, Pool
-from vmmkv.memory.memory_map import Run, RunState, SlotMap, SlotState
+from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
@@ -74,7 +74,7 @@ def test_two_that_share_a_prefix_show_the_same_handle_and_the_rest_is_their_own(
 
     first, second = begin(), begin()
     shared = 100 // 16
-    runs: list[list[Run]] = [look(cache, slot).groups[0] for slot in (first, second)]
+    runs: list[list[MappedRun]] = [look(cache, slot).groups[0] for slot in (first, second)]
     # Six full pages: each slot, and the tree. What is not full is a slot's own.
     for each in runs:
         assert [tuple(run)[:4] for run in each] == [(0, shared, RunState.LIVE, 3), (shared, 1, RunState.LIVE, 1)]

@@ -19,13 +19,15 @@ Laws every implementation keeps:
 """
 
 import enum
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
-from vmmkv.units import format_bytes
+from vmmkv.errors import DriverError, ForkedProcess
+from vmmkv.units import PAGE_BYTES, format_bytes
 
 ADDRESS_SPACE_BYTES: Final = 1 << 47
 """The addresses of a process on x86-64. No reservation is larger."""
@@ -97,6 +99,39 @@ class Reservations:
 def span_text(address: int, size_bytes: int) -> str:
     """Addresses as messages name them: `[start, end)`."""
     return f"[{address:#x}, {address + size_bytes:#x})"
+
+
+class DriverBase:
+    """What the drivers of devices share: the count of calls, the process that they belong to, and refusals."""
+
+    page_bytes = PAGE_BYTES
+    _invalid = "EINVAL"
+    """The driver's own name for a bad argument."""
+    _forked = ""
+    """What a child made by fork() lacks and can do instead, and the code of this error."""
+    _forked_code = "EPERM"
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._pid = os.getpid()
+
+    def _enter(self, call: str) -> None:
+        """Every call begins with this. Raises: ForkedProcess."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                f"{call}: this driver belongs to process {self._pid}, and this is {os.getpid()}, a child made by fork(), "
+                f"{self._forked}",
+                call=call,
+                code=self._forked_code,
+            )
+
+    def _refuse(self, call: str, message: str, code: str = "") -> NoReturn:
+        raise DriverError(f"{call}: {message}", call=call, code=code or self._invalid)
+
+    def _whole_pages(self, call: str, **values: int) -> None:
+        for name, value in values.items():
+            if value <= 0 or value % PAGE_BYTES:
+                self._refuse(call, f"{name}={value} must be a positive multiple of the page, {PAGE_BYTES} bytes")
 
 
 class Driver(Protocol):

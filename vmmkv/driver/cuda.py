@@ -10,18 +10,15 @@ Facts relied upon, seen on an H200 with driver 580:
   memset is put on a stream and needs that stream's context current.
 """
 
-import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations, span_text
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, DriverBase, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import (
     DriverError,
-    ForkedProcess,
     MissingDriver,
     MissingPackage,
     NoDevice,
@@ -172,8 +169,8 @@ _MAX_WRITES: Final = 255
 _reservations = Reservations()  # of the process: addresses belong to no device
 
 
-class CudaDriver:
-    """Driver over one GPU. See Driver for what each method promises.
+class CudaDriver(DriverBase):
+    """Driver over one GPU. See Driver for what each method does.
 
     Works from any thread, whichever device is current there. Errors carry CUDA's own name as `code`. Handles can be
     exported as file descriptors, which costs nothing and cannot be added later.
@@ -182,14 +179,15 @@ class CudaDriver:
     """
 
     creates_zeroed = False
+    _invalid = "CUDA_ERROR_INVALID_VALUE"
+    _forked = "where CUDA does not work; start the child with spawn or forkserver, and pass handles by export_fd"
+    _forked_code = "CUDA_ERROR_NOT_INITIALIZED"
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._cu: Final = _load_bindings()
         start(self._cu)
         self.device, self._cu_device = open_device(self._cu, device)
-        self.page_bytes = PAGE_BYTES
-        self.calls: Counter[str] = Counter()
-        self._pid = os.getpid()
         # The structures of the hot calls are built once: making one in Python costs more than cuMemMap.
         self._success = self._cu.CUresult.CUDA_SUCCESS
         self._location = self._cu.CUmemLocation()
@@ -215,10 +213,10 @@ class CudaDriver:
     def reserve(self, size_bytes: int) -> int:
         """See Driver.reserve. Cost: 4 us, whatever the size."""
         self._enter("reserve")
-        self._whole_pages("reserve", size_bytes)
+        self._whole_pages("reserve", size_bytes=size_bytes)
         what = f"{format_bytes(size_bytes)} of addresses; {_reservations}"
         if size_bytes > ADDRESS_SPACE_BYTES:
-            self._refuse("reserve", what, "CUDA_ERROR_INVALID_VALUE")
+            self._refuse("reserve", what)
 
         def reserve(size_bytes: int) -> int:
             return int(checked(self._cu, "reserve", self._cu.cuMemAddressReserve(size_bytes, PAGE_BYTES, 0, 0), what))
@@ -234,7 +232,7 @@ class CudaDriver:
     def create(self, size_bytes: int) -> Handle:
         """See Driver.create. Cost: 14 us; does not wait for kernels."""
         self._enter("create")
-        self._whole_pages("create", size_bytes)
+        self._whole_pages("create", size_bytes=size_bytes)
         status, handle = self._cu.cuMemCreate(size_bytes, self._allocation, 0)
         if status == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free_bytes, total_bytes = self.memory()
@@ -411,28 +409,11 @@ class CudaDriver:
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
         """See Driver.import_fd. Cost: 0.4 ms. A wrong `size_bytes` shows when it is mapped: CUDA does not tell it here."""
         self._enter("import_fd")
-        self._whole_pages("import_fd", size_bytes)
+        self._whole_pages("import_fd", size_bytes=size_bytes)
         answer = self._cu.cuMemImportFromShareableHandle(fd, self._fd_type)
         handle = int(checked(self._cu, "import_fd", answer, f"file descriptor {fd}"))
         self.calls["import_fd"] += 1
         return handle
-
-    def _enter(self, call: str) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess(
-                f"{call}: this driver belongs to process {self._pid}, and this is {os.getpid()}, a child made by fork(), where "
-                "CUDA does not work; start the child with spawn or forkserver, and pass handles by export_fd",
-                call=call,
-                code="CUDA_ERROR_NOT_INITIALIZED",
-            )
-
-    def _whole_pages(self, call: str, size_bytes: int) -> None:
-        if size_bytes <= 0 or size_bytes % PAGE_BYTES:
-            message = f"size_bytes={size_bytes} must be a positive multiple of the page, {PAGE_BYTES} bytes"
-            self._refuse(call, message, "CUDA_ERROR_INVALID_VALUE")
-
-    def _refuse(self, call: str, message: str, code: str) -> NoReturn:
-        raise DriverError(f"{call}: {message}", call=call, code=code)
 
     def _access_descriptor(self, flags: Any) -> Any:
         descriptor = self._cu.CUmemAccessDesc()

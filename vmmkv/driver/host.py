@@ -17,18 +17,18 @@ import itertools
 import os
 import struct
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
-from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, Fence, Handle, MemoryInfo, Reservations, span_text
-from vmmkv.errors import Closed, DriverError, ForkedProcess, OutOfDeviceMemory, OutOfMappings
+from vmmkv.driver.base import ADDRESS_SPACE_BYTES, Access, DriverBase, Fence, Handle, MemoryInfo, Reservations, span_text
+from vmmkv.errors import Closed, DriverError, OutOfDeviceMemory, OutOfMappings
 from vmmkv.units import KIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 # Free memory. The kernel's answer to shared memory that does not fit is the out-of-memory killer and not an error, so free
@@ -381,19 +381,18 @@ class _Mapping:
         return span_text(self.address, self.piece.size_bytes)
 
 
-class HostDriver:
-    """Driver over this machine's own memory. See Driver for what each method promises.
+class HostDriver(DriverBase):
+    """Driver over this machine's own memory. See Driver for what each method does.
 
     Errors carry errno's name as `code`. `close` takes all memory away from under the addresses, which stay reserved.
     """
 
     creates_zeroed = True
+    _forked = "which has none of its memory; open a driver in the child, or start it with spawn and pass handles by export_fd"
 
     def __init__(self) -> None:
+        super().__init__()
         self.device = torch.device("cpu")
-        self.page_bytes = PAGE_BYTES
-        self.calls: Counter[str] = Counter()
-        self._pid = os.getpid()
         self._closed = False
         self._memory = HostMemory()
         self._file = Memfd()
@@ -572,13 +571,7 @@ class HostDriver:
         self.calls[call] += 1
 
     def _enter(self, call: str) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess(
-                f"{call}: this driver belongs to process {self._pid}, and this is {os.getpid()}, a child made by fork(), which "
-                "has none of its memory; open a driver in the child, or start it with spawn and pass handles by export_fd",
-                call=call,
-                code="EPERM",
-            )
+        super()._enter(call)
         if self._closed:
             raise Closed(f"{call}: this driver is closed")
 
@@ -615,14 +608,6 @@ class HostDriver:
                 piece.fd = -1
         elif piece.released and not piece.num_mappings:
             self._file.give(piece)
-
-    def _whole_pages(self, call: str, **values: int) -> None:
-        for name, value in values.items():
-            if value <= 0 or value % PAGE_BYTES:
-                self._refuse(call, f"{name}={value} must be a positive multiple of the page, {PAGE_BYTES} bytes")
-
-    def _refuse(self, call: str, message: str, code: str = "EINVAL") -> NoReturn:
-        raise DriverError(f"{call}: {message}", call=call, code=code)
 
     def _failure(self, call: str, error: OSError, what: str, remedy: str = "") -> DriverError:
         """The kernel's error in our words. ENOMEM means two things: no memory, or no more mappings."""

@@ -44,7 +44,7 @@ class RunState(enum.StrEnum):
     """Unmapped when its fence has passed."""
 
 
-class Run(NamedTuple):
+class MappedRun(NamedTuple):
     """Extents side by side that are alike: of one state, with as many holders, as many of which use them."""
 
     page: int
@@ -64,7 +64,7 @@ class SlotMap(NamedTuple):
     state: SlotState
     num_tokens: int
     """Tokens of its sequence, or parked."""
-    groups: list[list[Run]]
+    groups: list[list[MappedRun]]
     """By group of layers, in the order of addresses; what is pending reclaim comes last."""
 
 
@@ -92,9 +92,9 @@ def slot_maps(memory: "SlotMemory", parked: Mapping[int, "ParkedSlot"], slots: S
     return found
 
 
-def _runs(span: "Span", state: RunState, written_end_page: int) -> list[Run]:
+def _runs(span: "Span", state: RunState, written_end_page: int) -> list[MappedRun]:
     """Live extents that begin at or past `written_end_page` are ahead. One pass, that does little for each extent."""
-    runs: list[Run] = []
+    runs: list[MappedRun] = []
     mappings, page, end_page = span.mappings, span.first_page, span.end_page
     first, num_live, num_holders, num_users, handle = page, 0, 0, -1, 0
     while page < end_page:
@@ -102,7 +102,7 @@ def _runs(span: "Span", state: RunState, written_end_page: int) -> list[Run]:
         is_ahead = page >= written_end_page
         if extent.holders != num_holders or extent.users != num_users or is_ahead:
             if page > first:
-                runs.append(_new(Run, (first, page - first, state, num_holders, handle)))
+                runs.append(_new(MappedRun, (first, page - first, state, num_holders, handle)))
                 first = page
             num_holders, num_users, handle = extent.holders, extent.users, extent.handle
             if is_ahead:
@@ -110,14 +110,14 @@ def _runs(span: "Span", state: RunState, written_end_page: int) -> list[Run]:
         num_live += 1
         page += extent.num_pages
     if page > first:
-        runs.append(_new(Run, (first, page - first, state, num_holders, handle)))
+        runs.append(_new(MappedRun, (first, page - first, state, num_holders, handle)))
     if len(mappings) > num_live:
         runs += _pending(span)
     return runs
 
 
-def _pending(span: "Span") -> list[Run]:
-    runs: list[Run] = []
+def _pending(span: "Span") -> list[MappedRun]:
+    runs: list[MappedRun] = []
     for page in sorted(span.mappings):
         mapping = span.mappings[page]
         if mapping.fence is None:
@@ -126,5 +126,5 @@ def _pending(span: "Span") -> list[Run]:
         if last is not None and last.page + last.num_pages == page and last.num_holders == extent.holders:
             runs[-1] = last._replace(num_pages=last.num_pages + extent.num_pages)
         else:
-            runs.append(Run(page, extent.num_pages, RunState.PENDING_RECLAIM, extent.holders, extent.handle))
+            runs.append(MappedRun(page, extent.num_pages, RunState.PENDING_RECLAIM, extent.holders, extent.handle))
     return runs
