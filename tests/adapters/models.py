@@ -1,8 +1,10 @@
 """Small random models of several families, and what they generate with transformers' own cache and with this one."""
 
+from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -146,6 +148,25 @@ def prompts(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
         ids[row, longest - length :] = torch.randint(1, VOCABULARY, (length,), generator=generator)
         mask[row, longest - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def forward(model: Any, cache: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The logits of one pass."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, past_key_values=cache, **options).logits
+    return logits
+
+
+class Calls(TorchDispatchMode):  # type: ignore[misc]
+    """What torch is asked for within, views among it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
 
 
 def answered(model: Any, cache: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
