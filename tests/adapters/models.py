@@ -1,6 +1,7 @@
 """Small random models of several families, and what they generate with transformers' own cache and with this one."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,6 +137,20 @@ def gemma4(sliding_window: int) -> Gemma4ForCausalLM:
     options = _options(sliding_window=sliding_window, layer_types=kinds, head_dim=16, global_head_dim=32)
     inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
     return Gemma4ForCausalLM(Gemma4TextConfig(**options, **inputs, num_kv_shared_layers=2, tie_word_embeddings=False)).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "grouped": llama,
+    "multi-head": lambda: llama(num_key_value_heads=4),
+    "multi-query": lambda: llama(num_key_value_heads=1),
+    "pages of 32 tokens": wide_llama,
+    "sliding": lambda: mistral(16),
+    "qwen2, full and sliding": lambda: qwen2(16),
+    "soft caps": lambda: gemma2(16),
+    "sliding and full, head size 256": lambda: gemma3(16),
+    "keys wider than values": deepseek,
+    "heads of two sizes, layers that read others' rows": lambda: gemma4(16),
+}
 
 
 def prompts(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as window_mask_function
 
 from tests.adapters.models import (
+    MODELS,
+    Calls,
     assert_attention_is_sdpas,
     deepseek,
+    forward,
     gemma2,
     gemma3,
-    gemma4,
     generated,
     gpt_oss,
     llama,
-    mistral,
     prompts,
 )
 from vmmkv import Pool
@@ -40,14 +40,14 @@ from vmmkv.adapters.transformers.attention import _CHOSEN, _IGNORED, DeclinedWar
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention import decode, prefill
 
-MODELS = {
-    "grouped": llama,
-    "multi-head": lambda: llama(num_key_value_heads=4),
-    "multi-query": lambda: llama(num_key_value_heads=1),
-    "sliding": lambda: mistral(16),
-    "sliding and full, head size 256": lambda: gemma3(16),
-    "heads of two sizes, layers that read others' rows": lambda: gemma4(16),
-}
+KINDS = (
+    "grouped",
+    "multi-head",
+    "multi-query",
+    "sliding",
+    "sliding and full, head size 256",
+    "heads of two sizes, layers that read others' rows",
+)
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -97,7 +97,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["greedy", *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS if way != "greedy")])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_tokens_are_those_of_sdpa(pool: Pool, in_torch: list[str], name: str, way: str) -> None:
     inputs = prompts(30)
     inputs["input_ids"][:, 15:28] = inputs["input_ids"][:, :13]  # so that prompt lookup finds something
@@ -178,8 +178,7 @@ def test_a_call_gives_what_causal_attention_is(shape: dict[str, int], scale: flo
 # what is declined
 
 
-@pytest.mark.parametrize("queries", [1, 4], ids=["decode", "chunk"])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("queries", "window"), [(1, None), (4, None), (4, 5)], ids=["decode", "chunk", "chunk, window"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -229,7 +228,9 @@ def test_training_goes_to_sdpa_and_has_its_gradients() -> None:
         attention(layer, *states(heads=4, kv_heads=2, queries=3, tokens=9, dim=16), None, dropout=0.5)
 
 
-def test_attention_from_both_sides_and_what_is_not_known_go_to_sdpa() -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_from_both_sides_and_arguments_that_are_not_known_go_to_sdpa(window: int | None) -> None:
+    """Where mask is None transformers' sdpa would take the queries of a chunk for the first tokens."""
     q, k, v = states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16)
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
@@ -237,19 +238,9 @@ def test_attention_from_both_sides_and_what_is_not_known_go_to_sdpa() -> None:
         out, _ = attention(module, q, k, v, None, scaling=0.2, is_causal=False)
     k2, v2 = (each.repeat_interleave(2, dim=1) for each in (k, v))
     torch.testing.assert_close(out, ((q @ k2.mT * 0.2).softmax(-1) @ v2).transpose(1, 2))
-    with pytest.warns(DeclinedWarning, match="position_bias given"):
-        attention(module, q[:, :, :1], k, v, None, scaling=0.2, position_bias=torch.zeros(1, 2, 1, 9))
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_chunk_with_what_is_not_known_sees_what_is_before_it(window: int | None) -> None:
-    """Where mask is None transformers' sdpa would take the queries for the first tokens."""
-    q, k, v = states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16)
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
-    for options in ({"num_items_in_batch": 3}, {"position_bias": torch.zeros(1, 2, 3, 9)}):
-        with pytest.warns(DeclinedWarning, match="given"):
-            out, _ = attention(module, q, k, v, None, scaling=0.2, sliding_window=window, **options)
+    for name, given in (("num_items_in_batch", 3), ("position_bias", torch.zeros(1, 2, 3, 9))):
+        with pytest.warns(DeclinedWarning, match=f"{name} given"):
+            out, _ = attention(module, q, k, v, None, scaling=0.2, sliding_window=window, **{name: given})
         torch.testing.assert_close(out, truth(q, k, v, 0.2, window), atol=1e-5, rtol=1e-5)
 
 
@@ -305,7 +296,7 @@ def test_attention_sinks_go_to_the_models_own_function(pool: Pool, cached: str, 
     ],
 )
 def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str) -> None:
-    """Of models of which nobody knows what their own function takes."""
+    """Sinks of a model whose own function may take other masks; tokens that are chosen."""
     with pytest.raises(NotImplementedError, match=complaint):
         attention(torch.nn.Module(), *states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16), None, scaling=0.2, **given)
     assert not declined
@@ -317,7 +308,7 @@ def _up_to_the_closing(call: str) -> str:
 
 
 def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
-    """By a look into its models: what a new release adds is ignored by nobody."""
+    """By a look into its models: what a new release adds is not ignored."""
     known = {name for name, _ in inspect.signature(attention).parameters.items()} | {"position_bias", *_IGNORED, *_CHOSEN}
     of_flash = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
     found: dict[str, str] = {}
@@ -347,7 +338,7 @@ def test_no_mask_is_made_where_the_kernels_need_none() -> None:
         assert made(1, 8, first=12, attention_mask=attention_mask, **windowed) is None
     of_a_window = made(5, 12, first=8, attention_mask=nothing_padded, **windowed)
     assert of_a_window is not None and getattr(of_a_window, attention_module.WINDOW) == 8
-    assert not hasattr(of_a_window[:, :, :, 1:], attention_module.WINDOW), "whoever cuts a mask changes it"
+    assert not hasattr(of_a_window[:, :, :, 1:], attention_module.WINDOW), "a mask that is cut is another"
 
 
 @pytest.mark.parametrize(
@@ -375,18 +366,6 @@ def test_every_other_mask_is_sdpas_own(options: dict[str, Any]) -> None:
 # what a step costs on the host
 
 
-class Reads(TorchDispatchMode):  # type: ignore[misc]
-    """Counts what would wait for a device, and tensors that are made from nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.waits = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.waits += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_queries_that_kernels_cannot_load_are_copied_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -410,13 +389,13 @@ def test_a_decode_pass_is_planned_once_and_waits_for_nothing(pool: Pool, monkeyp
     model = llama()
     model.set_attn_implementation("vmmkv")
     for cache in (VmmCache(model.config, pool), DynamicCache(config=model.config)):
-        with torch.no_grad(), Reads() as reads:
-            cache_of = [cache.update(*torch.zeros(2, 2, 2, 9, 32), layer) for layer in range(4)]
-            assert len(cache_of) == 4
-            plans.clear(), launches.clear()
-            reads.waits = 0
+        for layer in range(4):
+            cache.update(*torch.zeros(2, 2, 2, 9, 32), layer)
+        plans.clear(), launches.clear()
+        with Calls() as calls:
             for step in range(3):
-                model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
-                assert (len(plans), len(launches), reads.waits) == (step + 1, 4 * (step + 1), 0)
+                forward(model, cache, torch.ones(2, 1, dtype=torch.long))
+                assert (len(plans), len(launches)) == (step + 1, 4 * (step + 1))
+        assert calls.names["_local_scalar_dense"] == 0, "it waits for the device"
         if isinstance(cache, VmmCache):
             cache.close()

@@ -19,31 +19,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.adapters.models import (
-    assert_same,
-    deepseek,
-    forward,
-    gemma3,
-    gemma4,
-    generated,
-    llama,
-    mistral,
-    prompts,
-    wide_llama,
-)
+from tests.adapters.models import MODELS, assert_same, forward, gemma3, generated, llama, prompts
 from vmmkv import MIB, Closed, DriverError, LayoutError, Pool, SequenceTooLong
 from vmmkv.adapters.transformers import VmmCache
 
 # the same tokens
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "grouped": llama,
-    "multi-head": lambda: llama(num_key_value_heads=4),
-    "multi-query": lambda: llama(num_key_value_heads=1),
-    "pages of 32 tokens": wide_llama,
-    "sliding": lambda: mistral(16),
-    "sliding and full, head size 256": lambda: gemma3(16),
-}
 
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "greedy": ((45,), {}),
@@ -63,7 +43,10 @@ def nightly_but(names: Iterable[str], by_default: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in by_default else pytest.mark.nightly) for name in names]
 
 
-@pytest.fixture(scope="module", params=nightly_but(MODELS, ("grouped", "sliding and full, head size 256")))
+KINDS = ("grouped", "multi-head", "multi-query", "pages of 32 tokens", "sliding", "sliding and full, head size 256")
+
+
+@pytest.fixture(scope="module", params=nightly_but(KINDS, ("grouped", "sliding and full, head size 256")))
 def model(request: pytest.FixtureRequest) -> Any:
     return MODELS[request.param]()
 
@@ -79,9 +62,9 @@ def test_the_tokens_are_those_of_transformers_own_cache(model: Any, pool: Pool, 
     assert_same(model, pool, inputs, **options)
 
 
-@pytest.mark.parametrize("make", [deepseek, lambda: gemma4(16)], ids=["keys wider than values", "head sizes by window"])
-def test_layers_of_other_shapes(pool: Pool, make: Any) -> None:
-    model = make()
+@pytest.mark.parametrize("kind", ["keys wider than values", "heads of two sizes, layers that read others' rows"])
+def test_layers_of_other_shapes(pool: Pool, kind: str) -> None:
+    model = MODELS[kind]()
     assert_same(model, pool, prompts(40, 23))
     assert_same(model, pool, prompts(40), num_beams=3)
 

@@ -5,7 +5,6 @@ packages, which run on a GPU alone, have stand-ins (see flash.py).
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,33 +12,13 @@ import torch
 from transformers import DynamicCache
 
 from tests.adapters import flash
-from tests.adapters.models import (
-    assert_same,
-    deepseek,
-    gemma2,
-    gemma3,
-    gemma4,
-    generated,
-    llama,
-    mistral,
-    prompts,
-    qwen2,
-)
+from tests.adapters.models import MODELS, assert_same, gemma3, generated, llama, prompts
 from tests.attending import attending_by
 from vmmkv import Pool
 from vmmkv.adapters.transformers import VmmCache
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "full": llama,
-    "sliding": lambda: mistral(16),
-    "qwen2, full and sliding": lambda: qwen2(16),
-    "soft caps": lambda: gemma2(16),
-    "sliding and full, head size 256": lambda: gemma3(16),
-    "keys wider than values": deepseek,
-    "heads of two sizes, layers that read others' rows": lambda: gemma4(16),
-}
-
-PLAIN = ("full", "sliding", "qwen2, full and sliding")
+PLAIN = ("grouped", "sliding", "qwen2, full and sliding")
+KINDS = (*PLAIN, *[kind for kind in MODELS if kind.startswith(("soft", "sliding and", "keys", "heads"))])
 
 PASSES = (14, 6, 1, 5, 1, 1)
 """Tokens of each: a prompt, a chunk, a step, and so on."""
@@ -67,13 +46,13 @@ def logits_of(model: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[t
 
 
 def _marks(kind: str, padding: str) -> list[pytest.MarkDecorator]:
-    return [] if kind == "full" and padding != "right" else [pytest.mark.nightly]
+    return [] if kind == "grouped" and padding != "right" else [pytest.mark.nightly]
 
 
 CASES = [
     pytest.param(version, kind, padding, marks=_marks(kind, padding))
     for version in flash.VERSIONS
-    for kind in (MODELS if version == 2 else PLAIN)
+    for kind in (KINDS if version == 2 else PLAIN)
     for padding in ("none", "left", "right")
 ]
 
@@ -95,7 +74,7 @@ def test_each_pass_has_the_logits_of_transformers_own_cache_and_of_eager(
     called = {function for function, _ in package.calls}
     assert called == {"flash_attn_func"} if padding == "none" else "flash_attn_varlen_func" in called
     # transformers takes the padding out of a window, where a mask counts it as tokens: over every cache
-    same_windows = padding != "right" or kind in ("full", "keys wider than values")
+    same_windows = padding != "right" or kind in ("grouped", "keys wider than values")
     for other in (name, *(("eager",) if same_windows else ())):
         with attending_by(model, other):
             expected = logits_of(model, DynamicCache(config=model.config), inputs)
