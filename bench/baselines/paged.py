@@ -260,7 +260,7 @@ class PagedCache(BaselineCache):
 
 @dataclass(frozen=True, slots=True)
 class AttachedBlocks:
-    """See engine.kv.Attached."""
+    """See PrefixHit."""
 
     sequence: BaselineSequence
     num_tokens: int

@@ -90,15 +90,8 @@ class BeamSearch:
     def __init__(
         self, *, width: int, max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), length_penalty: float = 1.0
     ) -> None:
-        """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are.
-
-        Raises: ValueError, naming what may be.
-        """
-        if width < 1 or max_new_tokens < 1:
-            raise ValueError(f"width is {width} and max_new_tokens {max_new_tokens}; both must be at least 1")
-        if not -MAX_LENGTH_PENALTY <= length_penalty <= MAX_LENGTH_PENALTY:  # NaN is refused too
-            limit = f"{MAX_LENGTH_PENALTY:g}"
-            raise ValueError(f"length_penalty is {length_penalty}; wanted from -{limit} to {limit}")
+        """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are."""
+        assert width >= 1 and max_new_tokens >= 1 and abs(length_penalty) <= MAX_LENGTH_PENALTY, "SamplingParams refuses these"
         self.live: list[LiveBeam] = [LiveBeam(None, None, 0.0)]
         self.num_candidates = width + len(stop_ids)
         """How many of its likeliest tokens each live beam needs; fewer only if the vocabulary has fewer.

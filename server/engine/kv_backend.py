@@ -126,7 +126,7 @@ class EngineCache(Protocol):
         """What is held, and for what."""
 
 
-class Attached(Protocol):
+class PrefixHit(Protocol):
     """A new sequence that has the rows of a cached prefix."""
 
     @property
@@ -144,7 +144,7 @@ class Prefixes(Protocol):
     def match(self, tokens: TokenIds, *, namespace: Hashable = None) -> int:
         """How many of the first tokens are cached."""
 
-    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> Attached:
+    def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> PrefixHit:
         """A new sequence with the rows that are cached, but for the last token's."""
 
     def insert(self, sequence: Any, tokens: TokenIds) -> None:

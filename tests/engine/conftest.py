@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.attending import attending_by
 from vmmkv import KVCache, KVLayout, Pool
@@ -50,7 +50,23 @@ def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
 
 
-def decoder_of(model: Any) -> Decoder:
+def wide_rows(**changes: Any) -> LlamaForCausalLM:
+    """A row of 32 KiB, so that 64 tokens fill a page."""
+    return tiny_model(hidden_size=32, num_attention_heads=16, num_key_value_heads=16, head_dim=128, **changes)
+
+
+def windowed(window: int = 30, **changes: Any) -> MistralForCausalLM:
+    """Layers that attend to their last rows, of 32 KiB."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+    config = MistralConfig(
+        vocab_size=VOCABULARY, intermediate_size=64, num_hidden_layers=2, sliding_window=window, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, **({"max_position_embeddings": 1024} | sizes | changes),
+    )  # fmt: skip
+    return MistralForCausalLM(config).eval()
+
+
+def decoder_of(model: Any, **options: Any) -> Decoder:
     """The config-driven decoder with the weights of a model of transformers."""
     config = DecoderConfig.of(model.config)
     weights = empty(config, model.device, model.dtype)
@@ -58,7 +74,7 @@ def decoder_of(model: Any) -> Decoder:
     with torch.inference_mode():
         for name, tensor in weights.named(config).items():
             tensor.copy_(state[name])
-    return Decoder(config, weights)
+    return Decoder(config, weights, **options)
 
 
 class Harness:

@@ -1,4 +1,4 @@
-"""A request that could not run with the whole memory for itself is refused when it arrives; no other request is."""
+"""A request that can never be served is refused when it arrives, with the reason; no other request is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,46 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import Harness, prompt_of
-from tests.engine.test_engine import windowed
-from tests.engine.test_lookahead import wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, wide_rows, windowed
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.engine.kv_backend import least_bytes
+
+IDS = "is not a token id of this model: they go from 0 to 198."
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("no prompt", {"prompt": []}, "The prompt has no tokens; send at least one."),
+    (
+        "too long", {"prompt": [1] * 8000, "max_tokens": 1000},
+        "This request is for 9000 tokens, 8000 of prompt and 1000 new, but one request can have 8192 (the most that this "
+        "engine takes here): lower max_tokens to 192 or shorten the prompt to 7192 tokens.",
+    ),
+    ("below the ids", {"prompt": [1, -1]}, f"Invalid prompt: -1 {IDS}"),
+    ("beyond the ids", {"prompt": [2**40]}, f"Invalid prompt: {2**40} {IDS}"),
+    ("bias", {"logit_bias": {3: 1.0, VOCABULARY: 1.0}}, f"Invalid logit_bias: 199 {IDS}"),
+    ("stop id", {"stop_token_ids": [VOCABULARY]}, f"Invalid stop_token_ids: 199 {IDS}"),
+    ("beams", {"beam_width": 5}, "A search of 5 beams needs as many slots, and this server has 4: lower beam_width to 4."),
+    ("scores", {"prompt_logprobs": 5000}, "prompt_logprobs is 5000; 1024 is the most"),
+    (
+        "only ends", {"min_tokens": 2, "stop_token_ids": list(range(VOCABULARY))},
+        "min_tokens=2 leaves no token: each of the vocabulary ends this answer; give fewer stop_token_ids",
+    ),
+    (
+        "grammar and min_tokens", {"min_tokens": 2, "grammar": b"a"},
+        "min_tokens is not for an answer that follows a grammar, which ends where the grammar does",
+    ),
+    ("grammar", {"grammar": b"a"}, "this engine knows no grammars"),
+]  # fmt: skip
+
+
+def test_what_cannot_be_served_is_refused_alone_with_the_reason(harness: Callable[..., Harness]) -> None:
+    one = harness(ours=True, slots=4)
+    one.ask("before", prompt_of(9))
+    for name, options, _ in REFUSED:
+        one.ask(name, **{"prompt": prompt_of(5), "max_new_tokens": options.pop("max_tokens", 8)} | options)
+    one.ask("after", prompt_of(9))
+    assert one.failures() == {name: reason for name, _, reason in REFUSED}
+    one.run()
+    assert one.tokens("before") == one.tokens("after") == one.expected(prompt_of(9))
+
 
 WINDOWS = pytest.mark.parametrize("model", [wide_rows, windowed])
 """64 rows a page, of which the second attends to the last 30."""

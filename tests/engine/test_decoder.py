@@ -15,28 +15,18 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.engine.conftest import decoder_of
 from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, PlainAttention, model_of, small
 from vmmkv import KVLayout
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, empty, param_bytes
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
 CPU = torch.device("cpu")
-
-
-def decoder_of(model: PreTrainedModel, **options: Any) -> Decoder:
-    """The same tensors, without a way through files."""
-    config = DecoderConfig.of(model.config)
-    weights = empty(config, CPU, model.dtype)
-    tensors = model.state_dict()
-    for name, place in weights.named(config).items():
-        place.copy_(tensors[name])
-    return Decoder(config, weights, **options)
 
 
 def ids_of(count: int, seed: int = 0) -> torch.Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.conftest import Harness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError
 from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
@@ -29,16 +28,6 @@ def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness
     last = [message for message in one.sent if isinstance(message, Snapshot)][-1]
     assert (last.running, last.waiting, last.kv_mapped_bytes, last.kv_pending_reclaim_bytes) == (0, 0, 0, 0)
     assert last.generated_tokens == 4 and last.prompt_tokens == 4000
-
-
-def test_more_requests_than_slots_wait(harness: Callable[..., Harness]) -> None:
-    one = harness(slots=2)
-    for index in range(5):
-        one.ask(str(index), prompt_of(3, index))
-    one.engine.step()
-    assert one.cache.stats().num_sequences == 2
-    one.run()
-    assert all(len(one.tokens(str(index))) == 8 for index in range(5))
 
 
 def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: Callable[..., Harness]) -> None:
@@ -67,17 +56,6 @@ def test_what_does_not_fit_now_waits(harness: Callable[..., Harness]) -> None:
         assert one.tokens(name) == one.expected(prompt_of(4090, seed), 4)
 
 
-def test_the_newest_is_preempted_and_computed_again(harness: Callable[..., Harness]) -> None:
-    one = harness(budget_pages=2, step_tokens=8192)
-    prompts = {"a": prompt_of(2030, 1), "b": prompt_of(2030, 2)}  # a page each, and each will want a second
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 40)
-    one.run()
-    assert one.engine._scheduler.num_preempted >= 1
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 40), name
-
-
 def test_a_request_that_can_never_fit_fails_alone(harness: Callable[..., Harness]) -> None:
     one = harness(budget_pages=1, step_tokens=8192)
     one.ask("small", prompt_of(9))
@@ -88,26 +66,6 @@ def test_a_request_that_can_never_fit_fails_alone(harness: Callable[..., Harness
     assert one.failures().keys() == {"large", "grows"}
     assert "never fit" in one.failures()["large"] and "budget" in one.failures()["large"]
     assert one.tokens("small") == one.tokens("last") == one.expected(prompt_of(9))
-
-
-@pytest.mark.parametrize(("prompt", "new_tokens"), [([], 4), ([1], 0), ([1] * 8000, 1000)])
-def test_a_malformed_request_is_answered(harness: Callable[..., Harness], prompt: list[int], new_tokens: int) -> None:
-    one = harness()
-    one.ask("bad", prompt, new_tokens)
-    assert not one.engine.has_work and "bad" in one.failures()
-
-
-@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**40])
-def test_tokens_that_the_model_does_not_have_are_refused_alone(harness: Callable[..., Harness], token: int) -> None:
-    one = harness(ours=True)
-    one.ask("good", prompt_of(9))
-    one.ask("prompt", [1, 2, token, 3])
-    one.ask("bias", prompt_of(9), logit_bias={3: 1.0, token: 1.0})
-    one.ask("stop", prompt_of(9), stop_token_ids=[token])
-    one.run()
-    assert one.failures().keys() == {"prompt", "bias", "stop"}
-    assert all(str(token) in reason for reason in one.failures().values())
-    assert one.tokens("good") == one.expected(prompt_of(9))
 
 
 def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,19 +134,6 @@ def test_finish_reasons(harness: Callable[..., Harness]) -> None:
     assert ended.tokens("ignored") == free and ended.finish_reasons("ignored")[-1] == "length"
     assert ended.tokens("stop id") == before and ended.finish_reasons("stop id")[-1] == "stop"
     assert all(reason is None for reason in ended.finish_reasons("eos")[:-1])
-
-
-def test_sampled_tokens_depend_on_seed_and_position_only(harness: Callable[..., Harness]) -> None:
-    alone = harness()
-    alone.ask("x", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=7)
-    alone.run()
-    crowd = harness(step_tokens=5)
-    for index in range(4):
-        crowd.ask(str(index), prompt_of(3 + index, index), 20, temperature=1.5, seed=index)
-    crowd.ask("x", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=7)
-    crowd.ask("y", prompt_of(9), 30, temperature=1.0, top_p=0.9, seed=8)
-    crowd.run()
-    assert crowd.tokens("x") == alone.tokens("x") != crowd.tokens("y")
 
 
 @pytest.mark.parametrize("after", [0, 5])
@@ -278,19 +223,6 @@ def test_an_end_token_has_a_log_probability_though_it_is_not_sent(harness: Calla
     assert len(one.logprobs("a")) == len(one.tokens("a")) + 1 == free.index(stop) + 1
 
 
-def test_choices_of_one_prompt_are_what_each_would_be_alone(harness: Callable[..., Harness]) -> None:
-    together = harness()
-    for index in range(4):
-        together.ask(f"choice {index}", prompt_of(9), 20, temperature=1.0, seed=40 + index)
-    together.run()
-    for index in range(4):
-        alone = harness()
-        alone.ask("x", prompt_of(9), 20, temperature=1.0, seed=40 + index)
-        alone.run()
-        assert together.tokens(f"choice {index}") == alone.tokens("x")
-    assert len({tuple(together.tokens(f"choice {index}")) for index in range(4)}) == 4
-
-
 def test_the_first_message_alone_says_what_was_cached(harness: Callable[..., Harness]) -> None:
     one = harness(step_tokens=4, share=True)
     for name in ("a", "b"):
@@ -301,17 +233,6 @@ def test_the_first_message_alone_says_what_was_cached(harness: Callable[..., Har
 
 
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
-
-
-def windowed() -> MistralForCausalLM:
-    """Sixteen tokens a page, and a window of thirty."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=16, head_dim=128, max_position_embeddings=1024, sliding_window=30,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return MistralForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -333,23 +254,6 @@ def test_beams_do_not_count_into_anothers_penalties(harness: Callable[..., Harne
     one.ask("beams", prompt_of(20, 3), 25, beam_width=4 if share else 3)
     one.run()
     assert one.tokens("B") == alone.tokens("B")
-
-
-def test_memory_trouble_at_admission_fails_one_request(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = harness(slots=4, ours=True)
-    one.ask("good", prompt_of(12, 1), 10)
-    one.step()
-
-    def full(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(type(one.runner.sampler._penalties), "_grow", full)
-    one.ask("bad", prompt_of(10, 2), 6, **PENALTIES)
-    one.run()
-    assert one.failures().keys() == {"bad"}
-    assert len(one.tokens("good")) == 10
 
 
 def test_one_that_cannot_begin_changes_no_other_of_its_step(
@@ -493,18 +397,6 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
             engine.close()
     engine.close()
     assert pool.closed
-
-
-@pytest.mark.parametrize("length_penalty", [1e308, -1e308, 10.1, float("inf"), float("nan")])
-def test_a_length_penalty_beyond_floats_fails_one_request(harness: Callable[..., Harness], length_penalty: float) -> None:
-    one = harness(slots=6, ours=True)
-    one.ask("good", prompt_of(12, 1), 10)
-    one.ask("bad", prompt_of(10, 2), 6, beam_width=3, length_penalty=length_penalty)
-    one.ask("last", prompt_of(12, 3), 10)
-    one.run()
-    assert one.failures().keys() == {"bad"}
-    assert "wanted from -10 to 10" in one.failures()["bad"]
-    assert len(one.tokens("good")) == len(one.tokens("last")) == 10
 
 
 @pytest.mark.parametrize(("num_slots", "max_tokens"), [(2**24, 2**31), (2**40, 2**31)])

@@ -91,18 +91,6 @@ def test_text_is_tokenised_and_made_again(engine: LLM) -> None:
     assert of_text.outputs[0].text == decode(of_text.outputs[0].token_ids)
 
 
-def test_texts_and_token_ids_can_be_mixed_and_each_has_its_params(engine: LLM) -> None:
-    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (1, 2, 3)]
-    completions = engine.generate(["one", [1, 2], "three"], params)
-    assert [len(tokens) for tokens in answers(completions)] == [1, 2, 3]
-
-
-def test_more_prompts_than_slots_are_all_answered(engine: LLM) -> None:
-    together = engine.generate([[number, 5, 9] for number in range(40)], GREEDY)
-    alone = [engine.generate([number, 5, 9], GREEDY)[0] for number in (0, 17, 39)]
-    assert [together[number].outputs for number in (0, 17, 39)] == [each.outputs for each in alone]
-
-
 @pytest.mark.parametrize(
     "prompts",
     [
@@ -174,15 +162,6 @@ def test_a_prompts_log_probabilities_come_with_its_completion(engine: LLM, max_t
     plain = engine.generate("abcd" * 30, GREEDY)[0]
     assert plain.prompt_logprobs is None and plain.prompt_top_logprobs is None
     assert plain.outputs[0].token_ids[:max_tokens] == completion.outputs[0].token_ids
-
-
-def test_an_answer_has_at_least_so_many_tokens(engine: LLM) -> None:
-    (whole,) = answers(engine.generate("abc", GREEDY))
-    stops = {"stop_token_ids": tuple(whole[:3]), "stop": tuple(map(chr, range(32, 127)))}
-    for least in (0, 2, 8):
-        params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=least, **stops)  # type: ignore[arg-type]
-        (output,) = engine.generate("abc", params)[0].outputs
-        assert len(output.token_ids) >= least and not set(output.token_ids[:least]) & set(whole[:3])
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -434,14 +413,6 @@ def test_the_likeliest_tokens_are_named(engine: LLM) -> None:
         assert len(likeliest) == 3
         assert next(iter(likeliest)) == token_id and likeliest[token_id] == pytest.approx(logprob)
         assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
-
-
-def test_a_bias_forces_a_token_and_forbids_one(engine: LLM) -> None:
-    (free,) = answers(engine.generate("abc", GREEDY))
-    forced = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={77: 100.0})
-    assert answers(engine.generate("abc", forced)) == [[77, 77, 77]]
-    forbidden = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=dict.fromkeys(free, -100.0))
-    assert not set(answers(engine.generate("abc", forbidden))[0]) & set(free)
 
 
 def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:

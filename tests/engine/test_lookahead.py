@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model, wide_rows, windowed
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Abort, Beams
@@ -24,11 +22,6 @@ class Ask(NamedTuple):
 
 def sampled(seed: int, **options: Any) -> dict[str, Any]:
     return {"temperature": 1.0, "seed": seed} | options
-
-
-def wide_rows(**changes: Any) -> LlamaForCausalLM:
-    """A row of 32 KiB, so that 64 tokens fill a page."""
-    return tiny_model(hidden_size=32, num_attention_heads=16, num_key_value_heads=16, head_dim=128, **changes)
 
 
 def first_new(tokens: list[int], among: range) -> int:
@@ -274,13 +267,7 @@ def test_a_window_that_moves_leaves_what_was_confirmed_usable(
     harness: Callable[..., Harness], lookahead: int, share: bool
 ) -> None:
     """It moves by the rows that are launched, and a request that ends then has fewer that count."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=16, head_dim=128, max_position_embeddings=1024, sliding_window=30,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = windowed()
     prompt = prompt_of(150)
     free = harness(model, lookahead=0, ours=True)
     free.ask("a", prompt, 80, **sampled(1))

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of
-from tests.engine.test_lookahead import wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, wide_rows
 
 PROMPT = prompt_of(30)
 SAMPLED = {"temperature": 1.2, "seed": 5}
@@ -135,20 +134,3 @@ def test_a_batch_that_has_what_it_asked_for_decodes_as_any(
     one.ask("one", PROMPT, 40, min_tokens=10, stop_token_ids=[VOCABULARY - 1], ignore_eos=True)
     one.run()
     assert len(one.tokens("one")) == 40 and len(adjusted) == 10
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"min_tokens": 9}, "wanted 0 to max_tokens, which is 8"),
-        ({"min_tokens": -1}, "wanted 0 to max_tokens, which is 8"),
-        ({"min_tokens": 2, "beam_width": 2}, "beam search"),
-        ({"min_tokens": 2, "grammar": b"a"}, "grammar"),
-        ({"min_tokens": 2, "stop_token_ids": list(range(VOCABULARY))}, "no token"),
-    ],
-)
-def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dict[str, Any], words: str) -> None:
-    one = harness()
-    one.ask("bad", PROMPT, 8, **options)
-    assert not one.engine.has_work
-    assert "min_tokens" in one.failures()["bad"] and words in one.failures()["bad"]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
-from tests.engine.test_lookahead import wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model, wide_rows
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Outputs, PromptLogprobs
@@ -211,21 +210,6 @@ def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[.
     assert one.engine._scheduler.num_preempted == 1
     assert known[-1][0] == known[-1][1] >= 192, "and no row that is still to be scored"
     assert_right(one, "scored", prompt)
-
-
-@pytest.mark.parametrize(
-    ("options", "max_new_tokens"),
-    [
-        ({}, 0),
-        ({"prompt_logprobs": 1}, -1),
-        ({"prompt_logprobs": -1}, 4),
-        ({"prompt_logprobs": 1, "beam_width": 2}, 4),
-    ],
-)
-def test_what_cannot_be_is_refused(harness: Callable[..., Harness], options: dict[str, Any], max_new_tokens: int) -> None:
-    one = harness()
-    one.ask("bad", prompt_of(5), max_new_tokens, **options)
-    assert not one.engine.has_work and "bad" in one.failures()
 
 
 def test_a_model_without_a_head_of_its_own_says_so(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.conftest import Harness, prompt_of, tiny_model, wide_rows, windowed
 from tests.engine.test_beams import answer, by_transformers, check
-from tests.engine.test_engine import windowed
-from tests.engine.test_lookahead import wide_rows
 from vmmkv.server.protocol import Abort
 from vmmkv.units import PAGE_BYTES
 
@@ -319,13 +317,7 @@ def test_a_preempted_request_keeps_shared_pages(harness: Callable[..., Harness])
 
 
 def test_windowed_layers_need_their_last_window_only(harness: Callable[..., Harness]) -> None:
-    torch.manual_seed(3)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, sliding_window=100,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    one = harness(MistralForCausalLM(config).eval(), share=True, step_tokens=4096)
+    one = harness(windowed(100, max_position_embeddings=8192), share=True, budget_pages=200, step_tokens=4096)
     prompt = prompt_of(PAGE_TOKENS + 500)
     one.ask("first", prompt)
     one.run()

@@ -37,9 +37,18 @@ class Asked(NamedTuple):
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property
-    def malformed(self) -> bool:
-        beams = self.options.get("beam_width", 0)
-        return not self.prompt or self.max_new_tokens < 1 or self.rows >= MAX_TOKENS or not 0 <= beams <= RUNNING
+    def refusal(self) -> str | None:
+        """How the reason begins for which it can never be served, however large the memory; None if it can be."""
+        if self.max_new_tokens < 1:
+            return f"max_tokens is {self.max_new_tokens}; wanted at least 1"
+        if not self.prompt:
+            return "The prompt has no tokens; send at least one."
+        if self.rows >= MAX_TOKENS:
+            num_tokens = f"{self.rows + 1} tokens, {len(self.prompt)} of prompt and {self.max_new_tokens} new"
+            return f"This request is for {num_tokens}, but one request can have {MAX_TOKENS} (the most that"
+        if (width := self.options.get("beam_width", 0)) > RUNNING:
+            return f"A search of {width} beams needs as many slots, and this server has {RUNNING}: lower beam_width to"
+        return None
 
 
 def requests(chance: random.Random, count: int) -> list[Asked]:
@@ -118,14 +127,12 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     for each in asked:
         if each.name not in failures:
             continue
-        if each.malformed:
-            assert any(
-                words in failures[each.name] for words in ("max_tokens", "at least one", "slots", "one request can have")
-            )
+        if each.refusal is not None:
+            assert failures[each.name].startswith(each.refusal)
         else:
-            assert "budget" in failures[each.name]
+            assert failures[each.name].startswith("this request can never fit: ") and "budget" in failures[each.name]
             assert each.options.get("beam_width") or each.rows > BUDGET_PAGES * PAGE_TOKENS
-    assert {each.name for each in asked if each.malformed} <= failures.keys()
+    assert {each.name for each in asked if each.refusal is not None} <= failures.keys()
     kinds = Counter(kind for each in ends.values() for kind in each.elements())
     assert (
         min(kinds[kind] for kind in ("stop", "length", "beams", "failed")) > 20 * share and len(sent_before_abort) > 100 * share
@@ -170,7 +177,7 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, 
         while coming and len(scheduler.waiting) < WAITING and chance.random() < 0.6:
             each = coming.pop()
             one.ask(each.name, each.prompt, each.max_new_tokens, **each.options)
-            if each.abort_after is not None and not each.malformed:
+            if each.abort_after is not None and each.refusal is None:
                 leaving[each.name] = step + each.abort_after
         for name in [name for name, due in leaving.items() if due <= step]:
             del leaving[name]

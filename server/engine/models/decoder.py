@@ -1,8 +1,8 @@
 """The dense decoders of the Llama line, from one configuration: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3.
 
 `DecoderConfig.of` reads a configuration of transformers, and refuses every field whose effect is not known here: such a model
-runs by transformers' own code. `Weights` are the tensors; q, k and v are one matrix, gate and up another. `Decoder` is the
-forward pass, by vmmkv's kernels on a GPU and by plain torch elsewhere. `DecoderModel` runs it over a cache.
+runs by transformers' own code. `DecoderWeights` are the tensors; q, k and v are one matrix, gate and up another. `Decoder` is
+the forward pass, by vmmkv's kernels on a GPU and by plain torch elsewhere. `DecoderModel` runs it over a cache.
 
 Legend: N tokens of a step, B rows asked for, E hidden, H query heads, K kv heads, D head dim, R = D / 2 angles, T positions,
 V vocabulary, F MLP width; C = (H + 2 K) D and G = 2 F are rows of fused matrices, I inputs.
@@ -220,7 +220,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class DecoderWeights:
     """All of a decoder's tensors, of one dtype on one device."""
 
     embedding_VE: torch.Tensor
@@ -261,7 +261,7 @@ def _named_in(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str,
                 yield f"mlp.{name}_proj.{kind}", part
 
 
-def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Weights:
+def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
     """The tensors of such a decoder, not filled yet. On the device `meta` they take no memory."""
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -288,7 +288,7 @@ def empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> We
         )
 
     embedding_VE = tensor(config.vocab_size, hidden)
-    return Weights(
+    return DecoderWeights(
         embedding_VE=embedding_VE,
         layers=tuple(layer() for _ in range(config.num_layers)),
         norm_E=tensor(hidden),
@@ -340,7 +340,7 @@ class Decoder:
     It never waits for the device, nor depends on values there, so it can be captured in a CUDA graph.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, *, by_kernels: bool | None = None) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, *, by_kernels: bool | None = None) -> None:
         """`by_kernels`: with vmmkv's kernels, as on a GPU; else with torch."""
         self.config = config
         self.weights = weights
@@ -399,7 +399,7 @@ class DecoderModel:
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
         """See EngineModel."""
         self._attention.begin(step)
-        return self.logits(self._decoder.forward(ids_N, self._attention, last_B))
+        return self._decoder.logits(self._decoder.forward(ids_N, self._attention, last_B))
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
         """See EngineModel: the final, normed hidden states."""

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vmmkv.server.engine.models.decoder import DecoderConfig, Unsupported, Weights, empty
+from vmmkv.server.engine.models.decoder import DecoderConfig, DecoderWeights, Unsupported, empty
 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the types that weights may have. Others are quantised, and need more than a copy."""
@@ -44,7 +44,7 @@ class _Stored:
         return tensor
 
 
-def load(directory: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Weights:
+def load(directory: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
     """Read `model.safetensors`, or the shards of `model.safetensors.index.json`, straight into the fused tensors.
 
     All names and shapes are checked before any memory is taken; the host holds one tensor at a time beside the page cache.
@@ -64,7 +64,7 @@ def load(directory: Path, config: DecoderConfig, device: torch.device, dtype: to
     return weights
 
 
-def random(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int) -> Weights:
+def random(config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int) -> DecoderWeights:
     """Normal numbers of standard deviation `initializer_range`, made on the device; norms are ones. For benchmarks."""
     weights = empty(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
