@@ -1,11 +1,10 @@
 """A VmmCache in transformers, against DynamicCache and StaticCache: time, memory, the longest context, what fits.
 
     memory     the peak of what a cache takes while a batch's rows come, over what these rows need
-    longest    the longest context of a batch in a budget
     mixed      how many requests of mixed lengths fit into a budget, each with a cache of its own
     decode     the model, token by token: eager and compiled, with SDPA and with vmmkv's attention
 
-The first three have no model: random keys and values are written pass by pass, and read again. On a GPU alone, where torch's
+The first two have no model: random keys and values are written pass by pass, and read again. On a GPU alone, where torch's
 allocator counts what it gives. In `decode` the first system decodes greedily; the others get its tokens, so that the logits of
 each of their steps, and their rows, can be held against its own.
 
@@ -27,7 +26,7 @@ from vmmkv import Pool
 from vmmkv.errors import OutOfPages
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
 
-PARTS: Final = ("memory", "longest", "mixed", "decode")
+PARTS: Final = ("memory", "mixed", "decode")
 """In this order: what `decode` compiles leaves memory with torch in which a meter sees nothing."""
 
 DYNAMIC: Final = "transformers DynamicCache"
@@ -39,8 +38,6 @@ ATTENDING: Final = ", vmmkv attention"
 COMPILED: Final = ", compiled"
 """Behind a system's name: attention by vmmkv's kernels, and not by torch's SDPA; compiled decode steps."""
 
-_NO_ROOM: Final = (OutOfPages, torch.OutOfMemoryError)
-_FINEST: Final = 1024
 _PUBLISHED_TOKENS: Final = 4096
 """The most that a request of `chat` has where its lengths are those that were published."""
 
@@ -65,8 +62,6 @@ class CacheSizes:
     """Of these then come one by one."""
     memory_batch: int = 8
     memory_contexts: tuple[int, ...] = (1024, 8192, 32768)
-    longest_batches: tuple[int, ...] = (1, 8)
-    longest_budget_bytes: int = 8 * GIB
     mixed_budget_bytes: int = 4 * GIB
     mixed_max_tokens: int = 4096
     """Of a request, prompt and answer: what a StaticCache must be sized for, since no answer's length is known."""
@@ -96,8 +91,6 @@ class CacheSizes:
             single_tokens=18,
             memory_batch=2,
             memory_contexts=(512,),
-            longest_batches=(1,),
-            longest_budget_bytes=64 * MIB,
             mixed_budget_bytes=64 * MIB,
             mixed_max_tokens=64,
         )
@@ -111,7 +104,7 @@ def absent(settings: Settings) -> dict[str, str]:
 
 def run(recorder: Recorder) -> None:
     """Every part that is wanted."""
-    parts = {"memory": _run_memory, "longest": _run_longest, "mixed": _run_mixed, "decode": _run_decode}
+    parts = {"memory": _run_memory, "mixed": _run_mixed, "decode": _run_decode}
     wanted = [name for name in PARTS if recorder.settings.wants(name) and name not in absent(recorder.settings)]
     with torch.no_grad():
         for name in recorder.track(wanted):
@@ -194,13 +187,8 @@ class Meter:
         self._allocated_before = self._reserved_before = 0
 
     @property
-    def live_bytes(self) -> int:
-        """Now, in tensors."""
-        return torch.cuda.memory_allocated(self._device) - self._allocated_before
-
-    @property
     def peak_bytes(self) -> int:
-        """In tensors, at most; since `restart` if that was called."""
+        """In tensors, at most."""
         return torch.cuda.max_memory_allocated(self._device) - self._allocated_before
 
     @property
@@ -213,20 +201,16 @@ class Meter:
         if unused_bytes > self._MOST_UNUSED_BYTES:
             raise WrongNumbers(
                 f"torch had kept {format_bytes(unused_bytes)} unused when counting began; run these parts in a process of "
-                "their own: --parts memory longest mixed"
+                "their own: --parts memory mixed"
             )
         return torch.cuda.max_memory_reserved(self._device) - self._reserved_before
-
-    def restart(self) -> None:
-        """Begin the peaks anew."""
-        torch.cuda.reset_peak_memory_stats(self._device)
 
     def __enter__(self) -> "Meter":
         synchronize(self._device)
         release_memory(self._device)
         self._allocated_before = torch.cuda.memory_allocated(self._device)
         self._reserved_before = torch.cuda.memory_reserved(self._device)
-        self.restart()
+        torch.cuda.reset_peak_memory_stats(self._device)
         if self._limit_bytes is not None:
             _, total_bytes = torch.cuda.mem_get_info(self._device)
             self._limit((self._reserved_before + self._limit_bytes) / total_bytes)
@@ -324,58 +308,6 @@ def _measure_memory(context: _Context, name: str, system: str, num_tokens: int, 
     figure(name, system, "waste at the peak", "% of the rows' bytes", 100 * (peak_bytes / needed_bytes - 1), 1, 0.0)
 
 
-def _run_longest(context: _Context) -> None:
-    """Whether a context fits is found by trying: every pass must find room, within the budget."""
-    sizes, recorder = context.sizes, context.recorder
-    for batch in sizes.longest_batches:
-        rows = context.rows(batch, sizes.fill_tokens)
-        most = sizes.longest_budget_bytes // rows.token_bytes
-        name = f"{context.rows_of.name} longest: a batch of {batch} in {format_bytes(sizes.longest_budget_bytes)}"
-        for system in SYSTEMS:
-            with recorder.guarded(name, system):
-                recorder.note(f"{name}, {system}")
-                longest = longest_that(lambda num_tokens: _holds(context, system, rows, num_tokens), most)  # noqa: B023
-                recorder.figure(name, system, "longest context", "tokens", longest, most, most)
-
-
-def longest_that(holds: Callable[[int], bool], most: int) -> int:
-    """The most tokens, `most` or fewer, that are held: from `most` down in growing steps, then by halving the last of them.
-
-    To within 1 / 1024 of `most`. Whatever is fewer than what is held counts as held.
-    """
-    least_step = max(1, most // _FINEST)
-    too_many, held, step = most + least_step, most, least_step
-    while held and not holds(held):
-        too_many, step = held, 2 * step
-        held = max(0, too_many - step)
-    while held + least_step < too_many:
-        middle = (held + too_many) // 2
-        held, too_many = (middle, too_many) if holds(middle) else (held, middle)
-    return held
-
-
-def _holds(context: _Context, system: str, rows: Rows, num_tokens: int) -> bool:
-    """Raises: WrongNumbers if all was written and something else is read."""
-    sizes = context.sizes
-    plan = plan_of(num_tokens, chunk_tokens=sizes.fill_tokens, steps=sizes.single_tokens)
-    with Caches(system, _config_of(context.rows_of), context.device, sizes.longest_budget_bytes) as caches:
-        cache = caches.open(rows.batch, num_tokens)
-        with Meter(context.device, sizes.longest_budget_bytes) as meter:
-            held = _written(rows, cache, plan, 0, meter, caches, sizes.longest_budget_bytes)
-        if held:
-            rows.check(cache, plan)
-    return held
-
-
-def _written(rows: Rows, cache: Any, plan: list[int], first: int, meter: Meter, caches: Caches, budget_bytes: int) -> bool:
-    """Whether there was room for these passes."""
-    try:
-        rows.write(cache, plan, first=first)
-    except _NO_ROOM:
-        return False
-    return meter.taken_bytes + caches.own_bytes <= budget_bytes
-
-
 def _run_mixed(context: _Context) -> None:
     """How many requests each system holds at once, taken in one order until one does not fit."""
     sizes, recorder = context.sizes, context.recorder
@@ -410,7 +342,11 @@ def _admitted(context: _Context, system: str, rows: Rows, requests: list[tuple[i
             for prompt, out in itertools.cycle(requests):
                 plan = [prompt, *plan_of(out, chunk_tokens=sizes.mixed_pass_tokens, steps=0)]
                 cache = caches.open(1, sizes.mixed_max_tokens)
-                if not _written(rows, cache, plan, first, meter, caches, sizes.mixed_budget_bytes):
+                try:
+                    rows.write(cache, plan, first=first)
+                except (OutOfPages, torch.OutOfMemoryError):
+                    break
+                if meter.taken_bytes + caches.own_bytes > sizes.mixed_budget_bytes:
                     break
                 running.append((cache, plan, first))
                 first += len(plan)
@@ -422,14 +358,14 @@ def _admitted(context: _Context, system: str, rows: Rows, requests: list[tuple[i
 # decode
 
 
-class Bounds(NamedTuple):
+class ErrorBounds(NamedTuple):
     """The most by which something may be off: the length of the difference from the first system's, over that one's length."""
 
     logits: float
     row: float
 
 
-BOUNDS: Final = {torch.float32: Bounds(1e-3, 1e-3), torch.bfloat16: Bounds(0.1, 0.5)}
+BOUNDS: Final = {torch.float32: ErrorBounds(1e-3, 1e-3), torch.bfloat16: ErrorBounds(0.1, 0.5)}
 """By the model's type. What has nothing in common is off by 1.4: a row of another token, or logits behind another prompt.
 
 Adding up in another order changes bfloat16 by 0.4 % at a time, in each layer; of half a million rows the worst counts.
@@ -508,7 +444,7 @@ def _most_off(given: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((given.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
-class Way(NamedTuple):
+class StepKind(NamedTuple):
     """One way to take steps. `again`: those of the way before are taken back first."""
 
     name: str
@@ -589,26 +525,26 @@ def _measure_decode(context: _Context, name: str, system: str, model: Any, promp
             recorder.samples(name, way_name, "logits off by", "%", [100 * each for each in judge.off[way_name]])
 
 
-def _ways(context: _Context, model: Any, system: str, num_tokens: int) -> list[Way]:
+def _ways(context: _Context, model: Any, system: str, num_tokens: int) -> list[StepKind]:
     """One way after the other, behind one prompt. Compiled steps come last: where they fail, the rest has been measured.
 
     transformers' own `generate` compiles the steps of a StaticCache on a GPU, in the way taken here, and of no other. A model
     over a VmmCache is one graph of torch.compile with vmmkv's attention; memory is mapped while it runs, so there is no CUDA
     graph. The first system takes as many steps, all of them eager.
     """
-    eager, on_gpu = [Way(system, model)], context.settings.on_gpu
-    attending = [Way(system + ATTENDING, model, again=True)] if on_gpu and system != STATIC else []
+    eager, on_gpu = [StepKind(system, model)], context.settings.on_gpu
+    attending = [StepKind(system + ATTENDING, model, again=True)] if on_gpu and system != STATIC else []
     if num_tokens not in context.sizes.compiled:
         return eager + attending
     if system == STATIC:
-        return [*eager, Way(system + COMPILED, model.get_compiled_call(None))]
+        return [*eager, StepKind(system + COMPILED, model.get_compiled_call(None))]
     if system == VMMKV:
         compiled = torch.compile(model.__call__, fullgraph=True, dynamic=True)
-        return [*eager, *attending, Way(system + ATTENDING + COMPILED, compiled)]
+        return [*eager, *attending, StepKind(system + ATTENDING + COMPILED, compiled)]
     return [*eager, *eager, *attending]
 
 
-def _steps_us(context: _Context, judge: Judge, way: Way, model: Any, cache: Any) -> list[float]:
+def _steps_us(context: _Context, judge: Judge, way: StepKind, model: Any, cache: Any) -> list[float]:
     """How long steps take, behind what the cache has; those that warm up are not among them. Raises: WrongNumbers."""
     took_us: list[float] = []
     with _attention_of(model, way.name):

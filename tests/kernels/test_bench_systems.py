@@ -1,13 +1,11 @@
 """What the benchmarks bind of our kernels gives right outputs over each of their memories: found out before a GPU is asked."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from bench.harness import Shape
-from bench.suites.kernels import attention, copies, memories
-from bench.suites.kernels.attention import Batch
+from bench.suites.kernels import appending, attention, memories
+from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format
 from vmmkv.layout import KVType
 
@@ -29,7 +27,7 @@ NAMES = [f"{kind}, {form.name}" for kind, form in OVER]
 def test_attention(device: torch.device, kind: str, form: Format, case: Case, bind: attention.Bind) -> None:
     memory = memories.open_memory(kind, case, 2, form, device)
     try:
-        batch = Batch(case, 2, memory, seed=0)
+        batch = Queries(case, 2, memory, seed=0)
         batch.check(batch.passes(bind)())
     finally:
         memory.close()
@@ -41,13 +39,6 @@ def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> No
     case = memories.uniform(3, 16)
     memory = memories.open_memory(kind, case, 1, form, device)
     try:
-        copies.Append(memory, case, copies.NewRows(6, case, SHAPE, device, seed=0), rope).prepare()
+        appending.Append(memory, case, appending.AppendedRows(6, case, SHAPE, device, seed=0), rope).prepare()
     finally:
         memory.close()
-
-
-@pytest.mark.parametrize("open_rows", [copies.tensor_rows, copies.vmmkv_rows])
-@pytest.mark.parametrize("copier", copies.COPIERS.values(), ids=copies.COPIERS)
-def test_copy(device: torch.device, open_rows: Any, copier: copies.Copier) -> None:
-    with open_rows(SHAPE, device, 4) as rows_STE:
-        copies.checked(rows_STE, copier, [2, 0], [1, 3])

@@ -11,7 +11,7 @@ from bench.cli import load
 from bench.harness import SHAPES, Recorder, Settings, WrongNumbers, capture
 from bench.rows import FAILED, Row
 from bench.suites import append, driver_calls, memory_efficiency, prefix, resize, transformers
-from bench.suites.kernels.attention import Batch
+from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format, open_memory
 from bench.workloads import Ask, Workload
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
@@ -128,7 +128,7 @@ def test_attention_is_checked_against_the_reference(tmp_path: Path) -> None:
     assert {row.workload for row in rows} >= {"wide decode 2x96", "wide decode skewed", "wide prefill 64", "wide prefill mixed"}
     case = Case(name="2x96", lengths=(96, 96))
     memory = open_memory("tensor", case, 1, Format(shape=SHAPES["wide"]), torch.device("cpu"))
-    batch = Batch(case, 1, memory, seed=0)
+    batch = Queries(case, 1, memory, seed=0)
     wrong = [torch.zeros_like(batch.q_NHD) for _ in memory.layers]
     with pytest.raises(WrongNumbers, match="off by 1"):
         batch.check(wrong)
@@ -175,7 +175,7 @@ def test_all_caches_of_transformers_decode_the_same(tmp_path: Path) -> None:
     rows = measured(tmp_path, "transformers", "decode")
     assert {system for _, system in found(rows, "time per token")} == set(transformers.SYSTEMS)
     assert all(same == 100 for same in found(rows, "same tokens").values())
-    assert list(transformers.absent(SETTINGS)) == ["memory", "longest", "mixed"]
+    assert list(transformers.absent(SETTINGS)) == ["memory", "mixed"]
 
 
 def test_logits_and_rows_of_another_token_are_seen() -> None:
@@ -188,11 +188,6 @@ def test_logits_and_rows_of_another_token_are_seen() -> None:
     other.take(logits + 0.1 * torch.randn(2, 8))
     with pytest.raises(WrongNumbers, match="logits are off by"):
         other.judge("other")
-
-
-@pytest.mark.parametrize("longest", [0, 1, 700, 999, 1000])
-def test_the_longest_that_is_held_is_found(longest: int) -> None:
-    assert transformers.longest_that(lambda tokens: tokens <= longest, 1000) == longest
 
 
 def test_a_plan_has_exactly_its_tokens() -> None:

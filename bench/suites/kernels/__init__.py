@@ -1,24 +1,35 @@
-"""What the kernels cost on a GPU: attention over each kind of memory, by each system; append; copy.
+"""What the kernels cost on a GPU: attention over each kind of memory, by each system; append.
 
     memories     batches, formats of rows, and where rows lie
     attention    what reads them, checked against the reference, and the parts that attend
-    copies       append, and copies inside a GPU
+    appending    append, against torch's copy of the same bytes
 
 Workloads are three words: shape, part, case, as in `llama-3.1-8b decode 64x8K`. Systems are named *what, over which memory*. On
 a CPU decode and prefill run by the reference and torch's SDPA, and the other parts are absent.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Final
 
-from bench.harness import Recorder, Settings
-from bench.suites.kernels import attention, copies
-from bench.suites.kernels.measure import Measurer
+import torch
+
+from bench.harness import Recorder, Settings, Shape, time_for
+from bench.rows import summarize
 from bench.suites.kernels.memories import SKEWED, TWIN, Case, uniform
 from vmmkv.units import KIB
 
-PARTS: Final = ("decode", "prefill", "shared", "quantised", "append", "copy")
+PARTS: Final = {**dict.fromkeys(("decode", "prefill", "shared", "quantised"), "attention"), "append": "appending"}
+"""The module whose function `run_PART` measures each."""
+FA3: Final = "FlashAttention-3"
+APPENDS: Final = {"1": (1, 1024), "256": (256, 64), "8192": (1, 8192)}
+"""By tokens appended: sequences, and their lengths behind it."""
+
+_SECONDS: Final = 0.2
+"""For how long a system is replayed in one row."""
+_SECONDS_QUICK: Final = 0.02
 
 _DECODE: Final = (
     *(uniform(1, 1 * KIB), uniform(1, 8 * KIB), uniform(1, 128 * KIB), uniform(16, 4 * KIB), uniform(64, 8 * KIB)),
@@ -47,7 +58,7 @@ _CPU: Final = {
         Case(name="mixed", lengths=(48, 64, 7), counts=(5, 64, 1)),
     ),
 }
-_ONCE: Final = ("quantised", "copy", "shared")
+_ONCE: Final = ("quantised", "shared")
 """Parts that are measured for the first shape only: their question is not one of shapes."""
 
 
@@ -61,7 +72,6 @@ def cases(settings: Settings, part: str) -> Sequence[Case]:
         "shared": _QUICK_DECODE[1:],
         "quantised": _QUICK_DECODE[1:],
         "append": (replace(uniform(16, 32), name="16"),),
-        "copy": (copies.pages(64),),
     }
     full: dict[str, Sequence[Case]] = {
         "decode": _DECODE,
@@ -69,8 +79,7 @@ def cases(settings: Settings, part: str) -> Sequence[Case]:
         "shared": (uniform(128, 4 * KIB),),
         "quantised": (uniform(64, 8 * KIB), uniform(16, 4 * KIB)),
         # By tokens appended: at the end of a sequence, of each of 256, and as a whole one.
-        "append": tuple(replace(uniform(*size), name=name) for name, size in copies.APPENDS.items()),
-        "copy": (copies.pages(1024),),
+        "append": tuple(replace(uniform(*size), name=name) for name, size in APPENDS.items()),
     }
     return (quick if settings.quick else full)[part]
 
@@ -87,24 +96,16 @@ def check(settings: Settings) -> None:
 def absent(settings: Settings) -> dict[str, str]:
     """Systems that are left out, and why."""
     if not settings.on_gpu:
-        return {attention.FA3: "its kernels do not run on a CPU"}
-    return {} if settings.fa3 else {attention.FA3: "--fa3 names no library of it"}
+        return {FA3: "its kernels do not run on a CPU"}
+    return {} if settings.fa3 else {FA3: "--fa3 names no library of it"}
 
 
 def run(recorder: Recorder) -> None:
     """Every part for every shape. What fails, or gives wrong outputs, is not timed."""
     settings = recorder.settings
     shapes = settings.shapes or (settings.shape,)
-    run_part: dict[str, Callable[[Measurer, Case], None]] = {
-        "decode": attention.run_decode,
-        "prefill": attention.run_prefill,
-        "shared": attention.run_shared,
-        "quantised": attention.run_quantised,
-        "append": copies.run_append,
-        "copy": copies.run_copy,
-    }
     if settings.fa3 is not None:
-        attention.load_fa3(settings.fa3)
+        torch.ops.load_library(str(settings.fa3))  # type: ignore[no-untyped-call]
     steps = [
         (shape, part, case)
         for shape in shapes
@@ -114,5 +115,46 @@ def run(recorder: Recorder) -> None:
         if not settings.cases or case.name in settings.cases
     ]
     for shape, part, case in recorder.track(steps, lambda step: f"{step[0].name} {step[1]} {step[2].name}"):
-        measurer = Measurer(recorder, shape, f"{shape.name} {part} {case.name}")
-        run_part[part](measurer, case)
+        measure = getattr(import_module(f"{__name__}.{PARTS[part]}"), f"run_{part}")
+        measure(Measurer(recorder, shape, f"{shape.name} {part} {case.name}"), case)
+
+
+# the measuring loop: prepare, run once, check, capture, replay for a while, report
+
+
+class Inapplicable(Exception):
+    """This system cannot do this. No failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A quantity of a pass that took so long: `amount / us` if `rate`, else `us / amount`. `bound` is an H200's best."""
+
+    name: str
+    unit: str
+    amount: float
+    rate: bool
+    bound: float | None = None
+
+    def of(self, time_us: float) -> float:
+        """Its value."""
+        return self.amount / time_us if self.rate else time_us / self.amount
+
+
+class Measurer:
+    """Measures systems under one workload, one after the other."""
+
+    def __init__(self, recorder: Recorder, shape: Shape, workload: str) -> None:
+        self.recorder, self.settings = recorder, recorder.settings
+        self.shape, self.workload = shape, workload
+
+    def measure(self, system: str, prepare: Callable[[], Callable[[], object]], metrics: Sequence[Metric]) -> float | None:
+        """Rows of a system. `prepare` runs what it gives once, and checks it. The median in us; None if it failed."""
+        with self.recorder.guarded(self.workload, system), suppress(Inapplicable):
+            seconds = _SECONDS_QUICK if self.settings.quick else _SECONDS
+            times_us = time_for(prepare(), self.settings.device, seconds)
+            for metric in metrics:
+                figures = [metric.of(time_us) for time_us in times_us]
+                self.recorder.samples(self.workload, system, metric.name, metric.unit, figures, metric.bound)
+            return summarize(times_us).p50
+        return None

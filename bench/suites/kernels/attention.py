@@ -12,7 +12,6 @@ K kv heads, D head dim.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -22,8 +21,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Settings, WrongNumbers
-from bench.suites.kernels.measure import Inapplicable, Measurer, Metric
-from bench.suites.kernels.memories import BLOCK, MEMORIES, Case, Format, Memory, Planes, memories, open_memory, rows_of
+from bench.suites.kernels import Inapplicable, Measurer, Metric
+from bench.suites.kernels.memories import BLOCK, MEMORIES, Case, Format, KernelMemory, LayerKV, memories, open_memory, rows_of
 from vmmkv.kernels import reference
 from vmmkv.layout import KVType
 
@@ -42,10 +41,10 @@ Pass = Callable[[], list[torch.Tensor]]
 """Attention of every layer of every copy of a batch. Returns its outputs, [N, H, D] each, copy by copy."""
 
 
-class Batch:
+class Queries:
     """The queries of a case, the same for every copy and layer, and where its sequences are in a memory."""
 
-    def __init__(self, case: Case, copies: int, memory: Memory, seed: int) -> None:
+    def __init__(self, case: Case, copies: int, memory: KernelMemory, seed: int) -> None:
         self.case, self.copies, self.memory = case, copies, memory
         self.shape = shape = memory.form.shape
         self.device = device = memory.layers[0].k.device
@@ -67,7 +66,7 @@ class Batch:
         """The same on the device, int32."""
         return torch.tensor(self.slots(copy), dtype=torch.int32, device=self.device)
 
-    def passes(self, bind: "Callable[[Batch, int], Attend]") -> Pass:
+    def passes(self, bind: "Callable[[Queries, int], Attend]") -> Pass:
         """A pass from what binds a system to one copy. Its outputs are allocated once, if the system writes to them."""
         attends = [bind(self, copy) for copy in range(self.copies)]
         outs = [torch.empty_like(self.q_NHD) for _ in range(self.copies * len(self.memory.layers))]
@@ -113,21 +112,14 @@ class Batch:
         return {round(index) for index in np.linspace(0, count - 1, picked)}
 
 
-Attend = Callable[[Planes, torch.Tensor], torch.Tensor]
+Attend = Callable[[LayerKV, torch.Tensor], torch.Tensor]
 """One layer of one copy: given its planes and memory for the output; gives the output, there or elsewhere."""
 
 
 # FlashAttention-3, as vLLM builds and calls it
 
-FA3: Final = "FlashAttention-3"
 
-
-def load_fa3(library: Path) -> None:
-    """Register its operators. Raises: OSError if the library does not load: it is built for one version of torch."""
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-
-
-def bind_fa3(batch: Batch, copy: int) -> Attend:
+def bind_fa3(batch: Queries, copy: int) -> Attend:
     """Over slots by `kv_batch_idx`, over blocks by its page table, both with variable lengths; splits by its own heuristic.
 
     A view of slots is cut to the longest sequence, since TMA must know where tensors end. The scheduler's metadata is computed
@@ -139,74 +131,40 @@ def bind_fa3(batch: Batch, copy: int) -> Attend:
     slots_B = batch.slots_B(copy)
     tables_BC = None if memory.tables_SC is None else memory.tables_SC[slots_B.long()]
     most_queries, scale = max(case.queries), shape.head_dim**-0.5
+    no_cu_seqlens = (None, None, None)  # of k, of k_new, and used of q
+    causal = (True, -1, -1)  # and no window, left or right
     metadata = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        len(case.lengths),
-        most_queries,
-        case.longest,
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.head_dim,  # of V
-        shape.dtype,
-        batch.lengths_B,
-        batch.query_starts,
-        None,  # cu_seqlens_k
-        None,  # cu_seqlens_k_new
-        None,  # seqused_q
+        len(case.lengths), most_queries, case.longest, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim,
+        shape.dtype, batch.lengths_B, batch.query_starts, *no_cu_seqlens,
         None,  # leftpad_k
         None if tables_BC is None else BLOCK,
         0,  # max_seqlen_k_new
-        True,  # causal
-        -1,  # window, left
-        -1,  # window, right
+        *causal,
         False,  # softcap
-        0,  # splits: its heuristic
-        None,  # pack_gqa: its heuristic
+        0, None,  # splits and pack_gqa: its heuristics
         0,  # SMs left to others
-    )
+    )  # fmt: skip
 
-    def attend(planes: Planes, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
         contiguous = tables_BC is None
         k, v = (plane[:, : case.longest] if contiguous else plane for plane in (planes.k, planes.v))
         torch.ops._vllm_fa3_C.fwd(
-            batch.q_NHD,
-            k,  # [S, T, K, D] or [P, U, K, D]
-            v,
-            None,  # k_new
-            None,  # v_new
-            None,  # q_v
-            out,
-            batch.query_starts,
-            None,  # cu_seqlens_k
-            None,  # cu_seqlens_k_new
-            None,  # seqused_q
-            batch.lengths_B,
-            most_queries,
-            case.longest,
-            tables_BC,
-            slots_B if contiguous else None,
+            batch.q_NHD, k, v,  # [S, T, K, D] or [P, U, K, D]
+            None, None, None,  # k_new, v_new, q_v
+            out, batch.query_starts, *no_cu_seqlens, batch.lengths_B, most_queries, case.longest,
+            tables_BC, slots_B if contiguous else None,
             None,  # leftpad_k
-            None,  # rotary_cos
-            None,  # rotary_sin
-            None,  # seqlens_rotary
-            None,  # q_descale
-            None,  # k_descale
-            None,  # v_descale
-            scale,
-            True,  # causal
-            -1,  # window, left
-            -1,  # window, right
+            None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary
+            None, None, None,  # scales of q, k, v
+            scale, *causal,
             0.0,  # softcap
             True,  # rotary_interleaved, of no effect
             metadata,
-            0,  # splits
-            None,  # pack_gqa
+            0, None,  # splits and pack_gqa
             0,  # SMs left to others
             None,  # s_aux
-            1,  # context-parallel world
-            0,  # context-parallel rank
-            None,  # cp_tot_seqused_k
-        )
+            1, 0, None,  # context-parallel: world, rank, cp_tot_seqused_k
+        )  # fmt: skip
         return out
 
     return attend
@@ -214,7 +172,7 @@ def bind_fa3(batch: Batch, copy: int) -> Attend:
 
 # our kernels, the reference and SDPA
 
-Bind = Callable[[Batch, int], Attend]
+Bind = Callable[[Queries, int], Attend]
 
 
 def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
@@ -231,7 +189,7 @@ def _systems(settings: Settings, name: str, ours: Bind) -> dict[str, Bind]:
     return systems
 
 
-def bind_decode(batch: Batch, copy: int) -> Attend:
+def bind_decode(batch: Queries, copy: int) -> Attend:
     """`decode`, over slots or over blocks."""
     from vmmkv.kernels.attention.decode import decode
 
@@ -241,7 +199,7 @@ def bind_decode(batch: Batch, copy: int) -> Attend:
     )
 
 
-def bind_prefill(batch: Batch, copy: int) -> Attend:
+def bind_prefill(batch: Queries, copy: int) -> Attend:
     """`prefill`, over slots or over blocks."""
     from vmmkv.kernels.attention.prefill import prefill
 
@@ -251,12 +209,12 @@ def bind_prefill(batch: Batch, copy: int) -> Attend:
     )
 
 
-def bind_reference(batch: Batch, copy: int) -> Attend:
+def bind_reference(batch: Queries, copy: int) -> Attend:
     """Plain torch in float32, a sequence at a time: on a CPU, where the kernels cannot run."""
     case, size = batch.case, len(batch.case.lengths)
     layer_of = {id(planes): layer for layer, planes in enumerate(batch.memory.layers)}
 
-    def attend(planes: Planes, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
         for b, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
             k_TKD, v_TKD = rows_of(batch.memory, layer_of[id(planes)], copy * size + b, length)
             rows = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
@@ -267,7 +225,7 @@ def bind_reference(batch: Batch, copy: int) -> Attend:
     return attend
 
 
-def _bind_sdpa(batch: Batch, copy: int, backend: SDPBackend | None) -> Attend:
+def _bind_sdpa(batch: Queries, copy: int, backend: SDPBackend | None) -> Attend:
     """Over the batched view where all lengths are the same; for prefill over the view of a single sequence."""
     case, slots = batch.case, batch.slots(copy)
     if batch.memory.tables_SC is not None or batch.memory.form.quantised is not None:
@@ -282,7 +240,7 @@ def _bind_sdpa(batch: Batch, copy: int, backend: SDPBackend | None) -> Attend:
     # [B, H, 1, D], or [1, H, N, D].
     queries = batch.q_NHD[:, :, None] if case.is_decode else batch.q_NHD.transpose(0, 1)[None]
 
-    def attend(planes: Planes, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
         keys, values = (
             plane[slots[0] : slots[0] + len(slots), : case.longest].transpose(1, 2) for plane in (planes.k, planes.v)
         )
@@ -296,7 +254,7 @@ def _bind_sdpa(batch: Batch, copy: int, backend: SDPBackend | None) -> Attend:
     if backend is None:
         return attend
 
-    def attend_by_backend(planes: Planes, out: torch.Tensor) -> torch.Tensor:
+    def attend_by_backend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
             return attend(planes, out)
 
@@ -358,7 +316,7 @@ def over_memory(
     with measurer.recorder.guarded(measurer.workload, f"{kind} memory of {form.name}"):
         memory = open_memory(kind, case, copies, form, measurer.settings.device)
         try:
-            batch = Batch(case, copies, memory, measurer.settings.seed)
+            batch = Queries(case, copies, memory, measurer.settings.seed)
             calls = copies * len(memory.layers)
             metrics = (decode_metrics if case.is_decode else prefill_metrics)(case, form, calls)
             for name, bind in offered.items():
@@ -371,7 +329,7 @@ def over_memory(
     return medians_us
 
 
-def _checked(batch: Batch, bind: Bind) -> Pass:
+def _checked(batch: Queries, bind: Bind) -> Pass:
     """A system's pass over a batch, run once and found right."""
     run_pass = batch.passes(bind)
     batch.check(run_pass())

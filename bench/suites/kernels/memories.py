@@ -17,12 +17,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from bench.harness import Shape, release_memory
 from vmmkv import Group, KVCache, KVLayout, Plane, Pool
+from vmmkv.kernels.quantise import dequantise
 from vmmkv.layout import SCALES, KVType
 from vmmkv.units import KIB, MIB, PAGE_BYTES, ceil_div, round_up
 
@@ -213,7 +214,7 @@ BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planes:
+class LayerKV:
     """One layer's K and V, [S, T, K, W] or [P, U, K, W]; and their scales, [S, T, K] or [K], where they are quantised."""
 
     k: torch.Tensor
@@ -222,21 +223,40 @@ class Planes:
     v_scale: torch.Tensor | None = None
 
 
-class Memory(Protocol):
+class KernelMemory:
     """K and V of `copies` batches: sequence b of copy c is in slot `slots[c * B + b]`. `tables_SC` where they are blocks."""
 
     name: str
-    form: Format
     slots: list[int]
-    layers: list[Planes]
-    tables_SC: torch.Tensor | None
+    tables_SC: torch.Tensor | None = None
+
+    def __init__(self, form: Format, device: torch.device) -> None:
+        self.form: Final = form
+        self.device: Final = device
+        self.layers: list[LayerKV] = []
 
     def close(self) -> None:
         """Give it back to the device. Idempotent; no view may be used any more."""
-        ...
+        self.layers = []
+        self._give_back()
+        release_memory(self.device)
+
+    def _give_back(self) -> None:
+        """What is not a view in `layers`."""
+
+    def _add_layers(self, view: Callable[[int, str], torch.Tensor]) -> None:
+        """All layers, by the views of their planes."""
+        for layer in range(self.form.shape.layers):
+            k, v = view(layer, "k"), view(layer, "v")
+            k_scale, v_scale = None, None
+            if self.form.quantised is not None and self.form.quantised.scale == "token":
+                k_scale, v_scale = view(layer, SCALES).unbind(-1)
+            elif self.form.quantised is not None:
+                k_scale, v_scale = self.form.usual_scale * (0.5 + torch.rand(2, self.form.shape.kv_heads, device=self.device))
+            self.layers.append(LayerKV(k=k, v=v, k_scale=k_scale, v_scale=v_scale))
 
 
-class _Tensor:
+class _TensorMemory(KernelMemory):
     """One tensor, with the strides of vmmkv's memory that has all layers of a token in a row.
 
     Sequences lie end to end, guard and all. Where their lengths differ, slots are places at which one may start, and overlap:
@@ -244,53 +264,42 @@ class _Tensor:
     """
 
     def __init__(self, case: Case, copies: int, form: Format, device: torch.device) -> None:
+        super().__init__(form, device)
         self.name = "cudaMalloc" if device.type == "cuda" else "malloc"
-        self.form = form
-        self._device = device
-        self.tables_SC: torch.Tensor | None = None
         lengths = case.lengths * copies
         padded = [round_up(length + GUARD_TOKENS, _START_ROWS) for length in lengths]
         unit_rows, longest = (padded[0] if case.is_uniform else _START_ROWS), max(padded)
-        order = sorted(range(len(lengths)), key=lambda index: lengths[index])
         starts, num_rows = [0] * len(lengths), 0
-        for index in order:
+        for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
             starts[index] = num_rows
             num_rows += padded[index]
         self.slots = [start // unit_rows for start in starts]
         group = form.whole_rows
-        self._rows_TE = torch.empty(num_rows, group.row_bytes, dtype=torch.uint8, device=device)
-        Filler(form, group, num_rows, device).fill(self._rows_TE, 0)
+        rows_TE = torch.empty(num_rows, group.row_bytes, dtype=torch.uint8, device=device)
+        Filler(form, group, num_rows, device).fill(rows_TE, 0)
 
         def view(layer: int, name: str) -> torch.Tensor:
             plane = group.plane(name)
             itemsize = plane.dtype.itemsize
             row_elements = group.row_bytes // itemsize
-            return self._rows_TE.view(plane.dtype).as_strided(
+            return rows_TE.view(plane.dtype).as_strided(
                 (max(self.slots) + 1, longest, plane.heads, plane.dim),
                 (unit_rows * row_elements, row_elements, plane.head_stride, 1),
                 group.offset_bytes(layer, name) // itemsize,
             )
 
-        self.layers = [_planes(form, layer, view, device) for layer in range(form.shape.layers)]
-
-    def close(self) -> None:
-        """See Memory.close."""
-        self.layers = []
-        self._rows_TE = torch.empty(0)
-        release_memory(self._device)
+        self._add_layers(view)
 
 
-class _Vmmkv:
+class _VmmkvMemory(KernelMemory):
     """A cache of slots that adjoin, mapped to the end of each sequence and its guard."""
 
     def __init__(
         self, case: Case, copies: int, form: Format, device: torch.device, *, layers_per_row: int, aliased: bool = False
     ) -> None:
+        super().__init__(form, device)
         some = "all layers" if layers_per_row == form.shape.layers else "1 layer"
         self.name = "vmmkv, aliased" if aliased else f"vmmkv, {some} a page"
-        self.form = form
-        self._device = device
-        self.tables_SC: torch.Tensor | None = None
         layout = form.layout(layers_per_row)
         lengths = case.lengths * copies
         pages = sum(layout.pages_for(length, GUARD_TOKENS) for length in lengths)
@@ -318,27 +327,23 @@ class _Vmmkv:
                 rows_STE = payload.as_strided((*payload.shape[:2], row_elements), (*payload.stride()[:2], 1), 0)
                 for slot, length in zip(self.slots[:1] if aliased else self.slots, lengths, strict=not aliased):
                     filler.fill(rows_STE[slot, :length].view(torch.uint8), slot + group.layers[0] * len(rows_STE))
-            self.layers = [_planes(form, layer, cache.view, device) for layer in range(form.shape.layers)]
+            self._add_layers(cache.view)
         except BaseException:
             self._pool.close()
             raise
 
-    def close(self) -> None:
-        """See Memory.close."""
-        self.layers = []
+    def _give_back(self) -> None:
         self._pool.close()
-        release_memory(self._device)
 
 
-class _Paged:
+class _PagedMemory(KernelMemory):
     """Blocks `[blocks, 16, kv_heads, head_dim]` for K and for V of each layer, given to sequences in no order."""
 
     def __init__(self, case: Case, copies: int, form: Format, device: torch.device, *, shared: bool = False) -> None:
         if form.quantised is not None:
             raise ValueError(f"blocks are of plain K and V only, not {form.name}")
+        super().__init__(form, device)
         self.name = f"paged {BLOCK}, shared" if shared else f"paged {BLOCK}"
-        self.form = form
-        self._device = device
         shape = form.shape
         counts = [ceil_div(length, BLOCK) for length in case.lengths * copies]
         num_blocks = max(counts) if shared else sum(counts)
@@ -346,20 +351,13 @@ class _Paged:
         tables_SC = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         for table, blocks in zip(tables_SC, [shuffled] * len(counts) if shared else torch.split(shuffled, counts), strict=True):
             table[: len(blocks)] = blocks
-        self.tables_SC: torch.Tensor | None = tables_SC.to(device)
+        self.tables_SC = tables_SC.to(device)
         self.slots = list(range(len(counts)))
         size = (shape.layers, 2, num_blocks, BLOCK, shape.kv_heads, shape.head_dim)
-        self._blocks = torch.empty(size, dtype=shape.dtype, device=device)
-        layer = form.layout(1).groups[0]
-        rows_TE = self._blocks.view(-1, 2 * shape.kv_heads * shape.head_dim).view(torch.uint8)
-        Filler(form, layer, rows_TE.shape[0], device).fill(rows_TE, 0)
-        self.layers = [Planes(k=self._blocks[layer, 0], v=self._blocks[layer, 1]) for layer in range(form.shape.layers)]
-
-    def close(self) -> None:
-        """See Memory.close."""
-        self.layers = []
-        self._blocks = torch.empty(0)
-        release_memory(self._device)
+        planes = torch.empty(size, dtype=shape.dtype, device=device)
+        rows_TE = planes.view(-1, 2 * shape.kv_heads * shape.head_dim).view(torch.uint8)
+        Filler(form, form.layout(1).groups[0], rows_TE.shape[0], device).fill(rows_TE, 0)
+        self._add_layers(lambda layer, name: planes[layer, "kv".index(name)])
 
 
 MEMORIES: Final = ("tensor", "vmmkv", "vmmkv-1", "paged")
@@ -370,42 +368,26 @@ def memories(shape: Shape) -> tuple[str, ...]:
     return MEMORIES if shape.layers > 1 else tuple(kind for kind in MEMORIES if kind != "vmmkv-1")
 
 
-def open_memory(kind: str, case: Case, copies: int, form: Format, device: torch.device) -> Memory:
+def open_memory(kind: str, case: Case, copies: int, form: Format, device: torch.device) -> KernelMemory:
     """Memory of a kind, filled. Cost: on CUDA vmmkv's takes some 80 us a page, 3 s for 69 GB."""
     if kind == "tensor":
-        return _Tensor(case, copies, form, device)
+        return _TensorMemory(case, copies, form, device)
     if kind.startswith("paged"):
-        return _Paged(case, copies, form, device, shared=kind == "paged-shared")
+        return _PagedMemory(case, copies, form, device, shared=kind == "paged-shared")
     layers_per_row = 1 if kind == "vmmkv-1" else form.shape.layers
-    return _Vmmkv(case, copies, form, device, layers_per_row=layers_per_row, aliased=kind == "vmmkv-aliased")
+    return _VmmkvMemory(case, copies, form, device, layers_per_row=layers_per_row, aliased=kind == "vmmkv-aliased")
 
 
-def rows_of(memory: Memory, layer: int, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(memory: KernelMemory, layer: int, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a sequence in float32, dequantised: [T, K, D] each."""
     planes, slot = memory.layers[layer], memory.slots[index]
-    if memory.tables_SC is None:
-        pairs = ((planes.k, planes.k_scale), (planes.v, planes.v_scale))
-        k, v = (_values(payload[slot, :length], scale, slot, length) for payload, scale in pairs)
-        return k, v
-    blocks = memory.tables_SC[slot, : ceil_div(length, BLOCK)].long()
-    k, v = (plane[blocks].flatten(0, 1)[:length].float() for plane in (planes.k, planes.v))
-    return k, v
 
+    def values(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if memory.tables_SC is not None:
+            blocks = memory.tables_SC[slot, : ceil_div(length, BLOCK)].long()
+            return payload[blocks].flatten(0, 1)[:length].float()
+        if scale is None:
+            return payload[slot, :length].float()
+        return dequantise(payload[slot, :length], scale if scale.dim() == 1 else scale[slot, :length])
 
-def _values(payload_TKW: torch.Tensor, scale: torch.Tensor | None, slot: int, length: int) -> torch.Tensor:
-    if scale is None:
-        return payload_TKW.float()
-    from vmmkv.kernels.quantise import dequantise
-
-    return dequantise(payload_TKW, scale if scale.dim() == 1 else scale[slot, :length])
-
-
-def _planes(form: Format, layer: int, view: Callable[[int, str], torch.Tensor], device: torch.device) -> Planes:
-    k, v = view(layer, "k"), view(layer, "v")
-    if form.quantised is None:
-        return Planes(k=k, v=v)
-    if form.quantised.scale == "token":
-        scales = view(layer, SCALES)
-        return Planes(k=k, v=v, k_scale=scales[..., 0], v_scale=scales[..., 1])
-    k_scale, v_scale = form.usual_scale * (0.5 + torch.rand(2, form.shape.kv_heads, device=device))
-    return Planes(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    return values(planes.k, planes.k_scale), values(planes.v, planes.v_scale)

@@ -1,12 +1,9 @@
-"""Append, and copies inside a GPU, against torch's copies of the same bytes.
+"""Append, against torch's copy of the same bytes.
 
-Legend: L layers, N tokens, M pages copied, S slots, T rows of a slot, E bytes of a row, H query heads, K kv heads, D head dim,
-R = D / 2 angles.
+Legend: L layers, N tokens, S slots, T rows of a slot, H query heads, K kv heads, D head dim, R = D / 2 angles.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -14,25 +11,17 @@ from typing import Final
 import torch
 
 from bench.harness import HBM_BYTES_PER_S, Shape, WrongNumbers
-from bench.suites.kernels.measure import Measurer, Metric
-from bench.suites.kernels.memories import Case, Format, Memory, memories, open_memory, rows_of
-from vmmkv import KVCache, Pool
+from bench.suites.kernels import Measurer, Metric
+from bench.suites.kernels.memories import Case, Format, KernelMemory, memories, open_memory, rows_of
 from vmmkv.kernels import reference
 from vmmkv.layout import KVType
-from vmmkv.units import PAGE_BYTES
-
-APPENDS: Final = {"1": (1, 1024), "256": (256, 64), "8192": (1, 8192)}
-"""By tokens appended: sequences, and their lengths behind it."""
 
 _TOLERANCE: Final = {"": 0.0, "rope": 1e-2, "fp8": 0.04, "int8": 0.02, "int4": 0.15}
 """The length of the error over that of the rows, by what was done to them."""
 _ROPE_BASE: Final = 10_000.0
 
 
-# append
-
-
-class NewRows:
+class AppendedRows:
     """What is appended: random rows and queries of every layer, so that none is in L2 when its turn comes."""
 
     def __init__(self, num_tokens: int, case: Case, shape: Shape, device: torch.device, seed: int) -> None:
@@ -64,9 +53,9 @@ class NewRows:
 class Append:
     """One append to every layer of a memory, and its check."""
 
-    memory: Memory
+    memory: KernelMemory
     case: Case
-    new: NewRows
+    new: AppendedRows
     rope: bool
 
     def prepare(self) -> Callable[[], object]:
@@ -123,7 +112,7 @@ def run_append(measurer: Measurer, case: Case) -> None:
     settings, shape, num_tokens = measurer.settings, measurer.shape, int(case.name)
     plain = Format(shape=shape)
     quantised = [Format(shape=shape, quantised=KVType(kind)) for kind in ("fp8", "int8", "int4")]
-    new = NewRows(num_tokens, case, shape, settings.device, settings.seed)
+    new = AppendedRows(num_tokens, case, shape, settings.device, settings.seed)
     measurer.measure("copy_", partial(_checked_copy, new), _append_metrics(plain, num_tokens, rope=False))
     for kind in memories(shape):
         for form in (plain, *quantised) if kind in ("tensor", "vmmkv") else (plain,):
@@ -145,10 +134,14 @@ def _append_metrics(form: Format, num_tokens: int, *, rope: bool) -> list[Metric
     size_bytes = num_tokens * (2 * shape.kv_heads * vector_bytes + form.token_bytes)
     if rope:  # queries in place, and a cosine and a sine in float32 for each angle
         size_bytes += num_tokens * (2 * shape.heads * vector_bytes + 4 * shape.head_dim)
-    return _moved("layer", size_bytes, shape.layers)
+    amount = shape.layers * size_bytes / 1e3
+    return [
+        Metric(name="layer", unit="us", amount=shape.layers, rate=False, bound=size_bytes / HBM_BYTES_PER_S * 1e6),
+        Metric(name="moved", unit="GB/s", amount=amount, rate=True, bound=HBM_BYTES_PER_S / 1e9),
+    ]
 
 
-def _checked_copy(new: NewRows) -> Callable[[], object]:
+def _checked_copy(new: AppendedRows) -> Callable[[], object]:
     """torch's copy of each layer's K and V in one launch, to where they stay together."""
     source_L = torch.stack([new.k_LNKD, new.v_LNKD], dim=1)
     target_L = torch.empty_like(source_L)
@@ -163,116 +156,7 @@ def _checked_copy(new: NewRows) -> Callable[[], object]:
     return run_pass
 
 
-def _moved(name: str, size_bytes: int, calls: int) -> list[Metric]:
-    """Of a pass of so many calls that move so many bytes each."""
-    return [
-        Metric(name=name, unit="us", amount=calls, rate=False, bound=size_bytes / HBM_BYTES_PER_S * 1e6),
-        Metric(name="moved", unit="GB/s", amount=calls * size_bytes / 1e3, rate=True, bound=HBM_BYTES_PER_S / 1e9),
-    ]
-
-
 def _check_near(what: str, given: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
     error = ((given - wanted).norm() / wanted.norm()).item()
     if not error <= tolerance:  # NaN is not
         raise WrongNumbers(f"{what}: off by {error:.3g} of its length")
-
-
-# copies
-
-Copier = Callable[[torch.Tensor, list[int], list[int]], Callable[[], object]]
-"""From the rows of all slots, the slots that are copied and those that they are copied to: what copies them."""
-
-
-def pages(count: int) -> Case:
-    """Pages to copy, as a case."""
-    return Case(name=f"{count}x2MiB", lengths=(1,) * count)
-
-
-def run_copy(measurer: Measurer, case: Case) -> None:
-    """Pages of a tensor, and of vmmkv's memory: many in one launch of ours, against torch's, one large or one for each."""
-    num_pages = len(case.lengths)
-    slots = list(range(2 * num_pages))
-    random.Random(measurer.settings.seed).shuffle(slots)
-    sources, targets = slots[:num_pages], slots[num_pages:]
-    kinds: dict[str, Callable[[Shape, torch.device, int], AbstractContextManager[torch.Tensor]]] = {
-        "cudaMalloc": tensor_rows,
-        "vmmkv": vmmkv_rows,
-    }
-    for name, open_rows in kinds.items():
-        with (
-            measurer.recorder.guarded(measurer.workload, f"{name} memory"),
-            open_rows(measurer.shape, measurer.settings.device, 2 * num_pages) as rows_STE,
-        ):
-            metrics = _moved("pass", 2 * rows_STE[:num_pages].numel(), 1)
-            for system, copier in COPIERS.items():
-                measurer.measure(f"{system}, {name}", partial(checked, rows_STE, copier, sources, targets), metrics)
-            if rows_STE.is_contiguous():
-                source, target = rows_STE.flatten().chunk(2)
-                measurer.measure(f"copy_ at once, {name}", lambda: partial(target.copy_, source), metrics)  # noqa: B023
-
-
-@contextmanager
-def tensor_rows(shape: Shape, device: torch.device, num_slots: int) -> Iterator[torch.Tensor]:
-    """[S, T, E] in one tensor: slots of a page each."""
-    row_bytes = shape.layout.groups[0].row_bytes
-    yield torch.empty(num_slots, PAGE_BYTES // row_bytes, row_bytes, dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def vmmkv_rows(shape: Shape, device: torch.device, num_slots: int) -> Iterator[torch.Tensor]:
-    """[S, T, E] in slots of a cache with a page each, without its null slot."""
-    layout = shape.layout
-    (group,) = layout.groups
-    num_tokens = group.tokens_under(1)
-    with Pool(device, (num_slots + 2) * PAGE_BYTES) as pool:
-        cache = KVCache(layout, pool, slots=num_slots, max_tokens=num_tokens)
-        sequences = cache.open_batch(num_slots)
-        for sequence in sequences:
-            sequence.grow(num_tokens)
-        payload = cache.view(group.layers[0], group.planes[0].name)
-        size = (*payload.shape[:2], group.row_bytes // payload.element_size())
-        rows_STE = payload.as_strided(size, (*payload.stride()[:2], 1), 0).view(torch.uint8)
-        yield rows_STE[sequences[0].slot :, :num_tokens]
-
-
-def _extents(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
-    from vmmkv.kernels.copy import copy_extents
-
-    sources_M, targets_M = (
-        torch.tensor([rows_STE[slot].data_ptr() for slot in slots], dtype=torch.int64, device=rows_STE.device)
-        for slots in (sources, targets)
-    )
-    return partial(copy_extents, sources_M, targets_M, rows_STE[0].numel())
-
-
-def _rows(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
-    from vmmkv.kernels.copy import copy_rows
-
-    sources_M, targets_M = (torch.tensor(slots, dtype=torch.int32, device=rows_STE.device) for slots in (sources, targets))
-    starts_M = torch.zeros_like(sources_M)
-    return partial(copy_rows, rows_STE, sources_M, targets_M, starts_M, torch.full_like(starts_M, rows_STE.shape[1]))
-
-
-def _page_by_page(rows_STE: torch.Tensor, sources: list[int], targets: list[int]) -> Callable[[], object]:
-    pairs = [(rows_STE[source], rows_STE[target]) for source, target in zip(sources, targets, strict=True)]
-
-    def copy() -> None:
-        for source, target in pairs:
-            target.copy_(source)
-
-    return copy
-
-
-COPIERS: Final[dict[str, Copier]] = {"copy_extents": _extents, "copy_rows": _rows, "copy_ a page": _page_by_page}
-
-
-def checked(rows_STE: torch.Tensor, copier: Copier, sources: list[int], targets: list[int]) -> Callable[[], object]:
-    """What copies other rows than were there, run once and found right. Raises: WrongNumbers."""
-    for source, target in zip(sources, targets, strict=True):
-        rows_STE[source].random_()
-        rows_STE[target].zero_()
-    copy = copier(rows_STE, sources, targets)
-    copy()
-    if not all(torch.equal(rows_STE[source], rows_STE[target]) for source, target in zip(sources, targets, strict=True)):
-        raise WrongNumbers("a page differs from what it was copied from")
-    return copy
