@@ -1,4 +1,4 @@
-"""`python -m bench report`: rows as one HTML page that needs neither network nor scripts, and its figures as PNG files.
+"""`python -m bench report`: rows as one HTML page that needs neither network nor scripts; with --docs the documents' figures.
 
     rows ── newest of each ──> answers: vmmkv against another system, over all workloads ──> losses
                           └──> sections: of each suite figures, and a table of all rows ──> report.html.j2
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2
 import matplotlib
@@ -45,47 +45,41 @@ DOCS: Final[Mapping[str, str]] = {
 # answers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """A metric of vmmkv's against another system's, over all workloads of a suite that have both."""
 
     text: str
     suite: str
     metric: str
-    ours: str
     other: str
-    workload: str = ""
+    ours: str = "vmmkv"
+    part: str = ""
     """How workloads begin, behind the model's name."""
 
 
 QUESTIONS: Final = (
     *(
-        Question(text=text, suite="serve", metric="throughput", ours="vmmkv", other=other, workload=part)
+        Question(text, "serve", "throughput", other, part=part)
         for other in ("paged 16", "static 4096", "transformers continuous batching", "vLLM")
         for part, text in (("closed", "Serving, all requests at once"), ("rates", "Serving, at rates"), ("outside", "Serving"))
     ),
-    Question(text="Goodput at rates", suite="serve", metric="goodput", ours="vmmkv", other="paged 16", workload="rates"),
-    Question(
-        text="First tokens at rates", suite="serve", metric="first token", ours="vmmkv", other="paged 16", workload="rates"
-    ),
-    Question(text="What HTTP costs", suite="serve", metric="throughput", ours="vmmkv serve", other="vmmkv"),
-    Question(text="Requests that share a prefix", suite="prefix", metric="total", ours="vmmkv", other="paged 16"),
-    Question(text="Memory of shared prefixes", suite="prefix", metric="memory, held", ours="vmmkv", other="paged 16"),
+    Question("Goodput at rates", "serve", "goodput", "paged 16", part="rates"),
+    Question("First tokens at rates", "serve", "first token", "paged 16", part="rates"),
+    Question("What HTTP costs", "serve", "throughput", "vmmkv", ours="vmmkv serve"),
+    Question("Requests that share a prefix", "prefix", "total", "paged 16"),
+    Question("Memory of shared prefixes", "prefix", "memory, held", "paged 16"),
     *(
-        Question(text=text, suite="memory_efficiency", metric=f"{metric}, averaged", ours="vmmkv", other=other)
+        Question(text, "memory_efficiency", f"{metric}, averaged", other)
         for metric, text in (("waste", "Memory that holds no row"), ("admitted sequences", "Sequences that fit"))
         for other in ("paged 16", "static 4096")
     ),
     *(
-        Question(
-            text=text, suite="kernels", metric="layer", ours=f"{kernel}, vmmkv, all layers a page", other=f"{kernel}, {other}"
-        )
+        Question(text, "kernels", "layer", f"{kernel}, {other}", ours=f"{kernel}, vmmkv, all layers a page")
         for kernel, text in (("decode", "Decode attention"), ("prefill", "Prefill attention"))
         for other in ("cudaMalloc", "paged 16")
     ),
     *(
-        Question(text=text, suite="transformers", metric=metric, ours="vmmkv VmmCache", other=f"transformers {other}")
-        for metric, text in (("time per token", "In transformers, eager"), ("longest context", "Longest context"))
+        Question("In transformers, eager", "transformers", "time per token", f"transformers {other}", ours="vmmkv VmmCache")
         for other in ("DynamicCache", "StaticCache")
     ),
 )
@@ -93,11 +87,11 @@ QUESTIONS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Ratios are such that more than 1 is better. `losses`: workloads in which vmmkv is worse, the worst first."""
+    """Ratios by workload, such that more than 1 is better. `losses`: workloads in which vmmkv is worse, the worst first."""
 
     question: Question
     ratios: Mapping[str, float]
-    losses: tuple[tuple[str, float, Row, Row], ...]
+    losses: Sequence[tuple[str, float, Row, Row]]
 
     @property
     def median(self) -> float:
@@ -107,29 +101,23 @@ class Answer:
 
 def answers(rows: Sequence[Row]) -> list[Answer]:
     """Of all questions that there are rows of both sides of."""
-    found = {(row.suite, row.workload, row.metric, row.system): row for row in rows}
+    # vLLM's rows have its version behind the name.
+    by_key = {(row.suite, row.metric, row.workload, re.sub("^vLLM .*", "vLLM", row.system)): row for row in rows}
     given = []
     for question in QUESTIONS:
         ratios, losses = {}, []
-        for (suite, workload, metric, system), ours in found.items():
-            if (suite, metric, system) != (question.suite, question.metric, question.ours):
+        for (*subject, workload, system), ours in by_key.items():
+            other = by_key.get((question.suite, question.metric, workload, question.other))
+            is_asked = subject == [question.suite, question.metric] and system == question.ours
+            if not is_asked or other is None or (question.part and f" {question.part}: " not in workload):
                 continue
-            others = [
-                row
-                for (its_suite, its_workload, its_metric, its_system), row in found.items()
-                if (its_suite, its_workload, its_metric) == (suite, workload, metric)
-                and (its_system == question.other or (question.other == "vLLM" and its_system.startswith("vLLM ")))
-            ]
-            part = f" {question.workload}: " if question.workload else ""
-            if not others or part not in workload or not min(ours.summary.median, others[0].summary.median) > 0:
-                continue
-            ratio = ours.summary.median / others[0].summary.median
-            ratios[workload] = ratio if ours.higher_is_better else 1 / ratio
-            if ratios[workload] < 1 and not ours.summary.overlaps(others[0].summary):
-                losses.append((workload, ratios[workload], ours, others[0]))
+            if min(ours.summary.median, other.summary.median) > 0:
+                ratio = ours.summary.median / other.summary.median
+                ratios[workload] = ratio if ours.higher_is_better else 1 / ratio
+                if ratios[workload] < 1 and not ours.summary.overlaps(other.summary):
+                    losses.append((workload, ratios[workload], ours, other))
         if ratios:
-            losses.sort(key=lambda loss: loss[1])
-            given.append(Answer(question=question, ratios=ratios, losses=tuple(losses)))
+            given.append(Answer(question=question, ratios=ratios, losses=sorted(losses, key=lambda loss: loss[1])))
     return given
 
 
@@ -152,11 +140,10 @@ _BAR_IN: Final = 0.19
 _LEGEND_COLUMNS: Final = 3
 _LEAST_FOR_LOG: Final = 10
 """Times the least number that the largest is before an axis is logarithmic."""
+_PLAIN: Final = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
-Series = Mapping[str, Mapping[str, Summary]]
-"""By series, and by the group that it was measured in."""
-SeriesByNumber = Mapping[str, Mapping[float, Summary]]
-"""By series, and by the number that it was measured at."""
+Panels = defaultdict[Any, defaultdict[str, dict[Any, Summary]]]
+"""By panel (a heading, or a heading and a unit), series, and the group or number that was measured at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,56 +154,72 @@ class Figure:
     title: str
     alt: str
     caption: str
-    svg: str
-    png: bytes
+    canvas: Canvas
+
+    def svg(self) -> str:
+        """Within a page: its ids are no other figure's."""
+        file = io.StringIO()
+        with matplotlib.rc_context(_STYLE):
+            self.canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        text = file.getvalue()
+        text = text[text.index("<svg") :].replace(_INK, "currentColor")
+        text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", text)
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        start, end = text.split(">", 1)
+        start = re.sub(r' (width|height)="[^"]*"', "", start)
+        label = f'<svg role="img" aria-label="{escape(self.alt)}" '
+        return f"{start.replace('<svg ', label, 1)}>{end}"
+
+    def save(self, path: Path) -> None:
+        """As PNG."""
+        with matplotlib.rc_context(_STYLE):
+            self.canvas.savefig(path, format="png", facecolor="white")
 
 
-def bars(name: str, title: str, unit: str, panels: Mapping[str, Series]) -> Figure:
+def bars(name: str, title: str, unit: str, panels: Panels) -> Figure:
     """Panels side by side: in each a bar for each series in each group. Bars are medians, whiskers from p20 to p80."""
     groups = list(dict.fromkeys(group for series in panels.values() for of_series in series.values() for group in of_series))
-    names = list(dict.fromkeys(one for series in panels.values() for one in series))
-    pitch = len(names) + 0.8
-    height_in = 0.9 + _BAR_IN * len(groups) * pitch + 0.2 * -(-len(names) // _LEGEND_COLUMNS)
+    colours = _colours(panels)
+    pitch = len(colours) + 0.8
+    height_in = 0.9 + _BAR_IN * len(groups) * pitch + 0.2 * -(-len(colours) // _LEGEND_COLUMNS)
     with matplotlib.rc_context(_STYLE):
         canvas = Canvas(figsize=(8.6, height_in), layout="constrained")
         axes = canvas.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axis, (heading, series) in zip(axes, panels.items(), strict=True):
             medians = [summary.median for of_series in series.values() for summary in of_series.values()]
             log = bool(medians) and 0 < _LEAST_FOR_LOG * min(medians) <= max(medians)
-            for index, (one, colour) in enumerate(_colours(names).items()):
+            for index, (one, colour) in enumerate(colours.items()):
                 for group, summary in series.get(one, {}).items():
-                    y = groups.index(group) * pitch + index - (len(names) - 1) / 2
+                    y = groups.index(group) * pitch + index - (len(colours) - 1) / 2
                     axis.barh([y], [summary.median], height=0.86, color=colour, log=log)
                     if summary.p20 < summary.p80:
                         whisker = [[summary.median - summary.p20], [summary.p80 - summary.median]]
                         axis.errorbar([summary.median], [y], xerr=whisker, fmt="none", ecolor=_INK, elinewidth=0.8, capsize=1.5)
-                    end = max(summary.p80, summary.median)
-                    axis.annotate(
-                        figure(summary.median), (end, y), (4, 0), textcoords="offset points", va="center", fontsize=7.5
-                    )
+                    end = (max(summary.p80, summary.median), y)
+                    axis.annotate(figure(summary.median), end, (4, 0), textcoords="offset points", va="center", fontsize=7.5)
             low, high = axis.get_xlim()
             axis.set_xlim(low, high * (3.5 if log else 1.12))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            axis.xaxis.set_major_formatter(_PLAIN)
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(axis="y", visible=False)
             axis.set(title=heading, xlabel=unit + (", logarithmic" if log else ""))
         axes[0].set_yticks([index * pitch for index in range(len(groups))], groups)
-        axes[0].set_ylim((len(groups) - 1) * pitch + len(names) / 2 + 0.4, -len(names) / 2 - 0.4)
-        if len(names) > 1:
-            handles = [Patch(color=colour, label=one) for one, colour in _colours(names).items()]
-            canvas.legend(handles=handles, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(names)))
-        alt = f"{title}: bars of {', '.join(names)} at {', '.join(groups)}, in {unit}. The table below has the numbers."
-        return _finished(canvas, name, title, alt, "Bars: medians; whiskers: p20 to p80.")
+        axes[0].set_ylim((len(groups) - 1) * pitch + len(colours) / 2 + 0.4, -len(colours) / 2 - 0.4)
+        if len(colours) > 1:
+            handles = [Patch(color=colour, label=one) for one, colour in colours.items()]
+            canvas.legend(handles=handles, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(colours)))
+    alt = f"{title}: bars of {', '.join(colours)} at {', '.join(groups)}, in {unit}. The table below has the numbers."
+    return Figure(name=name, title=title, alt=alt, caption="Bars: medians; whiskers: p20 to p80.", canvas=canvas)
 
 
-def lines(name: str, title: str, panels: Mapping[tuple[str, str], SeriesByNumber], x_label: str) -> Figure:
+def lines(name: str, title: str, panels: Panels, x_label: str) -> Figure:
     """Panels side by side, by heading and unit, both axes logarithmic: medians as lines, p20 to p80 as bands."""
-    names = list(dict.fromkeys(one for series in panels.values() for one in series))
+    colours = _colours(panels)
     with matplotlib.rc_context(_STYLE):
-        canvas = Canvas(figsize=(8.6, 3.4 + 0.2 * -(-len(names) // _LEGEND_COLUMNS)), layout="constrained")
+        canvas = Canvas(figsize=(8.6, 3.4 + 0.2 * -(-len(colours) // _LEGEND_COLUMNS)), layout="constrained")
         axes = canvas.subplots(1, len(panels), squeeze=False)[0]
         for axis, ((heading, unit), series) in zip(axes, panels.items(), strict=True):
-            for index, (one, colour) in enumerate(_colours(names).items()):
+            for index, (one, colour) in enumerate(colours.items()):
                 by_x = dict(sorted(series.get(one, {}).items()))
                 medians, marker = [summary.median for summary in by_x.values()], _MARKERS[index % len(_MARKERS)]
                 axis.plot(list(by_x), medians, color=colour, marker=marker, markersize=max(3.0, 8.0 - 1.4 * index), label=one)
@@ -225,70 +228,28 @@ def lines(name: str, title: str, panels: Mapping[tuple[str, str], SeriesByNumber
             axis.set(title=heading, xlabel=x_label, ylabel=unit, xscale="log", yscale="log")
             for scale in (axis.xaxis, axis.yaxis):
                 scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+                scale.set_major_formatter(_PLAIN)
                 scale.set_minor_formatter(NullFormatter())
         handles, labels = axes[0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(names)))
-        shown = "; ".join(f"{heading} in {unit}" for heading, unit in panels)
-        alt = f"{title}: {shown}, against {x_label}, for {', '.join(names)}. The table below has the numbers."
-        return _finished(canvas, name, title, alt, "Lines: medians; bands: p20 to p80.")
+        canvas.legend(handles, labels, loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(colours)))
+    shown = "; ".join(f"{heading} in {unit}" for heading, unit in panels)
+    alt = f"{title}: {shown}, against {x_label}, for {', '.join(colours)}. The table below has the numbers."
+    return Figure(name=name, title=title, alt=alt, caption="Lines: medians; bands: p20 to p80.", canvas=canvas)
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    """By name. The systems of many figures have the same colour in all of them."""
-    found: dict[str, str] = {}
-    for start, colour in zip(_KEPT, _COLOURS, strict=False):
-        one = next((name for name in names if name.startswith(start)), None)
-        if one is not None and found.keys().isdisjoint([one]):
-            found[one] = colour
-    left = [colour for colour in _COLOURS if colour not in found.values()]
-    others = [name for name in names if name not in found]
-    found |= {name: left[index % len(left)] for index, name in enumerate(others)}
-    return {name: found[name] for name in names}
-
-
-def _finished(canvas: Canvas, name: str, title: str, alt: str, caption: str) -> Figure:
-    svg, png = io.StringIO(), io.BytesIO()
-    canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    canvas.savefig(png, format="png", facecolor="white")
-    text = svg.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    for pattern, start in ((r'\bid="', 'id="'), (r"url\(#", "url(#"), (r'href="#', 'href="#')):  # ids that no other figure has
-        text = re.sub(pattern, f"{start}{name}-", text)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    start, end = text.split(">", 1)
-    start = re.sub(r' (width|height)="[^"]*"', "", start).replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
-    return Figure(name=name, title=title, alt=alt, caption=caption, svg=f"{start}>{end}", png=png.getvalue())
+def _colours(panels: Panels) -> dict[str, str]:
+    """By series. The systems of many figures have the same colour in all of them."""
+    names = list(dict.fromkeys(one for series in panels.values() for one in series))
+    kept = {next((name for name in names if name.startswith(start)), ""): _COLOURS[i] for i, start in enumerate(_KEPT)}
+    left = [colour for colour in _COLOURS if colour not in [kept.get(name) for name in names]]
+    others = [name for name in names if name not in kept]
+    return {name: kept[name] if name in kept else left[others.index(name) % len(left)] for name in names}
 
 
 # figures by suite
 
 
-def _gathered(
-    rows: Sequence[Row], metric: str, series: Callable[[Row], str], group: Callable[[Row], str]
-) -> dict[str, dict[str, Summary]]:
-    found: dict[str, dict[str, Summary]] = defaultdict(dict)
-    for row in rows:
-        if row.metric == metric:
-            found[series(row)][group(row)] = row.summary
-    return found
-
-
-def _system(row: Row) -> str:
-    return row.system
-
-
-def _workload(row: Row) -> str:
-    """In lines that fit beside a figure."""
-    return textwrap.fill(row.workload, 34)
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(NamedTuple):
     """A figure of bars: a panel for each metric, a bar for each system at each workload."""
 
     suite: str
@@ -323,7 +284,6 @@ _BARS: Final = (
         for slug, metrics in (("throughput", ("throughput",)), ("latency", ("first token", "time per output token")))
     ),
     Bars("transformers", "decode", "A decode step over each cache", ("time per token",), r".+? decode: (?P<group>.+)"),
-    Bars("transformers", "longest", "The longest context that fits", ("longest context",)),
     Bars("transformers", "admitted", "Requests that fit at once", ("admitted sequences",)),
     Bars("quality", "losses", "What quantised K and V lose", ("perplexity above exact", "attention output error")),
 )
@@ -334,27 +294,33 @@ def figures(suite: str, rows: Sequence[Row], prefix: str) -> Iterator[Figure]:
     rows = [row for row in rows if row.system != GPU and row.metric != FAILED]
     name = f"{prefix}-{_slug(suite)}"
     for spec in (spec for spec in _BARS if spec.suite == suite):
-        matched = [(row, match) for row in rows if (match := re.match(spec.workload, row.workload))]
-        parts = dict.fromkeys(match.groupdict().get("by", "") for _, match in matched)
-        for part in parts:
-            of_part = {id(row): match for row, match in matched if match.groupdict().get("by", "") == part}
+        by_part: defaultdict[str, Panels] = defaultdict(_panels)
+        unit = ""
+        for metric in spec.metrics:
+            for row in rows:
+                if row.metric == metric and (match := re.match(spec.workload, row.workload)):
+                    found = match.groupdict()
+                    group = found["group"] + found.get("state", "") if "group" in found else row.workload
+                    by_part[found.get("by", "")][metric][row.system][textwrap.fill(group, 34)] = row.summary
+                    unit = unit or row.unit
+        for part, panels in by_part.items():
+            title = f"{part}: {spec.title}" if len(by_part) > 1 else spec.title
+            yield bars("-".join(filter(None, (name, spec.slug, _slug(part)))), title, unit, panels)
+    if suite in _OTHERS:
+        yield from _OTHERS[suite](rows, name)
 
-            def group(row: Row, of_part: Mapping[int, re.Match[str]] = of_part) -> str:
-                found = of_part[id(row)].groupdict()
-                return textwrap.fill(found["group"] + found.get("state", ""), 34) if "group" in found else _workload(row)
 
-            chosen = [row for row in rows if id(row) in of_part]
-            panels = {metric: found for metric in spec.metrics if (found := _gathered(chosen, metric, _system, group))}
-            if panels:
-                unit = next(row.unit for row in chosen if row.metric in panels)
-                title = f"{part}: {spec.title}" if part and len(parts) > 1 else spec.title
-                yield bars("-".join(filter(None, (name, spec.slug, _slug(part)))), title, unit, panels)
-    yield from _OTHERS.get(suite, _nothing)(rows, name)
+def _panels() -> Panels:
+    return defaultdict(lambda: defaultdict(dict))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _driver_calls(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    """A panel for each size of handle, of the first system: the others differ from it by a flag."""
-    panels: dict[str, dict[str, dict[str, Summary]]] = defaultdict(lambda: defaultdict(dict))
+    """A panel for each size of handle."""
+    panels = _panels()
     for row in rows:
         handle, _, condition = row.workload.partition(", ")
         if row.system == rows[0].system:
@@ -368,7 +334,7 @@ def _attach_and_tree(rows: Sequence[Row], name: str) -> Iterator[Figure]:
         (r"attach (\d+) tokens", "attach", "Attaching a prefix", "tokens"),
         (r"a tree of ([\d,]+) nodes", "tree", "The radix tree alone", "nodes"),
     ):
-        panels: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
+        panels = _panels()
         for row in rows:
             if row.unit == "us" and (match := re.fullmatch(pattern, row.workload)):
                 heading, series = ("a call", row.metric) if slug == "tree" else (row.metric, row.system)
@@ -379,22 +345,16 @@ def _attach_and_tree(rows: Sequence[Row], name: str) -> Iterator[Figure]:
 
 def _rates(rows: Sequence[Row], name: str) -> Iterator[Figure]:
     """Requests that arrive, by the rate at which they have."""
-    pattern = re.compile(r"(?P<model>.+?) rates: (?P<workload>.+), [\d.]+ requests/s, (?P<kind>.+)$")
-    matched = [(row, match) for row in rows if (match := pattern.match(row.workload))]
-    offered = {row.workload: row.summary.p50 for row, _ in matched if row.metric == "rate"}
-    for of_figure in dict.fromkeys(match.groups() for _, match in matched):
-        panels: dict[tuple[str, str], dict[str, dict[float, Summary]]] = defaultdict(lambda: defaultdict(dict))
-        for metric in ("goodput", "first token", "time per output token"):
-            for row, match in matched:
-                if match.groups() == of_figure and row.metric == metric and row.workload in offered and row.summary.median > 0:
-                    panels[metric, row.unit][row.system][offered[row.workload]] = row.summary
-        if panels:
-            title = f"{of_figure[0]}, {of_figure[1]}, {of_figure[2]}: {', '.join(heading for heading, _ in panels)}"
-            yield lines(f"{name}-rates-{_slug(' '.join(of_figure))}", title, panels, "requests/s offered")
-
-
-def _nothing(rows: Sequence[Row], name: str) -> Iterator[Figure]:
-    return iter(())
+    offered = {row.workload: row.summary.p50 for row in rows if row.metric == "rate"}
+    by_figure: defaultdict[tuple[str, ...], Panels] = defaultdict(_panels)
+    for metric in ("goodput", "first token", "time per output token"):
+        for row in rows:
+            match = re.match(r"(.+?) rates: (.+), [\d.]+ requests/s, (.+)$", row.workload)
+            if match and row.metric == metric and row.workload in offered and row.summary.median > 0:
+                by_figure[match.groups()][metric, row.unit][row.system][offered[row.workload]] = row.summary
+    for names, panels in by_figure.items():
+        title = f"{', '.join(names)}: {', '.join(heading for heading, _ in panels)}"
+        yield lines(f"{name}-rates-{_slug(' '.join(names))}", title, panels, "requests/s offered")
 
 
 _OTHERS: Final[Mapping[str, Callable[[Sequence[Row], str], Iterator[Figure]]]] = {
@@ -408,22 +368,22 @@ _STATES: Final[Mapping[str, tuple[str, str]]] = {
     "ahead": ("mapped ahead", _COLOURS[6]),
     "parked": ("parked, to be adopted or evicted", _COLOURS[3]),
 }
-"""Of the memory map: by state, what it is and its colour. Other states wait to be unmapped."""
+"""Of the memory map: by state, what it is and its colour."""
+_OTHER_STATE: Final = ("about to be unmapped", _COLOURS[8])
 
 
 def memory_map(record: Mapping[str, Any]) -> Figure:
     """Slots across, addresses up: what lies under each slot at one moment, by the suite `memory_efficiency`."""
     page_mib, slots = record["page_bytes"] / MIB, record["slots"]
-    present: dict[str, None] = {}
+    present: dict[str, tuple[str, str]] = {}
     with matplotlib.rc_context(_STYLE):
         canvas = Canvas(figsize=(8.6, 4.6), layout="constrained")
         axis: Any = canvas.subplots()
         for column, slot in enumerate(slots):
             for page, num_pages, state, num_holders in slot["runs"]:
-                present[state] = None
-                colour = _STATES.get(state, ("", _COLOURS[8]))[1]
-                shared = {"hatch": "////"} if num_holders > 1 else {}
-                style = {"width": 0.84, "color": colour, "edgecolor": _INK, "linewidth": 0.4, **shared}
+                present[state] = _STATES.get(state, _OTHER_STATE)
+                style: Any = {"hatch": "////"} if num_holders > 1 else {}
+                style |= {"width": 0.84, "color": present[state][1], "edgecolor": _INK, "linewidth": 0.4}
                 axis.bar([column], [num_pages * page_mib], bottom=[page * page_mib], **style)
             if slot["state"] == "live":
                 end_mib = slot["rows"] * record["row_bytes"] / MIB
@@ -431,30 +391,28 @@ def memory_map(record: Mapping[str, Any]) -> Figure:
         axis.set_xticks(range(len(slots)), [slot["slot"] for slot in slots], fontsize=7)
         axis.set(ylabel="addresses of a slot, MiB", xlabel="slots")
         axis.grid(axis="x", visible=False)
-        texts = {state: _STATES.get(state, ("about to be unmapped", _COLOURS[8])) for state in present}
-        handles = [Patch(facecolor=colour, edgecolor=_INK, label=text) for text, colour in texts.values()]
+        handles = [Patch(facecolor=colour, edgecolor=_INK, label=text) for text, colour in present.values()]
         handles.append(Patch(facecolor="none", edgecolor=_INK, hatch="////", label="held by more than one"))
         canvas.legend(handles=handles, loc="outside upper left", ncols=2)
-        moment = f"{record['workload']}, {record['shape']}, behind {record['step']} decode steps"
-        said = f"Of {record['budget_pages']} pages {record['held_pages']} are held, {record['used_pages']} by running sequences"
-        title = "Memory map: extents under the addresses of slots"
-        caption = f"{moment}. {said}. Thick lines: where rows end. Commit {record['commit'][:12]} of {record['date'][:10]}."
-        return _finished(canvas, "memory-map", title, f"{title}, {moment}. {said}.", caption)
+    moment = f"{record['workload']}, {record['shape']}, behind {record['step']} decode steps"
+    said = f"Of {record['budget_pages']} pages {record['held_pages']} are held, {record['used_pages']} by running sequences"
+    title = "Memory map: extents under the addresses of slots"
+    caption = f"{moment}. {said}. Thick lines: where rows end. Commit {record['commit'][:12]} of {record['date'][:10]}."
+    return Figure(name="memory-map", title=title, alt=f"{title}, {moment}. {said}.", caption=caption, canvas=canvas)
 
 
 # the page
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """The rows of one suite on one device."""
 
     suite: str
     question: str
     device: str
     quick: bool
-    origins: tuple[str, ...]
-    figures: tuple[Figure, ...]
+    origins: Sequence[str]
+    figures: Sequence[Figure]
     tables: Mapping[str, Sequence[Row]]
     """Rows by workload."""
 
@@ -463,20 +421,14 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page; its path is printed."""
     parser = Parser(
         prog="python -m bench report",
-        description="One HTML page of rows, which needs no network, and its figures as PNG files. Of rows of the same thing "
-        "the newest counts.",
+        description="One HTML page of rows, which needs no network. Of rows of the same thing the newest counts.",
     )
     default = OUT if any(OUT.glob("*.jsonl")) else _HERE / "results"
     parser.add_argument(
         "rows", nargs="*", type=Path, metavar="ROWS", help="files or folders; default: bench/out, or without rows bench/results"
     )
     parser.add_argument("--out", type=Path, default=OUT / "report", metavar="DIR", help="default: bench/out/report")
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        metavar="DIR",
-        help="also the figures that the documents show, under their names there: docs/figures",
-    )
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="also the documents' figures, as PNG files: docs/figures")
     options = parser.parse_args(arguments)
     try:
         page = write(options.rows or [default], options.out, options.docs)
@@ -492,10 +444,14 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
     Raises: ValueError for what cannot be read or written to, saying what would work.
     """
     recorded = newest(read(sources))
-    for folder in (out / "figures", docs):
+    for folder in (out, docs):
         if folder is not None:
             make_folder(folder)
-    found = [_section(suite, device, quick, recorded) for suite, device, quick in _groups(recorded)]
+    order = {suite: number for number, suite in enumerate(SUITES)}
+    groups: defaultdict[tuple[str, str, bool], list[Recorded]] = defaultdict(list)
+    for one in sorted(recorded, key=lambda one: order.get(one.row.suite, len(order))):
+        groups[one.row.suite, one.provenance.device, one.provenance.quick].append(one)
+    sections = [_section(*key, rows) for key, rows in groups.items()]
     folders = dict.fromkeys(source if source.is_dir() else source.parent for source in sources)
     maps = [memory_map(json.loads((folder / _MAP).read_text("utf-8"))) for folder in folders if (folder / _MAP).is_file()]
     environment = jinja2.Environment(
@@ -505,7 +461,7 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"figure": figure, "svg": Markup}
+    environment.filters |= {"figure": figure, "safe_markup": Markup}
     full = [one.row for one in recorded if not one.provenance.quick]
     html = environment.get_template("report.html.j2").render(
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
@@ -514,66 +470,50 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
         answers=answers(full or [one.row for one in recorded]),
         num_quick=len(recorded) - len(full),
         failed=[one for one in recorded if one.row.metric == FAILED],
-        sections=found,
+        sections=sections,
         maps=maps,
         runs=_runs(recorded),
     )
-    all_figures = [*(drawn for section in found for drawn in section.figures), *maps]
-    for drawn in all_figures:
-        (out / "figures" / f"{drawn.name}.png").write_bytes(drawn.png)
-    for name, ending in DOCS.items() if docs is not None else ():
-        chosen = next((drawn for drawn in all_figures if drawn.name.endswith(ending)), None)
-        if chosen is not None:
-            assert docs is not None
-            (docs / f"{name}.png").write_bytes(chosen.png)
-        print(f"{name}: {chosen.title if chosen else f'not written, since there are no rows of *-{ending}'}")
+    if docs is not None:
+        drawn = [*(each for section in sections for each in section.figures), *maps]
+        for name, ending in DOCS.items():
+            chosen = next((each for each in drawn if each.name.endswith(ending)), None)
+            if chosen is not None:
+                chosen.save(docs / f"{name}.png")
+            print(f"{name}: {chosen.title if chosen else f'not written, since there are no rows of *-{ending}'}")
     page = out / PAGE
     page.write_text(html, encoding="utf-8")
     return page
 
 
-def _groups(recorded: Sequence[Recorded]) -> list[tuple[str, str, bool]]:
-    """Suites in their order, each on each device, quick or not."""
-    order = list(SUITES)
-    found = dict.fromkeys((one.row.suite, one.provenance.device, one.provenance.quick) for one in recorded)
-    return sorted(found, key=lambda group: order.index(group[0]) if group[0] in order else len(order))
-
-
 def _section(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -> Section:
-    ours = [one for one in recorded if (one.row.suite, one.provenance.device, one.provenance.quick) == (suite, device, quick)]
-    rows = [one.row for one in ours]
-    tables: dict[str, list[Row]] = defaultdict(list)
+    rows = [one.row for one in recorded]
+    tables: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         tables[row.workload].append(row)
-    return Section(
-        suite=suite,
-        question=SUITES.get(suite, ""),
-        device=device,
-        quick=quick,
-        origins=tuple(dict.fromkeys(one.provenance.origin for one in ours)),
-        figures=tuple(figures(suite, rows, _slug(device) + ("-quick" if quick else ""))),
-        tables=tables,
-    )
+    origins = tuple(dict.fromkeys(one.provenance.origin for one in recorded))
+    drawn = tuple(figures(suite, rows, _slug(device) + ("-quick" if quick else "")))
+    return Section(suite, SUITES.get(suite, ""), device, quick, origins, drawn, tables)
 
 
 def _runs(recorded: Sequence[Recorded]) -> list[dict[str, str]]:
     """Where and from what rows were measured, newest first."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
+    suites: defaultdict[Any, dict[str, None]] = defaultdict(dict)
+    made_by = {}
     for one in recorded:
         made = one.provenance
-        versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-        key = (made.date, made.commit, made.device, str(made.seed), str(made.quick))
-        run = found.setdefault(
-            key,
-            {
-                "date (UTC)": made.date,
-                "suites": "",
-                "device": f"{made.device}, driver {made.driver}",
-                "commit": made.commit,
-                "seed": str(made.seed),
-                "quick": "yes" if made.quick else "no",
-                "versions": versions,
-            },
-        )
-        run["suites"] = ", ".join(dict.fromkeys([*filter(None, run["suites"].split(", ")), one.row.suite]))
-    return [found[key] for key in sorted(found, reverse=True)]
+        key = (made.date, made.commit, made.device, made.seed, made.quick)
+        suites[key][one.row.suite] = None
+        made_by[key] = made
+    return [
+        {
+            "date (UTC)": made.date,
+            "suites": ", ".join(suites[key]),
+            "device": f"{made.device}, driver {made.driver}",
+            "commit": made.commit,
+            "seed": str(made.seed),
+            "quick": "yes" if made.quick else "no",
+            "versions": ", ".join(f"{name} {version}" for name, version in made.versions.items()),
+        }
+        for key, made in sorted(made_by.items(), reverse=True)
+    ]
