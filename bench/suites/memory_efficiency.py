@@ -15,12 +15,13 @@ The part `map` writes memory_map.json: what lies under each slot at one moment, 
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench import workloads
@@ -49,6 +50,8 @@ ADMITTED: Final = "admitted sequences, averaged"
 _VOCABULARY: Final = 32_000
 _MODELS: Final = ("llama-3.1-8b", "qwen3-0.6b")
 _WORKLOADS: Final = (workloads.uniform, workloads.chat, workloads.long_documents, workloads.skewed, workloads.ragged)
+Rows = npt.NDArray[np.int64]
+
 _CHECKED_SHARE: Final = 0.005
 """Of all steps, drawn at random: in these everything is recounted."""
 
@@ -90,11 +93,13 @@ def run(recorder: Recorder) -> None:
     shapes = (settings.shape,) if named else tuple(SHAPES[name] for name in _MODELS)
     if settings.wants("occupancy"):
         common: Any = {"seed": settings.seed, "vocabulary": _VOCABULARY, "count": sizes.asks, "max_tokens": MAX_TOKENS}
-        cases = [(shape, make(**common), open_) for shape in shapes for make in _WORKLOADS for open_ in SYSTEMS]
-        for shape, workload, open_ in recorder.track(cases, lambda case: f"{case[0].name} {case[1].name}"):
+        cases = [(shape, make(**common), system) for shape in shapes for make in _WORKLOADS for system in SYSTEMS]
+        for shape, workload, system in recorder.track(cases, lambda case: f"{case[0].name} {case[1].name}"):
             name = f"{shape.name} {workload.name}: {workload.text}, {format_bytes(sizes.budget_bytes)}"
             with recorder.guarded(name):
-                _add_rows(recorder, name, shape, sizes, simulate(open_(shape, sizes), workload, shape, sizes, settings.seed))
+                simulation = Simulation(open_system(system, shape, sizes), workload, shape, sizes, settings.seed)
+                simulation.run()
+                _add_rows(recorder, name, sizes.budget_bytes, simulation)
     if settings.wants("map"):
         with recorder.guarded(f"{shapes[0].name} map"):
             found = draw_map(shapes[0], sizes, settings.seed)
@@ -106,98 +111,87 @@ def run(recorder: Recorder) -> None:
 
 # systems
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """A cache of a fixed budget, and its arithmetic. A cache of counted blocks has rows of fewer bytes: `scale` times."""
-
-    name: str
-    cache: Any
-    """See vmmkv.server.engine: the engine's memory."""
-    unit_rows: float
-    """Rows of the smallest piece of memory: of a page, a block, a slot."""
-    unfilled_rows: float
-    """Rows that the last piece of a sequence of any length has free, on average; 0 of static slots, whose waste is all that."""
-    scale: float = 1.0
-    table_bytes: int = 0
-    """Of a sequence's block table."""
-    close: Callable[[], None]
-
-    def laid_bytes(self, rows: "np.ndarray[Any, Any]", row_bytes: int) -> float:
-        """What sequences of so many rows hold if nothing is mapped ahead: by arithmetic, not by the allocator."""
-        return float(np.ceil(rows / self.unit_rows).sum() * self.unit_rows * row_bytes)
-
-
 _COUNTED: Final = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, dtype=torch.float16)
 """Rows of 4 bytes: baselines take all memory at once, and here nothing is written to it."""
 
 
-def _open_vmmkv(shape: Shape, sizes: OccupancySizes) -> System:
-    driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget
-    pool = Pool("cpu", sizes.budget_bytes, driver=driver)
-    row_bytes = shape.layout.row_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedSystem:
+    """A cache of a fixed budget, and its arithmetic. A baseline's rows have fewer bytes than they stand for: `scale` times."""
 
-    def close() -> None:
-        used_bytes = pool.used_bytes
-        pool.close()
-        if used_bytes or pool.created_bytes:
-            raise WrongNumbers(f"vmmkv: {used_bytes} bytes were used by no sequence, {pool.created_bytes} are left")
+    name: str
+    cache: Any
+    """See engine.kv_backend.EngineCache."""
+    row_bytes: int
+    unit_rows: float
+    """Rows of the smallest piece of memory: of a page, a block, a slot."""
+    unfilled_rows: float
+    """Rows that the last piece of a sequence of any length has free, on average; 0 of static slots, whose waste is all that."""
+    table_bytes: int = 0
+    """Of a sequence's block table."""
 
-    return System(
-        name="vmmkv",
-        cache=KVCache(shape.layout, pool, slots=sizes.slots, max_tokens=MAX_TOKENS),
-        unit_rows=PAGE_BYTES / row_bytes,
+    @property
+    def scale(self) -> float:
+        """Of bytes that the cache counts."""
+        return self.row_bytes / float(self.cache.layout.row_bytes)
+
+    def laid_bytes(self, rows: Rows) -> float:
+        """What sequences of so many rows hold if nothing is mapped ahead: by arithmetic, not by the allocator."""
+        return float(np.ceil(rows / self.unit_rows).sum() * self.unit_rows * self.row_bytes)
+
+    def close(self) -> None:
+        """Raises: WrongNumbers if vmmkv's pool holds anything for no sequence."""
+        self.cache.close()
+        if self.name == "vmmkv":
+            pool = self.cache.pool
+            used_bytes = pool.used_bytes
+            pool.close()
+            if used_bytes or pool.created_bytes:
+                raise WrongNumbers(f"vmmkv: {used_bytes} bytes were used by no sequence, {pool.created_bytes} are left")
+
+
+SYSTEMS: Final = ("vmmkv", f"paged {BLOCK_ROWS}", f"static {MAX_TOKENS}")
+
+
+def open_system(name: str, shape: Shape, sizes: OccupancySizes) -> CountedSystem:
+    """One of SYSTEMS."""
+    row_bytes, cpu = shape.layout.row_bytes, torch.device("cpu")
+    if name == "vmmkv":
+        driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget
+        pool = Pool("cpu", sizes.budget_bytes, driver=driver)
+        slots = KVCache(shape.layout, pool, slots=sizes.slots, max_tokens=MAX_TOKENS)
         # What lies behind the last row is a multiple of what rows and pages have in common, each as likely.
-        unfilled_rows=(PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes,
-        close=close,
-    )
-
-
-def _open_paged(shape: Shape, sizes: OccupancySizes) -> System:
-    row_bytes = shape.layout.row_bytes
-    num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
-    cache = PagedCache(_COUNTED, torch.device("cpu"), num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
-    return System(
-        name=f"paged {BLOCK_ROWS}",
-        cache=cache,
-        unit_rows=BLOCK_ROWS,
-        unfilled_rows=(BLOCK_ROWS - 1) / 2,
-        scale=row_bytes / _COUNTED.row_bytes,
-        table_bytes=4 * ceil_div(MAX_TOKENS, BLOCK_ROWS),
-        close=cache.close,
-    )
-
-
-def _open_static(shape: Shape, sizes: OccupancySizes) -> System:
-    row_bytes = shape.layout.row_bytes
-    cache = StaticCache(
-        _COUNTED, torch.device("cpu"), slots=sizes.budget_bytes // (MAX_TOKENS * row_bytes), max_tokens=MAX_TOKENS
-    )
-    return System(
-        name=f"static {MAX_TOKENS}",
-        cache=cache,
-        unit_rows=MAX_TOKENS,
-        unfilled_rows=0.0,
-        scale=row_bytes / _COUNTED.row_bytes,
-        close=cache.close,
-    )
-
-
-SYSTEMS: Final[tuple[Callable[[Shape, OccupancySizes], System], ...]] = (_open_vmmkv, _open_paged, _open_static)
+        unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
+        unit_rows = PAGE_BYTES / row_bytes
+        return CountedSystem(name=name, cache=slots, row_bytes=row_bytes, unit_rows=unit_rows, unfilled_rows=unfilled_rows)
+    if name == SYSTEMS[1]:
+        num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
+        paged = PagedCache(_COUNTED, cpu, num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
+        unfilled_rows, table_bytes = (BLOCK_ROWS - 1) / 2, 4 * ceil_div(MAX_TOKENS, BLOCK_ROWS)
+        return CountedSystem(
+            name=name,
+            cache=paged,
+            row_bytes=row_bytes,
+            unit_rows=BLOCK_ROWS,
+            unfilled_rows=unfilled_rows,
+            table_bytes=table_bytes,
+        )
+    num_slots = sizes.budget_bytes // (MAX_TOKENS * row_bytes)
+    static = StaticCache(_COUNTED, cpu, slots=num_slots, max_tokens=MAX_TOKENS)
+    return CountedSystem(name=name, cache=static, row_bytes=row_bytes, unit_rows=MAX_TOKENS, unfilled_rows=0.0)
 
 
 # the simulation
 
 
-class Request(NamedTuple):
+class Demand(NamedTuple):
     """What is to be computed: so many tokens in one step, which gives the first of `num_out`."""
 
     num_prompt: int
     num_out: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Occupied(NamedTuple):
     """One moment, in bytes: of rows, of whole pieces of memory under them, of all that is held for running sequences."""
 
     num_sequences: int
@@ -209,27 +203,19 @@ class Sample:
     lookahead_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a run has shown."""
-
-    system: System
-    samples: list[Sample]
-    num_ended: int
-    num_preempted: int
-
-
 class Simulation:
     """Steps of one system under one workload."""
 
-    def __init__(self, system: System, workload: Workload, shape: Shape, budget_bytes: int, seed: int) -> None:
+    def __init__(self, system: CountedSystem, workload: Workload, shape: Shape, sizes: OccupancySizes, seed: int) -> None:
         self.num_ended = self.num_preempted = 0
-        self._system, self._cache, self._shape = system, system.cache, shape
-        self._row_bytes = shape.layout.row_bytes
-        self._most_bytes = budget_bytes * (1 - WATERMARK if system.unfilled_rows else 1.0)  # static slots do not grow
-        self._requests: Iterator[Request] = itertools.cycle(Request(len(ask.prompt), ask.num_out) for ask in workload.asks)
-        self._first: deque[Request] = deque()
-        """Before all others: preempted requests, and the one that did not fit."""
+        self.samples: list[Occupied] = []
+        self.system: Final = system
+        self._cache, self._sizes, self._weight_bytes = system.cache, sizes, shape.weight_bytes
+        # Static slots do not grow.
+        self._most_bytes = sizes.budget_bytes * (1 - WATERMARK if system.unfilled_rows else 1.0)
+        self._demands = itertools.cycle(Demand(len(ask.prompt), ask.num_out) for ask in workload.asks)
+        self._first: deque[Demand] = deque()
+        """Before all others: preempted ones, and the one that did not fit."""
         self._rng = np.random.default_rng(seed)
         self._sequences: dict[int, Any] = {}
         """By slot, in the order of their coming."""
@@ -237,8 +223,24 @@ class Simulation:
         """By slot, tokens still to come."""
         self._lookahead_tokens = 0
 
-    def step(self) -> None:
-        """One step. Raises: OutOfPages if a sequence does not fit alone; AssertionError if a law is broken."""
+    def run(self) -> None:
+        """Until sequences come and go at all times, then `steps` that are measured. Raises: WrongNumbers, AssertionError."""
+        for number in range(-self._sizes.warm_steps, self._sizes.steps):
+            if not number:
+                self.num_ended = self.num_preempted = 0
+            self._step()
+            if number >= 0 and not number % self._sizes.every:
+                self.samples.append(self._sample())
+            for slot in [slot for slot, left in self._left.items() if not left]:
+                self._end(slot)
+                self.num_ended += 1
+        for slot in list(self._sequences):
+            self._end(slot)
+        self._cache.check()
+        self.system.close()
+
+    def _step(self) -> None:
+        """Raises: OutOfPages if a sequence does not fit alone; AssertionError if a law is broken."""
         cache, slots = self._cache, self._slots()
         for slot in slots[cache.lengths[slots] >= cache.limits[slots]].tolist():
             while slot in self._sequences:
@@ -253,125 +255,89 @@ class Simulation:
         for slot in self._sequences:
             self._left[slot] -= 1
         self._admit()
-        if self._system.name == "vmmkv":
-            step_us = (self._shape.weight_bytes + self._num_rows() * self._row_bytes) / HBM_BYTES_PER_S * 1e6
+        if self.system.name == "vmmkv":
+            step_us = (self._weight_bytes + self._needed_bytes()) / HBM_BYTES_PER_S * 1e6
             # As KVCache.lookahead_tokens, which measures what mapping a page costs over this driver.
             self._lookahead_tokens = 1 + ceil_div(int(len(self._sequences) * PAGE_US), max(1, int(SLACK_SHARE * step_us)))
         cache.map_ahead(float("inf"), lookahead_tokens=self._lookahead_tokens or 1)
         if self._rng.random() < _CHECKED_SHARE:
             cache.check()
 
-    def sample(self) -> Sample:
+    def _sample(self) -> Occupied:
         """Behind a step. Raises: WrongNumbers if the cache's account is not that of the rows."""
-        stats, scale, slots = self._cache.stats(), self._system.scale, self._slots()
-        needed_bytes = self._num_rows() * self._row_bytes
-        laid_bytes = self._system.laid_bytes(self._cache.lengths[slots], self._row_bytes)
+        stats, scale, slots = self._cache.stats(), self.system.scale, self._slots()
+        needed_bytes, laid_bytes = self._needed_bytes(), self.system.laid_bytes(self._cache.lengths[slots])
         held_bytes = (stats.mapped_bytes - stats.parked_bytes) * scale
         if stats.token_bytes * scale != needed_bytes or not needed_bytes <= laid_bytes <= held_bytes:
             counted = f"{stats.token_bytes * scale} bytes of rows, {held_bytes} held"
-            raise WrongNumbers(f"{self._system.name} counts {counted}; {needed_bytes} are needed, {laid_bytes} laid")
-        return Sample(
-            num_sequences=len(slots),
-            needed_bytes=needed_bytes,
-            laid_bytes=laid_bytes,
-            held_bytes=held_bytes,
-            tables_bytes=len(slots) * self._system.table_bytes,
-            parked_bytes=stats.parked_bytes * scale,
-            lookahead_tokens=self._lookahead_tokens,
-        )
+            raise WrongNumbers(f"{self.system.name} counts {counted}; {needed_bytes} are needed, {laid_bytes} laid")
+        tables_bytes = len(slots) * self.system.table_bytes
+        parked_bytes = stats.parked_bytes * scale
+        return Occupied(len(slots), needed_bytes, laid_bytes, held_bytes, tables_bytes, parked_bytes, self._lookahead_tokens)
 
-    def end_answered(self) -> None:
-        """Sequences that have all of their answer go. vmmkv parks them, as the engine does."""
-        for slot in [slot for slot, left in self._left.items() if not left]:
-            self._end(slot)
-            self.num_ended += 1
-
-    def close(self) -> None:
-        """End all sequences, and check that nothing is held for any. Raises: WrongNumbers, AssertionError."""
-        for slot in list(self._sequences):
-            self._end(slot)
-        self._cache.check()
-        self._system.close()
-
-    def _slots(self) -> "np.ndarray[Any, Any]":
+    def _slots(self) -> Rows:
         return np.fromiter(self._sequences, np.int64, len(self._sequences))
 
-    def _num_rows(self) -> int:
-        return int(self._cache.lengths[self._slots()].sum())
+    def _needed_bytes(self) -> int:
+        return int(self._cache.lengths[self._slots()].sum()) * self.system.row_bytes
 
     def _preempt(self) -> None:
         """The newest goes, and comes back first. What it was about to write is a token of its prompt then."""
         newest = next(reversed(self._sequences))
-        self._first.appendleft(Request(self._sequences[newest].length + 1, self._left[newest]))
+        self._first.appendleft(Demand(self._sequences[newest].length + 1, self._left[newest]))
         self._end(newest)
         self.num_preempted += 1
 
     def _admit(self) -> None:
-        used_bytes = self._cache.stats().pool_used_bytes * self._system.scale
+        used_bytes = self._cache.stats().pool_used_bytes * self.system.scale
         while True:
-            request = self._first.popleft() if self._first else next(self._requests)
-            used_bytes += self._system.laid_bytes(np.array([request.num_prompt]), self._row_bytes)
+            demand = self._first.popleft() if self._first else next(self._demands)
+            used_bytes += self.system.laid_bytes(np.array([demand.num_prompt]))
             if used_bytes > self._most_bytes:
-                self._first.appendleft(request)
+                self._first.appendleft(demand)
                 return
             sequence = self._cache.open()
-            sequence.grow(request.num_prompt)
-            sequence.advance(request.num_prompt)
+            sequence.grow(demand.num_prompt)
+            sequence.advance(demand.num_prompt)
             self._sequences[sequence.slot] = sequence
-            self._left[sequence.slot] = request.num_out - 1
+            self._left[sequence.slot] = demand.num_out - 1
 
     def _end(self, slot: int) -> None:
+        """vmmkv parks ended sequences, as the engine does."""
         sequence = self._sequences.pop(slot)
         del self._left[slot]
-        if self._system.name == "vmmkv":
+        if self.system.name == "vmmkv":
             sequence.park()
         else:
             sequence.close()
 
 
-def simulate(system: System, workload: Workload, shape: Shape, sizes: OccupancySizes, seed: int) -> Outcome:
-    """Steps until sequences come and go at all times, then those that are measured. Raises: WrongNumbers, AssertionError."""
-    simulation = Simulation(system, workload, shape, sizes.budget_bytes, seed)
-    samples = []
-    for number in range(-sizes.warm_steps, sizes.steps):
-        if not number:
-            simulation.num_ended = simulation.num_preempted = 0
-        simulation.step()
-        if number >= 0 and not number % sizes.every:
-            samples.append(simulation.sample())
-        simulation.end_answered()
-    outcome = Outcome(system=system, samples=samples, num_ended=simulation.num_ended, num_preempted=simulation.num_preempted)
-    simulation.close()
-    return outcome
-
-
-def _add_rows(recorder: Recorder, name: str, shape: Shape, sizes: OccupancySizes, outcome: Outcome) -> None:
+def _add_rows(recorder: Recorder, name: str, budget_bytes: int, simulation: Simulation) -> None:
     """Waste is over the rows' bytes. Its bound is what the last page or block of each sequence has free on average."""
-    samples, system, row_bytes = outcome.samples, outcome.system.name, shape.layout.row_bytes
+    samples, system, row_bytes = simulation.samples, simulation.system.name, simulation.system.row_bytes
     needed = sum(each.needed_bytes for each in samples)
     num_sequences = sum(each.num_sequences for each in samples)
-    unfilled = 100 * outcome.system.unfilled_rows * row_bytes * num_sequences / needed or None
+    unfilled = 100 * simulation.system.unfilled_rows * row_bytes * num_sequences / needed or None
     wasted = [each.held_bytes + each.tables_bytes - each.needed_bytes for each in samples]
     recorder.figure(name, system, WASTE, "%", 100 * sum(wasted) / needed, len(samples), unfilled)
-
-    def add(metric: str, bytes_of: Callable[[Sample], float], bound: float | None = None) -> None:
-        figures = [100 * bytes_of(each) / each.needed_bytes for each in samples]
-        if any(figures):
-            recorder.samples(name, system, metric, "%", figures, bound)
-
-    add("waste", lambda each: each.held_bytes + each.tables_bytes - each.needed_bytes, unfilled)
-    add("of it, not filled yet", lambda each: each.laid_bytes - each.needed_bytes, unfilled)
-    add("of it, mapped ahead", lambda each: each.held_bytes - each.laid_bytes)
-    add("of it, tables", lambda each: each.tables_bytes)
+    for metric, amounts, bound in (
+        ("waste", wasted, unfilled),
+        ("of it, not filled yet", [each.laid_bytes - each.needed_bytes for each in samples], unfilled),
+        ("of it, mapped ahead", [each.held_bytes - each.laid_bytes for each in samples], None),
+        ("of it, tables", [each.tables_bytes for each in samples], None),
+    ):
+        if any(amounts):
+            shares = [100 * amount / each.needed_bytes for amount, each in zip(amounts, samples, strict=True)]
+            recorder.samples(name, system, metric, "%", shares, bound)
     if system == "vmmkv":
         recorder.samples(name, system, "lookahead", "tokens", [each.lookahead_tokens for each in samples])
-        parked = [100 * each.parked_bytes / sizes.budget_bytes for each in samples]
+        parked = [100 * each.parked_bytes / budget_bytes for each in samples]
         recorder.samples(name, system, "parked", "% of the budget", parked)
-    bound = sizes.budget_bytes * num_sequences / needed
+    bound = budget_bytes * num_sequences / needed
     recorder.figure(name, system, ADMITTED, "sequences", num_sequences / len(samples), len(samples), bound)
     recorder.samples(name, system, "admitted sequences", "sequences", [each.num_sequences for each in samples], bound)
     recorder.figure(name, system, "rows of a sequence, averaged", "tokens", needed / num_sequences / row_bytes, num_sequences)
-    recorder.figure(name, system, "preempted, while others ended", "times", outcome.num_preempted, outcome.num_ended)
+    recorder.figure(name, system, "preempted, while others ended", "times", simulation.num_preempted, simulation.num_ended)
 
 
 # the map

@@ -104,11 +104,11 @@ def test_a_miscounting_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = memory_efficiency.OccupancySizes.of(SETTINGS)
     shape = SHAPES["qwen3-0.6b"]
     asks = tuple(Ask(prompt=np.zeros(100, np.int32), num_out=50) for _ in range(4))
-    system = memory_efficiency.SYSTEMS[1](shape, sizes)
+    system = memory_efficiency.open_system("paged 16", shape, sizes)
     real = type(system.cache).stats
     monkeypatch.setattr(type(system.cache), "stats", lambda self: halved(real(self)))
     with pytest.raises(WrongNumbers, match="paged 16 counts"):
-        memory_efficiency.simulate(system, Workload(name="w", text="", asks=asks), shape, sizes, 0)
+        memory_efficiency.Simulation(system, Workload(name="w", text="", asks=asks), shape, sizes, 0).run()
 
 
 def halved(stats: object) -> object:
