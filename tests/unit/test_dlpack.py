@@ -1,3 +1,5 @@
+"""Tensors over raw addresses: no copy, no touch, no leak."""
+
 import ctypes
 import subprocess
 import sys
