@@ -203,22 +203,20 @@ class Pool:
         """The same for several size classes at once: `counts` by pages of an extent. All of them or none."""
         self.check_open()
         self._check_feasible(counts, wait=wait)
-        reused: list[Extent] = []
-        created: list[Extent] = []
+        taken: dict[int, list[Extent]] = {num_pages: [] for num_pages in counts}
+        created: set[Extent] = set()
         try:
-            for num_pages, count in counts.items():
-                wanted = len(reused) + len(created) + count
-                while missing := wanted - len(reused) - len(created):
-                    self._take(num_pages, missing, reused, created, wait=wait)
+            for num_pages, extents in taken.items():
+                while missing := counts[num_pages] - len(extents):
+                    self._take(num_pages, missing, extents, created, wait=wait)
         except BaseException:
-            for extent in reversed(reused):
+            for extent in reversed([extent for extents in taken.values() for extent in extents]):
                 self._put_back(extent)
-            for extent in reversed(created):
-                self._put_back(extent)
-                with contextlib.suppress(DriverError):  # then it stays free, which is within the budget too
-                    self._destroy_newest(extent.num_pages)
+                if extent in created:
+                    with contextlib.suppress(DriverError):  # then it stays free, which is within the budget too
+                        self._destroy_newest(extent.num_pages)
             raise
-        return {num_pages: [extent for extent in (*reused, *created) if extent.num_pages == num_pages] for num_pages in counts}
+        return taken
 
     def check_room(self, num_pages: int, remedy: str, *, later_pages: int = 0) -> None:
         """Could so many pages be had, perhaps when running work is done? Takes none.
@@ -448,12 +446,11 @@ class Pool:
             )
         self.check_room(wanted, "close or park sequences, or ask for fewer tokens")
 
-    def _take(self, num_pages: int, missing: int, reused: list[Extent], created: list[Extent], *, wait: bool) -> None:
-        """One of the missing extents into one of the lists, or one step towards it."""
+    def _take(self, num_pages: int, missing: int, taken: list[Extent], created: set[Extent], *, wait: bool) -> None:
+        """Take one of the missing extents, free or created, or go one step towards it."""
         size_bytes = num_pages * PAGE_BYTES
         if self._free[num_pages]:
             extent = self._free[num_pages].pop()
-            reused.append(extent)
         elif self.created_bytes + size_bytes <= self.budget_bytes:
             try:
                 handle = self.driver.create(size_bytes)
@@ -466,7 +463,7 @@ class Pool:
                 ) from error
             extent = Extent(handle, num_pages, zeroed=self.driver.creates_zeroed)
             self.created_bytes += size_bytes
-            created.append(extent)
+            created.add(extent)
         elif self._destroy_any_free() or self._reclaim(missing * num_pages, wait=wait):
             return
         else:
@@ -479,6 +476,7 @@ class Pool:
         extent.holders = extent.users = 1
         self.held_bytes += size_bytes
         self.used_bytes += size_bytes
+        taken.append(extent)
 
     def _put_back(self, extent: Extent) -> None:
         if extent.users:
