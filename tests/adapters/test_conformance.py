@@ -20,7 +20,7 @@ from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.memory.pool import Pool
 from vmmkv.testing import CheckError, ConformanceError, Report, Result, Worker, conformance
 from vmmkv.testing import __main__ as command
-from vmmkv.testing.checks import CHECKS, Memory, Subject, open_memory
+from vmmkv.testing.checks import CHECKS, LayerMemory, Subject, open_memory
 from vmmkv.testing.conformance import markdown
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -311,7 +311,7 @@ def subject() -> Subject:
     )  # fmt: skip
 
 
-def handles_of(memory: Memory, slot: int) -> list[int]:
+def handles_of(memory: LayerMemory, slot: int) -> list[int]:
     """What is mapped under a slot, by address."""
     (arena,) = memory.cache.memory.arenas
     return [int(mapping.extent.handle) for mapping in arena.spans[slot].live()]

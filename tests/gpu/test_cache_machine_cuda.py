@@ -27,7 +27,7 @@ class CudaMachine(CacheMachine):
 
     real_memory = True
 
-    def open_below(self) -> Driver | None:
+    def open_below(self) -> Driver:
         return PromptCuda(torch.device("cuda", 0))
 
 

@@ -134,7 +134,7 @@ class CudaPrefixMachine(PrefixMachine):
 
     real_memory = True
 
-    def open_below(self) -> Driver | None:
+    def open_below(self) -> Driver:
         return PromptCuda(torch.device("cuda", 0))
 
 

@@ -15,18 +15,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.laws.model import (
     SAMPLE,
+    Kept,
     Live,
+    Rows,
     addresses,
     append,
     attend,
     check_limits,
+    num_null_pages,
     verify_unwritten,
     verify_written,
     write,
 )
 from tests.laws.simulated_driver import SimulatedDriver
-from vmmkv import Closed, DriverError, KVCache, Pool
+from vmmkv import Closed, DriverError, Evicted, KVCache, OutOfPages, ParkedSlot, Pool, RowsUnmapped, Sequence
+from vmmkv.driver.base import Driver
 from vmmkv.driver.host import HostDriver
+from vmmkv.errors import BudgetError
 from vmmkv.memory.address_space import wrap
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
@@ -36,6 +41,7 @@ SLOTS = 4
 MAX_TOKENS = 14
 
 picks = st.integers(0, 11)
+cuts = st.none() | st.just(0) | st.integers(0, MAX_TOKENS)
 seeds = st.integers(0, 2**31)
 
 
@@ -44,24 +50,32 @@ class LawMachine(RuleBasedStateMachine):
 
     real_memory = False
     """Is it real memory over the host driver instead?"""
+    shares_pages = False
+    """May a page have several holders? Then cutting a sequence may need another one."""
+    most_pages = 24
+    """Of the pool."""
 
     def open_device(self, seed: int, pages: int) -> None:
         """The driver and a pool of so many pages, before anything else."""
-        self.below = HostDriver() if self.real_memory else None
+        self.below = self.open_below() if self.real_memory else None
         if self.real_memory:
             self.driver = FakeDriver(over=self.below)
         else:
             self.driver = SimulatedDriver(seed=seed, creates_zeroed=seed % 3 == 0)
         self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.caches: list[KVCache] = []
-        self.live: list[Any] = []
-        self.kept: list[Any] = []
+        self.live: list[Live] = []
+        self.kept: list[Kept] = []
         self.streams: list[torch.Stream] = []
         if isinstance(self.driver, SimulatedDriver):
             self.streams = [self.driver.main, self.driver.new_stream(), self.driver.new_stream()]
             self.stream = self.driver.main
             self.records_all = seed % 2 == 0
             """Are all streams recorded? Else all but the main one, which is the only one to be current in a call."""
+
+    def open_below(self) -> Driver:
+        """The driver of the real memory."""
+        return HostDriver()
 
     def new_cache(self, *arguments: Any, **options: Any) -> KVCache:
         """A cache that knows the streams."""
@@ -175,11 +189,163 @@ class LawMachine(RuleBasedStateMachine):
         """The host waits for one stream."""
         self.driver.synchronize_stream(self.streams[pick % 3])
 
+    # what the user does to a sequence, a slot or the pool
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, fewer=st.integers(0, MAX_TOKENS))
+    def truncate(self, pick: int, fewer: int) -> None:
+        live = self.live[pick % len(self.live)]
+        self.cut(live, max(0, live.sequence.length - fewer))
+
+    def cut(self, live: Live, num_tokens: int) -> None:
+        try:
+            self.attempt(lambda: live.sequence.truncate(num_tokens))
+        except RowsUnmapped:
+            assert any(live.rows.starts)
+        except OutOfPages:  # a page that others hold too has to be exchanged
+            assert self.shares_pages
+            self.forget_evicted()
+        else:
+            self.forget_evicted()
+            del live.rows.stamps[num_tokens:], live.tokens[num_tokens:]
+            if live.inserted is not None:
+                live.inserted = min(live.inserted, num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, short=st.integers(0, 2))
+    def advance_start(self, pick: int, short: int) -> None:
+        live = self.live[pick % len(self.live)]
+        self.attend({pick})
+        for group, description in enumerate(live.cache.layout.groups):
+            if description.window is None:
+                with pytest.raises(ValueError, match="no window"):
+                    live.sequence.advance_start(group)
+                continue
+            latest = max(0, live.sequence.length - description.window + 1, live.rows.starts[group])
+            start = max(latest - short, live.rows.starts[group])
+            self.attempt(lambda group=group, start=start: live.sequence.advance_start(group, start if short else None))
+            live.rows.starts[group] = start
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=picks, cut=cuts)
+    def adopt(self, pick: int, cut: int | None) -> None:
+        kept = self.kept[pick % len(self.kept)]
+        num_tokens = kept.parked.length if cut is None else min(cut, kept.parked.length)
+        calls = self.driver.calls.copy()
+        try:
+            sequence = self.attempt(lambda: kept.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
+        except RowsUnmapped:
+            assert num_tokens and any(kept.rows.starts)
+            return
+        except OutOfPages:
+            assert self.shares_pages and (cut is not None or kept.is_cut or kept.cache.guard_tokens)
+            return
+        made = (self.driver.calls - calls).keys()
+        assert self.shares_pages or made <= {"write", "fence"}, made  # the fence: where the write failed first
+        assert (sequence.slot, sequence.length) == (kept.parked.slot, num_tokens)
+        starts = kept.rows.starts if num_tokens else [0] * len(kept.rows.starts)
+        rows = Rows(kept.rows.owner, kept.rows.stamps[:num_tokens], starts, kept.rows.bases)
+        self.live.append(Live(kept.cache, sequence, rows, tokens=kept.tokens[:num_tokens]))
+        self.forget_evicted()
+        self.verify(self.live[-1:])
+        with pytest.raises(Evicted):
+            kept.cache.adopt(kept.parked, tenant=kept.parked.tenant)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, keep=cuts)
+    def park_slot(self, pick: int, keep: int | None) -> None:
+        live = self.live[pick % len(self.live)]
+        self.verify([live])
+        num_tokens = None if keep is None else min(keep, live.sequence.length)
+        try:
+            parked = self.attempt(lambda: live.sequence.park(num_tokens))
+        except RowsUnmapped:
+            assert any(live.rows.starts)
+            return
+        self.rests(live, parked)
+
+    def rests(self, live: Live, parked: ParkedSlot) -> None:
+        """The slot of a sequence is parked."""
+        self.ended(live)
+        is_cut = parked.length < len(live.rows.stamps)
+        del live.rows.stamps[parked.length :]
+        self.kept.append(Kept(live.cache, parked, live.rows, tokens=live.tokens[: parked.length], is_cut=is_cut))
+
+    @precondition(lambda self: self.kept)
+    @rule(pick=picks)
+    def evict_slot(self, pick: int) -> None:
+        kept = self.kept.pop(pick % len(self.kept))
+        kept.cache.evict(kept.parked)
+        with pytest.raises(Evicted):
+            kept.cache.evict(kept.parked)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks)
+    def close(self, pick: int) -> None:
+        live = self.live[pick % len(self.live)]
+        self.verify([live])
+        self.attempt(live.sequence.close)
+        self.ended(live)
+
+    def ended(self, live: Live) -> None:
+        """A sequence is over, and refuses everything but `close`."""
+        self.live.remove(live)
+        live.sequence.close()
+        with pytest.raises(Closed):
+            live.sequence.grow(1)
+
+    @rule(pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4))  # 200 us would be chance
+    def map_ahead(self, pick: int, budget_us: float, lead: int) -> None:
+        cache = self.caches[pick % len(self.caches)]
+        waits = getattr(self.driver, "num_waits", 0)
+        self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
+        assert getattr(self.driver, "num_waits", 0) == waits, "map_ahead waited for a fence"
+        self.forget_evicted()
+
+    @rule(pages=st.integers(0, 40))
+    def resize(self, pages: int) -> None:
+        before, budget_bytes = self.pool.stats(), (1 + pages % self.most_pages) * PAGE_BYTES
+        try:
+            self.attempt(lambda: self.pool.resize(budget_bytes))
+        except BudgetError:
+            after = self.pool.stats()
+            assert (before.budget_bytes, before.created_bytes) == (after.budget_bytes, after.created_bytes)
+        else:
+            assert self.pool.stats().budget_bytes == budget_bytes
+        self.forget_evicted()
+
+    def forget_evicted(self) -> None:
+        """Drop from the model what was evicted to make room."""
+        self.kept = [kept for kept in self.kept if any(kept.parked is parked for parked in kept.cache.parked())]
+
     # always
 
+    def sequences(self) -> list[Sequence]:
+        """All that run."""
+        return [live.sequence for live in self.live]
+
+    @invariant()
     def laws_hold(self) -> None:
-        """An invariant of each machine: the books, recounted."""
-        raise NotImplementedError
+        """The books, recounted."""
+        if not hasattr(self, "pool"):
+            return
+        self.forget_evicted()
+        mapped_bytes = 0
+        for cache in self.caches:
+            cache.check()
+            running = {sequence.slot: sequence for sequence in self.sequences() if sequence.cache is cache}
+            limits = [running[slot].limit if slot in running else 0 for slot in range(1 + cache.num_slots)]
+            assert cache.limits.tolist() == limits
+            stats = cache.stats()
+            assert stats.mapped_bytes == stats.token_bytes + stats.guard_bytes + stats.waste_bytes + stats.parked_bytes
+            assert min(stats.token_bytes, stats.guard_bytes, stats.waste_bytes) >= 0
+            assert stats.num_tokens == sum(sequence.length for sequence in running.values())
+            assert stats.num_sequences == len(running)
+            assert stats.num_parked == sum(kept.cache is cache for kept in self.kept)
+            mapped_bytes += stats.mapped_bytes + stats.pending_reclaim_bytes  # an alias counts too
+        assert mapped_bytes == (len(self.driver._pages) - num_null_pages(self.caches)) * PAGE_BYTES
+        assert self.driver.used_bytes - PAGE_BYTES == self.pool.created_bytes  # the null page is beyond the budget
+        assert self.shares_pages or mapped_bytes == self.pool.held_bytes
 
     @invariant()
     def no_work_has_broken_a_law(self) -> None:
@@ -213,17 +379,6 @@ class LawMachine(RuleBasedStateMachine):
             if self.real_memory:
                 verify_written(live, every=SAMPLE)
 
-    def forget_evicted(self) -> None:
-        """Drop from the model what was evicted to make room."""
-        self.kept = [kept for kept in self.kept if any(kept.parked is parked for parked in kept.cache.parked())]
-
-    def ended(self, live: Live) -> None:
-        """A sequence is over, and refuses everything but `close`."""
-        self.live.remove(live)
-        live.sequence.close()
-        with pytest.raises(Closed):
-            live.sequence.grow(1)
-
     def teardown(self) -> None:
         """Everything closes, and nothing is left."""
         if not hasattr(self, "pool"):
@@ -243,7 +398,7 @@ class LawMachine(RuleBasedStateMachine):
         assert self.pool.stats().held_bytes == 0
         self.pool.close()
         assert (self.driver.live_handles, self.driver.used_bytes) == (0, 0)
-        if self.below is not None:
+        if isinstance(self.below, HostDriver):
             self.below.close()
 
 

@@ -3,12 +3,19 @@
 On a simulated device a row's bytes are labelled with owner, stamp and group. In real memory they are small integers, which
 every type of the tests holds exactly. Every owner, that is a tenant of a cache, has numbers of its own, so that memory which
 passed from another shows.
+
+With prefixes, stamps come from a dictionary (`Texts`) by all tokens up to there and their namespace: equal texts have equal
+rows, whichever sequence computed them.
 """
 
+import contextlib
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -44,6 +51,16 @@ MIXED_DTYPES = KVLayout(
     )
 )
 LAYOUTS = {"one_group": ONE_GROUP, "two_groups": TWO_GROUPS, "mixed_dtypes": MIXED_DTYPES}
+# Rows that divide the page, four and eight to one: most matches end inside a page, some just at its end. The window is
+# narrower than a page, so there are pages of which a sequence has the last rows only.
+EVEN = KVLayout(
+    groups=(
+        Group(layers=(0,), planes=(plane("k", 2, 256, torch.float16), plane("v", 2, 256, torch.float16))),
+        Group(layers=(1,), planes=(plane("k", 1, 128, torch.float32), plane("v", 1, 128, torch.float32)), window=3),
+    )
+)
+PREFIX_LAYOUTS = {**LAYOUTS, "even": EVEN}
+TENANTS = ("red", "blue")
 
 
 @dataclass
@@ -70,6 +87,9 @@ class Live:
     rows: Rows
     stream: torch.Stream | None = None
     """Where it was last worked on, on a simulated device."""
+    tokens: list[int] = field(default_factory=list)
+    inserted: int | None = None
+    """How many of the tokens the prefix cache knows; None if it does not know the sequence."""
 
 
 @dataclass
@@ -79,6 +99,37 @@ class Kept:
     cache: KVCache
     parked: ParkedSlot
     rows: Rows
+    tokens: list[int] = field(default_factory=list)
+    is_cut: bool = False
+    """Had its sequence more of them? Then the last page can be shared, and is exchanged when the slot is adopted."""
+
+
+class Texts:
+    """Stamps by namespace and tokens, and which texts were ever inserted."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[tuple[object, tuple[int, ...]], int] = {}
+        self._confirmed: set[tuple[object, tuple[int, ...]]] = set()
+
+    def stamps(self, namespace: object, tokens: Seq[int]) -> list[int]:
+        """What stands for each token behind those before it."""
+        texts = ((namespace, tuple(tokens[:end])) for end in range(1, len(tokens) + 1))
+        return [self._stamps.setdefault(text, len(self._stamps)) for text in texts]
+
+    def confirm(self, namespace: object, tokens: Seq[int]) -> None:
+        """These tokens may be inserted, or have been."""
+        self._confirmed.update((namespace, tuple(tokens[:end])) for end in range(1, len(tokens) + 1))
+
+    def num_confirmed(self, namespace: object, tokens: Seq[int]) -> int:
+        """How many of the first tokens were ever inserted: no prompt can hit more."""
+        texts = ((namespace, tuple(tokens[:end])) for end in range(1, len(tokens) + 1))
+        return sum(text in self._confirmed for text in texts)
+
+
+def opened(cache: KVCache, sequence: Sequence, *, owner: int, stamps: Seq[int] = ()) -> Live:
+    """What a new sequence should hold, whose first tokens have these stamps."""
+    starts = [sequence.start(group) for group in range(len(cache.layout.groups))]
+    return Live(cache, sequence, Rows(owner, list(stamps), starts, addresses(cache, sequence.slot)))
 
 
 def addresses(cache: KVCache, slot: int) -> list[int]:
@@ -88,7 +139,7 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
 
 
 def num_null_pages(caches: Iterable[KVCache]) -> int:
-    """Mappings of the pad: for each group of every cache that is open, what a row and the guard behind it touch."""
+    """Pages mapped under null slots: for each group of every cache that is open, what a row and the guard behind it touch."""
     opened = [cache for cache in caches if not cache.closed]
     return sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in opened for group in cache.layout.groups)
 
@@ -135,12 +186,26 @@ SAMPLE = 61
 def verify_written(live: Live, every: int = 1) -> None:
     """Every row that was written and is kept reads as it was written; of each head, every so manieth number."""
     for group, layer, name in planes_of(live.cache.layout):
-        start, length = live.rows.starts[group], len(live.rows.stamps)
-        view = live.sequence.view(layer, name)[: length - start].cpu()
-        wanted = expected(live.rows, range(start, length), layer, name, view)
-        assert torch.equal(view[..., ::every], wanted[..., ::every]), (
-            f"rows [{start}, {length}) of {name} of layer {layer} in slot {live.sequence.slot} are not what was written"
-        )
+        tokens = range(live.rows.starts[group], len(live.rows.stamps))
+        view = live.sequence.view(layer, name)[: len(tokens)]
+        _verify(view, live.rows, tokens, layer, name, every)
+
+
+def verify_parked(kept: Kept) -> None:
+    """The rows of a parked slot that may still be adopted, or copied from, are what was written."""
+    for group, layer, name in planes_of(kept.cache.layout):
+        tokens = range(kept.rows.starts[group], kept.parked.length)
+        if len(tokens):
+            view = kept.cache.view(layer, name)[kept.parked.slot, tokens.start : tokens.stop]
+            _verify(view, kept.rows, tokens, layer, name, SAMPLE)
+
+
+def _verify(view: torch.Tensor, rows: Rows, tokens: range, layer: int, name: str, every: int) -> None:
+    view = view.cpu()
+    wanted = expected(rows, tokens, layer, name, view)
+    assert torch.equal(view[..., ::every], wanted[..., ::every]), (
+        f"rows {tokens} of {name} of layer {layer}, owner {rows.owner}, are not what was written"
+    )
 
 
 def verify_unwritten(live: Live) -> None:
@@ -234,3 +299,20 @@ def _may_lie_behind(run: Run, at: int, own: Row, groups: tuple[Group, ...]) -> b
 def check_limits(cache: KVCache) -> None:
     """The device's limits are those that the host knows, once all that was launched is done."""
     assert cache.limit.tolist() == cache.limits.tolist(), "the device's limits are not the host's"
+
+
+def num_common(first: Seq[int], second: Seq[int]) -> int:
+    """How many tokens two prompts begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+
+
+@contextlib.contextmanager
+def large_extents(num_pages: int) -> Iterator[None]:
+    """Large extents of so few pages that short sequences have some; and adopting a slot may lose a page."""
+    small = {"LARGE_PAGES": num_pages, "SIZE_CLASSES": (1, num_pages), "MOST_LOST_PAGES": 1}
+    modules = [module for name, module in sys.modules.items() if name.startswith("vmmkv.")]
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            for name in small.keys() & vars(module).keys():
+                patches.enter_context(mock.patch.object(module, name, small[name]))
+        yield

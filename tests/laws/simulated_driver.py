@@ -18,7 +18,7 @@ import torch
 
 from vmmkv.driver.base import Access, Fence, Handle
 from vmmkv.errors import DriverError
-from vmmkv.testing.fake_driver import FakeDriver, LawBroken
+from vmmkv.testing.fake_driver import FakeDriver, LawBroken, write_to
 
 T = TypeVar("T")
 
@@ -251,12 +251,12 @@ class SimulatedDriver(FakeDriver):
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write."""
         values = dict(values)
-        self._call("write", lambda: self._enqueue(lambda: _set(tensor, values), [CONTROL]))
+        self._call("write", lambda: self._enqueue(lambda: write_to(tensor, values), [CONTROL]))
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.write_behind."""
         values = dict(values)
-        self._call("write", lambda: self._enqueue(lambda: _set(tensor, values), [self.current, *streams]))
+        self._call("write", lambda: self._enqueue(lambda: write_to(tensor, values), [self.current, *streams]))
         return self._fence(streams)
 
     def order(self, streams: Sequence[torch.Stream] = ()) -> None:
@@ -335,7 +335,3 @@ class SimulatedDriver(FakeDriver):
         super()._forget_if_gone(handle)
         if handle not in self._handles:
             self._contents.pop(handle, None)
-
-
-def _set(tensor: torch.Tensor, values: Mapping[int, int]) -> None:
-    tensor.numpy()[list(values)] = list(values.values())

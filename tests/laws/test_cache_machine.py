@@ -5,15 +5,13 @@ Now and then a driver call fails: then the caches are as the model says that the
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
-from tests.laws.model import LAYOUTS, Kept, Live, Rows, addresses, num_null_pages
-from vmmkv import Closed, Evicted, KVCache, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
-from vmmkv.errors import BudgetError
+from tests.laws.model import LAYOUTS, Live, opened
+from vmmkv import Closed, KVCache, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.units import PAGE_BYTES
 
-cuts = st.none() | st.just(0) | st.integers(0, MAX_TOKENS)
 tenants = st.sampled_from(["red", "blue"])
 
 
@@ -42,12 +40,9 @@ class CacheMachine(LawMachine):
         return 2 * self.caches.index(cache) + (tenant == "blue")
 
     def opened(self, cache: KVCache, sequence: Sequence) -> Live:
-        groups = cache.layout.groups
-        rows = Rows(self.owner(cache, sequence.tenant), [], [0] * len(groups), addresses(cache, sequence.slot))
-        self.live.append(Live(cache, sequence, rows))
+        self.live.append(opened(cache, sequence, owner=self.owner(cache, sequence.tenant)))
         self.forget_evicted()
-        assert sequence.length == 0
-        assert all(sequence.start(group) == 0 for group in range(len(groups)))
+        assert (sequence.length, set(self.live[-1].rows.starts)) == (0, {0})
         return self.live[-1]
 
     # in
@@ -77,32 +72,6 @@ class CacheMachine(LawMachine):
             assert [sequence.slot for sequence in sequences] == list(range(first, first + count))
             for sequence in sequences:
                 self.opened(cache, sequence)
-
-    @precondition(lambda self: self.kept)
-    @rule(pick=picks, cut=cuts)
-    def adopt(self, pick, cut):
-        kept = self.kept[pick % len(self.kept)]
-        num_tokens = None if cut is None else min(cut, kept.parked.length)
-        calls = self.driver.calls.copy()
-        try:
-            sequence = self.attempt(lambda: kept.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
-        except RowsUnmapped:
-            assert num_tokens and any(kept.rows.starts)
-            return
-        made = {call for call in self.driver.calls if self.driver.calls[call] != calls[call]}
-        assert made <= {"write", "fence"}, made  # the fence: where the write failed first
-        self.opened_over(kept, sequence, kept.parked.length if num_tokens is None else num_tokens)
-        with pytest.raises(Evicted):
-            kept.cache.adopt(kept.parked, tenant=kept.parked.tenant)
-
-    def opened_over(self, kept: Kept, sequence: Sequence, num_tokens: int) -> Live:
-        rows = kept.rows
-        starts = rows.starts if num_tokens else [0] * len(rows.starts)
-        self.live.append(Live(kept.cache, sequence, Rows(rows.owner, rows.stamps[:num_tokens], starts, rows.bases)))
-        self.forget_evicted()
-        assert sequence.length == num_tokens
-        assert sequence.slot == kept.parked.slot
-        return self.live[-1]
 
     # on
 
@@ -164,98 +133,16 @@ class CacheMachine(LawMachine):
         self.stamp += 1
         return self.stamp
 
-    @rule(
-        pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4)
-    )  # what it does in 200 us is chance
-    def map_ahead(self, pick, budget_us, lead):
-        cache = self.caches[pick % 2]
-        waits = getattr(self.driver, "num_waits", 0)
-        self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
-        assert getattr(self.driver, "num_waits", 0) == waits, "map_ahead waited for a fence"
-        self.forget_evicted()
-
     @precondition(lambda self: self.live)
     @rule(pick=picks, fewer=st.integers(1, MAX_TOKENS), steps=st.lists(st.integers(1, 5), min_size=1, max_size=3))
     def go_back_and_on(self, pick, fewer, steps):
         """Some tokens are rejected, and others follow, while steps are in flight."""
         self.attend({pick})
-        self.truncate(pick, fewer)
+        live = self.live[pick % len(self.live)]
+        self.cut(live, max(0, live.sequence.length - fewer))
         for more in steps:
             self.attend({pick})
             self.append(pick, more, advance=True)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks, fewer=st.integers(0, MAX_TOKENS))
-    def truncate(self, pick, fewer):
-        live = self.live[pick % len(self.live)]
-        num_tokens = max(0, live.sequence.length - fewer)
-        try:
-            self.attempt(lambda: live.sequence.truncate(num_tokens))
-        except RowsUnmapped:
-            assert any(live.rows.starts)
-        else:
-            del live.rows.stamps[num_tokens:]
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks, short=st.integers(0, 2))
-    def advance_start(self, pick, short):
-        live = self.live[pick % len(self.live)]
-        self.attend({pick})
-        for group, description in enumerate(live.cache.layout.groups):
-            if description.window is None:
-                with pytest.raises(ValueError, match="no window"):
-                    live.sequence.advance_start(group)
-                continue
-            latest = max(0, live.sequence.length - description.window + 1)
-            start = max(latest - short, live.rows.starts[group])
-            self.attempt(lambda group=group, start=start: live.sequence.advance_start(group, start if short else None))
-            live.rows.starts[group] = max(latest, live.rows.starts[group]) if not short else start
-            assert live.sequence.start(group) == live.rows.starts[group]
-
-    @rule(pages=st.integers(1, 24))
-    def resize(self, pages):
-        before = self.pool.stats()
-        try:
-            self.attempt(lambda: self.pool.resize(pages * PAGE_BYTES))
-        except BudgetError:
-            after = self.pool.stats()
-            assert (before.budget_bytes, before.created_bytes) == (after.budget_bytes, after.created_bytes)
-        else:
-            assert self.pool.stats().budget_bytes == pages * PAGE_BYTES
-        self.forget_evicted()
-
-    # out
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks, keep=cuts)
-    def park(self, pick, keep):
-        live = self.live[pick % len(self.live)]
-        self.verify([live])
-        num_tokens = None if keep is None else min(keep, live.sequence.length)
-        try:
-            parked = self.attempt(lambda: live.sequence.park(num_tokens))
-        except RowsUnmapped:
-            assert any(live.rows.starts)
-            return
-        self.ended(live)
-        live.rows.stamps = live.rows.stamps[: parked.length]
-        self.kept.append(Kept(live.cache, parked, live.rows))
-
-    @precondition(lambda self: self.kept)
-    @rule(pick=picks)
-    def evict(self, pick):
-        kept = self.kept.pop(pick % len(self.kept))
-        kept.cache.evict(kept.parked)
-        with pytest.raises(Evicted):
-            kept.cache.evict(kept.parked)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks)
-    def close(self, pick):
-        live = self.live[pick % len(self.live)]
-        self.verify([live])
-        self.attempt(live.sequence.close)
-        self.ended(live)
 
     @rule(pick=picks)
     def close_cache(self, pick):
@@ -274,28 +161,6 @@ class CacheMachine(LawMachine):
         else:
             self.pool.resize(8 * PAGE_BYTES)
             self.caches[index] = self.cache_of(index)
-
-    # always
-
-    @invariant()
-    def laws_hold(self):
-        if not hasattr(self, "pool"):
-            return
-        for cache in self.caches:
-            cache.check()
-            limits = [0] * (1 + SLOTS)
-            for live in self.live:
-                if live.cache is cache:
-                    limits[live.sequence.slot] = live.sequence.limit
-            assert cache.limits.tolist() == limits
-            stats = cache.stats()
-            assert stats.mapped_bytes == stats.token_bytes + stats.guard_bytes + stats.waste_bytes + stats.parked_bytes
-            assert min(stats.token_bytes, stats.guard_bytes, stats.waste_bytes) >= 0
-            assert stats.num_tokens == sum(len(live.rows.stamps) for live in self.live if live.cache is cache)
-        pool = self.pool.stats()
-        assert sum(s.mapped_bytes + s.pending_reclaim_bytes for s in map(KVCache.stats, self.caches)) == pool.held_bytes
-        assert (self.driver.live_mappings - num_null_pages(self.caches)) * PAGE_BYTES == pool.held_bytes
-        assert (self.driver.live_handles - 1) * PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
 
 
 class RealMemoryMachine(CacheMachine):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vmmkv
-from tests.laws import test_failures, test_prefix_failures
+from tests.laws.test_failures import OPERATIONS
 from vmmkv import KVCache, KVLayout, Pool, Reentered
 from vmmkv.memory import transaction
 from vmmkv.testing.fake_driver import FakeDriver
@@ -48,45 +48,23 @@ def run_with_interrupt(act: Callable[[], object], number: int | None) -> int:
     return lines
 
 
-def cases() -> dict[str, tuple[Callable[[], Any], Any]]:
-    def cache_world() -> Any:
-        return test_failures.World("two_groups")
-
-    def prefix_world(layout: str) -> Callable[[], Any]:
-        return lambda: test_prefix_failures.World(layout)
-
-    found: dict[str, tuple[Callable[[], Any], Any]] = {
-        name: (cache_world, operation) for name, operation in test_failures.OPERATIONS.items()
-    }
-    for name, operation in test_prefix_failures.OPERATIONS.items():
-        found[f"prefix_{name}"] = prefix_world(operation.layouts[0]), operation
-    return found
-
-
-CASES = cases()
-
-
 def interrupt(name: str, number: int | None) -> int:
     """Interrupt an operation at one line, recount everything, and close: nothing is left. How many lines ran."""
-    new_world, operation = CASES[name]
-    world = new_world()
-    with getattr(world, "closing", contextlib.nullcontext()):
-        operation.prepare(world)
+    operation = OPERATIONS[name]
+    with operation.prepared(operation.layouts[-1]) as world:
         before = signal.getsignal(signal.SIGINT)
         lines = run_with_interrupt(lambda: operation.act(world), number)
         assert signal.getsignal(signal.SIGINT) is before
-        pool: Pool = world.pool
-        for cache in list(pool._caches):
+        for cache in list(world.pool._caches):
             cache.check()
-        if not pool.closed:
-            pool.check()
-        pool.close()
-    driver: FakeDriver = world.driver
-    assert (driver.live_mappings, driver.live_handles, driver.used_bytes) == (0, 0, 0)
+        if not world.pool.closed:
+            world.pool.check()
+        world.pool.close()
+    assert (world.driver.live_mappings, world.driver.live_handles, world.driver.used_bytes) == (0, 0, 0)
     return lines
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_some_lines_leaves_books_and_driver_in_step(name: str) -> None:
     lines = interrupt(name, None)
     for sample in range(SAMPLES):
@@ -94,7 +72,7 @@ def test_an_interrupt_at_some_lines_leaves_books_and_driver_in_step(name: str) -
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_any_line_leaves_books_and_driver_in_step(name: str) -> None:
     for number in range(interrupt(name, None)):
         interrupt(name, number)

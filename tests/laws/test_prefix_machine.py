@@ -1,6 +1,6 @@
 """Prefixes under random use: prompts that collide, every way in and out, forks, a tiny budget, work in flight and failures.
 
-Against a dictionary (see `prefix_model`): whatever a sequence was given, copied or mapped, it reads the bytes that were
+Against a dictionary (`Texts`): whatever a sequence was given, copied or mapped, it reads the bytes that were
 written for its tokens in its namespace, and nothing that was not confirmed is shared.
 """
 
@@ -11,21 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
-from tests.laws.model import num_null_pages
-from tests.laws.prefix_model import (
-    LAYOUTS,
-    NAMESPACES,
-    Rest,
-    Talk,
-    Texts,
-    large_extents,
-    num_common,
-    owner_of,
-    talk,
-    verify_parked,
-)
-from vmmkv import Evicted, OutOfPages, OutOfSlots, RowsUnmapped, Sequence
-from vmmkv.errors import BudgetError
+from tests.laws.model import LAYOUTS, PREFIX_LAYOUTS, TENANTS, Live, Texts, large_extents, num_common, opened, verify_parked
+from vmmkv import OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
@@ -38,8 +25,11 @@ methods = st.sampled_from([None, None, None, *AttachMethod, AttachMethod.ALIAS])
 class PrefixMachine(LawMachine):
     """A cache with prefixes, and another one that wants the same pages."""
 
+    shares_pages = True
+    most_pages = 40
+
     @initialize(
-        layout=st.sampled_from(sorted(LAYOUTS)),
+        layout=st.sampled_from(sorted(PREFIX_LAYOUTS)),
         guard=st.sampled_from([0, 2]),
         pages=st.integers(8, 40),
         large=st.sampled_from([2, 4]),
@@ -49,7 +39,7 @@ class PrefixMachine(LawMachine):
         self.closing = contextlib.ExitStack()
         self.closing.enter_context(large_extents(large))
         self.open_device(seed, pages)
-        self.cache = self.new_cache(LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
+        self.cache = self.new_cache(PREFIX_LAYOUTS[layout], self.pool, slots=SLOTS, max_tokens=MAX_TOKENS, guard_tokens=guard)
         self.prefix = PrefixCache(self.cache)
         self.rival = self.new_cache(LAYOUTS["one_group"], self.pool, slots=1, max_tokens=MAX_TOKENS)
         self.rivals: list[Sequence] = []
@@ -63,21 +53,21 @@ class PrefixMachine(LawMachine):
         attached = self.prefix.stats()
         return [*super().state(), attached.attached, attached.hit_tokens]
 
-    def pick_live(self, pick: int, *, known: bool = False) -> Talk | None:
+    def pick_live(self, pick: int, *, known: bool = False) -> Live | None:
         live = [live for live in self.live if live.inserted is not None or not known]
         return live[pick % len(live)] if live else None
 
-    def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None) -> Talk:
+    def opened(self, sequence: Sequence, tokens: list[int], *, inserted: int | None) -> Live:
         assert sequence.length == len(tokens)
-        live = talk(self.cache, self.texts, sequence, tokens, inserted=inserted)
+        stamps = self.texts.stamps(sequence.tenant, tokens)
+        live = opened(self.cache, sequence, owner=TENANTS.index(sequence.tenant), stamps=stamps)
+        live.tokens, live.inserted = list(tokens), inserted
         self.live.append(live)
         self.forget_evicted()
         self.verify([live])
         return live
 
-    @rule(
-        pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *NAMESPACES]), method=methods, confirmed=counts
-    )
+    @rule(pick=picks, common=counts, own=words, other=st.sampled_from([None, None, *TENANTS]), method=methods, confirmed=counts)
     def attach(self, pick, common, own, other, method, confirmed):
         """A prompt that begins as something that was said, perhaps in another namespace."""
         namespace, said = self.said[-1 - pick % len(self.said)]
@@ -107,7 +97,7 @@ class PrefixMachine(LawMachine):
             else:
                 self.insert_first(live, MAX_TOKENS)
 
-    def begin(self, prompt: list[int], namespace: str, method: AttachMethod | None) -> Talk | None:
+    def begin(self, prompt: list[int], namespace: str, method: AttachMethod | None) -> Live | None:
         """Attach a prompt and compute what is missing, as far as there is room."""
         prompt = prompt[:MAX_TOKENS]
         known = self.prefix.match(prompt, namespace=namespace)
@@ -156,25 +146,6 @@ class PrefixMachine(LawMachine):
         else:
             self.say(self.opened(sequence, [], inserted=None), tokens)
 
-    @precondition(lambda self: self.kept)
-    @rule(pick=picks, cut=st.none() | counts)
-    def adopt(self, pick, cut):
-        """The user takes a parked slot, which the tree may know."""
-        kept = self.kept[pick % len(self.kept)]
-        num_tokens = kept.parked.length if cut is None else min(cut, kept.parked.length)
-        tokens = kept.tokens[:num_tokens]
-        try:
-            sequence = self.attempt(lambda: self.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
-        except RowsUnmapped:
-            assert num_tokens and any(kept.rows.starts)
-        except OutOfPages:
-            assert cut is not None or kept.is_cut or self.cache.guard_tokens
-        else:
-            assert sequence.slot == kept.parked.slot
-            self.opened(sequence, tokens, inserted=None)
-            with pytest.raises(Evicted):
-                self.cache.adopt(kept.parked, tenant=kept.parked.tenant)
-
     @precondition(lambda self: self.live)
     @rule(pick=picks, count=st.integers(1, 2), tokens=words)
     def fork(self, pick, count, tokens):
@@ -198,7 +169,7 @@ class PrefixMachine(LawMachine):
     def append(self, pick, tokens):
         self.say(self.live[pick % len(self.live)], tokens)
 
-    def say(self, live: Talk, tokens: list[int]) -> None:
+    def say(self, live: Live, tokens: list[int]) -> None:
         """As many of these tokens as find memory are computed."""
         sequence = live.sequence
         wanted = min(sequence.length + len(tokens), sequence.max_tokens)
@@ -230,7 +201,7 @@ class PrefixMachine(LawMachine):
         live = self.pick_live(pick, known=True)
         self.insert_first(live, live.inserted + more)
 
-    def insert_first(self, live: Talk, num_tokens: int) -> None:
+    def insert_first(self, live: Live, num_tokens: int) -> None:
         num_tokens = min(num_tokens, live.sequence.length)
         self.confirm(live, num_tokens - live.inserted)
         calls = self.driver.num_calls
@@ -247,41 +218,6 @@ class PrefixMachine(LawMachine):
             tokens[at % live.inserted] = 8
             with pytest.raises(ValueError, match="other tokens were inserted"):
                 self.prefix.insert(live.sequence, tokens)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks, fewer=counts)
-    def truncate(self, pick, fewer):
-        live = self.live[pick % len(self.live)]
-        self.cut(live, max(0, live.sequence.length - fewer))
-
-    def cut(self, live: Talk, num_tokens: int) -> None:
-        try:
-            self.attempt(lambda: live.sequence.truncate(num_tokens))
-        except RowsUnmapped:
-            assert any(live.rows.starts)
-        except OutOfPages:  # a page that others hold too has to be exchanged
-            self.forget_evicted()
-        else:
-            self.forget_evicted()
-            del live.rows.stamps[num_tokens:], live.tokens[num_tokens:]
-            if live.inserted is not None:
-                live.inserted = min(live.inserted, num_tokens)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks)
-    def advance_start(self, pick):
-        live = self.live[pick % len(self.live)]
-        for index, group in enumerate(self.cache.layout.groups):
-            if group.window is not None:
-                self.attempt(lambda index=index: live.sequence.advance_start(index))
-                live.rows.starts[index] = live.sequence.start(index)
-
-    @rule(pick=picks, budget_us=st.sampled_from([0.0, float("inf")]), lead=st.integers(0, 4))
-    def map_ahead(self, pick, budget_us, lead):
-        cache = self.cache if pick % 3 else self.rival
-        waits = getattr(self.driver, "num_waits", 0)
-        self.attempt(lambda: cache.map_ahead(budget_us, lookahead_tokens=lead), partial=True)
-        assert getattr(self.driver, "num_waits", 0) == waits, "map_ahead waited for a fence"
 
     @precondition(lambda self: len(self.live) > 1)
     @rule(pick=picks, other=picks, first=counts, more=counts)
@@ -338,16 +274,6 @@ class PrefixMachine(LawMachine):
         self.forget_evicted()
         assert len(self.kept) <= max(SLOTS - count - len(self.live), 0) or self.pinned
 
-    @rule(pages=st.integers(4, 40))
-    def resize(self, pages):
-        before = self.pool.stats()
-        try:
-            self.attempt(lambda: self.pool.resize(pages * PAGE_BYTES))
-        except BudgetError:
-            assert self.pool.stats().budget_bytes == before.budget_bytes
-        else:
-            assert self.pool.stats().budget_bytes == pages * PAGE_BYTES
-
     @rule(num_tokens=counts)
     def rival_takes(self, num_tokens):
         """Another cache of the pool wants pages, or has no more use for its own."""
@@ -368,24 +294,26 @@ class PrefixMachine(LawMachine):
     def park(self, pick, more):
         self.park_known(self.pick_live(pick, known=True), more)
 
-    def park_known(self, live: Talk, more: int) -> None:
+    def park_known(self, live: Live, more: int) -> None:
         tokens = self.confirm(live, more)
         self.attempt(lambda: self.prefix.park(live.sequence, tokens))
-        self.ended(live)
         if tokens:
-            self.rests(live, tokens)
+            self.rests(live, next(each for each in self.cache.parked() if each.slot == live.sequence.slot))
+            assert self.kept[-1].tokens == tokens
+        else:
+            self.ended(live)
 
     @precondition(lambda self: self.pick_live(0, known=True))
     @rule(pick=picks, more=st.none() | counts)
     def release(self, pick, more):
         self.release_known(self.pick_live(pick, known=True), more)
 
-    def release_known(self, live: Talk, more: int | None) -> None:
+    def release_known(self, live: Live, more: int | None) -> None:
         tokens = [] if more is None else self.confirm(live, more)
         self.attempt(lambda: self.prefix.release(live.sequence, tokens))
         self.ended(live)
 
-    def confirm(self, live: Talk, more: int) -> list[int]:
+    def confirm(self, live: Live, more: int) -> list[int]:
         """What is inserted with some more tokens."""
         self.read_back(live)
         tokens = live.tokens[: live.inserted + more]
@@ -393,70 +321,18 @@ class PrefixMachine(LawMachine):
         self.texts.confirm(live.sequence.tenant, tokens)
         return tokens
 
-    @precondition(lambda self: self.live)
-    @rule(pick=picks)
-    def close(self, pick):
-        live = self.live[pick % len(self.live)]
-        self.attempt(live.sequence.close)
-        self.ended(live)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=picks, cut=st.none() | counts)
-    def park_unknown(self, pick, cut):
-        """The user parks a slot, without a word to the tree."""
-        live = self.live[pick % len(self.live)]
-        num_tokens = None if cut is None else min(cut, live.sequence.length)
-        try:
-            self.attempt(lambda: live.sequence.park(num_tokens))
-        except RowsUnmapped:
-            assert any(live.rows.starts)
-            return
-        self.ended(live)
-        self.rests(live, live.tokens[:num_tokens])
-
-    def rests(self, live: Talk, tokens: list[int]) -> None:
-        parked = next(each for each in self.cache.parked() if each.slot == live.sequence.slot)
-        assert parked.length == len(tokens)
-        is_cut = len(tokens) < len(live.tokens)
-        self.kept.append(Rest(self.cache, parked, live.rows, tokens=tokens, is_cut=is_cut))
-
-    @precondition(lambda self: self.kept)
-    @rule(pick=picks)
-    def evict_slot(self, pick):
-        kept = self.kept.pop(pick % len(self.kept))
-        self.cache.evict(kept.parked)
-
     # always
 
-    @invariant()
-    def laws_hold(self):
-        if not hasattr(self, "pool"):
-            return
-        self.forget_evicted()
-        self.cache.check()
-        self.rival.check()
-        stats, pool = self.cache.stats(), self.pool.stats()
-        assert stats.num_parked == len(self.kept)
-        assert stats.num_sequences == len(self.live)
-        assert stats.num_tokens == sum(len(live.tokens) for live in self.live)
-        assert stats.mapped_bytes == stats.token_bytes + stats.guard_bytes + stats.waste_bytes + stats.parked_bytes
-        assert min(stats.token_bytes, stats.guard_bytes, stats.waste_bytes) >= 0
-        limits = [0] * (1 + SLOTS)
-        for live in self.live:
-            limits[live.sequence.slot] = live.sequence.limit
-        assert self.cache.limits.tolist() == limits
-        mapped = sum(s.mapped_bytes + s.pending_reclaim_bytes for s in (stats, self.rival.stats()))  # an alias counts too
-        mapped_pages = (len(self.driver._pages) - num_null_pages([self.cache, self.rival])) * PAGE_BYTES
-        assert mapped == mapped_pages
-        assert self.driver.used_bytes - PAGE_BYTES == pool.created_bytes  # the pad is beyond the budget
-        assert pool.held_bytes <= mapped + self.prefix.stats().held_bytes
+    def sequences(self):
+        return [*super().sequences(), *self.rivals]
 
     @invariant()
     def what_is_kept_for_a_prompt_can_still_be_read(self):
         if not hasattr(self, "rivals"):
             return
-        assert all(live.tokens[live.sequence.length :] == [] for live in self.live)
-        assert all(live.rows.owner == owner_of(live.sequence.tenant) for live in self.live)
+        assert all(len(live.tokens) == live.sequence.length for live in self.live)
+        mapped = [stats.mapped_bytes + stats.pending_reclaim_bytes for stats in (self.cache.stats(), self.rival.stats())]
+        assert self.pool.held_bytes <= sum(mapped) + self.prefix.stats().held_bytes
         for kept in self.kept:
             for group, base, start in zip(self.cache.layout.groups, kept.rows.bases, kept.rows.starts, strict=True):
                 kept_bytes = (kept.parked.length - start) * group.row_bytes

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
 import torch
 
@@ -16,22 +17,18 @@ from vmmkv.testing import Worker, conformance
 from vmmkv.testing.checks import Form
 from vmmkv.testing.conformance import markdown
 
-HEAD_DIM = 64
+HEAD_DIM: Final = 64
 
 
-_DOES = "Print the conformance table of every kernel at hand on this machine, as Markdown."
-_ENDS = "The exit status is 1 if something failed or crashed, else 0. It takes a few minutes, and progress goes to stderr."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+@dataclass(frozen=True, slots=True)
+class Candidate:
     """An attention function, and what it needs."""
 
     name: str
-    attention_fn: Callable[..., torch.Tensor]
     form: Form
+    attention_fn: Callable[..., torch.Tensor]
     library: str | None = None
-    """The module that it imports when it is called, if that is none of vmmkv's requirements."""
+    """The module that it imports when it is called, if that is none of vmmkv's requirements. Such libraries need a GPU."""
     guard: Callable[[int, torch.dtype], int] | None = None
     """Rows of guard, by head dim and dtype; none if None."""
     capturable: bool = False
@@ -44,69 +41,41 @@ class Kernel:
             return f"{self.library} is not installed"
         return None if device.type == "cuda" else f"{self.library} needs a GPU"
 
-    def guard_tokens(self, head_dim: int, dtype: torch.dtype) -> int:
-        """What the cache is to be made with."""
-        return 0 if self.guard is None else self.guard(head_dim, dtype)
 
-
-def every_kernel() -> tuple[Kernel, ...]:
+def every_kernel() -> tuple[Candidate, ...]:
     """vmmkv's own attention functions, and those of `vmmkv.adapters.attention`.
 
     Imports Triton, which reads `TRITON_INTERPRET` when it is first imported.
     """
-    from vmmkv.adapters import attention
+    from vmmkv.adapters import attention as of
     from vmmkv.kernels.attention import decode, prefill
 
-    flash_3 = "flash_attn_interface"
+    flash_3, guard = "flash_attn_interface", of.flash_3_guard_tokens
     return (
-        Kernel(name="vmmkv decode", attention_fn=decode.decode, form="decode", capturable=True),
-        Kernel(name="vmmkv prefill", attention_fn=prefill.prefill, form="prefill", capturable=True),
-        Kernel(name="SDPA, decode", attention_fn=attention.sdpa_decode, form="decode"),
-        Kernel(name="SDPA grouped, decode", attention_fn=attention.sdpa_decode_grouped, form="decode"),
-        Kernel(name="SDPA, prefill", attention_fn=attention.sdpa_prefill, form="prefill"),
-        Kernel(name="FlexAttention, decode", attention_fn=attention.flex_decode, form="decode"),
-        Kernel(name="FlexAttention, prefill", attention_fn=attention.flex_prefill, form="prefill"),
-        Kernel(
-            name="FlashAttention-2, decode",
-            attention_fn=attention.flash_2_decode,
-            form="decode",
-            library="flash_attn",
-            capturable=True,
-        ),
-        Kernel(name="FlashAttention-2, prefill", attention_fn=attention.flash_2_prefill, form="prefill", library="flash_attn"),
-        Kernel(
-            name="FlashAttention-3, decode",
-            attention_fn=attention.flash_3_decode,
-            form="decode",
-            library=flash_3,
-            guard=attention.flash_3_guard_tokens,
-            capturable=True,
-        ),
-        Kernel(
-            name="FlashAttention-3, prefill",
-            attention_fn=attention.flash_3_prefill,
-            form="prefill",
-            library=flash_3,
-            guard=attention.flash_3_guard_tokens,
-            capturable=True,
-        ),
-        Kernel(
-            name="FlashAttention-3 varlen, prefill",
-            attention_fn=attention.flash_3_varlen,
-            form="prefill",
-            library=flash_3,
-            guard=attention.flash_3_guard_tokens,
-            capturable=True,
-        ),
-        Kernel(name="FlashInfer, decode", attention_fn=attention.flashinfer_decode, form="decode", library="flashinfer"),
-        Kernel(name="FlashInfer, prefill", attention_fn=attention.flashinfer_prefill, form="prefill", library="flashinfer"),
+        Candidate("vmmkv decode", "decode", decode.decode, capturable=True),
+        Candidate("vmmkv prefill", "prefill", prefill.prefill, capturable=True),
+        Candidate("SDPA, decode", "decode", of.sdpa_decode),
+        Candidate("SDPA grouped, decode", "decode", of.sdpa_decode_grouped),
+        Candidate("SDPA, prefill", "prefill", of.sdpa_prefill),
+        Candidate("FlexAttention, decode", "decode", of.flex_decode),
+        Candidate("FlexAttention, prefill", "prefill", of.flex_prefill),
+        Candidate("FlashAttention-2, decode", "decode", of.flash_2_decode, "flash_attn", capturable=True),
+        Candidate("FlashAttention-2, prefill", "prefill", of.flash_2_prefill, "flash_attn"),
+        Candidate("FlashAttention-3, decode", "decode", of.flash_3_decode, flash_3, guard, capturable=True),
+        Candidate("FlashAttention-3, prefill", "prefill", of.flash_3_prefill, flash_3, guard, capturable=True),
+        Candidate("FlashAttention-3 varlen, prefill", "prefill", of.flash_3_varlen, flash_3, guard, capturable=True),
+        Candidate("FlashInfer, decode", "decode", of.flashinfer_decode, "flashinfer"),
+        Candidate("FlashInfer, prefill", "prefill", of.flashinfer_prefill, "flashinfer"),
     )
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Print the table; the exit status is 1 if something failed or crashed."""
-    parser = argparse.ArgumentParser(prog="python -m vmmkv.testing", description=_DOES, epilog=_ENDS)
-    parser.parse_args(argv)
+    argparse.ArgumentParser(
+        prog="python -m vmmkv.testing",
+        description="Print the conformance table of every kernel at hand on this machine, as Markdown.",
+        epilog="The exit status is 1 if something failed or crashed, else 0. It takes a few minutes; progress goes to stderr.",
+    ).parse_args(argv)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
@@ -123,7 +92,7 @@ def main(argv: Sequence[str] = ()) -> int:
                 device=device,
                 dtype=dtype,
                 head_dim=HEAD_DIM,
-                guard_tokens=kernel.guard_tokens(HEAD_DIM, dtype),
+                guard_tokens=kernel.guard(HEAD_DIM, dtype) if kernel.guard is not None else 0,
                 capturable=kernel.capturable,
                 worker=worker,
             )
@@ -131,7 +100,8 @@ def main(argv: Sequence[str] = ()) -> int:
             print(kernel.name, "right" if report.passed else "wrong", file=sys.stderr, flush=True)
     print(f"{_machine(device)}, {str(dtype).removeprefix('torch.')}, heads of {HEAD_DIM}.\n")
     print(markdown(reports))
-    print("\n".join(["\nNot here:\n", *absent]) if absent else "", end="\n" if absent else "")
+    if absent:
+        print("\n".join(["\nNot here:\n", *absent]))
     return 0 if all(report.passed for report in reports) else 1
 
 

@@ -13,14 +13,15 @@ can end with its guard, to the byte.
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 
-from vmmkv.cache import KVCache, Sequence
+import vmmkv
+from vmmkv.cache import KVCache
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access, Handle
 from vmmkv.kernels import reference
@@ -34,12 +35,17 @@ Form = Literal["decode", "prefill"]
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class Wrong(Exception):
+    """What an attention function did is wrong; the message says what that was."""
+
+
+class Skip(Exception):
+    """The check does not apply; the message says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An attention function and what it is tested on. It goes to a child process, by pickle.
-
-    The two forms, and what each argument is, stand at `vmmkv.testing.conformance`.
-    """
+    """An attention function and what it is tested on: the arguments of `conformance`. It is pickled for a child process."""
 
     attention_fn: Callable[..., torch.Tensor]
     form: Form
@@ -50,11 +56,8 @@ class Subject:
     head_dim: int
     guard_tokens: int
     error_ratio: float
-    """How much larger than torch's in the same dtype the error may be."""
     error_floor: float
-    """What is added to that."""
     capturable: bool
-    """Is it launches alone, which a CUDA graph can capture?"""
 
     def __post_init__(self) -> None:
         if not callable(self.attention_fn):
@@ -87,25 +90,30 @@ class Subject:
         return f"{self.form}, {dtype}, {heads}, guard_tokens={self.guard_tokens}, on {self.device}"
 
 
+# memory
+
 BUDGET_BYTES: Final = 4 * GIB
-"""What no check comes near; handles are created as they are needed."""
+"""More than any check takes; handles are created as they are needed."""
 
 ROW_BYTES: Final = 32 * KIB
 """64 rows are a page, so that sequences of some hundred tokens have several."""
 
-_LAYERS: Final = 4
+_NUM_LAYERS: Final = 4
+_LAYER: Final = _NUM_LAYERS // 2
+"""The layer that is attended to, in the middle of a row."""
 
-NAN: Final = math.nan
 STALE: Final = 100.0
 """What a row past the length may hold: another sequence's values. These are larger, so that they show."""
 
 _SPARE_PAGES: Final = 16
 """Free extents to shuffle, more than a check takes."""
 
+_FAR_PAGES: Final = 7
+"""Physical pages that are mapped over and over, for each end of a sequence of gigabytes."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappedRows:
-    """What is mapped under a slot from row `first` on: all bytes of its rows, of whatever layer, as int64 [rows, words]."""
+
+class MappedRows(NamedTuple):
+    """What is mapped under a slot from row `first` on: all bytes of its rows, of all layers, as int64 [rows, words]."""
 
     slot: int
     first: int
@@ -116,68 +124,72 @@ def layout_of(subject: Subject, row_bytes: int = ROW_BYTES) -> KVLayout:
     """K, V and filling in each of a few layers, so that a row is `row_bytes`, or the next power of two that holds it."""
     dtype = subject.dtype
     kv_bytes = 2 * round_up(subject.kv_heads * subject.head_dim * dtype.itemsize, PLANE_ALIGNMENT_BYTES)
-    layer_bytes = max(row_bytes // _LAYERS, 1 << (kv_bytes - 1).bit_length())
+    layer_bytes = max(row_bytes // _NUM_LAYERS, 1 << (kv_bytes - 1).bit_length())
     planes = [Plane(name=name, heads=subject.kv_heads, dim=subject.head_dim, dtype=dtype) for name in ("k", "v")]
     if layer_bytes > kv_bytes:
         planes.append(Plane(name="filling", heads=1, dim=(layer_bytes - kv_bytes) // dtype.itemsize, dtype=dtype))
-    return KVLayout(groups=(Group(layers=tuple(range(_LAYERS)), planes=tuple(planes)),))
+    return KVLayout(groups=(Group(layers=tuple(range(_NUM_LAYERS)), planes=tuple(planes)),))
 
 
-class Memory:
-    """A cache and the one layer of it, in the middle, that is attended to."""
+class LayerMemory:
+    """A cache and the one layer of it that is attended to."""
 
     def __init__(self, subject: Subject, cache: KVCache) -> None:
         (self.group,) = cache.layout.groups
         self.cache, self.subject = cache, subject
-        self.layer = _LAYERS // 2
-        self.k_STKD, self.v_STKD = cache.k(self.layer), cache.v(self.layer)
+        self.k_STKD, self.v_STKD = cache.k(_LAYER), cache.v(_LAYER)
         self.page_rows = self.group.tokens_under(1)
         self._generator = torch.Generator().manual_seed(0)
-        self._written: dict[int, Sequence] = {}
-        """By slot. Under the others nothing is mapped but the pad, which no one can write to."""
+        self._written: dict[int, vmmkv.Sequence] = {}
+        """By slot. Under the others nothing is mapped but the null page, which is read-only."""
 
-    def write(self, sequence: Sequence, num_tokens: int, *, past: float) -> None:
+    def open(self, count: int) -> list[vmmkv.Sequence]:
+        """New sequences in every other slot, backwards."""
+        return self.cache.open_batch(2 * count)[-1::-2]
+
+    def write(self, sequence: vmmkv.Sequence, num_tokens: int, *, past: float = 0.0) -> None:
         """Grow a sequence to so many tokens: random rows of this layer, NaN in all others, `past` in what is mapped behind."""
         start, cache = sequence.length, self.cache
         self._written[sequence.slot] = sequence
         sequence.grow(num_tokens)
-        end = self.mapped_rows(sequence)
-        for layer in self.group.layers:
-            for plane in self.group.planes:
-                cache.view(layer, plane.name)[sequence.slot, start:end] = NAN
+        end = self.num_mapped(sequence)
+        for layer, plane in itertools.product(self.group.layers, self.group.planes):
+            cache.view(layer, plane.name)[sequence.slot, start:end] = math.nan
         for view_STKD in (self.k_STKD, self.v_STKD):
             new_TKD = torch.randn(num_tokens - start, *view_STKD.shape[2:], generator=self._generator)
             view_STKD[sequence.slot, start:num_tokens] = new_TKD.to(cache.device, view_STKD.dtype)
             view_STKD[sequence.slot, num_tokens:end] = past
         sequence.advance(num_tokens - start)
 
-    def fill(self, sequence: Sequence, value: float) -> None:
-        """The same value in all rows of a sequence that nobody attends to."""
-        for view_STKD in (self.k_STKD, self.v_STKD):
-            view_STKD[sequence.slot, : self.mapped_rows(sequence)] = value
+    def call(self, sequences: Sequence[vmmkv.Sequence], lengths: Sequence[int]) -> "AttentionCall":
+        """A call over sequences, and write them first, up to these lengths."""
+        for sequence, length in zip(sequences, lengths, strict=True):
+            self.write(sequence, max(length, sequence.length))
+        slots = [sequence.slot for sequence in sequences]
+        return AttentionCall(self.subject, self.k_STKD, self.v_STKD, slots, lengths, self.mapped)
 
     def mapped(self) -> list[MappedRows]:
-        """All that is mapped under all sequences, guards and other layers among it."""
+        """All that is mapped under all sequences, with guards and other layers."""
         k_STKD, row_bytes = self.k_STKD, self.group.row_bytes
-        address = k_STKD.data_ptr() - self.group.offset_bytes(self.layer, "k")
-        slot_bytes = k_STKD.stride(0) * k_STKD.itemsize
+        address = k_STKD.data_ptr() - self.group.offset_bytes(_LAYER, "k")
         found = []
         for slot, sequence in self._written.items():
-            num_rows = self.mapped_rows(sequence)
-            rows_E = wrap(address + slot * slot_bytes, num_rows * row_bytes, self.cache.device)
-            found.append(MappedRows(slot=slot, first=0, words_TW=rows_E.view(torch.int64).view(num_rows, -1)))
+            num_rows = self.num_mapped(sequence)
+            first_byte = address + slot * k_STKD.stride(0) * k_STKD.itemsize
+            words_E = wrap(first_byte, num_rows * row_bytes, self.cache.device).view(torch.int64)
+            found.append(MappedRows(slot, 0, words_E.view(num_rows, -1)))
         return found
 
-    def mapped_rows(self, sequence: Sequence) -> int:
-        """Rows that are mapped under a sequence, guard and all: whole pages."""
+    def num_mapped(self, sequence: vmmkv.Sequence) -> int:
+        """Rows that are mapped under a sequence, with its guard: whole pages."""
         return round_up(sequence.limit + self.cache.guard_tokens, self.page_rows)
 
 
 @contextmanager
 def open_memory(
     subject: Subject, *, slots: int, max_tokens: int = 4096, row_bytes: int = ROW_BYTES, shuffled: bool = False
-) -> Iterator[Memory]:
-    """A cache of its own. shuffled: whoever grows gets physical pages in a random order."""
+) -> Iterator[LayerMemory]:
+    """A cache of its own. shuffled: a growth gets physical pages in a random order."""
     with Pool(subject.device, BUDGET_BYTES) as pool:
         if shuffled:
             extents = pool.acquire(_SPARE_PAGES)
@@ -186,12 +198,12 @@ def open_memory(
                 pool.drop(extent)
         layout = layout_of(subject, row_bytes)
         with KVCache(layout, pool, slots=slots, max_tokens=max_tokens, guard_tokens=subject.guard_tokens) as cache:
-            yield Memory(subject, cache)
+            yield LayerMemory(subject, cache)
 
 
 @contextmanager
-def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, list[MappedRows]]]:
-    """K and V of a slot 1 whose rows are a page each, and its length: `num_past` rows lie 2**31 elements from its first.
+def far_rows(subject: Subject, num_past: int) -> Iterator["AttentionCall"]:
+    """A call over slot 1, whose rows are a page each: the last `num_past` of them lie 2**31 elements from its first.
 
     That would be gigabytes, so a few physical pages are mapped over and over; others under the last rows, whose larger keys
     draw most of the weight. What is mapped is given with each physical page once.
@@ -212,33 +224,28 @@ def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, to
             driver.set_access(address + page * PAGE_BYTES, PAGE_BYTES, Access.READ_WRITE)
 
     try:
-        handles += [driver.create(PAGE_BYTES) for _ in range(15)]
-        pad, near, far = handles[0], handles[1:8], handles[8:]
-        # A tensor's own first address is to be mapped, which is slot 0's; and the guard.
-        put(pad, [0, *range(num_pages + length, 2 * num_pages)])
-        for index, handle in enumerate(near):
-            put(handle, range(num_pages + index, num_pages + border, len(near)))
-        for index, handle in enumerate(far):
-            put(handle, range(num_pages + border + index, num_pages + length, len(far)))
+        handles += [driver.create(PAGE_BYTES) for _ in range(1 + 2 * _FAR_PAGES)]
+        # The first page of slot 0, for a tensor's own first address must be mapped; and the guard.
+        put(handles[0], [0, *range(num_pages + length, 2 * num_pages)])
+        for index, (near, far) in enumerate(zip(handles[1 : 1 + _FAR_PAGES], handles[1 + _FAR_PAGES :], strict=True)):
+            put(near, range(num_pages + index, num_pages + border, _FAR_PAGES))
+            put(far, range(num_pages + border + index, num_pages + length, _FAR_PAGES))
         bytes_E = wrap(address, 2 * num_pages * PAGE_BYTES, driver.device)
-        for page in (0, *range(num_pages, num_pages + len(near)), *range(num_pages + border, num_pages + length)):
-            bytes_E[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = 0
-        elements = bytes_E.view(subject.dtype)
+        words_PW = bytes_E.view(torch.int64).view(2 * num_pages, -1)
+        parts = [(0, 0, 1), (1, 0, _FAR_PAGES), (1, border, num_past)]
+        rows = [MappedRows(slot, first, words_PW[slot * num_pages + first :][:count]) for slot, first, count in parts]
+        for part in rows:
+            part.words_TW.zero_()
         shape = (2, num_pages, subject.kv_heads, subject.head_dim)
         strides = (num_pages * row_elements, row_elements, subject.head_dim, 1)
         k_offset = round_up(subject.kv_heads * subject.head_dim, 8)
-        k_STKD, v_STKD = (elements.as_strided(shape, strides, index * k_offset) for index in range(1, 3))
+        k_STKD, v_STKD = (bytes_E.view(subject.dtype).as_strided(shape, strides, index * k_offset) for index in (1, 2))
         generator = torch.Generator().manual_seed(0)
-        for first, count, factor in ((0, len(near), 1.0), (border, min(len(far), num_past), 2.0)):
+        for first, count, factor in ((0, _FAR_PAGES, 1.0), (border, min(_FAR_PAGES, num_past), 2.0)):
             for view_STKD in (k_STKD, v_STKD):
                 rows_TKD = factor * torch.randn(count, *shape[2:], generator=generator)
                 view_STKD[1, first : first + count] = rows_TKD.to(driver.device, subject.dtype)
-        words_PW = bytes_E.view(torch.int64).view(2 * num_pages, -1)
-        mapped_rows = [
-            MappedRows(slot=slot, first=first, words_TW=words_PW[slot * num_pages + first :][:count])
-            for slot, first, count in ((0, 0, 1), (1, 0, len(near)), (1, border, num_past))
-        ]
-        yield k_STKD, v_STKD, length, mapped_rows
+        yield AttentionCall(subject, k_STKD, v_STKD, [1], [length], lambda: rows)
     finally:
         driver.fence().wait()
         for page_address in mapped:
@@ -247,46 +254,43 @@ def far_rows(subject: Subject, num_past: int) -> Iterator[tuple[torch.Tensor, to
             driver.release(handle)
 
 
+# calls
+
 _COUNTS: Final = (5, None, 40, 1)
 """Queries of a sequence in prefill, in turns: chunks, the whole of it, and a single one."""
 
 
-class Wrong(Exception):
-    """What an attention function did is wrong; the message says what that was."""
-
-
-class Batch:
-    """Sequences in slots of views, and the arguments of a call, which stay the same tensors whatever the lengths become."""
+class AttentionCall:
+    """A call over sequences in slots of views. Its arguments stay the same tensors whatever the lengths become."""
 
     def __init__(
         self,
         subject: Subject,
         k_STKD: torch.Tensor,
         v_STKD: torch.Tensor,
-        slots: Iterable[int],
-        lengths: Iterable[int],
+        slots: Sequence[int],
+        lengths: Sequence[int],
         mapped: Callable[[], list[MappedRows]],
     ) -> None:
         device = subject.device
         self.subject, self.k_STKD, self.v_STKD = subject, k_STKD, v_STKD
-        self.slots, self.lengths = list(slots), list(lengths)
+        self.slots, self.lengths = slots, lengths
         self._mapped = mapped
-        self.counts = [1] * len(self.slots)
+        self.counts = [1] * len(slots)
         if subject.form == "prefill":
             wanted = itertools.cycle(_COUNTS)
-            self.counts = [min(length, count or length) for length, count in zip(self.lengths, wanted, strict=False)]
+            self.counts = [min(length, count or length) for length, count in zip(lengths, wanted, strict=False)]
         starts = list(itertools.accumulate(self.counts, initial=0))
-        generator = torch.Generator().manual_seed(1)
-        q_NHD = torch.randn(starts[-1], subject.heads, subject.head_dim, generator=generator)
+        q_NHD = torch.randn(starts[-1], subject.heads, subject.head_dim, generator=torch.Generator().manual_seed(1))
         self.q_NHD = q_NHD.to(device, subject.dtype)
         self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
-        self.lengths_B = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        self.slots_B = torch.tensor(self.slots, dtype=torch.int32, device=device)
+        self.lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.slots_B = torch.tensor(slots, dtype=torch.int32, device=device)
 
-    def set_lengths(self, lengths: Iterable[int]) -> None:
+    def set_lengths(self, lengths: Sequence[int]) -> None:
         """The sequences have grown."""
-        self.lengths = list(lengths)
-        self.lengths_B.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+        self.lengths = lengths
+        self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
 
     def attend(self) -> torch.Tensor:
         """Call the function. Raises: Wrong if it raises, or returns what is no output."""
@@ -294,7 +298,7 @@ class Batch:
         try:
             out = self.subject.attention_fn(self.q_NHD, self.k_STKD, self.v_STKD, *starts, self.lengths_B, self.slots_B)
         except Exception as error:
-            raise Wrong(f"it raised {type(error).__name__}: {first_line(error)}") from error
+            raise Wrong(f"it raised {type(error).__name__}: {_first_line(error)}") from error
         if not isinstance(out, torch.Tensor):
             raise Wrong(f"it returned {type(out).__name__}, no tensor")
         got, wanted = ((x.shape, x.dtype, x.device) for x in (out, self.q_NHD))
@@ -311,7 +315,7 @@ class Batch:
         """
         truth_NHD, peer_NHD = (self._reference(dtype).double() for dtype in (torch.float64, out_NHD.dtype))
         bound = self.subject.error_ratio * (peer_NHD - truth_NHD).abs().max().item() + self.subject.error_floor
-        errors_N = (out_NHD.double() - truth_NHD).abs().flatten(1).amax(1).nan_to_num(float("inf"))
+        errors_N = (out_NHD.double() - truth_NHD).abs().flatten(1).amax(1).nan_to_num(math.inf)
         worst = int(errors_N.argmax())
         if errors_N[worst].item() <= bound:
             return
@@ -350,12 +354,13 @@ class Batch:
         return reference.prefill(self.q_NHD, self.k_STKD, self.v_STKD, counts_B, self.lengths_B, self.slots_B, dtype=dtype)
 
 
-def first_line(error: BaseException) -> str:
-    """Of its message."""
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-LENGTHS: Final = (1, 17, 63, 64, 65, 130)
+# checks
+
+_LENGTHS: Final = (1, 17, 63, 64, 65, 130)
 """Around a tile, around a page (of 64 rows), and of several pages."""
 
 _FEW_LENGTHS: Final = (7, 64, 130)
@@ -367,10 +372,6 @@ _LATE_CYCLES: Final = 100_000_000
 """Some 50 ms of a GPU, in which the host has launched all there is."""
 
 
-class Skip(Exception):
-    """The check does not apply; the message says why."""
-
-
 def _attend_among(subject: Subject, lengths: tuple[int, ...], *, past: float, shuffled: bool = False) -> None:
     """Sequences in every other slot, backwards, with `past` behind them; in the slots between lie others, full of it."""
     with open_memory(subject, slots=2 * len(lengths), shuffled=shuffled) as memory:
@@ -378,21 +379,19 @@ def _attend_among(subject: Subject, lengths: tuple[int, ...], *, past: float, sh
         ours, others = sequences[-1::-2], sequences[-2::-2]
         for other in others:
             memory.write(other, 10, past=past)
-            memory.fill(other, past)
+            for view_STKD in (memory.k_STKD, memory.v_STKD):
+                view_STKD[other.slot, : memory.num_mapped(other)] = past
         for part in (2, 1):  # in turns, so that the pages of one do not follow one another
             for sequence, length in zip(ours, lengths, strict=True):
                 if length // part:
                     memory.write(sequence, length // part, past=past)
-        _batch(memory, [sequence.slot for sequence in ours], lengths).run()
-
-
-def _batch(memory: Memory, slots: list[int], lengths: tuple[int, ...]) -> Batch:
-    return Batch(memory.subject, memory.k_STKD, memory.v_STKD, slots, lengths, memory.mapped)
+        slots = [sequence.slot for sequence in ours]
+        AttentionCall(subject, memory.k_STKD, memory.v_STKD, slots, lengths, memory.mapped).run()
 
 
 def strides(subject: Subject) -> None:
     """Strided rows, odd lengths, slots in any order, behind them zeros as vmmkv maps them."""
-    _attend_among(subject, LENGTHS, past=0.0)
+    _attend_among(subject, _LENGTHS, past=0.0)
 
 
 def stale_rows(subject: Subject) -> None:
@@ -402,7 +401,7 @@ def stale_rows(subject: Subject) -> None:
 
 def nan_rows(subject: Subject) -> None:
     """Nor does NaN, which is still NaN after a product with a weight of zero."""
-    _attend_among(subject, _FEW_LENGTHS, past=NAN)
+    _attend_among(subject, _FEW_LENGTHS, past=math.nan)
 
 
 def shuffled_pages(subject: Subject) -> None:
@@ -414,53 +413,43 @@ def far_slots(subject: Subject) -> None:
     """Slots 2**31 elements and more apart: the offset of a slot takes 64 bits."""
     row_elements = layout_of(subject).row_bytes // subject.dtype.itemsize
     with open_memory(subject, slots=3, max_tokens=ceil_div(2**31, row_elements)) as memory:
-        sequences = memory.cache.open_batch(3)[::-1]
-        lengths = (5, 60, 30)
-        for sequence, length in zip(sequences, lengths, strict=True):
-            memory.write(sequence, length, past=0.0)
         assert memory.k_STKD.stride(0) >= 2**31, "the slots are to be far apart"
-        _batch(memory, [sequence.slot for sequence in sequences], lengths).run()
+        memory.call(memory.cache.open_batch(3)[::-1], (5, 60, 30)).run()
 
 
 def far_tokens(subject: Subject) -> None:
     """Rows of one sequence 2**31 elements and more apart: the offset of a token takes 64 bits."""
-    with far_rows(subject, num_past=7) as (k_STKD, v_STKD, length, mapped_rows):
-        Batch(subject, k_STKD, v_STKD, [1], [length], lambda: mapped_rows).run()
+    with far_rows(subject, num_past=7) as call:
+        call.run()
 
 
 def unmapped_rows(subject: Subject) -> None:
     """Nothing is mapped past the guard, to the byte; nor before the sequence, nor in any other slot."""
-    with open_memory(subject, slots=5, row_bytes=PAGE_BYTES) as memory:
-        lengths = (1, 17, 33)
-        sequences = memory.cache.open_batch(5)[::-2]
-        for sequence, length in zip(sequences, lengths, strict=True):
-            memory.write(sequence, length, past=0.0)
-            assert memory.mapped_rows(sequence) == length + subject.guard_tokens, "a row is to be a page"
-        _batch(memory, [sequence.slot for sequence in sequences], lengths).run()
+    with open_memory(subject, slots=6, row_bytes=PAGE_BYTES) as memory:
+        sequences = memory.open(3)
+        call = memory.call(sequences, (1, 17, 33))
+        for sequence in sequences:
+            assert memory.num_mapped(sequence) == sequence.length + subject.guard_tokens, "a row is to be a page"
+        call.run()
 
 
 def aliased_prefix(subject: Subject) -> None:
     """Sequences that begin with the very same physical rows, each at its own addresses, then go their own ways."""
     with open_memory(subject, slots=8) as memory:
-        (parent,) = memory.cache.open_batch(1)
-        memory.write(parent, memory.page_rows + 9, past=0.0)
+        parent = memory.cache.open()
+        memory.write(parent, memory.page_rows + 9)
         family = [*memory.cache.fork(parent, 2), parent]
-        for sequence, more in zip(family, (1, 40, 70), strict=True):
-            memory.write(sequence, sequence.length + more, past=0.0)
-        slots, lengths = zip(*((sequence.slot, sequence.length) for sequence in family), strict=True)
-        _batch(memory, list(slots), lengths).run()
+        memory.call(family, [parent.length + more for more in (1, 40, 70)]).run()
 
 
 def growth(subject: Subject) -> None:
     """Between two calls with the same tensors sequences grow over pages; what was there stays where it was."""
     with open_memory(subject, slots=8) as memory:
-        sequences = memory.cache.open_batch(5)[::-2]
-        batch = _batch(memory, [sequence.slot for sequence in sequences], _GROWN_LENGTHS[0])
-        for lengths in _GROWN_LENGTHS:
-            for sequence, length in zip(sequences, lengths, strict=True):
-                memory.write(sequence, length, past=0.0)
-            batch.set_lengths(lengths)
-            batch.run()
+        sequences = memory.open(3)
+        call = memory.call(sequences, _GROWN_LENGTHS[0])
+        call.run()
+        _grow(memory, sequences, call)
+        call.run()
 
 
 def graph_replays(subject: Subject) -> None:
@@ -470,25 +459,29 @@ def graph_replays(subject: Subject) -> None:
     if not subject.capturable:
         raise Skip("it is said to read on the host what only the device knows, so no graph can capture it")
     with open_memory(subject, slots=8) as memory:
-        sequences = memory.cache.open_batch(5)[::-2]
-        batch = _batch(memory, [sequence.slot for sequence in sequences], _GROWN_LENGTHS[0])
-        graph, out_NHD = torch.cuda.CUDAGraph(), torch.empty(0)
-        for step, lengths in enumerate(_GROWN_LENGTHS):
-            for sequence, length in zip(sequences, lengths, strict=True):
-                memory.write(sequence, length, past=0.0)
-            batch.set_lengths(lengths)
-            if step == 0:
-                batch.run()  # what is compiled or allocated at the first call is no part of the graph
-                torch.cuda.synchronize()
-                try:
-                    with torch.cuda.graph(graph):
-                        out_NHD = batch.attend()
-                except Exception as error:  # ending a capture that has failed raises an error of its own
-                    raise Wrong(f"no graph could capture it: {first_line(error.__context__ or error)}") from error
-            out_NHD.fill_(NAN)
-            with batch.writing_nothing():
+        sequences = memory.open(3)
+        call = memory.call(sequences, _GROWN_LENGTHS[0])
+        call.run()  # what is compiled or allocated at the first call is no part of the graph
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out_NHD = call.attend()
+        except Exception as error:  # ending a capture that has failed raises an error of its own
+            raise Wrong(f"no graph could capture it: {_first_line(error.__context__ or error)}") from error
+        for grows in (False, True):
+            if grows:
+                _grow(memory, sequences, call)
+            out_NHD.fill_(math.nan)
+            with call.writing_nothing():
                 graph.replay()
-            batch.judge(out_NHD)
+            call.judge(out_NHD)
+
+
+def _grow(memory: LayerMemory, sequences: Sequence[vmmkv.Sequence], call: AttentionCall) -> None:
+    for sequence, length in zip(sequences, _GROWN_LENGTHS[1], strict=True):
+        memory.write(sequence, length)
+    call.set_lengths(_GROWN_LENGTHS[1])
 
 
 def stream_order(subject: Subject) -> None:
@@ -500,22 +493,19 @@ def stream_order(subject: Subject) -> None:
     """
     if subject.device.type != "cuda":
         raise Skip("there are no streams on a CPU")
-    with open_memory(subject, slots=2 * len(LENGTHS)) as memory:
-        sequences = memory.cache.open_batch(2 * len(LENGTHS))[::-2]
-        for sequence, length in zip(sequences, LENGTHS, strict=True):
-            memory.write(sequence, length, past=0.0)
-        batch = _batch(memory, [sequence.slot for sequence in sequences], LENGTHS)
+    with open_memory(subject, slots=2 * len(_LENGTHS)) as memory:
+        call = memory.call(memory.open(len(_LENGTHS)), _LENGTHS)
         try:
-            batch.run()  # what is compiled at the first call would take longer than the queries do
-            q_NHD = -batch.q_NHD  # others, since a new output may lie where a right one was
-            batch.q_NHD.fill_(NAN)
+            call.run()  # what is compiled at the first call would take longer than the queries do
+            q_NHD = -call.q_NHD  # others, since a new output may lie where a right one was
+            call.q_NHD.fill_(math.nan)
             torch.cuda.synchronize(subject.device)
             torch.cuda._sleep(_LATE_CYCLES)  # type: ignore[no-untyped-call]
-            batch.q_NHD.copy_(q_NHD)
-            out_NHD = batch.attend().clone()
-            batch.judge(out_NHD)
+            call.q_NHD.copy_(q_NHD)
+            out_NHD = call.attend().clone()
+            call.judge(out_NHD)
         finally:
-            torch.cuda.synchronize(subject.device)  # its memory goes when all streams are done, whoever orders them
+            torch.cuda.synchronize(subject.device)  # its memory goes when all streams are done, whatever orders them
 
 
 CHECKS: Final[dict[str, Callable[[Subject], None]]] = {

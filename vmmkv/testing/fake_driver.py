@@ -1,7 +1,7 @@
 """A driver that keeps the laws: it refuses what CUDA refuses, asserts what CUDA cannot, counts, and fails on demand.
 
-Alone it has addresses but no memory, and whoever touches them faults. Put over another driver it checks that one's
-callers while the memory is real: `FakeDriver(over=HostDriver())`, or over CUDA.
+Alone it has addresses but no memory: touching them faults. Over another driver it checks that one's callers while the memory
+is real: `FakeDriver(over=HostDriver())`, or over CUDA.
 """
 
 import itertools
@@ -247,13 +247,13 @@ class FakeDriver:
 
     def write(self, tensor: torch.Tensor, values: Mapping[int, int]) -> None:
         """See Driver.write."""
-        self._call("write", lambda: _set(tensor, values) if self.over is None else self.over.write(tensor, values))
+        self._call("write", lambda: write_to(tensor, values) if self.over is None else self.over.write(tensor, values))
 
     def write_behind(self, tensor: torch.Tensor, values: Mapping[int, int], streams: Sequence[torch.Stream] = ()) -> Fence:
         """See Driver.write_behind."""
         over = self.over
         under = self._call(
-            "write", lambda: _set(tensor, values) if over is None else over.write_behind(tensor, values, streams)
+            "write", lambda: write_to(tensor, values) if over is None else over.write_behind(tensor, values, streams)
         )
         return self._behind_launches(under)
 
@@ -355,5 +355,6 @@ class FakeDriver:
             self.used_bytes -= 0 if allocation.imported else allocation.size_bytes
 
 
-def _set(tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+def write_to(tensor: torch.Tensor, values: Mapping[int, int]) -> None:
+    """Write numbers to a tensor on the host, by index."""
     tensor.numpy()[list(values)] = list(values.values())
