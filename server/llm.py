@@ -170,7 +170,6 @@ class LLM:
         """From the engine, read between steps, since reading may abort requests."""
         directory = resolve(config.model, weights=load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
-        vocabulary_size = _vocabulary_size(directory)
         console = Console(stderr=True)
         progress = LoadingProgress(console)
 
@@ -192,7 +191,7 @@ class LLM:
             pool_tokens=ready.pool_tokens,
             budget_bytes=ready.budget_bytes,
             max_sequences=ready.max_sequences,
-            vocabulary_size=vocabulary_size,
+            vocabulary_size=ready.vocabulary_size,
         )
         log.info("%s: %s on %s, %s implementation", model, ready.dtype, ready.device, ready.implementation)
 
@@ -667,11 +666,3 @@ def _listed(name: str, value: Any, wanted: str, count: int | None = None) -> lis
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _vocabulary_size(directory: Path) -> int:
-    """Token ids of the model; its tokenizer may have fewer. Raises: OSError, ValueError."""
-    from transformers import AutoConfig
-
-    size: int = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config().vocab_size
-    return size

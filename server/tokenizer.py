@@ -2,8 +2,8 @@
 
     tokens ── TextStream ──> text ── StopStrings ──> text that no stop string can take back      (both: Detokenizer)
 
-The Rust tokenizer does the work. It may be used from several threads, and it releases Python's lock. Methods that take
-long for long texts are plain functions: a server runs them in a thread (`http.generation.off_loop`).
+The Rust tokenizer may be used from several threads, and releases Python's lock in batches: a server runs what takes long in
+a thread (`http.generation.off_loop`).
 """
 
 import json
@@ -28,11 +28,11 @@ TemplateVariable: TypeAlias = str | float | bool | None
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES: Final = 4
 _MAX_PENDING_TOKENS: Final = 16
-"""After so many tokens without text, bytes that are no character are given up; waiting on gets ever dearer."""
+"""After so many tokens without text, bytes that are no character become replacement characters."""
 _CONTEXT_TOKENS: Final = 8
-"""Tokens of a prompt that the text of what follows can depend on, with room to spare."""
+"""Tokens before a text that its decoding can depend on, with room to spare."""
 _SPACE: Final = "▁"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's space."""
 
 
 class PromptError(ValueError):
@@ -41,16 +41,16 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that stands before its answer, with the place of each of its tokens."""
+    """A prompt that is repeated before its answer, with the places of its tokens."""
 
     text: str
     token_ids: Sequence[int]
     offsets: Sequence[int]
-    """Where each token begins in the text, in characters."""
+    """Start of each token in the text, in characters."""
 
 
 class Tokenizer:
-    """Text and conversations to token ids of one model, and back."""
+    """The tokenizer and the chat template of one model."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         """Raises: ValueError if the tokenizer has no Rust form."""
@@ -58,8 +58,7 @@ class Tokenizer:
             raise ValueError(f"{type(tokenizer).__name__} has no fast form: save the model with a tokenizer.json")
         self._tokenizer = tokenizer
         self.rust: RustTokenizer = tokenizer.backend_tokenizer
-        """Safe to share, as long as its settings do not change."""
-        # Changing these settings during a call in another thread is an error, so it is done once, here.
+        """May be shared between threads, since its settings change only here."""
         self.rust.no_truncation()
         self.rust.no_padding()
         self.vocab_size = len(tokenizer)
@@ -67,15 +66,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Self:
-        """From a local directory; takes seconds. Raises: OSError, ValueError if there is none that can be used."""
-        from transformers import AutoTokenizer  # takes seconds to import, and the HTTP server is up meanwhile
+        """Load from a local directory, which takes seconds. Raises: OSError, ValueError if none can be used."""
+        from transformers import AutoTokenizer  # takes seconds to import, while the HTTP server is up
 
         return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt; a text gets the model's own start token.
+        """The token ids of a prompt; a text gets the model's start token.
 
-        Raises: PromptError for a token id that the model does not have, or a text that is not Unicode.
+        Raises: PromptError for an unknown token id, or a text that is not Unicode.
         """
         if isinstance(prompt, str):
             return self._encode_text(prompt, add_special_tokens=add_special_tokens)
@@ -84,26 +83,29 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, TemplateVariable] | None = None
     ) -> list[int]:
-        """The token ids of a conversation in the model's chat template, up to where the assistant's turn begins.
+        """The token ids of a conversation by the model's chat template, up to the start of the assistant's turn.
 
-        Each message has a `role` and a `content`. `variables` are the template's own, such as `enable_thinking`.
+        Each message has a `role` and a `content`. `variables` go to the template, such as `enable_thinking`.
 
-        Raises: PromptError if the model has no template, or its template refuses the conversation or fails on it.
+        Raises: PromptError if there is no template, or it refuses the conversation or fails on it.
         """
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
-        # A developer's message is the newer name of a system message; templates know the older one.
+        # Templates know the older name of developer messages.
         turns = [
             {"role": "system" if message["role"] == "developer" else message["role"], "content": message["content"]}
             for message in messages
         ]
         try:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables or {})
-        except Exception as error:  # a template is a program, and jinja2's sandbox refuses what reaches out of it
-            if type(error) is jinja2.TemplateError:  # by `raise_exception`
-                raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
-            failure = f"{type(error).__name__}: {error}"
-            raise PromptError(f"the model's chat template fails on this conversation: {failure}") from error
+        except Exception as error:  # a template is a program, run in jinja2's sandbox
+            refused = type(error) is jinja2.TemplateError  # by `raise_exception`
+            reason = (
+                f"refuses this conversation: {error}"
+                if refused
+                else f"fails on this conversation: {type(error).__name__}: {error}"
+            )
+            raise PromptError(f"the model's chat template {reason}") from error
         assert isinstance(text, str)
         return self._encode_text(text, add_special_tokens=False)
 
@@ -111,21 +113,20 @@ class Tokenizer:
         """The text of a prompt. Raises: PromptError."""
         if isinstance(prompt, str):
             return prompt
-        # A batch of one, as in `_encode_text`.
+        # A batch of one releases Python's lock, as in `_encode_text`.
         return self.rust.decode_batch([self._known(prompt)], skip_special_tokens=skip_special_tokens)[0]
 
     def echo(self, prompt: Prompt, token_ids: Sequence[int]) -> Echo:
-        """A prompt and the places of its tokens. Raises: PromptError."""
+        """A prompt with the places of its tokens. Raises: PromptError."""
         text = self.text_of(prompt)
         stream, offsets, end = TextStream(self.rust), list[int](), 0
         for token_id in token_ids:
-            # At most the text's length: a text that was tokenised need not be what its tokens say.
-            offsets.append(min(end, len(text)))
+            offsets.append(min(end, len(text)))  # the tokens of a text can decode to a longer one
             end += len(stream.feed(token_id))
         return Echo(text, token_ids, offsets)
 
     def detokenizer(self, stops: Sequence[str], context: Sequence[int] = (), *, min_tokens: int = 0) -> "Detokenizer":
-        """For one answer. `context` is the prompt, if the answer continues its text."""
+        """A detokenizer for one answer. `context` is the prompt, if the answer continues its text."""
         return Detokenizer(self.rust, stops=stops, context=context, min_tokens=min_tokens)
 
     def _known(self, token_ids: list[int]) -> list[int]:
@@ -135,23 +136,22 @@ class Tokenizer:
         return token_ids
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # JSON can write half of a surrogate pair ("\ud800"), and a str can hold it; UTF-8 and tokenizers cannot.
-        try:
+        try:  # JSON and str can hold half of a surrogate pair; UTF-8 and tokenizers cannot
             text.encode()
         except UnicodeEncodeError as error:
             half = f"U+{ord(text[error.start]):04X}"
             raise PromptError(
                 f"it holds {half}, half of a surrogate pair, which is no character; send valid Unicode"
             ) from error
-        # A batch of one: `encode` holds Python's lock all the while, 1.4 s for a million characters.
+        # A batch of one releases Python's lock; `encode` holds it, 1.4 s for a million characters.
         ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class Detokenizer:
-    """The text of one answer: `feed` its tokens as they come, then `finish`, unless it `stopped` before.
+    """The text of one answer: `feed` its tokens, then `finish`, unless it has `stopped`.
 
-    Stop strings are looked for behind the first `min_tokens` tokens; one may begin in the text of those.
+    A stop string may begin within the first `min_tokens` tokens, and not end there.
     """
 
     def __init__(
@@ -161,21 +161,17 @@ class Detokenizer:
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
-        """Tokens consumed: those after the one that completed a stop string are not counted."""
+        """Tokens taken, up to the one that completed a stop string."""
         self.num_characters = 0
-        """Characters that they completed, shown or not."""
+        """Characters of these tokens, shown or not."""
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found; the text ends before it."""
+        """Whether a stop string was found; the text ends before it."""
         return self._stops.stopped
 
-    @property
-    def _may_stop(self) -> bool:
-        return self.num_tokens > self._min_tokens
-
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that can be shown now, without a stop string or what may be the start of one."""
+        """The text that can be shown now: without a stop string, or the possible start of one."""
         shown: list[str] = []
         for token_id in token_ids:
             if self.stopped:
@@ -183,19 +179,18 @@ class Detokenizer:
             self.num_tokens += 1
             text = self._text.feed(token_id)
             self.num_characters += len(text)
-            shown.append(self._stops.feed(text, may_stop=self._may_stop))
+            shown.append(self._stops.feed(text, may_stop=self.num_tokens > self._min_tokens))
         return "".join(shown)
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
-        """The rest of the text, with that of these last tokens: incomplete characters and text held back.
-
-        Without stop strings the tokens are decoded together, however many.
-        """
+        """The rest of the text, with these last tokens, incomplete characters and text held back."""
         if self._stops.any:
             shown = self.feed(token_ids)
             if self.stopped:
                 return shown
-            return shown + self._stops.feed(self._text.flush(), may_stop=self._may_stop) + self._stops.flush()
+            return (
+                shown + self._stops.feed(self._text.flush(), may_stop=self.num_tokens > self._min_tokens) + self._stops.flush()
+            )
         self.num_tokens += len(token_ids)
         text = self._text.flush(token_ids)
         self.num_characters += len(text)
@@ -203,19 +198,18 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of a growing list of tokens, without special tokens, whole characters only.
+    """The text of a growing list of tokens, in whole characters, without special tokens.
 
-    With `context`, the tokens before, the text continues theirs: a decoder that drops the space at the start of a text
-    keeps it in the middle of one.
+    The text continues that of `context`: some decoders drop a space at the start of a text.
     """
 
     def __init__(self, tokenizer: RustTokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stream: DecodeStream
         self._recent: list[int]
-        """The tokens of the last text: the pending ones are decoded after them."""
+        """The tokens of the last text, as context of the pending ones."""
         self._pending: list[int]
-        """Tokens fed that have given no text yet."""
+        """Tokens without text yet."""
         self._restart(list(context))
 
     def feed(self, token_id: int) -> str:
@@ -225,7 +219,7 @@ class TextStream:
             return self._give_up_waiting()
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises nothing narrower, when later tokens change the text of earlier ones
+        except Exception:  # later tokens changed the text of earlier ones; tokenizers has no narrower error
             return self.flush()
         if text is None:
             return ""
@@ -233,9 +227,9 @@ class TextStream:
         return text
 
     def flush(self, token_ids: Sequence[int] = ()) -> str:
-        """The text of the tokens still pending, with replacement characters for bytes that are no character.
+        """The text of the pending tokens and of `token_ids`, with replacement characters for bytes that are no character.
 
-        Further `token_ids` are taken first, at once: the same text as if they were fed, for a small part of the time.
+        Much faster than to feed the tokens one by one.
         """
         self._pending += token_ids
         before = self._decode(self._recent)
@@ -252,7 +246,7 @@ class TextStream:
 
     def _restart(self, context: list[int]) -> None:
         recent = context[-_CONTEXT_TOKENS:]
-        # A context that ends within a character would come out again with the first text.
+        # A context that ends within a character would come again with the first text.
         self._recent = recent if not self._decode(recent).endswith(_REPLACEMENT) else []
         self._stream = DecodeStream(ids=self._recent, skip_special_tokens=True)
         self._pending = []
@@ -262,9 +256,9 @@ class TextStream:
 
 
 class StopStrings:
-    """Text up to the stop string that is complete first; the possible start of one is held back.
+    """Text up to the stop string that is complete first. Holds back the possible start of one.
 
-    The outcome depends on the text alone, not on the pieces it comes in.
+    The result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -273,13 +267,10 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self._num_passed = 0
-        """Characters at the start of the held text that no stop string may end in."""
+        """Characters at the start of the held text in which no stop string may end."""
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that can be shown now. Nothing once `stopped`, which is set when a stop string is complete.
-
-        A stop string can begin in text that may not stop, but not end in it.
-        """
+        """The text that can be shown now; empty once `stopped`. Without `may_stop` no stop string may end in this text."""
         if self.stopped:
             return ""
         self._held += text
@@ -298,7 +289,7 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """At the end of the text: the held text was no stop string after all."""
+        """The held text, at the end of the text."""
         shown, self._held = self._held, ""
         return shown
 
@@ -307,14 +298,14 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a start of `stop`, short of all of it."""
+    """The length of the longest end of `text` that is a proper start of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def decode_all(tokenizer: RustTokenizer, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[str]:
-    """The text of each of many answers, given as (the tokens before it, its tokens), on all processors at once.
+    """The text of each answer, given as (context, tokens), on all processors at once.
 
-    The same as a TextStream gives for each, but for bytes that are no character.
+    As by a TextStream for each, but for bytes that are no character.
     """
 
     def decode(lists: Sequence[Sequence[int]]) -> list[str]:
@@ -334,10 +325,9 @@ def decode_all(tokenizer: RustTokenizer, answers: Sequence[tuple[Sequence[int], 
 
 
 class TokenTexts:
-    """The bytes and the text of single tokens; special tokens are shown.
+    """The bytes and the text of single tokens, special ones included.
 
-    A token in the middle of a character has no text of its own; it is written as its bytes, `bytes:\\xe2\\x82`, as
-    OpenAI does.
+    A part of a character is written as its bytes, `bytes:\\xe2\\x82`, as OpenAI does.
     """
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
@@ -348,7 +338,7 @@ class TokenTexts:
         self._is_sentencepiece = bool(kinds & {"Metaspace", "ByteFallback"})
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Its UTF-8, or a piece of some; None if the tokenizer has no such token."""
+        """Its UTF-8, or a part of a character's; None if there is no such token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -363,7 +353,7 @@ class TokenTexts:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def text_of(self, token_id: int) -> str:
-        """Its text; of one that is no whole characters, its bytes in words."""
+        """Its text, or its bytes if these are no whole characters."""
         data = self.bytes_of(token_id)
         if data is None:
             return f"token_id:{token_id}"
@@ -374,7 +364,7 @@ class TokenTexts:
 
 
 def _decoder_kinds(tokenizer: RustTokenizer) -> Iterator[str]:
-    """The types of the steps of its decoder."""
+    """The types of the decoder's steps."""
     if tokenizer.decoder is None:
         return
     state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
@@ -383,7 +373,7 @@ def _decoder_kinds(tokenizer: RustTokenizer) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a letter: printable ones as they are, the others from U+0100 on."""
+    """The byte of each letter of byte-level BPE: printable bytes stand for themselves, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
