@@ -15,7 +15,6 @@ _PROGRAM_BYTES = 4096
 """Bytes of the gate in a program: two 16-byte loads for each of its 128 threads, and two of up."""
 
 _MAX_WARPS = 4
-_INT32_END = 2**31
 
 
 @triton.jit
@@ -50,15 +49,14 @@ def silu_mul(gate_up_NG: torch.Tensor, out: torch.Tensor | None = None) -> torch
     Raises: ValueError naming the argument.
     """
     device, dtype = gate_up_NG.device, gate_up_NG.dtype
-    checks.runnable("gate_up_NG", device)
-    num_rows, num_columns = checks.rows("gate_up_NG", gate_up_NG, "[tokens, 2 * MLP width]")
+    num_rows, num_columns = checks.matrix("gate_up_NG", gate_up_NG, "[tokens, 2 * MLP width]")
     if num_columns == 0 or num_columns % 2:
         checks.refuse("gate_up_NG", f"of {num_columns} columns", "an even number of them: the gate's, then as many of up")
     width = num_columns // 2
     columns = min(triton.next_power_of_2(width), _PROGRAM_BYTES // gate_up_NG.element_size())
     programs = ceil_div(width, columns)
-    if num_rows * programs >= _INT32_END:
-        checks.refuse("gate_up_NG", f"of {num_rows} rows", f"fewer than {ceil_div(_INT32_END, programs)} of this width")
+    if num_rows * programs >= checks.INT32_END:
+        checks.refuse("gate_up_NG", f"of {num_rows} rows", f"fewer than {ceil_div(checks.INT32_END, programs)} of this width")
     out = checks.output(out, (num_rows, width), dtype, device)
     if num_rows == 0:
         return out

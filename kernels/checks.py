@@ -4,7 +4,7 @@ A refusal is a ValueError that names the argument, what was given and what would
 the wrong device reads other memory, or unmapped memory: then the CUDA context is lost. So the checks are always on, and cheap:
 plain comparisons, with no text built unless one fails.
 
-Legend: S slots, T rows of a slot, K kv heads, D head dim, N tokens.
+Legend: S slots, T rows of a slot, K kv heads, D head dim, N tokens, R angles.
 """
 
 import functools
@@ -25,9 +25,9 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """The kernels run in Triton's interpreter. Decided when they are imported."""
 
-_INT32_END = 2**31
+INT32_END = 2**31
+NO_WINDOW = INT32_END - 1
 _LOG2_E = math.log2(math.e)
-NO_WINDOW = 2**31 - 1
 
 
 def refuse(argument: str, given: object, wanted: str) -> NoReturn:
@@ -41,6 +41,14 @@ def runnable(argument: str, device: torch.device) -> None:
         refuse(argument, f"on {device}", "a CPU tensor, since TRITON_INTERPRET is set; unset it to run on the GPU")
     if not INTERPRETED and device.type != "cuda":
         refuse(argument, f"on {device}", "a CUDA tensor, or TRITON_INTERPRET=1 set before triton is first imported")
+
+
+def floats(argument: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype in which kernels do not compute, or not here."""
+    if dtype not in FLOAT_DTYPES:
+        refuse(argument, f"of {dtype}", "float16, bfloat16 or float32")
+    if INTERPRETED and dtype == torch.bfloat16:
+        refuse(argument, f"of {dtype}", "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
 
 
 def vectors(argument: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -84,44 +92,64 @@ def output(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     return out
 
 
-def index(argument: str, tensor: torch.Tensor, count: int, device: torch.device) -> None:
-    """Refuse anything but `count` contiguous int32 or int64 on the device."""
+def index(
+    argument: str, tensor: torch.Tensor, count: int, device: torch.device, dtypes: tuple[torch.dtype, ...] = INDEX_DTYPES
+) -> None:
+    """Refuse anything but `count` contiguous integers of one of these dtypes on the device."""
     if tensor.device != device:
         refuse(argument, f"on {tensor.device}", f"a tensor on {device}, where the others are: the host never reads it")
-    if tensor.dtype not in INDEX_DTYPES:
-        refuse(argument, f"of {tensor.dtype}", "int32 or int64")
+    if tensor.dtype not in dtypes:
+        refuse(argument, f"of {tensor.dtype}", " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if tensor.shape != (count,):
         refuse(argument, f"of shape {tuple(tensor.shape)}", f"({count},)")
     if count > 1 and tensor.stride(0) != 1:
         refuse(argument, f"strided by {tensor.stride(0)}", "a contiguous tensor")
 
 
-def logits(argument: str, tensor: torch.Tensor) -> tuple[int, int]:
-    """Refuse anything but [rows, vocabulary] of floats with contiguous elements. Returns their sizes."""
+def limits(limit_S: torch.Tensor, slots: int, device: torch.device) -> None:
+    """Refuse anything but one int32 a slot: the row at which reads and appends of that slot end."""
+    if limit_S.dtype != torch.int32:
+        refuse("limit_S", f"of {limit_S.dtype}", "int32, as `cache.limit` is")
+    index("limit_S", limit_S, slots, device)
+
+
+def matrix(argument: str, tensor: torch.Tensor, wanted: str) -> tuple[int, int]:
+    """Refuse anything but 2 dimensions of floats that kernels compute right here. Returns their sizes."""
     runnable(argument, tensor.device)
-    if tensor.dtype not in FLOAT_DTYPES or tensor.dim() != 2 or tensor.stride(1) != 1:
-        given = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-        refuse(argument, given, "float16, bfloat16 or float32 of 2 dimensions, the last one contiguous")
+    floats(argument, tensor.dtype)
+    if tensor.dim() != 2:
+        refuse(argument, f"of shape {tuple(tensor.shape)}", f"2 dimensions: {wanted}")
+    aligned(argument, tensor)
     return tensor.shape[0], tensor.shape[1]
 
 
-def limits(argument: str, tensor: torch.Tensor, slots: int, device: torch.device) -> None:
-    """Refuse anything but one int32 a slot: the row at which reads and appends of that slot end."""
-    index(argument, tensor, slots, device)
-    if tensor.dtype != torch.int32:
-        refuse(argument, f"of {tensor.dtype}", "int32, as `cache.limit` is")
+def logits(tensor: torch.Tensor) -> tuple[int, int]:
+    """Refuse anything but [rows, vocabulary] of floats with contiguous elements. Returns their sizes."""
+    runnable("logits_BV", tensor.device)
+    if tensor.dtype not in FLOAT_DTYPES or tensor.dim() != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1):
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        refuse("logits_BV", given, "float16, bfloat16 or float32 of 2 dimensions, the last one contiguous")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def norm(
+    argument: str, weight: torch.Tensor, eps_argument: str, eps: float, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check the weight of a norm over `size` elements, and what is added under its root."""
+    vectors(argument, weight, (size,), dtype, device)
+    if not 0.0 < eps < math.inf:
+        refuse(eps_argument, eps, "a positive, finite number, as a model's rms_norm_eps is: the mean square of zeros is 0")
 
 
 def workspace(tensor: torch.Tensor | None, elements: int, device: torch.device) -> torch.Tensor:
     """The given workspace, if it is contiguous float32 of at least so many elements; a new one if it is None."""
     if tensor is None:
         return torch.empty(elements, dtype=torch.float32, device=device)
-    argument = "workspace"
     if tensor.device != device:
-        refuse(argument, f"on {tensor.device}", f"a tensor on {device}, where the others are")
+        refuse("workspace", f"on {tensor.device}", f"a tensor on {device}, where the others are")
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() < elements:
         given = f"{tensor.numel()} elements of {tensor.dtype}, {'' if tensor.is_contiguous() else 'not '}contiguous"
-        refuse(argument, given, f"at least {elements} contiguous elements of float32")
+        refuse("workspace", given, f"at least {elements} contiguous elements of float32")
     return tensor
 
 
@@ -150,16 +178,6 @@ def attention_options(scale: float | None, window: int | None, softcap: float | 
         scale_log2 *= 2.0 / softcap
     rows_seen = min(window or NO_WINDOW, NO_WINDOW)
     return AttentionOptions(scale_log2=scale_log2, softcap_log2=(softcap or 0.0) * _LOG2_E, rows_seen=rows_seen)
-
-
-def heads(argument: str, num_heads: int, num_kv_heads: int, max_group: int, head_dim: int, max_head_dim: int) -> int:
-    """Check the head counts and the head dim. Returns G, the query heads of a kv head."""
-    if num_kv_heads == 0 or num_heads % num_kv_heads or not 0 < num_heads <= max_group * num_kv_heads:
-        wanted = f"a multiple of the {num_kv_heads} kv heads of K and V, at most {max_group} times as many"
-        refuse(argument, f"of {num_heads} query heads", wanted)
-    if head_dim > max_head_dim:
-        refuse(argument, f"of head dim {head_dim}", f"at most {max_head_dim}")
-    return num_heads // num_kv_heads
 
 
 @functools.cache
@@ -192,86 +210,3 @@ def padded(size: int) -> int:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make the tensors' device current: Triton launches on the current device and its stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-# Append
-
-
-def angles(cos_TR: torch.Tensor | None, sin_TR: torch.Tensor | None, head_dim: int, device: torch.device) -> int | None:
-    """Check the tables of a rotary embedding. Returns the number of positions that they have; None without tables."""
-    if cos_TR is None or sin_TR is None:
-        if cos_TR is not None or sin_TR is not None:
-            refuse("cos_TR" if cos_TR is None else "sin_TR", "missing", "both cosines and sines, or neither")
-        return None
-    if cos_TR.dim() != 2:
-        refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", "2 dimensions: [positions, head dim / 2]")
-    shape = (cos_TR.shape[0], head_dim // 2)
-    if cos_TR.shape[1] == head_dim:
-        wanted = f"{shape}: one angle for elements j and j + D / 2; transformers' tables have each twice, take [:, :{shape[1]}]"
-        refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", wanted)
-    vectors("cos_TR", cos_TR, shape, torch.float32, device)
-    vectors("sin_TR", sin_TR, shape, torch.float32, device)
-    return shape[0]
-
-
-def queries(
-    q_NHD: torch.Tensor | None, changes: bool, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Check the queries that are rotated or normed in place. Returns how many heads they have; 0 without queries."""
-    if q_NHD is None:
-        return 0
-    if not changes:
-        wanted = "both, since rotation is all that happens to a query here, but for a norm by q_norm_D"
-        refuse("q_NHD", "given without cos_TR and sin_TR", wanted)
-    if q_NHD.dim() != 3:
-        refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [tokens, query heads, head dim]")
-    vectors("q_NHD", q_NHD, (num_tokens, q_NHD.shape[1], head_dim), dtype, device)
-    return q_NHD.shape[1]
-
-
-# Norms and activations
-
-
-def rows(argument: str, tensor: torch.Tensor, wanted: str) -> tuple[int, int]:
-    """Refuse anything but 2 dimensions of floats that kernels compute right here. Returns their sizes."""
-    if tensor.dtype not in FLOAT_DTYPES:
-        refuse(argument, f"of {tensor.dtype}", "float16, bfloat16 or float32")
-    if INTERPRETED and tensor.dtype == torch.bfloat16:
-        refuse(argument, f"of {tensor.dtype}", "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
-    if tensor.dim() != 2:
-        refuse(argument, f"of shape {tuple(tensor.shape)}", f"2 dimensions: {wanted}")
-    vectors(argument, tensor, tuple(tensor.shape), tensor.dtype, tensor.device)
-    return tensor.shape[0], tensor.shape[1]
-
-
-def norm(
-    argument: str, weight: torch.Tensor, eps_argument: str, eps: float, size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check the weight of a norm over `size` elements, and what is added under its root."""
-    vectors(argument, weight, (size,), dtype, device)
-    if not 0.0 < eps < math.inf:
-        refuse(eps_argument, eps, "a positive, finite number, as a model's rms_norm_eps is: the mean square of zeros is 0")
-
-
-# Copy
-
-
-def byte_rows(argument: str, tensor: torch.Tensor) -> None:
-    """Refuse anything but uint8 [slots, rows, row bytes] whose rows follow one another, in multiples of 16 bytes."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 3:
-        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        refuse(argument, given, "uint8 of 3 dimensions: [slots, rows, bytes of a row]")
-    row_bytes = tensor.shape[2]
-    if row_bytes % ALIGNMENT_BYTES or row_bytes >= _INT32_END:
-        refuse(argument, f"of rows of {row_bytes} bytes", f"a multiple of {ALIGNMENT_BYTES} below 2**31")
-    aligned(argument, tensor)
-    if tensor.shape[1] > 1 and tensor.stride(1) != row_bytes:
-        refuse(argument, f"strided by {tensor.stride(1)} bytes from row to row", f"{row_bytes}: the rows one after the other")
-
-
-def copies(argument: str, tensor: torch.Tensor, most: int) -> int:
-    """Refuse more copies than a launch can sum up. Returns their number."""
-    num_copies = tensor.shape[0] if tensor.dim() == 1 else 0
-    if num_copies > most:
-        refuse(argument, f"of {num_copies} copies", f"at most {most} a launch")
-    return num_copies

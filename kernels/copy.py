@@ -118,20 +118,26 @@ def copy_rows(
     """
     device = rows_STE.device
     checks.runnable("rows_STE", device)
-    checks.byte_rows("rows_STE", rows_STE)
-    num_copies = checks.copies("source_slots_M", source_slots_M, MAX_COPIES)
+    if rows_STE.dtype != torch.uint8 or rows_STE.dim() != 3:
+        given = f"{rows_STE.dtype} of shape {tuple(rows_STE.shape)}"
+        checks.refuse("rows_STE", given, "uint8 of 3 dimensions: [slots, rows, bytes of a row]")
+    num_slots, num_rows, row_bytes = rows_STE.shape
+    if row_bytes % checks.ALIGNMENT_BYTES or row_bytes >= checks.INT32_END:
+        checks.refuse("rows_STE", f"of rows of {row_bytes} bytes", f"a multiple of {checks.ALIGNMENT_BYTES} below 2**31")
+    checks.aligned("rows_STE", rows_STE)
+    if num_rows > 1 and rows_STE.stride(1) != row_bytes:
+        given = f"strided by {rows_STE.stride(1)} bytes from row to row"
+        checks.refuse("rows_STE", given, f"{row_bytes}: the rows one after the other")
+    num_copies = _num_copies("source_slots_M", source_slots_M)
     indices = (source_slots_M, target_slots_M, starts_M, ends_M)
     for name, tensor in zip(("source_slots_M", "target_slots_M", "starts_M", "ends_M"), indices, strict=True):
         checks.index(name, tensor, num_copies, device)
-    num_slots, num_rows, row_bytes = rows_STE.shape
-    if num_copies == 0 or rows_STE.numel() == 0:
-        return
-    with checks.on_device(device):
-        _copy[(_num_programs(device),)](
-            rows_STE, *indices, num_copies, num_slots, num_rows, rows_STE.stride(0), 0,
-            ROW_BYTES=row_bytes, M_PAD=max(16, triton.next_power_of_2(num_copies)), PIECE_BYTES=_PIECE_BYTES,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    if num_copies > 0 and rows_STE.numel() > 0:
+        with checks.on_device(device):
+            _copy[(_num_programs(device),)](
+                rows_STE, *indices, num_copies, num_slots, num_rows, rows_STE.stride(0), 0,
+                ROW_BYTES=row_bytes, M_PAD=checks.padded(num_copies), PIECE_BYTES=_PIECE_BYTES, num_warps=_NUM_WARPS,
+            )  # fmt: skip
 
 
 def copy_extents(sources_M: torch.Tensor, targets_M: torch.Tensor, size_bytes: int) -> None:
@@ -148,19 +154,22 @@ def copy_extents(sources_M: torch.Tensor, targets_M: torch.Tensor, size_bytes: i
     """
     device = sources_M.device
     checks.runnable("sources_M", device)
-    num_copies = checks.copies("sources_M", sources_M, MAX_COPIES)
-    for name, tensor in (("sources_M", sources_M), ("targets_M", targets_M)):
-        checks.index(name, tensor, num_copies, device)
-        if tensor.dtype != torch.int64:
-            checks.refuse(name, f"of {tensor.dtype}", "int64, as addresses are")
+    num_copies = _num_copies("sources_M", sources_M)
+    checks.index("sources_M", sources_M, num_copies, device, (torch.int64,))
+    checks.index("targets_M", targets_M, num_copies, device, (torch.int64,))
     if size_bytes < 0 or size_bytes % checks.ALIGNMENT_BYTES:
         checks.refuse("size_bytes", size_bytes, f"a multiple of {checks.ALIGNMENT_BYTES}")
-    if num_copies == 0 or size_bytes == 0:
-        return
-    most_programs = num_copies * ceil_div(size_bytes, _PIECE_BYTES)
-    with checks.on_device(device):
-        _copy[(min(_num_programs(device), most_programs),)](
-            None, sources_M, targets_M, None, None, num_copies, 0, 0, 0, size_bytes,
-            ROW_BYTES=0, M_PAD=max(16, triton.next_power_of_2(num_copies)), PIECE_BYTES=_PIECE_BYTES,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
+    if num_copies > 0 and size_bytes > 0:
+        num_programs = min(_num_programs(device), num_copies * ceil_div(size_bytes, _PIECE_BYTES))
+        with checks.on_device(device):
+            _copy[(num_programs,)](
+                None, sources_M, targets_M, None, None, num_copies, 0, 0, 0, size_bytes,
+                ROW_BYTES=0, M_PAD=checks.padded(num_copies), PIECE_BYTES=_PIECE_BYTES, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+
+
+def _num_copies(argument: str, tensor: torch.Tensor) -> int:
+    num_copies = tensor.shape[0] if tensor.dim() == 1 else 0
+    if num_copies > MAX_COPIES:
+        checks.refuse(argument, f"of {num_copies} copies", f"at most {MAX_COPIES} a launch")
+    return num_copies

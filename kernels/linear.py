@@ -53,8 +53,8 @@ class LinearTiling:
     """Steps whose loads are under way ahead: in registers without dots, in shared memory with them."""
     splits: int = 1
     """Parts of a step's columns, each the dot of one warp; only with dots, and then 1 or `num_warps`."""
-    prefetch_bytes: int = 0
-    """Bytes of each row of the weight, behind those loaded early, brought into L2 before the kernel waits."""
+    prefetch_lines: int = 0
+    """Lines of L2 of each row of the weight, behind those loaded early, brought there before the kernel waits."""
     max_registers: int | None = None
     """Registers of a thread; None leaves it to the compiler, which takes as many as it finds loads to begin early."""
 
@@ -120,7 +120,7 @@ def _on_tensor_cores(num_rows: int, num_outputs: int, num_columns: int, gated: b
     tile_n = 16 if num_rows <= 8 or num_outputs < 16384 or gated else 32
     tile_k = min(512, max(64, triton.next_power_of_2(num_columns)))
     depth = 4 if num_columns <= 1024 and not gated and num_outputs < 65536 and num_rows <= 8 else 3
-    return LinearTiling(dots=True, tile_n=tile_n, tile_k=tile_k, depth=depth, splits=4, prefetch_bytes=2048)
+    return LinearTiling(dots=True, tile_n=tile_n, tile_k=tile_k, depth=depth, splits=4, prefetch_lines=16)
 
 
 @triton.jit
@@ -426,9 +426,13 @@ def linear(
     num_rows, num_inputs = x_MK.shape
     if num_rows > MAX_ROWS:
         checks.refuse("x_MK", f"of {num_rows} rows", f"at most {MAX_ROWS}; torch.nn.functional.linear takes more")
-    checks.vectors("x_MK", x_MK, (num_rows, num_inputs), dtype, device)
-    num_outputs = _num_outputs(weight_NK, gated)
-    num_weight_rows = 2 * num_outputs if gated else num_outputs
+    checks.aligned("x_MK", x_MK)
+    if weight_NK.dim() != 2:
+        checks.refuse("weight_NK", f"of shape {tuple(weight_NK.shape)}", "2 dimensions: [outputs, inputs]")
+    num_weight_rows = weight_NK.shape[0]
+    if gated and num_weight_rows % 2:
+        checks.refuse("weight_NK", f"of {num_weight_rows} rows", "an even number: those of the gate and as many of up")
+    num_outputs = num_weight_rows // 2 if gated else num_weight_rows
     checks.vectors("weight_NK", weight_NK, (num_weight_rows, num_inputs), dtype, device)
     if bias_N is not None:
         checks.vectors("bias_N", bias_N, (num_weight_rows,), dtype, device)
@@ -436,65 +440,33 @@ def linear(
         checks.vectors("norm_weight_K", norm_weight_K, (num_inputs,), dtype, device)
         if not norm_eps >= 0.0:
             checks.refuse("norm_eps", norm_eps, "0 or more")
-    if residual_MN is not None:
+    if residual_MN is None:
+        out = checks.output(out, (num_rows, num_outputs), dtype, device)
+    else:
         if gated or out is not None:
             checks.refuse("residual_MN", f"given with {'gated' if gated else 'out'}", "one of them: the residual is the output")
         checks.vectors("residual_MN", residual_MN, (num_rows, num_outputs), dtype, device)
-        target = residual_MN
-    elif out is not None:
-        checks.vectors("out", out, (num_rows, num_outputs), dtype, device)
-        target = out
-    else:
-        target = torch.empty((num_rows, num_outputs), dtype=dtype, device=device)
-    if num_rows > 0 and num_outputs > 0:
-        cut = linear_tiling(num_rows, num_outputs, num_inputs, x_MK.element_size(), gated)
-        _launch(x_MK, weight_NK, bias_N, norm_weight_K, norm_eps, target, residual_MN is not None, gated, cut)
-    return target
+        out = residual_MN
+    if num_rows == 0 or num_outputs == 0:
+        return out
 
-
-def _num_outputs(weight_NK: torch.Tensor, gated: bool) -> int:
-    """N: half of the weight's rows if it is gated."""
-    if weight_NK.dim() != 2:
-        checks.refuse("weight_NK", f"of shape {tuple(weight_NK.shape)}", "2 dimensions: [outputs, inputs]")
-    if gated and weight_NK.shape[0] % 2:
-        checks.refuse("weight_NK", f"of {weight_NK.shape[0]} rows", "an even number: those of the gate and as many of up")
-    return weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
-
-
-def _launch(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    norm_weight_K: torch.Tensor | None,
-    norm_eps: float,
-    target_MN: torch.Tensor,
-    has_residual: bool,
-    gated: bool,
-    cut: LinearTiling,
-) -> None:
-    """The one launch, of checked arguments."""
-    (num_rows, num_outputs), itemsize = target_MN.shape, x_MK.element_size()
-    overlaps = checks.launches_dependents(x_MK.device)
+    itemsize = x_MK.element_size()
+    cut = linear_tiling(num_rows, num_outputs, num_inputs, itemsize, gated)
+    overlaps = checks.launches_dependents(device)
     vector = checks.ALIGNMENT_BYTES // itemsize
     options: dict[str, Any] = {
-        "K": x_MK.shape[1], "M_PAD": padded_rows(num_rows, cut.dots), "TILE_N": cut.tile_n, "TILE_K": cut.tile_k,
-        "LINES": _lines(cut.prefetch_bytes) if overlaps else 0, "LINE": _LINE_BYTES // itemsize, "VECTOR": vector,
-        "GATED": gated, "HAS_RESIDUAL": has_residual, "num_warps": cut.num_warps, **checks.overlap_options(overlaps),
+        "K": num_inputs, "M_PAD": padded_rows(num_rows, cut.dots), "TILE_N": cut.tile_n, "TILE_K": cut.tile_k,
+        "LINES": cut.prefetch_lines if overlaps else 0, "LINE": _LINE_BYTES // itemsize, "VECTOR": vector,
+        "GATED": gated, "HAS_RESIDUAL": residual_MN is not None, "num_warps": cut.num_warps,
+        **checks.overlap_options(overlaps),
     }  # fmt: skip
-    if cut.dots:
-        options |= {"SPLITS": cut.splits, "num_stages": cut.depth}
-    else:
-        options |= {"DEPTH": cut.depth}
+    options |= {"SPLITS": cut.splits, "num_stages": cut.depth} if cut.dots else {"DEPTH": cut.depth}
     if cut.max_registers is not None and not checks.INTERPRETED:
         options["maxnreg"] = cut.max_registers
     kernel = multiply_by_dots if cut.dots else multiply_in_registers
-    with checks.on_device(x_MK.device):
+    with checks.on_device(device):
         kernel[(ceil_div(num_outputs, cut.tile_n),)](
-            x_MK, weight_NK, norm_weight_K, bias_N, target_MN, norm_eps, num_rows, num_outputs,
-            x_MK.stride(0), weight_NK.stride(0) // vector, target_MN.stride(0), **options,
+            x_MK, weight_NK, norm_weight_K, bias_N, out, norm_eps, num_rows, num_outputs,
+            x_MK.stride(0), weight_NK.stride(0) // vector, out.stride(0), **options,
         )  # fmt: skip
-
-
-def _lines(prefetch_bytes: int) -> int:
-    """Lines of L2, rounded up to a power of two."""
-    return triton.next_power_of_2(ceil_div(prefetch_bytes, _LINE_BYTES)) if prefetch_bytes else 0
+    return out

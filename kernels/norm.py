@@ -78,8 +78,7 @@ def rms_norm(
     Raises: ValueError naming the argument.
     """
     device, dtype = x_NE.device, x_NE.dtype
-    checks.runnable("x_NE", device)
-    num_rows, width = checks.rows("x_NE", x_NE, "[tokens, hidden size]")
+    num_rows, width = checks.matrix("x_NE", x_NE, "[tokens, hidden size]")
     if not 0 < width <= MAX_WIDTH:
         checks.refuse("x_NE", f"of rows of {width} elements", f"1 to {MAX_WIDTH}, which one program keeps in registers")
     checks.norm("weight_E", weight_E, "eps", eps, width, dtype, device)

@@ -24,7 +24,7 @@ drawn or rows of state, G masks, W words of a mask.
 """
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -79,34 +79,6 @@ def attend(
     return torch.einsum("hnt,thd->nhd", probabilities_HNT, v_THD)
 
 
-def decode(
-    q_BHD: torch.Tensor,
-    k_STKD: torch.Tensor,
-    v_STKD: torch.Tensor,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """One new query for each sequence, at position length - 1. Returns [B, H, D] of `dtype`."""
-    out_BHD = torch.zeros(q_BHD.shape, dtype=dtype, device=q_BHD.device)
-    for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
-        out_BHD[b : b + 1] = attend(
-            q_BHD[b : b + 1],
-            k_STKD[slot, :length],
-            v_STKD[slot, :length],
-            lengths_B[b : b + 1] - 1,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            dtype=dtype,
-        )
-    return out_BHD
-
-
 def prefill(
     q_NHD: torch.Tensor,
     k_STKD: torch.Tensor,
@@ -115,30 +87,34 @@ def prefill(
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> torch.Tensor:
     """The last `counts_B[b]` tokens of each sequence as queries, packed one sequence after the other in `q_NHD`.
 
-    Lengths count the queries' own rows, which are in the slot already; a count of 1 is decode. Returns [N, H, D].
+    Lengths count the queries' own rows, which are in the slot already; a count of 1 is decode. Options as for `attend`.
+    Returns [N, H, D] of `dtype`.
     """
     out_NHD = torch.zeros(q_NHD.shape, dtype=dtype, device=q_NHD.device)
     start = 0
     for count, length, slot in zip(counts_B.tolist(), lengths_B.tolist(), slots_B.tolist(), strict=True):
-        out_NHD[start : start + count] = attend(
-            q_NHD[start : start + count],
-            k_STKD[slot, :length],
-            v_STKD[slot, :length],
-            torch.arange(length - count, length, device=q_NHD.device),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            dtype=dtype,
-        )
+        positions_N = torch.arange(length - count, length, device=q_NHD.device)
+        rows = k_STKD[slot, :length], v_STKD[slot, :length]
+        out_NHD[start : start + count] = attend(q_NHD[start : start + count], *rows, positions_N, dtype=dtype, **options)
         start += count
     return out_NHD
+
+
+def decode(
+    q_BHD: torch.Tensor,
+    k_STKD: torch.Tensor,
+    v_STKD: torch.Tensor,
+    lengths_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """One new query for each sequence, at position length - 1. Options as for `attend`. Returns [B, H, D] of its dtype."""
+    return prefill(q_BHD, k_STKD, v_STKD, torch.ones_like(lengths_B), lengths_B, slots_B, **options)
 
 
 def rotate(x_NHD: torch.Tensor, positions_N: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,8 @@ def begin_step(
     All int32, on one device. A row of slot 0 has token 0, position 0 and end 0. Cost: one launch; safe under capture.
     Raises: ValueError naming the argument.
     """
-    num_rows, _ = _check(slots_B, tokens_S, lengths_S)
-    for name, tensor in (("ids_B", ids_B), ("positions_B", positions_B), ("ends_B", ends_B)):
-        checks.exactly(name, tensor, torch.int32, (num_rows,), slots_B.device)
+    _check(slots_B=slots_B, tokens_S=tokens_S, lengths_S=lengths_S, ids_B=ids_B, positions_B=positions_B, ends_B=ends_B)
+    num_rows = slots_B.shape[0]
     with checks.on_device(slots_B.device):
         _begin[(triton.cdiv(num_rows, _ROWS),)](
             slots_B, tokens_S, lengths_S, ids_B, positions_B, ends_B, num_rows, ROWS=_ROWS, **checks.overlap(slots_B.device),
@@ -92,10 +91,9 @@ def end_step(
     the host: the slot gets token 0. No slot but 0 is in two rows. All int32, on one device.
     Cost: one launch; safe under capture. Raises: ValueError naming the argument.
     """
-    num_rows, num_slots = _check(slots_B, tokens_S, lengths_S)
-    for name, tensor in (("sampled_B", sampled_B), ("ends_B", ends_B), ("out_B", out_B)):
-        checks.exactly(name, tensor, torch.int32, (num_rows,), slots_B.device)
-    checks.exactly("limit_S", limit_S, torch.int32, (num_slots,), slots_B.device)
+    slots = {"tokens_S": tokens_S, "lengths_S": lengths_S, "limit_S": limit_S}
+    _check(slots_B=slots_B, **slots, sampled_B=sampled_B, ends_B=ends_B, out_B=out_B)
+    num_rows = slots_B.shape[0]
     with checks.on_device(slots_B.device):
         _end[(triton.cdiv(num_rows, _ROWS),)](
             slots_B, sampled_B, ends_B, limit_S, tokens_S, lengths_S, out_B, num_rows, IDLE=IDLE, ROWS=_ROWS,
@@ -103,10 +101,9 @@ def end_step(
         )  # fmt: skip
 
 
-def _check(slots_B: torch.Tensor, tokens_S: torch.Tensor, lengths_S: torch.Tensor) -> tuple[int, int]:
+def _check(*, slots_B: torch.Tensor, tokens_S: torch.Tensor, **others: torch.Tensor) -> None:
+    """Refuse anything but int32 on one device: a name that ends in B has the rows of `slots_B`, others those of `tokens_S`."""
     checks.runnable("slots_B", slots_B.device)
-    num_rows, num_slots = slots_B.shape[0], tokens_S.shape[0]
-    checks.exactly("slots_B", slots_B, torch.int32, (num_rows,), slots_B.device)
-    for name, tensor in (("tokens_S", tokens_S), ("lengths_S", lengths_S)):
-        checks.exactly(name, tensor, torch.int32, (num_slots,), slots_B.device)
-    return num_rows, num_slots
+    for name, tensor in {"slots_B": slots_B, "tokens_S": tokens_S, **others}.items():
+        shape = (slots_B if name.endswith("B") else tokens_S).shape[:1]
+        checks.exactly(name, tensor, torch.int32, shape, slots_B.device)

@@ -43,8 +43,18 @@ def normalise(low, high, p_weight, i_d, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotate(low, high, cos, sin):
+def _load_halves(p_vector, mask, HALF: tl.constexpr):
+    """[vectors, HALF_PAD] twice, in float32."""
+    low = tl.load(p_vector, mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(p_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotate(low, high, p_cos, p_sin, position, m_angle, i_d, stride_cos, stride_sin, HALF: tl.constexpr):
     """Rotate the plane of elements j and j + D / 2 by angle j (Su et al., 2021, in the halves of GPT-NeoX and Llama)."""
+    mask = m_angle[:, None] & (i_d < HALF)
+    cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
+    sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
     return low * cos - high * sin, high * cos + low * sin
 
 
@@ -177,16 +187,14 @@ def _rotate_and_write(
         i_n = i_v // H
         p_vector = (p_q + i_n.to(tl.int64) * stride_qn + (i_v % H).to(tl.int64) * stride_qh)[:, None] + i_d
         mask = m_n[:, None] & (i_d < HALF)
-        low = tl.load(p_vector, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(p_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+        low, high = _load_halves(p_vector, mask, HALF)
         if p_q_norm is not None:
             low, high = normalise(low, high, p_q_norm, i_d, norm_eps, HALF)
         if p_cos is not None:
             position = tl.load(p_positions + i_n, mask=m_n, other=-1).to(tl.int64)
-            mask = ((position >= 0) & (position < num_angles))[:, None] & (i_d < HALF)
-            cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
-            sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
-            low, high = rotate(low, high, cos, sin)
+            m_angle = (position >= 0) & (position < num_angles)
+            low, high = rotate(low, high, p_cos, p_sin, position, m_angle, i_d, stride_cos, stride_sin, HALF)
+            mask = m_angle[:, None] & (i_d < HALF)
         tl.store(p_vector, low.to(p_q.dtype.element_ty), mask=mask)
         tl.store(p_vector + HALF, high.to(p_q.dtype.element_ty), mask=mask)
     else:
@@ -198,10 +206,8 @@ def _rotate_and_write(
         mask = m_n[:, None] & (i_d < HALF)
         p_k_vector = (p_k_new + n_64 * stride_kn + i_h * stride_kh)[:, None] + i_d
         p_v_vector = (p_v_new + n_64 * stride_vn + i_h * stride_vh)[:, None] + i_d
-        k_low = tl.load(p_k_vector, mask=mask, other=0.0).to(tl.float32)
-        k_high = tl.load(p_k_vector + HALF, mask=mask, other=0.0).to(tl.float32)
-        v_low = tl.load(p_v_vector, mask=mask, other=0.0).to(tl.float32)
-        v_high = tl.load(p_v_vector + HALF, mask=mask, other=0.0).to(tl.float32)
+        k_low, k_high = _load_halves(p_k_vector, mask, HALF)
+        v_low, v_high = _load_halves(p_v_vector, mask, HALF)
         i_s, i_t, position, m_row = _rows(
             i_n, m_n, p_slots, p_positions, p_limits, p_tables, num_slots, num_rows, num_blocks, stride_table, BLOCK
         )
@@ -210,10 +216,7 @@ def _rotate_and_write(
         if p_cos is not None:
             # Masked by the position alone, so that these loads do not wait for the limits either.
             m_angle = (position >= 0) & (position < num_angles)
-            mask = m_angle[:, None] & (i_d < HALF)
-            cos = tl.load(p_cos + (position * stride_cos)[:, None] + i_d, mask=mask, other=0.0)
-            sin = tl.load(p_sin + (position * stride_sin)[:, None] + i_d, mask=mask, other=0.0)
-            k_low, k_high = rotate(k_low, k_high, cos, sin)
+            k_low, k_high = rotate(k_low, k_high, p_cos, p_sin, position, m_angle, i_d, stride_cos, stride_sin, HALF)
             m_row &= m_angle
         mask = m_row[:, None] & (i_d < HALF)
         p_k_row, p_v_row = p_k + i_s * stride_ks + i_t * stride_kt, p_v + i_s * stride_vs + i_t * stride_vt
@@ -284,8 +287,7 @@ def append(
     """
     device = k_NKD.device
     checks.runnable("k_NKD", device)
-    if k_NKD.dtype not in checks.FLOAT_DTYPES:
-        checks.refuse("k_NKD", f"of {k_NKD.dtype}", "float16, bfloat16 or float32")
+    checks.floats("k_NKD", k_NKD.dtype)
     memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, k_NKD.dtype, device)
     num_kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
     num_tokens = k_NKD.shape[0] if k_NKD.dim() == 3 else 0
@@ -294,11 +296,18 @@ def append(
     checks.vectors("v_NKD", v_NKD, shape, k_NKD.dtype, device)
     checks.index("slots_N", slots_N, num_tokens, device)
     checks.index("positions_N", positions_N, num_tokens, device)
-    checks.limits("limit_S", limit_S, memory.num_slots, device)
-    num_angles = checks.angles(cos_TR, sin_TR, head_dim, device)
-    changes_q = num_angles is not None or q_norm_D is not None
-    num_heads = checks.queries(q_NHD, changes_q, num_tokens, head_dim, k_NKD.dtype, device)
-    if q_norm_D is not None and q_NHD is None:
+    checks.limits(limit_S, memory.num_slots, device)
+    num_angles = _check_angles(cos_TR, sin_TR, head_dim, device)
+    num_heads = 0
+    if q_NHD is not None:
+        if num_angles is None and q_norm_D is None:
+            wanted = "both, since rotation is all that happens to a query here, but for a norm by q_norm_D"
+            checks.refuse("q_NHD", "given without cos_TR and sin_TR", wanted)
+        if q_NHD.dim() != 3:
+            checks.refuse("q_NHD", f"of shape {tuple(q_NHD.shape)}", "3 dimensions: [tokens, query heads, head dim]")
+        num_heads = q_NHD.shape[1]
+        checks.vectors("q_NHD", q_NHD, (num_tokens, num_heads, head_dim), k_NKD.dtype, device)
+    elif q_norm_D is not None:
         checks.refuse("q_norm_D", "given without q_NHD", "both: it is the weight of the queries' norm")
     for name, weight_D in (("q_norm_D", q_norm_D), ("k_norm_D", k_norm_D)):
         if weight_D is not None:
@@ -340,3 +349,20 @@ def append(
             # A fused multiply-add would round a rotation otherwise than the reference does.
             enable_fp_fusion=False, **overlap,
         )  # fmt: skip
+
+
+def _check_angles(cos_TR: torch.Tensor | None, sin_TR: torch.Tensor | None, head_dim: int, device: torch.device) -> int | None:
+    """The number of positions that the tables of a rotary embedding have; None without tables."""
+    if cos_TR is None or sin_TR is None:
+        if cos_TR is not None or sin_TR is not None:
+            checks.refuse("cos_TR" if cos_TR is None else "sin_TR", "missing", "both cosines and sines, or neither")
+        return None
+    if cos_TR.dim() != 2:
+        checks.refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", "2 dimensions: [positions, head dim / 2]")
+    shape = (cos_TR.shape[0], head_dim // 2)
+    if cos_TR.shape[1] == head_dim:
+        wanted = f"{shape}: one angle for elements j and j + D / 2; transformers' tables have each twice, take [:, :{shape[1]}]"
+        checks.refuse("cos_TR", f"of shape {tuple(cos_TR.shape)}", wanted)
+    checks.vectors("cos_TR", cos_TR, shape, torch.float32, device)
+    checks.vectors("sin_TR", sin_TR, shape, torch.float32, device)
+    return shape[0]

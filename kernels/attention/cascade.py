@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES, launch_decode
+from vmmkv.kernels.attention.decode import attend_singles
 from vmmkv.kernels.attention.decode import workspace_elements as decode_elements
 from vmmkv.kernels.attention.kv_memory import blocks_of, descriptor, kv_memory, load_tile, row_pointers
 from vmmkv.kernels.attention.split_kv import EMPTY_PEAK, resident_splits
@@ -403,23 +403,25 @@ def cascade(
     memory.check_queries("q_BHD", q_BHD, "sequences")
     num_sequences, num_heads, head_dim = q_BHD.shape
     num_kv_heads = memory.num_kv_heads
-    group = checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
-    if num_sequences > MAX_SEQUENCES:
-        checks.refuse("q_BHD", f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
+    group = memory.check_heads("q_BHD", num_heads)
+    memory.check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S)
     num_groups = prefix_rows_G.shape[0] if prefix_rows_G.dim() == 1 else 0
     if num_groups > MAX_GROUPS:
         checks.refuse("prefix_rows_G", f"of {num_groups} groups", f"at most {MAX_GROUPS} a launch")
-    _check_groups("prefix_rows_G", prefix_rows_G, num_groups, device)
-    _check_groups("leaders_G", leaders_G, num_groups, device)
-    _check_groups("group_starts_G1", group_starts_G1, num_groups + 1, device)
-    if limit_S is not None:
-        checks.limits("limit_S", limit_S, memory.num_slots, device)
+    checks.index("prefix_rows_G", prefix_rows_G, num_groups, device, (torch.int32,))
+    checks.index("leaders_G", leaders_G, num_groups, device, (torch.int32,))
+    checks.index("group_starts_G1", group_starts_G1, num_groups + 1, device, (torch.int32,))
+    if firsts_B is None:
+        firsts_B = firsts_of(group_starts_G1, prefix_rows_G, num_sequences)
+    checks.index("firsts_B", firsts_B, num_sequences, device)
+    out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
     parts = Parts.of(q_BHD, num_kv_heads)
     cut = parts.cut
     memory.check_tile_offsets(cut.tile_rows)
     workspace = checks.workspace(workspace, workspace_elements(q_BHD, memory.k, tables_SC=tables_SC), device).view(-1)
-    if firsts_B is None:
-        firsts_B = firsts_of(group_starts_G1, prefix_rows_G, num_sequences)
+    if num_sequences == 0:
+        return out
+
     num_lse = num_sequences * num_heads
     p_parts, p_part_lse, rest = workspace, workspace[parts.count * head_dim :], workspace[parts.elements :]
     lse_BH, rest = rest[:num_lse].view(num_sequences, num_heads), rest[round_up(num_lse, _ALIGNMENT_ELEMENTS) :]
@@ -429,38 +431,29 @@ def cascade(
         "D": head_dim, "D_PAD": checks.padded(head_dim), "SHARERS": parts.sharers, "GROUPS_PAD": checks.padded(num_groups),
         "TILE": cut.tile_rows, "LEAST_TILES": cut.least_tiles, **checks.overlap(device),
     }  # fmt: skip
-
-    if num_sequences > 0:
-        k, v = memory.k, memory.v
-        by_tma = memory.fits_tma()
-        if by_tma:
-            # As [S, K, T, D], in which a box is a tile as it is: the tensor cores read it from where it was loaded to.
-            box = [1, 1, cut.tile_rows, checks.padded(head_dim)]
-            k, v = (
-                descriptor(plane, [plane.shape[i] for i in (0, 2, 1, 3)], [plane.stride(i) for i in (0, 2, 1, 3)], box)
-                for plane in (k, v)
-            )
-        # A table's entries are loaded a stage before the rows that they name, as in `decode`.
-        num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
-        with checks.on_device(device):
-            attend_groups[(parts.num_splits * num_kv_heads,)](
-                q_BHD, k, v, tables_SC, *groups, p_parts, p_part_lse, options.scale_log2, options.softcap_log2, *sizes,
-                q_BHD.stride(0), q_BHD.stride(1), memory.stride_table if memory.block else None, *memory.strides[:6],
-                K=num_kv_heads, G=group, QUERIES=cut.queries, STAGES=num_stages, BLOCK=memory.block, TMA=by_tma,
-                HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=num_stages, **common,
-            )  # fmt: skip
-    out = launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, rest, firsts_B, lse_BH)
-    if num_sequences > 0:
-        heads = min(triton.next_power_of_2(num_heads), max(1, cut.merged_elements // common["D_PAD"]))
-        with checks.on_device(device):
-            merge_groups[(num_sequences, triton.cdiv(num_heads, heads))](
-                out, lse_BH, p_parts, p_part_lse, *groups, lengths_B, slots_B, *sizes, parts.num_splits,
-                out.stride(0), out.stride(1), H=num_heads, HEADS=heads, UNROLL=cut.merged_parts, num_warps=4, **common,
-            )  # fmt: skip
+    k, v = memory.k, memory.v
+    by_tma = memory.fits_tma()
+    if by_tma:
+        # As [S, K, T, D], in which a box is a tile as it is: the tensor cores read it from where it was loaded to.
+        box = [1, 1, cut.tile_rows, checks.padded(head_dim)]
+        k, v = (
+            descriptor(plane, [plane.shape[i] for i in (0, 2, 1, 3)], [plane.stride(i) for i in (0, 2, 1, 3)], box)
+            for plane in (k, v)
+        )
+    # A table's entries are loaded a stage before the rows that they name, as in `decode`.
+    num_stages = 2 * cut.num_stages - 1 if memory.block else cut.num_stages
+    with checks.on_device(device):
+        attend_groups[(parts.num_splits * num_kv_heads,)](
+            q_BHD, k, v, tables_SC, *groups, p_parts, p_part_lse, options.scale_log2, options.softcap_log2, *sizes,
+            q_BHD.stride(0), q_BHD.stride(1), memory.stride_table if memory.block else None, *memory.strides[:6],
+            K=num_kv_heads, G=group, QUERIES=cut.queries, STAGES=num_stages, BLOCK=memory.block, TMA=by_tma,
+            HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=num_stages, **common,
+        )  # fmt: skip
+    attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, rest, firsts_B, lse_BH)
+    heads = min(triton.next_power_of_2(num_heads), max(1, cut.merged_elements // common["D_PAD"]))
+    with checks.on_device(device):
+        merge_groups[(num_sequences, triton.cdiv(num_heads, heads))](
+            out, lse_BH, p_parts, p_part_lse, *groups, lengths_B, slots_B, *sizes, parts.num_splits,
+            out.stride(0), out.stride(1), H=num_heads, HEADS=heads, UNROLL=cut.merged_parts, num_warps=4, **common,
+        )  # fmt: skip
     return out
-
-
-def _check_groups(argument: str, tensor: torch.Tensor, count: int, device: torch.device) -> None:
-    checks.index(argument, tensor, count, device)
-    if tensor.dtype != torch.int32:
-        checks.refuse(argument, f"of {tensor.dtype}", "int32")

@@ -19,7 +19,7 @@ are to base 2: log2(e) is folded into the scale.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -60,11 +60,6 @@ from vmmkv.kernels.attention.split_kv import (
 )
 from vmmkv.kernels.quantise import QMAX, Kind
 from vmmkv.units import ceil_div
-
-MAX_SEQUENCES = 4096
-"""Every program sums up the tiles of all sequences in its registers."""
-MAX_GROUP = 64
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,50 +121,24 @@ _MAX_KEPT_LAUNCHES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Size of the memory between the launches: a partial for each chunk, and for each leaf that is kept apart."""
+    """Memory between the launches: a partial for each chunk, and for each leaf that is kept apart."""
 
     max_chunks: int
     """Chunks of a sequence."""
     max_apart: int
     """Leaves that a split keeps apart."""
-    num_partials: int
+    elements: int
+    """float32: output, peak and total of every query head of each partial."""
 
     @classmethod
-    def of(cls, cut: Tiling, num_sequences: int, num_rows: int, num_splits: int) -> "Workspace":
+    def of(cls, cut: Tiling, num_splits: int, num_sequences: int, num_heads: int, head_dim: int, num_rows: int) -> "Workspace":
         """The size that is enough for any lengths of the sequences."""
         most_tiles = ceil_div(num_rows, cut.tile_rows)
         max_chunks = max(1, min(cut.max_chunks, ceil_div(most_tiles, cut.chunk_tiles)))
         largest_chunk = cut.chunk_tiles * ceil_div(most_tiles, cut.chunk_tiles * max_chunks)
         max_apart = max(2 * cut.short_tiles, ceil_div(largest_chunk, 1 << MAX_LEAF_BITS))
-        return cls(max_chunks, max_apart, num_sequences * max_chunks + num_splits * max_apart)
-
-    def elements(self, num_heads: int, head_dim: int) -> int:
-        """float32 elements: output, peak and total of every query head."""
-        return self.num_partials * num_heads * (head_dim + 2)
-
-
-class Call(NamedTuple):
-    """The key of `launches_of`: shapes, types and options."""
-
-    cut: Tiling
-    num_splits: int
-    num_sequences: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    width: int
-    """Elements of a payload as they are stored."""
-    num_rows: int
-    block: int
-    kind: Kind | None
-    scale: str
-    has_paired_scales: bool
-    is_exact: bool
-    """The queries are float32."""
-    by_tma: bool
-    overlaps: bool
-    """Programmatic dependent launch: a kernel is made ready while the one before it still runs, and waits inside."""
-    has_softcap: bool
+        num_partials = num_sequences * max_chunks + num_splits * max_apart
+        return cls(max_chunks, max_apart, num_partials * num_heads * (head_dim + 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +146,6 @@ class Launches:
     """Grids and constants of both launches."""
 
     space: Workspace
-    elements: int
-    """float32 elements of the workspace."""
     rows_box: list[int]
     """TMA box: one tile of one kv head of one slot."""
     query_box: list[int] | None
@@ -190,44 +157,48 @@ class Launches:
 
 
 @functools.lru_cache(maxsize=_MAX_KEPT_LAUNCHES)
-def launches_of(call: Call) -> Launches:
+def launches_of(
+    cut: Tiling, num_splits: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, width: int,
+    num_rows: int, block: int, kind: Kind | None, scale: str, has_paired_scales: bool, is_exact: bool, by_tma: bool,
+    overlaps: bool, has_softcap: bool,
+) -> Launches:  # fmt: skip
     """What both kernels are launched with, besides tensors and strides, for checked shapes.
+
+    width: elements of a payload as they are stored. is_exact: the queries are float32. overlaps: the device has programmatic
+    dependent launch, so a kernel is made ready while the one before it still runs, and waits inside.
 
     Cached: a step outside a graph is bound by the host, which would work this out again for each layer of a model.
     """
-    cut, group = call.cut, call.num_heads // call.num_kv_heads
-    space = Workspace.of(cut, call.num_sequences, call.num_rows, call.num_splits)
+    group = num_heads // num_kv_heads
+    space = Workspace.of(cut, num_splits, num_sequences, num_heads, head_dim, num_rows)
     common: dict[str, Any] = {
-        "B_PAD": checks.padded(call.num_sequences), "G": group, "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
-        "SHORT_TILES": cut.short_tiles, "QMAX": 1.0 if call.kind is None else QMAX[call.kind], "SCALE": call.scale,
-        **checks.overlap_options(call.overlaps),
+        "B_PAD": checks.padded(num_sequences), "G": group, "TILE": cut.tile_rows, "CHUNK_TILES": cut.chunk_tiles,
+        "SHORT_TILES": cut.short_tiles, "QMAX": 1.0 if kind is None else QMAX[kind], "SCALE": scale,
+        **checks.overlap_options(overlaps),
     }  # fmt: skip
     # A table's entries are loaded a stage before the rows that they name: Triton makes two stages of each.
-    num_stages = 2 * cut.num_stages - 1 if call.block else cut.num_stages
+    num_stages = 2 * cut.num_stages - 1 if block else cut.num_stages
     resources: dict[str, Any] = {"num_warps": cut.num_warps, "num_stages": num_stages}
     if cut.max_registers is not None and not checks.INTERPRETED:
         resources["maxnreg"] = cut.max_registers
-    query_with_tiles = call.by_tma and cut.query_with_tiles and call.kind is None
+    query_with_tiles = by_tma and cut.query_with_tiles and kind is None
     rows_of_partials = min(16, triton.next_power_of_2(space.max_chunks))
     return Launches(
         space=space,
-        elements=space.elements(call.num_heads, call.head_dim),
-        rows_box=[1, cut.tile_rows, 1, checks.padded(call.width)],
-        query_box=[1, checks.padded(group), checks.padded(call.head_dim)] if query_with_tiles else None,
-        tiles_grid=(call.num_splits * call.num_kv_heads,),
+        rows_box=[1, cut.tile_rows, 1, checks.padded(width)],
+        query_box=[1, checks.padded(group), checks.padded(head_dim)] if query_with_tiles else None,
+        tiles_grid=(num_splits * num_kv_heads,),
         tiles={
-            "K": call.num_kv_heads, "G_PAD": checks.padded(group), "W": call.width, "W_PAD": checks.padded(call.width),
-            "BLOCK": call.block, "TMA": call.by_tma,
-            "PACKED": call.kind is not None and not checks.INTERPRETED and not call.is_exact,
-            "PAIRED": call.has_paired_scales, "KIND": call.kind or "", "HAS_SOFTCAP": call.has_softcap,
+            "K": num_kv_heads, "G_PAD": checks.padded(group), "W": width, "W_PAD": checks.padded(width), "BLOCK": block,
+            "TMA": by_tma, "PACKED": kind is not None and not checks.INTERPRETED and not is_exact,
+            "PAIRED": has_paired_scales, "KIND": kind or "", "HAS_SOFTCAP": has_softcap,
             "QUERY_WITH_TILES": query_with_tiles, **resources, **common,
         },
         # A border between splits lies in at most one sequence, so there are no more to merge.
-        merge_grid=(min(call.num_sequences, call.num_splits), call.num_heads),
+        merge_grid=(min(num_sequences, num_splits), num_heads),
         merge={
-            "H": call.num_heads, "D": call.head_dim, "D_PAD": checks.padded(call.head_dim),
-            "STEP": rows_of_partials, "UNROLL": 15 if rows_of_partials <= 2 else 8,
-            "num_warps": max(1, min(4, rows_of_partials // 2)), **common,
+            "H": num_heads, "D": head_dim, "D_PAD": checks.padded(head_dim), "STEP": rows_of_partials,
+            "UNROLL": 15 if rows_of_partials <= 2 else 8, "num_warps": max(1, min(4, rows_of_partials // 2)), **common,
         },
     )  # fmt: skip
 
@@ -241,6 +212,23 @@ def _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_gw, W: tl.constexpr,
         return q, tl.load(p_query + W, mask=m_gw, other=0.0)
     else:
         return q, q
+
+
+@triton.jit
+def _no_rows(G_PAD: tl.constexpr, W_PAD: tl.constexpr):
+    """The sum over no rows: each query's output, its second half in int4, peak and total."""
+    acc = tl.zeros([G_PAD, W_PAD], tl.float32)
+    return acc, acc, tl.full([G_PAD], EMPTY_PEAK, tl.float32), tl.zeros([G_PAD], tl.float32)
+
+
+@triton.jit
+def _merge_sums(peak, acc, acc_high, total, peak_next, acc_next, high_next, total_next, HALVES: tl.constexpr):
+    """Two sums over different rows as one."""
+    peak, weight, weight_next = weights_of(peak, peak_next)
+    acc = merge(acc, weight[:, None], acc_next, weight_next[:, None])
+    if HALVES == 2:
+        acc_high = merge(acc_high, weight[:, None], high_next, weight_next[:, None])
+    return peak, acc, acc_high, merge(total, weight, total_next, weight_next)
 
 
 @triton.jit
@@ -344,11 +332,8 @@ def attend_tiles(
     next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
     later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
     length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
-    acc = tl.zeros([G_PAD, W_PAD], tl.float32)
-    acc_high = acc
-    peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
-    total = tl.zeros([G_PAD], tl.float32)
-    leaf, leaf_high, leaf_peak, leaf_total = acc, acc, peak, total
+    acc, acc_high, peak, total = _no_rows(G_PAD, W_PAD)
+    leaf, leaf_high, leaf_peak, leaf_total = acc, acc_high, peak, total
     for i_tile in range(split_start, split_end):
         if i_tile >= sequence_end:
             b += 1
@@ -417,23 +402,14 @@ def attend_tiles(
             v = load_tile(p_rows, m_t, W, W_PAD)
         tile_acc, tile_high = _outputs(weights, v, DTYPE, KIND, PACKED)
 
-        leaf_peak, weight, tile_weight = weights_of(leaf_peak, tile_peak)
-        leaf = merge(leaf, weight[:, None], tile_acc, tile_weight[:, None])
-        if HALVES == 2:
-            leaf_high = merge(leaf_high, weight[:, None], tile_high, tile_weight[:, None])
-        leaf_total = merge(leaf_total, weight, tile_total, tile_weight)
+        leaf_peak, leaf, leaf_high, leaf_total = _merge_sums(
+            leaf_peak, leaf, leaf_high, leaf_total, tile_peak, tile_acc, tile_high, tile_total, HALVES
+        )
 
         tile = i_tile - sequence_start
         if (i_tile + 1 == sequence_end) | (((tile + 1) >> bits) << bits == tile + 1):
-            peak, weight, leaf_weight = weights_of(peak, leaf_peak)
-            acc = merge(acc, weight[:, None], leaf, leaf_weight[:, None])
-            if HALVES == 2:
-                acc_high = merge(acc_high, weight[:, None], leaf_high, leaf_weight[:, None])
-            total = merge(total, weight, leaf_total, leaf_weight)
-            leaf = tl.zeros([G_PAD, W_PAD], tl.float32)
-            leaf_high = leaf
-            leaf_peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
-            leaf_total = tl.zeros([G_PAD], tl.float32)
+            peak, acc, acc_high, total = _merge_sums(peak, acc, acc_high, total, leaf_peak, leaf, leaf_high, leaf_total, HALVES)
+            leaf, leaf_high, leaf_peak, leaf_total = _no_rows(G_PAD, W_PAD)
 
             chunk = tile // chunk_size
             is_apart = sequence_start + chunk * chunk_size < split_start
@@ -460,10 +436,7 @@ def attend_tiles(
                         tl.store(p_acc + W, acc_high, mask=m_gw)
                     tl.store(p_peaks + i_partial, peak, mask=i_g < G)
                     tl.store(p_totals + i_partial, total, mask=i_g < G)
-                acc = tl.zeros([G_PAD, W_PAD], tl.float32)
-                acc_high = acc
-                peak = tl.full([G_PAD], EMPTY_PEAK, tl.float32)
-                total = tl.zeros([G_PAD], tl.float32)
+                acc, acc_high, peak, total = _no_rows(G_PAD, W_PAD)
 
 
 @triton.jit
@@ -502,9 +475,7 @@ def _load_chunk(
             parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred tuples)
         for i_unrolled in tl.static_range(UNROLL):
             acc_next, peak_next, total_next = parts[i_unrolled]  # type: ignore[var-annotated]
-            peak, weight, weight_next = weights_of(peak, peak_next)
-            acc = merge(acc, weight[:, None], acc_next, weight_next[:, None])
-            total = merge(total, weight, total_next, weight_next)
+            peak, acc, _, total = _merge_sums(peak, acc, acc, total, peak_next, acc_next, acc_next, total_next, 1)
     return acc, peak, total
 
 
@@ -592,7 +563,7 @@ def workspace_elements(q_BHD: torch.Tensor, k: torch.Tensor, *, tables_SC: torch
     cut = tiling(num_heads, k.shape[2], head_dim, q_BHD.element_size(), k.shape[3] * k.element_size())
     num_rows = k.shape[1] if tables_SC is None else tables_SC.shape[1] * k.shape[1]
     splits = resident_splits(q_BHD.device, k.shape[2], cut.programs_per_sm)
-    return Workspace.of(cut, num_sequences, num_rows, splits).elements(num_heads, head_dim)
+    return Workspace.of(cut, splits, num_sequences, num_heads, head_dim, num_rows).elements
 
 
 def decode(
@@ -639,29 +610,13 @@ def decode(
     Cost: two launches, no synchronisation; safe while a graph is captured, and the graph serves every length.
     Raises: ValueError naming the argument.
     """
-    checks.runnable("q_BHD", q_BHD.device)
-    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_BHD.dtype, q_BHD.device)
-    options = checks.attention_options(scale, window, softcap, memory.head_dim)
-    return launch_decode(q_BHD, memory, lengths_B, slots_B, limit_S, options, out, workspace, firsts_B, lse_BH)
-
-
-def launch_decode(
-    q_BHD: torch.Tensor,
-    memory: KVMemory,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    limit_S: torch.Tensor | None,
-    options: checks.AttentionOptions,
-    out: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    firsts_B: torch.Tensor | None = None,
-    lse_BH: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`decode` over memory and options that are checked already."""
     device = q_BHD.device
+    checks.runnable("q_BHD", device)
+    memory = kv_memory(k_STKW, v_STKW, k_scale, v_scale, tables_SC, q_BHD.dtype, device)
+    options = checks.attention_options(scale, window, softcap, memory.head_dim)
     memory.check_queries("q_BHD", q_BHD, "sequences")
     num_sequences, num_heads, _ = q_BHD.shape
-    check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S, memory.num_slots, device)
+    memory.check_sequences("q_BHD", num_sequences, lengths_B, slots_B, limit_S)
     if firsts_B is not None:
         checks.index("firsts_B", firsts_B, num_sequences, device)
     if lse_BH is not None:
@@ -670,24 +625,6 @@ def launch_decode(
     if num_sequences > 0:
         attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, workspace, firsts_B, lse_BH)
     return out
-
-
-def check_sequences(
-    argument: str,
-    num_sequences: int,
-    lengths_B: torch.Tensor,
-    slots_B: torch.Tensor,
-    limit_S: torch.Tensor | None,
-    num_slots: int,
-    device: torch.device,
-) -> None:
-    """Refuse too many sequences, and lengths, slots or limits that are not as all attention takes them."""
-    if num_sequences > MAX_SEQUENCES:
-        checks.refuse(argument, f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
-    checks.index("lengths_B", lengths_B, num_sequences, device)
-    checks.index("slots_B", slots_B, num_sequences, device)
-    if limit_S is not None:
-        checks.limits("limit_S", limit_S, num_slots, device)
 
 
 def attend_singles(
@@ -709,21 +646,19 @@ def attend_singles(
     """
     device, num_heads, head_dim = q_NHD.device, q_NHD.shape[1], memory.head_dim
     num_sequences, num_kv_heads, num_rows, block = lengths_B.shape[0], memory.num_kv_heads, memory.num_rows, memory.block
-    checks.heads("q_BHD", num_heads, num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
+    memory.check_heads("q_BHD", num_heads)
     cut = tiling(num_heads, num_kv_heads, head_dim, q_NHD.element_size(), memory.payload_bytes)
     memory.check_tile_offsets(cut.tile_rows)
     splits = resident_splits(device, num_kv_heads, cut.programs_per_sm)
     # Rows before a window may be unmapped, and the last tile is moved back: a window narrower than a tile is read by pointers.
     by_tma = options.rows_seen >= cut.tile_rows and memory.fits_tma()
     launches = launches_of(
-        Call(
-            cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
-            memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
-            options.softcap_log2 > 0.0,
-        )
+        cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
+        memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
+        options.softcap_log2 > 0.0,
     )  # fmt: skip
-    workspace = checks.workspace(workspace, launches.elements, device)
     k, v, q, space = memory.k, memory.v, q_NHD, launches.space
+    workspace = checks.workspace(workspace, space.elements, device)
     with checks.on_device(device):
         attend_tiles[launches.tiles_grid](
             q if launches.query_box is None else descriptor(q, q.shape, q.stride(), launches.query_box),

@@ -19,7 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vmmkv.kernels import checks
 from vmmkv.kernels.quantise import HEAD_SCALE_DTYPE, PAYLOAD_DTYPES, QMAX, TOKEN_SCALE_DTYPE, Kind, kind_of
 
-_INT32_END = 2**31
+MAX_SEQUENCES = 4096
+"""Of a launch: every program sums up the tiles of all sequences in its registers."""
+MAX_GROUP = 64
+MAX_HEAD_DIM = 256
+
 _TMA_STRIDE_BYTES = 2**40
 
 
@@ -85,34 +89,6 @@ class KVMemory:
         """Bytes of one head's K in a row."""
         return self.k.shape[3] * self.k.element_size()
 
-    def check_queries(self, argument: str, q_NHD: torch.Tensor, rows: str) -> None:
-        """Refuse anything but aligned [rows, query heads, D] where K and V are."""
-        if q_NHD.dim() != 3:
-            checks.refuse(argument, f"of shape {tuple(q_NHD.shape)}", f"3 dimensions: [{rows}, query heads, head dim]")
-        head_dim = q_NHD.shape[2]
-        if head_dim != self.head_dim:
-            halves = ": two elements in each byte of int4" if self.kind == "int4" else ""
-            checks.refuse(argument, f"of head dim {head_dim}", f"{self.head_dim}, which K and V have{halves}")
-        checks.vectors(argument, q_NHD, q_NHD.shape, q_NHD.dtype, self.k.device)
-
-    def check_tile_offsets(self, tile_rows: int) -> None:
-        """Refuse a row stride by which an offset inside one tile (or block) would leave 32 bits."""
-        rows = self.block or tile_rows
-        for argument, plane in (("k_STKW", self.k), ("v_STKW", self.v)):
-            if plane.stride(1) * rows >= _INT32_END:
-                given = f"strided by {plane.stride(1)} elements from row to row"
-                checks.refuse(argument, given, f"at most {_INT32_END // rows - 1} elements")
-
-    def fits_tma(self) -> bool:
-        """Can the tensor memory accelerator load tiles? Not of blocks, nor by strides of 2**40 bytes and more.
-
-        It loads whole tiles, so a sequence's last tile is moved back to end where the sequence ends. Rows before row 0 of a
-        slot are outside the tensor: they are filled with zeros, and no memory is touched.
-        """
-        if self.block or not checks.has_tma(self.k.device):
-            return False
-        return max(*self.k.stride(), *self.v.stride()) * self.k.element_size() < _TMA_STRIDE_BYTES
-
     @property
     def stride_table(self) -> int:
         """Entries from one slot's table to the next."""
@@ -126,6 +102,55 @@ class KVMemory:
             scales = (*self.k_scale.stride()[:2], *self.v_scale.stride()[:2], self.k_scale.stride(2))
         return (*self.k.stride()[:3], *self.v.stride()[:3], *scales)
 
+    def check_queries(self, argument: str, q_NHD: torch.Tensor, rows: str) -> None:
+        """Refuse anything but aligned [rows, query heads, D] where K and V are."""
+        if q_NHD.dim() != 3:
+            checks.refuse(argument, f"of shape {tuple(q_NHD.shape)}", f"3 dimensions: [{rows}, query heads, head dim]")
+        head_dim = q_NHD.shape[2]
+        if head_dim != self.head_dim:
+            halves = ": two elements in each byte of int4" if self.kind == "int4" else ""
+            checks.refuse(argument, f"of head dim {head_dim}", f"{self.head_dim}, which K and V have{halves}")
+        checks.vectors(argument, q_NHD, q_NHD.shape, q_NHD.dtype, self.k.device)
+
+    def check_heads(self, argument: str, num_heads: int) -> int:
+        """Refuse more heads, or wider ones, than attention takes. Returns G, the query heads of a kv head."""
+        num_kv_heads = self.num_kv_heads
+        if num_heads % num_kv_heads or not 0 < num_heads <= MAX_GROUP * num_kv_heads:
+            wanted = f"a multiple of the {num_kv_heads} kv heads of K and V, at most {MAX_GROUP} times as many"
+            checks.refuse(argument, f"of {num_heads} query heads", wanted)
+        if self.head_dim > MAX_HEAD_DIM:
+            checks.refuse(argument, f"of head dim {self.head_dim}", f"at most {MAX_HEAD_DIM}")
+        return num_heads // num_kv_heads
+
+    def check_sequences(
+        self, argument: str, num_sequences: int, lengths_B: torch.Tensor, slots_B: torch.Tensor, limit_S: torch.Tensor | None
+    ) -> None:
+        """Refuse too many sequences, and lengths, slots or limits that are not as all attention takes them."""
+        if num_sequences > MAX_SEQUENCES:
+            checks.refuse(argument, f"of {num_sequences} sequences", f"at most {MAX_SEQUENCES} a launch")
+        checks.index("lengths_B", lengths_B, num_sequences, self.k.device)
+        checks.index("slots_B", slots_B, num_sequences, self.k.device)
+        if limit_S is not None:
+            checks.limits(limit_S, self.num_slots, self.k.device)
+
+    def check_tile_offsets(self, tile_rows: int) -> None:
+        """Refuse a row stride by which an offset inside one tile (or block) would leave 32 bits."""
+        rows = self.block or tile_rows
+        for argument, plane in (("k_STKW", self.k), ("v_STKW", self.v)):
+            if plane.stride(1) * rows >= checks.INT32_END:
+                given = f"strided by {plane.stride(1)} elements from row to row"
+                checks.refuse(argument, given, f"at most {checks.INT32_END // rows - 1} elements")
+
+    def fits_tma(self) -> bool:
+        """Can the tensor memory accelerator load tiles? Not of blocks, nor by strides of 2**40 bytes and more.
+
+        It loads whole tiles, so a sequence's last tile is moved back to end where the sequence ends. Rows before row 0 of a
+        slot are outside the tensor: they are filled with zeros, and no memory is touched.
+        """
+        if self.block or not checks.has_tma(self.k.device):
+            return False
+        return max(*self.k.stride(), *self.v.stride()) * self.k.element_size() < _TMA_STRIDE_BYTES
+
 
 def kv_memory(
     k: torch.Tensor,
@@ -137,50 +162,25 @@ def kv_memory(
     device: torch.device,
 ) -> KVMemory:
     """Check a layer's memory for values of `dtype` on `device`. Raises ValueError naming the argument."""
-    if dtype not in checks.FLOAT_DTYPES:
-        checks.refuse("the dtype of the query or of the new rows", dtype, "float16, bfloat16 or float32")
-    if checks.INTERPRETED and dtype == torch.bfloat16:
-        checks.refuse("the dtype", dtype, "float16 or float32: Triton's interpreter computes bfloat16 wrongly")
-    name_k, name_v = "k_STKW", "v_STKW"
+    checks.floats("the query or the new rows", dtype)
+    rows, columns = ("slots", "rows") if tables_SC is None else ("blocks", "rows of a block")
     if k.dim() != 4:
-        wanted = "[slots, rows, kv heads, head dim]" if tables_SC is None else "[blocks, rows of a block, kv heads, head dim]"
-        checks.refuse(name_k, f"of shape {tuple(k.shape)}", f"4 dimensions: {wanted}")
+        checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", f"4 dimensions: [{rows}, {columns}, kv heads, head dim]")
     kind = kind_of(k.dtype)
     if kind is None and k.dtype not in checks.FLOAT_DTYPES:
         quantised = ", ".join(f"{str(payload).removeprefix('torch.')} ({name})" for name, payload in PAYLOAD_DTYPES.items())
-        checks.refuse(name_k, f"of {k.dtype}", f"float16, bfloat16 or float32; or quantised: {quantised}")
+        checks.refuse("k_STKW", f"of {k.dtype}", f"float16, bfloat16 or float32; or quantised: {quantised}")
     if kind is None and k.dtype != dtype:
-        checks.refuse(name_k, f"of {k.dtype}", f"{dtype}, as the query or the new rows are; or those of its dtype")
+        checks.refuse("k_STKW", f"of {k.dtype}", f"{dtype}, as the query or the new rows are; or those of its dtype")
     if 0 in k.shape:
-        checks.refuse(name_k, f"of shape {tuple(k.shape)}", "at least one of each")
-    if k.shape[0] >= _INT32_END or k.shape[1] >= _INT32_END:
-        checks.refuse(
-            name_k, f"of shape {tuple(k.shape)}", f"fewer than 2**31 {'slots' if tables_SC is None else 'blocks'} and rows"
-        )
-    checks.vectors(name_k, k, tuple(k.shape), k.dtype, device)
-    checks.vectors(name_v, v, tuple(k.shape), k.dtype, device)
+        checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", "at least one of each")
+    if k.shape[0] >= checks.INT32_END or k.shape[1] >= checks.INT32_END:
+        checks.refuse("k_STKW", f"of shape {tuple(k.shape)}", f"fewer than 2**31 {rows} and rows")
+    checks.vectors("k_STKW", k, tuple(k.shape), k.dtype, device)
+    checks.vectors("v_STKW", v, tuple(k.shape), k.dtype, device)
     if tables_SC is not None:
         _check_tables(tables_SC, k.shape[1], device)
-    if (k_scale is None) != (v_scale is None):
-        missing = "k_scale" if k_scale is None else "v_scale"
-        checks.refuse(missing, "missing", "a scale for both K and V, or for neither")
-    if (k_scale is None) != (kind is None):
-        wanted = (
-            f"the scales of {kind} K and V, as cache.k_scale(layer) and v_scale give them"
-            if k_scale is None
-            else f"none, since {name_k} is of {k.dtype}"
-        )
-        checks.refuse("k_scale", "missing" if k_scale is None else "given", wanted)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            _check_scale(name, scale, k, kind, device)
-    if k_scale is not None and v_scale is not None:
-        if k_scale.dim() != v_scale.dim():
-            checks.refuse("v_scale", f"of {v_scale.dim()} dimensions", f"{k_scale.dim()}, as k_scale has")
-        if k_scale.shape[-1] > 1 and k_scale.stride(-1) != v_scale.stride(-1):
-            checks.refuse(
-                "v_scale", f"strided by {v_scale.stride(-1)} from head to head", f"{k_scale.stride(-1)}, as k_scale is"
-            )
+    _check_scales(k_scale, v_scale, k, kind, device)
     if kind is not None:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     head_dim = k.shape[3] * 2 if kind == "int4" else k.shape[3]
@@ -195,23 +195,39 @@ def _check_tables(tables_SC: torch.Tensor, block: int, device: torch.device) -> 
     if tables_SC.dim() != 2 or (tables_SC.shape[1] > 1 and tables_SC.stride(1) != 1):
         given = f"of shape {tuple(tables_SC.shape)} and strides {tables_SC.stride()}"
         checks.refuse("tables_SC", given, "2 dimensions, [slots, blocks of each], the last contiguous")
-    if tables_SC.shape[1] * block >= _INT32_END:
+    if tables_SC.shape[1] * block >= checks.INT32_END:
         checks.refuse("tables_SC", f"of shape {tuple(tables_SC.shape)}", "fewer than 2**31 rows of a slot")
 
 
-def _check_scale(name: str, scale: torch.Tensor, k: torch.Tensor, kind: Kind | None, device: torch.device) -> None:
-    if scale.device != device:
-        checks.refuse(name, f"on {scale.device}", f"a tensor on {device}, where the others are")
-    if scale.dim() == 1:
-        if kind != "fp8":
-            checks.refuse(name, "of one dimension, a scale for each head", f"a scale for each token and head, as {kind} needs")
-        if scale.shape != (k.shape[2],) or scale.dtype != HEAD_SCALE_DTYPE or not scale.is_contiguous():
-            given = f"{scale.dtype} of shape {tuple(scale.shape)}"
-            checks.refuse(name, given, f"contiguous {HEAD_SCALE_DTYPE} of shape {(k.shape[2],)}")
+def _check_scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, k: torch.Tensor, kind: Kind | None, device: torch.device
+) -> None:
+    """Refuse scales that are not those of K and V of this kind: both of tokens or both of heads, and alike."""
+    if k_scale is None or v_scale is None:
+        if k_scale is not None or v_scale is not None:
+            checks.refuse("k_scale" if k_scale is None else "v_scale", "missing", "a scale for both K and V, or for neither")
+        if kind is not None:
+            checks.refuse("k_scale", "missing", f"the scales of {kind} K and V, as cache.k_scale(layer) and v_scale give them")
         return
-    if scale.shape != k.shape[:3] or scale.dtype != TOKEN_SCALE_DTYPE:
-        given = f"{scale.dtype} of shape {tuple(scale.shape)}"
-        checks.refuse(name, given, f"{TOKEN_SCALE_DTYPE} of shape {tuple(k.shape[:3])}, a scale for each token and head")
+    if kind is None:
+        checks.refuse("k_scale", "given", f"none, since k_STKW is of {k.dtype}")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale.device != device:
+            checks.refuse(name, f"on {scale.device}", f"a tensor on {device}, where the others are")
+        if scale.dim() == 1 and kind != "fp8":
+            given = "of one dimension, a scale for each head"
+            checks.refuse(name, given, f"a scale for each token and head, as {kind} needs")
+        if scale.dim() == 1:
+            checks.exactly(name, scale, HEAD_SCALE_DTYPE, (k.shape[2],), device)
+        elif scale.shape != k.shape[:3] or scale.dtype != TOKEN_SCALE_DTYPE:
+            given = f"{scale.dtype} of shape {tuple(scale.shape)}"
+            wanted = f"{TOKEN_SCALE_DTYPE} of shape {tuple(k.shape[:3])}, a scale for each token and head"
+            checks.refuse(name, given, wanted)
+    if k_scale.dim() != v_scale.dim():
+        checks.refuse("v_scale", f"of {v_scale.dim()} dimensions", f"{k_scale.dim()}, as k_scale has")
+    if k_scale.shape[-1] > 1 and k_scale.stride(-1) != v_scale.stride(-1):
+        given = f"strided by {v_scale.stride(-1)} from head to head"
+        checks.refuse("v_scale", given, f"{k_scale.stride(-1)}, as k_scale is")
 
 
 def descriptor(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], box: list[int]) -> TensorDescriptor:

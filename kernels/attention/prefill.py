@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, attend_singles, check_sequences
+from vmmkv.kernels.attention.decode import attend_singles
 from vmmkv.kernels.attention.kv_memory import KVMemory, dequantise, dequantise_nibbles, kv_memory
 
 
@@ -288,11 +288,9 @@ def launch_prefill(
     memory.check_queries("q_NHD", q_NHD, "queries")
     num_queries, num_heads, head_dim = q_NHD.shape
     num_sequences = lengths_B.shape[0] if lengths_B.dim() == 1 else 0
-    group = checks.heads("q_NHD", num_heads, memory.num_kv_heads, MAX_GROUP, head_dim, MAX_HEAD_DIM)
-    check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S, memory.num_slots, device)
-    checks.index("query_starts", query_starts, num_sequences + 1, device)
-    if query_starts.dtype != torch.int32:
-        checks.refuse("query_starts", f"of {query_starts.dtype}", "int32")
+    group = memory.check_heads("q_NHD", num_heads)
+    memory.check_sequences("lengths_B", num_sequences, lengths_B, slots_B, limit_S)
+    checks.index("query_starts", query_starts, num_sequences + 1, device, (torch.int32,))
     out = checks.output(out, q_NHD.shape, q_NHD.dtype, device)
     if num_queries == 0 or num_sequences == 0:
         return out

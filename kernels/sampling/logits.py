@@ -72,26 +72,23 @@ def apply_penalties(
     Raises: ValueError naming the argument.
     """
     device = logits_BV.device
-    num_rows, num_tokens = checks.logits("logits_BV", logits_BV)
+    num_rows, num_tokens = checks.logits(logits_BV)
     checks.index("slots_B", slots_B, num_rows, device)
-    num_slots, num_state_rows = state_row_S.shape[0], counts_RV.shape[0]
-    state = (num_state_rows, num_tokens)
-    for name, tensor, dtype, shape in (
-        ("state_row_S", state_row_S, torch.int32, (num_slots,)),
-        ("repetition_S", repetition_S, torch.float32, (num_slots,)),
-        ("frequency_S", frequency_S, torch.float32, (num_slots,)),
-        ("presence_S", presence_S, torch.float32, (num_slots,)),
-        ("counts_RV", counts_RV, torch.int32, state),
-        ("prompt_RV", prompt_RV, torch.uint8, state),
-        ("bias_RV", counts_RV if bias_RV is None else bias_RV, torch.int32 if bias_RV is None else torch.float32, state),
-    ):
-        checks.exactly(name, tensor, dtype, shape, device)
+    num_slots, state = state_row_S.shape[0], (counts_RV.shape[0], num_tokens)
+    checks.exactly("state_row_S", state_row_S, torch.int32, (num_slots,), device)
+    checks.exactly("repetition_S", repetition_S, torch.float32, (num_slots,), device)
+    checks.exactly("frequency_S", frequency_S, torch.float32, (num_slots,), device)
+    checks.exactly("presence_S", presence_S, torch.float32, (num_slots,), device)
+    checks.exactly("counts_RV", counts_RV, torch.int32, state, device)
+    checks.exactly("prompt_RV", prompt_RV, torch.uint8, state, device)
+    if bias_RV is not None:
+        checks.exactly("bias_RV", bias_RV, torch.float32, state, device)
     if num_rows == 0:
         return
     with checks.on_device(device):
         _apply_penalties[(triton.cdiv(num_tokens, _TILE), num_rows)](
             logits_BV, slots_B, state_row_S, repetition_S, frequency_S, presence_S, counts_RV, prompt_RV, bias_RV,
-            num_slots, num_state_rows, num_tokens, logits_BV.stride(0), TILE=_TILE, num_warps=4, enable_fp_fusion=False,
+            num_slots, state[0], num_tokens, logits_BV.stride(0), TILE=_TILE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -126,7 +123,7 @@ def apply_token_mask(logits_BV: torch.Tensor, rows_G: torch.Tensor, words_GW: to
     Raises: ValueError naming the argument.
     """
     device = logits_BV.device
-    num_rows, num_tokens = checks.logits("logits_BV", logits_BV)
+    num_rows, num_tokens = checks.logits(logits_BV)
     num_masks = rows_G.shape[0] if rows_G.dim() else 0
     checks.index("rows_G", rows_G, num_masks, device)
     least = ceil_div(num_tokens, 32)

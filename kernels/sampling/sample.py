@@ -495,14 +495,11 @@ def sample(
     checks.index("slots_B", slots_B, num_rows, device)
     checks.index("positions_B", positions_B, num_rows, device)
     num_slots = temperature_S.shape[0]
-    for name, tensor, dtype in (
-        ("temperature_S", temperature_S, torch.float32),
-        ("top_k_S", top_k_S, torch.int32),
-        ("top_p_S", top_p_S, torch.float32),
-        ("min_p_S", min_p_S, torch.float32),
-        ("seed_S", seed_S, torch.int64),
-    ):
-        checks.exactly(name, tensor, dtype, (num_slots,), device)
+    checks.exactly("temperature_S", temperature_S, torch.float32, (num_slots,), device)
+    checks.exactly("top_k_S", top_k_S, torch.int32, (num_slots,), device)
+    checks.exactly("top_p_S", top_p_S, torch.float32, (num_slots,), device)
+    checks.exactly("min_p_S", min_p_S, torch.float32, (num_slots,), device)
+    checks.exactly("seed_S", seed_S, torch.int64, (num_slots,), device)
     if num_rows == 0:
         return out
     num_groups = ceil_div(num_tokens, noise.GROUP)
@@ -538,20 +535,11 @@ def _parts(num_rows: int, num_units: int) -> tuple[int, int]:
 
 def _check(logits_BV: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, torch.Tensor]:
     """Returns B, V and where the tokens go."""
-    checks.runnable("logits_BV", logits_BV.device)
-    if logits_BV.dtype not in checks.FLOAT_DTYPES:
-        checks.refuse("logits_BV", f"of {logits_BV.dtype}", "float16, bfloat16 or float32")
-    if checks.INTERPRETED and logits_BV.dtype == torch.bfloat16:
-        checks.refuse(
-            "logits_BV", f"of {logits_BV.dtype}", "float16 or float32: Triton's interpreter computes bfloat16 wrongly"
-        )
-    if logits_BV.dim() != 2 or not 0 < logits_BV.shape[1] <= MAX_VOCABULARY:
+    num_rows, num_tokens = checks.logits(logits_BV)
+    checks.floats("logits_BV", logits_BV.dtype)
+    if not 0 < num_tokens <= MAX_VOCABULARY:
         wanted = f"2 dimensions, [rows, vocabulary], the second of 1 to {MAX_VOCABULARY}"
         checks.refuse("logits_BV", f"of shape {tuple(logits_BV.shape)}", wanted)
-    num_rows, num_tokens = logits_BV.shape
-    if num_tokens > 1 and logits_BV.stride(1) != 1:
-        given = f"strided by {logits_BV.stride(1)} in its last dimension"
-        checks.refuse("logits_BV", given, "a contiguous last dimension: stride 1")
     if out is None:
         return num_rows, num_tokens, torch.empty(num_rows, dtype=torch.int32, device=logits_BV.device)
     checks.exactly("out", out, torch.int32, (num_rows,), logits_BV.device)

@@ -368,7 +368,7 @@ def _obstacle(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scoring: Scoring) 
     """What vmmkv's kernels do not have: of the machine, of the types, of the shapes."""
     try:
         from vmmkv.kernels import checks
-        from vmmkv.kernels.attention.decode import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES
+        from vmmkv.kernels.attention.kv_memory import MAX_GROUP, MAX_HEAD_DIM, MAX_SEQUENCES
     except ImportError:
         return "Triton is not installed"
     device, dtype = q_BHND.device, q_BHND.dtype
