@@ -7,11 +7,10 @@ status 3 says that the context was lost.
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 
-from tests.kernels.spans import Geometry, MemoryOf, Slot, Span, attention_strays, spans_around, write_at_the_limit
+from tests.kernels.guarded import Geometry, GuardedMemory, Slot, Span, Stray, attention_strays, spans_around, write_at_the_limit
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
 from vmmkv.kernels.copy import copy_rows
@@ -27,7 +26,7 @@ LOSSES = ("illegal memory access", "unspecified launch failure")
 """What CUDA says of an address that is not mapped."""
 
 
-class DeviceMemory(MemoryOf):
+class DeviceMemory(GuardedMemory):
     """Slots and tables with some pages mapped. A tensor's own first page always is, as a cache's pad: Triton looks there."""
 
     geometry = Geometry(
@@ -93,7 +92,7 @@ def stay_within(memory: DeviceMemory) -> None:
     assert slot.rows_STE[1, :100].eq(1).all()
 
 
-def strays(memory: DeviceMemory) -> dict[str, Callable[[], object]]:
+def strays(memory: DeviceMemory) -> dict[str, Stray]:
     """In each a kernel is told to touch what it may not, and nothing else is."""
 
     def copy_past() -> None:

@@ -10,7 +10,21 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.kernels.cases import FORMATS, LENGTHS, NAN, Case, Memory, make_case
+from tests.kernels.cases import (
+    BF16,
+    DEVICE,
+    FORMATS,
+    FP16,
+    FP32,
+    LENGTHS,
+    LLAMA,
+    NAN,
+    Case,
+    Memory,
+    assert_close,
+    index,
+    make_case,
+)
 from tests.kernels.test_cascade import Group, share
 from vmmkv.kernels import checks, reference
 from vmmkv.kernels.attention.append import append
@@ -21,38 +35,29 @@ from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda", 0)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = [BF16, FP16, FP32]
 SHAPES = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256)]
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 quantised = pytest.mark.parametrize(("kind", "scale"), FORMATS[1:])
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_decode_is_right_at_every_shape_and_length(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case((*LENGTHS, 4097), heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    case = make_case((*LENGTHS, 4097), heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 11, 16, 17, 64])
 def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
-    case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+    case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=BF16)
     case.assert_right(case.attend())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (63, None), (1000, 30.0), (None, 5.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     lengths = [0, 1, 63, 64, 1063, 5000]
-    case = make_case(lengths, heads=8, kv_heads=4, head_dim=128, dtype=dtype, device=DEVICE, window=window)
+    case = make_case(lengths, heads=8, kv_heads=4, head_dim=128, dtype=dtype, window=window)
     out = case.attend(window=window, softcap=softcap)
     case.assert_right(out, window=window, softcap=softcap)
 
@@ -61,35 +66,27 @@ def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torc
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)],
-    ids=lambda value: dtype_name(value) if isinstance(value, torch.dtype) else None,
 )
 def test_quantised_rows_mean_what_their_bits_say(
     kind: Kind, scale: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = make_case(LENGTHS, kind=kind, scale=scale, device=DEVICE, **shape)
+    case = make_case(LENGTHS, kind=kind, scale=scale, **shape)
     case.assert_right(case.attend())
 
 
-@pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
-@pytest.mark.parametrize("window", [None, 100])
-def test_blocks_give_the_bits_of_slots(block: int, window: int | None) -> None:
-    lengths = [0, 1, 17, 64, 1000, 3000]
-    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE, window=window)
+@pytest.mark.parametrize(
+    ("block", "window", "shape"),
+    [
+        *((block, window, LLAMA) for block in (1, 5, 16, 64, 128) for window in (None, 100)),
+        *((16, None, {"heads": 9, "kv_heads": 3, "head_dim": 64, "dtype": dtype}) for dtype in (FP16, FP32)),
+        *((16, None, LLAMA | {"kind": kind, "scale": scale}) for kind, scale in FORMATS[1:]),
+    ],
+    ids=str,
+)
+def test_blocks_give_the_bits_of_slots(block: int, window: int | None, shape: dict[str, Any]) -> None:
+    case = make_case([0, 1, 17, 64, 1000, 3000], window=window, **shape)
     assert torch.equal(case.attend_in_blocks(block, window=window), case.attend(window=window))
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=dtype_name)
-def test_blocks_give_the_bits_of_slots_in_other_dtypes(dtype: torch.dtype) -> None:
-    case = make_case([1, 17, 3000], heads=9, kv_heads=3, head_dim=64, dtype=dtype, device=DEVICE)
-    assert torch.equal(case.attend_in_blocks(16), case.attend())
-
-
-@quantised
-def test_quantised_blocks_give_the_bits_of_slots(kind: Kind, scale: str) -> None:
-    lengths = [0, 17, 1000, 3000]
-    case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
-    assert torch.equal(case.attend_in_blocks(16), case.attend())
 
 
 SHARING = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
@@ -97,40 +94,30 @@ SHARING = [*range(1000, 1400, 10), 131, 140, 150, 9, 3000, 700, 0]
 GROUPS = [Group(40, 1000), Group(3, 131, leader=None), Group(2, 7)]
 
 
-@pytest.mark.parametrize("block", [1, 5, 16, 64])
-def test_a_prefix_in_blocks_gives_the_bits_of_slots(block: int) -> None:
-    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
-    shared = share(SHARING, GROUPS, DEVICE, shape=shape)
-    out = shared.cascade_in_blocks(block)
-    shared.assert_right(out)
-    assert torch.equal(out, shared.cascade())
-
-
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype", "options"),
+    ("block", "heads", "kv_heads", "head_dim", "dtype", "options"),
     [
-        (14, 2, 64, BF16, {}),
-        (9, 3, 64, FP16, {"softcap": 30.0}),
-        (8, 2, 256, BF16, {"scale": 0.1}),
-        (3, 1, 80, FP32, {}),
+        *((block, 32, 8, 128, BF16, {}) for block in (1, 5, 16, 64)),
+        (16, 14, 2, 64, BF16, {}),
+        (16, 9, 3, 64, FP16, {"softcap": 30.0}),
+        (16, 8, 2, 256, BF16, {"scale": 0.1}),
+        (16, 3, 1, 80, FP32, {}),
     ],
-    ids=lambda value: dtype_name(value) if isinstance(value, torch.dtype) else None,
 )
-def test_a_prefix_in_blocks_gives_the_bits_of_slots_at_other_shapes(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+def test_a_prefix_in_blocks_gives_the_bits_of_slots(
+    block: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    shared = share(SHARING, GROUPS, DEVICE, shape=shape, **options)
-    out = shared.cascade_in_blocks(16, **options)
+    shared = share(SHARING, GROUPS, shape=shape, **options)
+    out = shared.cascade_in_blocks(block, **options)
     shared.assert_right(out)
     assert torch.equal(out, shared.cascade(**options))
 
 
 def test_one_captured_graph_serves_every_table_and_grouping() -> None:
-    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
     lengths = [600, 500, 400, 300]
     first, *others = (
-        share(lengths, groups, DEVICE, shape=shape, spare_groups=3 - len(groups))
+        share(lengths, groups, shape=LLAMA, spare_groups=3 - len(groups))
         for groups in ([Group(4, 300)], [Group(2, 130), Group(2, 64)], [Group(1, 0), Group(2, 77), Group(1, 300)], [])
     )
     arguments = {name: tensor.clone() for name, tensor in first.in_blocks(16).items()}
@@ -153,7 +140,7 @@ def test_one_captured_graph_serves_every_table_and_grouping() -> None:
 @pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[4]])
 def test_pointers_give_the_bits_of_descriptors(kind: Kind | None, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [0, 1, 17, 1000, 3000]
-    case = make_case(lengths, kind=kind, scale=scale, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    case = make_case(lengths, kind=kind, scale=scale, **LLAMA)
     expected = case.attend()
     monkeypatch.setattr(checks, "has_tma", lambda device: False)
     assert torch.equal(case.attend(), expected)
@@ -162,7 +149,7 @@ def test_pointers_give_the_bits_of_descriptors(kind: Kind | None, scale: str, mo
 @pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[1]])
 def test_long_sequences_beside_short_ones(kind: Kind | None, scale: str) -> None:
     lengths = [40_000, *[300] * 30, 17_000, 0]
-    case = make_case(lengths, kind=kind, scale=scale, heads=8, kv_heads=2, head_dim=64, dtype=BF16, device=DEVICE)
+    case = make_case(lengths, kind=kind, scale=scale, heads=8, kv_heads=2, head_dim=64, dtype=BF16)
     together = case.attend()
     case.assert_right(together)
     for b in (0, 1, 31, 32):
@@ -172,7 +159,7 @@ def test_long_sequences_beside_short_ones(kind: Kind | None, scale: str) -> None
 
 def test_the_bits_do_not_depend_on_the_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [9000, 1, 0, 4097, *range(100, 2000, 77)]
-    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    case = make_case(lengths, **LLAMA)
     expected = case.attend()
     case.assert_right(expected)
     for num_splits in (1, 2, 7, 16, 100, 1000):
@@ -181,11 +168,9 @@ def test_the_bits_do_not_depend_on_the_number_of_splits(monkeypatch: pytest.Monk
 
 
 def test_rows_at_and_past_the_limit_are_not_read() -> None:
-    case = make_case([40, 17, 1000], heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
-    limit_S = torch.full((case.num_slots,), 5000, dtype=torch.int32, device=DEVICE)
-    limit_S[case.slots_B[0]], limit_S[case.slots_B[1]] = 40, 0
-    expected = case.attend()
-    past = dataclasses.replace(case, lengths_B=torch.tensor([90, 17, 1000], device=DEVICE))
+    case = make_case([40, 17, 1000], heads=8, kv_heads=2, head_dim=128, dtype=BF16)
+    expected, limit_S = case.attend(), case.limits(5000, 40, 0)
+    past = dataclasses.replace(case, lengths_B=index(90, 17, 1000))
     for out in (past.attend(limit_S=limit_S), past.attend_in_blocks(16, limit_S=limit_S)):
         assert torch.equal(out[0], expected[0])
         assert out[1].eq(0.0).all()
@@ -194,7 +179,7 @@ def test_rows_at_and_past_the_limit_are_not_read() -> None:
 
 def llama_arena(num_slots: int, num_rows: int, layer: int) -> Memory:
     """K and V of one layer of 32 with 8 kv heads of 128, all layers of a token in one row of 65,536 elements."""
-    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=BF16, device=DEVICE)
+    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=BF16)
     k, v = arena[:, :, layer, 0], arena[:, :, layer, 1]
     k.fill_(NAN)
     v.fill_(NAN)
@@ -209,10 +194,10 @@ def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
     case = Case(
         q_NHD=torch.randn(3, 32, 128, device=DEVICE).bfloat16(),
         memory=memory,
-        lengths_B=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        slots_B=torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE),
+        lengths_B=index(*lengths),
+        slots_B=index(2, 0, 1),
     )
-    limit_S = torch.full((3,), num_rows, dtype=torch.int32, device=DEVICE)
+    limit_S = case.limits(num_rows)
     for length, slot in zip(lengths, case.slots_B.tolist(), strict=True):
         k_NKD, v_NKD = torch.randn(2, length, 8, 128, device=DEVICE).bfloat16()
         positions_N = torch.randperm(length, device=DEVICE)
@@ -229,13 +214,11 @@ def test_strides_and_offsets_past_2_to_the_31_elements() -> None:
     where = (case.lengths_B, case.slots_B)
     assert torch.equal(decode(case.q_NHD, k_PUKW, v_PUKW, *where, tables_SC=tables_SC), out)
 
-    starts = torch.tensor([0, 40, 41, 60], dtype=torch.int32, device=DEVICE)
+    starts = index(0, 40, 41, 60)
     q_NHD = torch.randn(60, 32, 128, device=DEVICE).bfloat16()
     prefilled = prefill(q_NHD, memory.k, memory.v, starts, case.lengths_B, case.slots_B, limit_S=limit_S)
     arguments = (q_NHD, memory.k, memory.v, starts.diff(), case.lengths_B, case.slots_B)
-    truth, peer = reference.prefill(*arguments), reference.prefill(*arguments, dtype=BF16)
-    bound = 2 * (peer.float() - truth).abs().max() + 1e-5
-    assert (prefilled.float() - truth).abs().max() <= bound
+    assert_close(prefilled, reference.prefill(*arguments), reference.prefill(*arguments, dtype=BF16))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     # Before triton is imported: tests/kernels settles that it is to be interpreted here.
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.kernels.cases import NAN, make_case
-from tests.kernels.pages import assert_shuffled_pages_give_the_same_bits
+from tests.kernels.cases import BF16, DEVICE, LLAMA, NAN, index, make_case
+from tests.kernels.test_guard import assert_shuffled_pages_give_the_same_bits
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.decode import decode, workspace_elements
 from vmmkv.kernels.attention.prefill import prefill
@@ -22,8 +22,6 @@ from vmmkv.layout import KVType
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-DEVICE = torch.device("cuda", 0)
-BF16 = torch.bfloat16
 STRAYS = [
     "decode-past",
     "decode-quantised-past",
@@ -41,16 +39,16 @@ STRAYS = [
 
 @pytest.mark.parametrize("own_workspace", [False, True])
 def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
-    case = make_case([3000, 2500, 2000], heads=32, kv_heads=8, head_dim=128, dtype=BF16, device=DEVICE)
+    case = make_case([3000, 2500, 2000], **LLAMA)
     memory = case.memory
-    limit_S = torch.full((case.num_slots,), 3000, dtype=torch.int32, device=DEVICE)
+    limit_S = case.limits(3000)
     k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=DEVICE).bfloat16()
     elements = workspace_elements(case.q_NHD, memory.k)
     workspace = torch.empty(elements, device=DEVICE) if own_workspace else None
     out = case.poisoned_out()
     prompt_NHD = torch.randn(700, 32, 128, device=DEVICE).bfloat16()
     prompt_out = torch.full_like(prompt_NHD, NAN)
-    starts = torch.tensor([0, 30, 31, 700], dtype=torch.int32, device=DEVICE)
+    starts = index(0, 30, 31, 700)
 
     def step() -> None:
         append(k_NKD, v_NKD, memory.k, memory.v, case.slots_B, case.lengths_B - 1, limit_S)
@@ -90,7 +88,7 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
 
 def test_a_captured_copy_serves_every_range() -> None:
     rows_STE = torch.randint(256, (4, 100, 256), device=DEVICE).byte()
-    indices = [torch.zeros(2, dtype=torch.int32, device=DEVICE) for _ in range(4)]
+    indices = [index(0, 0) for _ in range(4)]
     copy_rows(rows_STE, *indices)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -101,8 +99,8 @@ def test_a_captured_copy_serves_every_range() -> None:
         for source, target, start, end in values:
             if source >= 0:
                 expected[target, start:end] = expected[source, start:end]
-        for index, column in zip(indices, zip(*values, strict=True), strict=True):
-            index.copy_(torch.tensor(column))
+        for given, column in zip(indices, zip(*values, strict=True), strict=True):
+            given.copy_(torch.tensor(column))
         graph.replay()
         assert torch.equal(rows_STE, expected)
 
@@ -110,7 +108,7 @@ def test_a_captured_copy_serves_every_range() -> None:
 @pytest.mark.parametrize("lengths", [[100] * 16, [5000] * 48, [9000]], ids=["one tile", "one split", "many splits"])
 def test_the_next_kernel_sees_the_whole_output(lengths: list[int]) -> None:
     """The second launch starts before the first ends; a kernel behind it comes behind both."""
-    case = make_case(lengths, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE)
+    case = make_case(lengths, **LLAMA)
     expected = decode(*case.arguments)
     out, seen = torch.empty_like(expected), torch.empty(8, *expected.shape, dtype=expected.dtype, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
@@ -127,11 +125,11 @@ def test_the_next_kernel_sees_the_whole_output(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_host_waits_for_nothing(head_dim: int) -> None:
-    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=head_dim, dtype=BF16, device=DEVICE)
+    case = make_case([100, 200], heads=8, kv_heads=2, head_dim=head_dim, dtype=BF16)
     memory = case.memory
-    limit_S = torch.full((case.num_slots,), 200, dtype=torch.int32, device=DEVICE)
+    limit_S = case.limits(200)
     k_NKD = torch.randn(2, 2, head_dim, device=DEVICE).bfloat16()
-    positions_N, starts = case.lengths_B - 1, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    positions_N, starts = case.lengths_B - 1, index(0, 1, 2)
     blocks, tables_SC = memory.in_blocks(16)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -148,7 +146,7 @@ def test_the_host_waits_for_nothing(head_dim: int) -> None:
 
 @pytest.mark.parametrize("kind", [None, "fp8", "int4"])
 def test_shuffled_physical_pages_give_the_bits_of_ordered_ones(kind: str | None) -> None:
-    assert_shuffled_pages_give_the_same_bits(DEVICE, BF16, KVType(kind) if kind else None)
+    assert_shuffled_pages_give_the_same_bits(BF16, KVType(kind) if kind else None)
 
 
 def start_guarded(what: str) -> subprocess.Popen[str]:

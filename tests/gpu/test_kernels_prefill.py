@@ -11,17 +11,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from bench.baselines.backend import prefill_as_over_blocks
-from tests.kernels.cases import FORMATS, NAN, make_case
+from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, NAN, index, make_case
 from vmmkv.kernels.attention.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda", 0)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COUNTS, LENGTHS = (129, 0, 1, 64, 300, 2), (129, 50, 1000, 777, 1300, 2)
 USED = sum(COUNTS)
-BF16_128 = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": BF16, "device": DEVICE}
+BF16_128 = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": BF16}
 """What the kernel for Hopper takes."""
 
 
@@ -42,7 +40,7 @@ BF16_128 = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": BF16, "device":
     ],
 )
 def test_prefill_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case(LENGTHS, COUNTS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    case = make_case(LENGTHS, COUNTS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     case.assert_right(case.attend())
 
 
@@ -56,7 +54,7 @@ def test_counts_and_offsets_around_every_tile() -> None:
 def test_strides_may_be_any() -> None:
     case = make_case(LENGTHS, COUNTS, **BF16_128)
     expected = case.attend()
-    wide = torch.full((case.q_NHD.shape[0], 13, 128), NAN, dtype=BF16, device=DEVICE)
+    wide = torch.full((case.q_NHD.shape[0], 13, 128), NAN, dtype=BF16)
     wide[:, 2:10] = case.q_NHD
     # K and V with all heads of a slot one behind the other, and each head's rows together.
     k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (case.memory.k, case.memory.v))
@@ -80,11 +78,9 @@ def test_queries_before_the_first_row_see_nothing() -> None:
 def test_nothing_is_read_past_limits_or_outside_the_slots() -> None:
     counts, lengths = [300, 5, 200, 130, 129, 2], [1000, 17, 640, 500, 500, 400]
     case = make_case(lengths, counts, **BF16_128)
-    expected = case.attend()
-    limit_S = torch.full((case.num_slots,), 100_000, dtype=torch.int32, device=DEVICE)
-    for b, limit in ((0, 777), (1, 0)):
-        limit_S[case.slots_B[b]] = limit
-        case.memory.k[case.slots_B[b], limit:], case.memory.v[case.slots_B[b], limit:] = NAN, NAN
+    expected, limit_S = case.attend(), case.limits(100_000, 777, 0)
+    for slot, limit in zip(case.slots_B.tolist(), (777, 0), strict=False):
+        case.memory.k[slot, limit:] = case.memory.v[slot, limit:] = NAN
     case.slots_B[3], case.slots_B[4] = -1, case.num_slots
     out = case.attend(limit_S=limit_S)
     assert torch.equal(out[:77], expected[:77])
@@ -144,7 +140,7 @@ def test_the_kernel_of_all_devices_is_right_where_hopper_has_its_own() -> None:
 
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (100, None), (500, 30.0), (None, 5.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
-    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE, window=window)
+    case = make_case(LENGTHS, COUNTS, **BF16_128, window=window)
     out = case.attend(window=window, softcap=softcap)
     case.assert_right(out, window=window, softcap=softcap)
 
@@ -160,7 +156,7 @@ def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
 )
 def test_quantised_rows_mean_what_their_bits_say(kind: Kind, scale: str, head_dim: int, dtype: torch.dtype) -> None:
     shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "dtype": dtype}
-    case = make_case(LENGTHS, COUNTS, kind=kind, scale=scale, device=DEVICE, **shape)
+    case = make_case(LENGTHS, COUNTS, kind=kind, scale=scale, **shape)
     out = case.attend()
     case.assert_right(out)
     assert torch.equal(case.attend_in_blocks(16), out)
@@ -169,9 +165,8 @@ def test_quantised_rows_mean_what_their_bits_say(kind: Kind, scale: str, head_di
 @pytest.mark.parametrize("block", [1, 5, 16, 64, 128])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, FP16), (64, BF16)])
 def test_blocks_give_the_bits_of_slots(block: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype, device=DEVICE)
-    expected = case.attend()
-    assert torch.equal(case.attend_in_blocks(block), expected)
+    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    assert torch.equal(case.attend_in_blocks(block), case.attend())
 
 
 @pytest.mark.parametrize("block", [1, 16, 128])
@@ -191,7 +186,7 @@ def test_blocks_are_right_and_as_slots_but_where_hopper_has_a_kernel_for_those(b
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None) -> None:
-    case = make_case(LENGTHS, COUNTS, heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
+    case = make_case(LENGTHS, COUNTS, **BF16_128)
     together = case.attend(window=window)
     first_query = int(case.starts[4])
     for first, stop in ((0, 2), (2, 131), (131, 290), (290, 300)):
@@ -202,8 +197,7 @@ def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None) -> N
 def test_a_query_rounds_the_same_wherever_its_chunk_is_cut() -> None:
     case = make_case([1500], [700], **BF16_128)
     together = case.attend()
-    wide = dataclasses.replace(case, lengths_B=case.lengths_B.long(), slots_B=case.slots_B.long())
-    assert torch.equal(wide.attend(), together)
+    assert torch.equal(case.with_long_indices().attend(), together)
     for size in (2, 37, 64, 128, 255):
         cuts = [*range(0, 699, size), 700]
         for first, stop in itertools.pairwise(cuts if size > 2 else [0, 2, 4, 350, 352, 698, 700]):
@@ -212,12 +206,10 @@ def test_a_query_rounds_the_same_wherever_its_chunk_is_cut() -> None:
 
 
 def test_single_queries_have_the_bits_of_decode() -> None:
-    case = make_case([1, 17, 1000, 3000], heads=8, kv_heads=2, head_dim=128, dtype=BF16, device=DEVICE)
-    starts = torch.arange(5, dtype=torch.int32, device=DEVICE)
-    q_BHD, k, v, lengths_B, slots_B = case.arguments
-    assert torch.equal(prefill(q_BHD, k, v, starts, lengths_B, slots_B), case.attend())
+    case = make_case([1, 17, 1000, 3000], **BF16_128)
+    assert torch.equal(prefill(*case.arguments[:3], index(0, 1, 2, 3, 4), *case.arguments[3:]), case.attend())
 
 
 def test_a_long_prompt_is_right() -> None:
-    case = make_case([12_000], [4096], heads=2, kv_heads=1, head_dim=128, dtype=BF16, device=DEVICE)
+    case = make_case([12_000], [4096], heads=2, kv_heads=1, head_dim=128, dtype=BF16)
     case.assert_right(case.attend())

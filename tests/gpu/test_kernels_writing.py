@@ -1,7 +1,5 @@
 """Laws of append and copy on a real GPU."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,17 +8,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from tests.kernels import test_append
-from tests.kernels.cases import FORMATS, POISON, make_memory
-from tests.kernels.test_append import ROWS, SLOTS, make_angles, make_tokens
+from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, index
 from vmmkv.kernels import reference
-from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.copy import copy_extents, copy_rows
 from vmmkv.kernels.quantise import Kind
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda", 0)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES: list[tuple[int, int, torch.dtype, Kind | None, str]] = [
     *((8, 128, BF16, kind, scale) for kind, scale in FORMATS),
     (3, 80, BF16, "int4", "token"),
@@ -37,40 +31,19 @@ CASES: list[tuple[int, int, torch.dtype, Kind | None, str]] = [
 def test_tokens_are_written_where_their_limit_allows_and_nowhere_else(
     kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str, rope: bool
 ) -> None:
-    k_NKD, v_NKD, q_NHD, *where = make_tokens(kv_heads, head_dim, dtype, DEVICE)
-    queries = [q_NHD.clone(), q_NHD.clone()]
-    memories = [make_memory((SLOTS, ROWS), kv_heads, head_dim, dtype, kind, scale, DEVICE) for _ in range(2)]
-    for write, memory, query in zip((append, reference.append), memories, queries, strict=True):
-        options: dict[str, Any] = make_angles(head_dim, DEVICE) | {"q_NHD": query} if rope else {}
-        write(k_NKD, v_NKD, memory.k, memory.v, *where, **options, **memory.scales)
-    ours, expected = memories
-    assert (expected.bytes_STE != POISON).any()
-    assert torch.equal(ours.bytes_STE, expected.bytes_STE)
-    assert torch.equal(queries[0], queries[1])
-    assert torch.equal(queries[0], q_NHD) != rope
+    law = test_append.test_tokens_are_written_where_their_limit_allows_and_nowhere_else
+    law(kv_heads, head_dim, dtype, kind, scale, rope)
 
 
 @pytest.mark.parametrize("block", [5, 16])
 @pytest.mark.parametrize(("kind", "scale"), [FORMATS[0], FORMATS[4]])
 def test_blocks_hold_bit_for_bit_what_slots_do(block: int, kind: Kind | None, scale: str) -> None:
-    test_append.test_blocks_hold_bit_for_bit_what_slots_do(block, kind, scale, True, DEVICE)
+    test_append.test_blocks_hold_bit_for_bit_what_slots_do(block, kind, scale, True)
 
 
-def test_every_float16_rounds_to_fp8_as_torch_rounds_it() -> None:
-    test_append.test_every_float16_rounds_to_fp8_as_torch_rounds_it(DEVICE)
-
-
-def test_every_bfloat16_rounds_to_fp8_as_torch_rounds_it() -> None:
-    all_NKD = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16).view(256, 1, 256).to(DEVICE)
-    all_NKD = torch.where(all_NKD.isfinite(), all_NKD, torch.zeros_like(all_NKD))
-    memory = make_memory((1, 256), 1, 256, BF16, "fp8", "", DEVICE)
-    one_K = torch.ones(1, device=DEVICE)
-    positions_N = torch.arange(256, device=DEVICE)
-    limit_S = torch.full((1,), 256, dtype=torch.int32, device=DEVICE)
-    slots_N = torch.zeros_like(positions_N)
-    append(all_NKD, all_NKD, memory.k, memory.v, slots_N, positions_N, limit_S, k_scale=one_K, v_scale=one_K)
-    expected = all_NKD.float().clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(memory.k[0].view(torch.uint8), expected.view(torch.uint8))
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_float_of_16_bits_rounds_to_fp8_as_torch_rounds_it(dtype: torch.dtype) -> None:
+    test_append.test_every_float_of_16_bits_rounds_to_fp8_as_torch_rounds_it(dtype)
 
 
 def test_rows_are_copied_between_many_slots_at_once() -> None:
@@ -90,7 +63,7 @@ def test_rows_past_2_to_the_32_bytes_are_copied() -> None:
     rows_STE = torch.empty(2, 40_000, 131_072, dtype=torch.uint8, device=DEVICE)
     rows_STE[0, 39_990:] = torch.arange(10, dtype=torch.uint8, device=DEVICE)[:, None] + 1
     rows_STE[1, 39_980:] = 0
-    index_M = [torch.tensor([value], device=DEVICE) for value in (0, 1, 39_990, 39_999)]
+    index_M = [index(value) for value in (0, 1, 39_990, 39_999)]
     copy_rows(rows_STE, *index_M)
     assert torch.equal(rows_STE[1, 39_990:39_999], rows_STE[0, 39_990:39_999])
     assert rows_STE[1, 39_980:39_990].eq(0).all() and rows_STE[1, 39_999].eq(0).all()

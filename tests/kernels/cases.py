@@ -1,6 +1,7 @@
 """Random problems in vmmkv's geometry, with poison in everything that a kernel must not read or must write."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +16,13 @@ from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import PAYLOAD_DTYPES, Kind, dequantise, payload_width, quantise
 from vmmkv.units import ceil_div, round_up
 
+DEVICE = torch.device("cpu") if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)
+"""The GPU where there is one, and else the CPU, in Triton's interpreter (see tests/conftest.py)."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": FP16}
+"""The shape of tests that are about something else."""
+LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16}
+"""That of Llama-3.1-8B."""
 NAN = float("nan")
 POISON = 0xFF
 """NaN in every float type, scales and fp8 payloads among them, and a payload that is rarely written."""
@@ -31,11 +39,25 @@ Format = tuple[int, int, torch.dtype, Kind | None, str]
 FORMATS: list[tuple[Kind | None, str]] = [(None, ""), ("fp8", "token"), ("fp8", "head"), ("int8", "token"), ("int4", "token")]
 """Everything that K and V are kept as."""
 
+dtypes = pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
+
 
 def some(default: Sequence[Any], wide: Sequence[Any] = ()) -> list[Any]:
     """Values of a parametrisation: those of every run, and those that the nightly run adds."""
     nightly = [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly) for value in wide]
     return [*default, *nightly]
+
+
+def index(*values: int, dtype: torch.dtype = torch.int32, device: torch.device = DEVICE) -> torch.Tensor:
+    """Integers on the device."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def assert_close(out: torch.Tensor, truth: torch.Tensor, peer: torch.Tensor) -> None:
+    """The rule of FlashAttention's tests: at most twice the error of torch in the same dtype (`peer`), plus 1e-5."""
+    bound = 2 * (peer.float() - truth).abs().max().item() + 1e-5
+    error = (out.float() - truth).abs().max().item()
+    assert error <= bound, f"error {error:.3g} is above {bound:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +73,10 @@ class Memory:
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V dequantised, in float32; zero for poison."""
-        return self._values(self.k, "k_scale"), self._values(self.v, "v_scale")
-
-    def _values(self, payload: torch.Tensor, scale: str) -> torch.Tensor:
-        values = dequantise(payload, self.scales[scale]) if self.scales else payload.float()
-        return values.nan_to_num(0.0)
+        k, v = self.k.float(), self.v.float()
+        if self.scales:
+            k, v = dequantise(self.k, self.scales["k_scale"]), dequantise(self.v, self.scales["v_scale"])
+        return k.nan_to_num(0.0), v.nan_to_num(0.0)
 
     def in_blocks(self, block: int) -> tuple["Memory", torch.Tensor]:
         """The same rows in shuffled physical blocks of so many rows. Returns them and the table of each slot."""
@@ -77,17 +98,17 @@ def make_memory(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    kind: Kind | None,
-    scale: str,
-    device: torch.device,
+    kind: Kind | None = None,
+    scale: str = "",
+    device: torch.device = DEVICE,
 ) -> Memory:
     """A layer between two others, of [slots, rows] or [blocks, rows of a block]: poison, but for head scales."""
     stored = PAYLOAD_DTYPES[kind] if kind else dtype
     width = payload_width(kind, head_dim)
     head_bytes = round_up(width * stored.itemsize, 16)
-    plane_bytes = kv_heads * head_bytes
-    scale_bytes = round_up(2 * kv_heads, 16)
-    row_bytes = 64 + 2 * plane_bytes + 2 * scale_bytes + 64
+    plane_bytes, scale_bytes = kv_heads * head_bytes, round_up(2 * kv_heads, 16)
+    first_scale = 64 + 2 * plane_bytes
+    row_bytes = first_scale + 2 * scale_bytes + 64
     bytes_STE = torch.full((shape[0] + 1, shape[1], row_bytes), POISON, dtype=torch.uint8, device=device)
     own_STE = bytes_STE[:-1]
 
@@ -95,21 +116,15 @@ def make_memory(
         start = 64 + i * plane_bytes
         return own_STE[:, :, start : start + plane_bytes].unflatten(-1, (kv_heads, head_bytes)).view(stored)[..., :width]
 
-    def token_scales(i: int) -> torch.Tensor:
+    def scales_of(i: int) -> torch.Tensor:
+        if scale == "head":
+            return torch.rand(kv_heads, generator=torch.Generator().manual_seed(1 + i)).to(device) / 100
         if kv_heads % 2 == 0:  # in pairs, as a cache has them
-            start = 64 + 2 * plane_bytes
-            return own_STE[:, :, start : start + 4 * kv_heads].view(torch.float16)[:, :, i::2]
-        start = 64 + 2 * plane_bytes + i * scale_bytes
-        return own_STE[:, :, start : start + 2 * kv_heads].view(torch.float16)
+            return own_STE[:, :, first_scale : first_scale + 4 * kv_heads].view(FP16)[:, :, i::2]
+        start = first_scale + i * scale_bytes
+        return own_STE[:, :, start : start + 2 * kv_heads].view(FP16)
 
-    scales = {}
-    if scale == "token":
-        scales = {"k_scale": token_scales(0), "v_scale": token_scales(1)}
-    elif scale == "head":
-        scales = {
-            "k_scale": torch.rand(kv_heads, generator=torch.Generator().manual_seed(1)).to(device) / 100,
-            "v_scale": torch.rand(kv_heads, generator=torch.Generator().manual_seed(2)).to(device) / 100,
-        }
+    scales = {"k_scale": scales_of(0), "v_scale": scales_of(1)} if scale else {}
     return Memory(bytes_STE=bytes_STE, k=plane(0), v=plane(1), scales=scales, format=(kv_heads, head_dim, dtype, kind, scale))
 
 
@@ -138,6 +153,12 @@ class Case:
         """Queries that belong to a sequence."""
         return self.q_NHD.shape[0] - (0 if self.starts is None else STRAY)
 
+    def limits(self, limit: int, *of_sequences: int) -> torch.Tensor:
+        """The limit of each slot: that of the first sequences, and `limit` for all others."""
+        limit_S = torch.full((self.num_slots,), limit, dtype=torch.int32, device=self.q_NHD.device)
+        limit_S[self.slots_B[: len(of_sequences)].long()] = limit_S.new_tensor(of_sequences)
+        return limit_S
+
     def attend(self, **options: Any) -> torch.Tensor:
         """By the kernels, over slots, into poison."""
         return self._attend(self.arguments, self.memory.scales | options)
@@ -147,6 +168,8 @@ class Case:
         blocks, tables_SC = self.memory.in_blocks(block)
         longest_S = torch.zeros(self.num_slots, dtype=torch.int64, device=self.lengths_B.device)
         longest_S.scatter_reduce_(0, self.slots_B.long(), self.lengths_B.long(), "amax")
+        if "limit_S" in options:
+            longest_S = longest_S.minimum(options["limit_S"])
         columns_C = torch.arange(tables_SC.shape[1], device=tables_SC.device)
         tables_SC[columns_C * block >= longest_S[:, None]] = NO_BLOCK
         arguments = (self.q_NHD, blocks.k, blocks.v, *self.arguments[3:])
@@ -169,10 +192,17 @@ class Case:
         start, end = int(self.starts[b]), int(self.starts[b + 1])
         stop = end - start if stop is None else stop
         q_NHD = torch.cat([self.q_NHD[start + first : start + stop], self.q_NHD[-STRAY:]])
-        starts = torch.tensor([0, stop - first], dtype=torch.int32, device=q_NHD.device)
         return dataclasses.replace(
-            self, q_NHD=q_NHD, lengths_B=lengths_B - (end - start - stop), slots_B=slots_B, starts=starts
+            self,
+            q_NHD=q_NHD,
+            starts=index(0, stop - first, device=q_NHD.device),
+            lengths_B=lengths_B - (end - start - stop),
+            slots_B=slots_B,
         )
+
+    def with_long_indices(self) -> "Case":
+        """The same with indices of 64 bits."""
+        return dataclasses.replace(self, lengths_B=self.lengths_B.long(), slots_B=self.slots_B.long())
 
     def poisoned_out(self) -> torch.Tensor:
         """An output of NaN, every other head of a wider tensor."""
@@ -181,14 +211,11 @@ class Case:
         return wide[:, ::2]
 
     def assert_right(self, out_NHD: torch.Tensor, **options: Any) -> None:
-        """The rule of FlashAttention's tests: at most twice the error of torch in the same dtype, plus 1e-5."""
+        """`assert_close` to the reference."""
         counts_B = torch.ones_like(self.lengths_B) if self.starts is None else self.starts.diff()
         arguments = (self.q_NHD[: self.num_queries], *self.memory.values(), counts_B, self.lengths_B, self.slots_B)
         truth = reference.prefill(*arguments, **options)
-        peer = reference.prefill(*arguments, **options, dtype=out_NHD.dtype)
-        bound = 2 * (peer.float() - truth).abs().max().item() + 1e-5
-        error = (out_NHD.float() - truth).abs().max().item()
-        assert error <= bound, f"error {error:.3g} is above {bound:.3g}"
+        assert_close(out_NHD, truth, reference.prefill(*arguments, **options, dtype=out_NHD.dtype))
 
 
 def make_case(
@@ -199,7 +226,7 @@ def make_case(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device = DEVICE,
     kind: Kind | None = None,
     scale: str = "token",
     window: int | None = None,
@@ -230,14 +257,10 @@ def make_case(
             else:
                 view[slot, start:length], memory.scales[name][slot, start:length] = quantise(values_TKD, kind)
     num_queries = len(lengths) if counts is None else sum(counts) + STRAY
-
-    def index(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     return Case(
         q_NHD=random(num_queries, heads + 2 * kv_heads, head_dim)[:, :heads],
         memory=memory,
-        lengths_B=index(lengths),
-        slots_B=index(slots),
-        starts=None if counts is None else index([0, *accumulate(counts)]),
+        lengths_B=index(*lengths, device=device),
+        slots_B=index(*slots, device=device),
+        starts=None if counts is None else index(0, *accumulate(counts), device=device),
     )

@@ -1,27 +1,19 @@
 """Laws of cascade attention: the result of decode, for every grouping, over slots and blocks."""
 
-import dataclasses
-import functools
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.kernels.cases import NAN, NO_BLOCK, Case, make_case, some
+from tests.kernels.cases import DEVICE, FP16, FP32, NAN, NO_BLOCK, SMALL, Case, assert_close, index, make_case, some
 from vmmkv.kernels import reference
-from vmmkv.kernels.attention.cascade import CascadeTiling, cascade, firsts_of, workspace_elements
+from vmmkv.kernels.attention.cascade import cascade, firsts_of, workspace_elements
 
-SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
-
-ROOT = Path(__file__).parents[2]
 NAMES = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B", "group_starts_G1", "leaders_G", "prefix_rows_G")
+Cut = Callable[..., None]
 
 
 class Group(NamedTuple):
@@ -40,7 +32,7 @@ class Shared:
     case: Case
     groups: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     truth: torch.Tensor
-    bound: float
+    peer: torch.Tensor
 
     def cascade(self, **options: Any) -> torch.Tensor:
         """By the kernels, into poison."""
@@ -68,17 +60,16 @@ class Shared:
         return dict(zip((*NAMES, "tables_SC"), arguments, strict=True))
 
     def assert_right(self, out_BHD: torch.Tensor) -> None:
-        """The rule of FlashAttention's tests, as for decode."""
-        error = (out_BHD.float() - self.truth).abs().max().item()
-        assert error <= self.bound, f"error {error:.3g} is above {self.bound:.3g}"
+        """As decode is."""
+        assert_close(out_BHD, self.truth, self.peer)
 
 
 def share(
-    lengths: Sequence[int], groups: Sequence[Group], device: torch.device, *, poison: float = 1000.0, spare_groups: int = 3,
+    lengths: Sequence[int], groups: Sequence[Group], *, poison: float = 1000.0, spare_groups: int = 3,
     shape: dict[str, Any] = SMALL, **options: Any,
 ) -> Shared:  # fmt: skip
-    """The first sequences of the batch are the first group, and so on; who is left is in none."""
-    case = make_case(lengths, device=device, **shape)
+    """The first sequences of the batch are the first group, and so on; those left over are in none."""
+    case = make_case(lengths, **shape)
     slots, spare_slot = case.slots_B.tolist(), (set(range(case.num_slots)) - set(case.slots_B.tolist())).pop()
     starts = [0, *itertools.accumulate(group.count for group in groups)]
     leaders = []
@@ -96,47 +87,23 @@ def share(
             if slot != leader:
                 case.memory.k[slot, : group.rows] = poison
                 case.memory.v[slot, : group.rows] = poison
-
-    def index(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     starts += starts[-1:] * spare_groups
+    leaders += [10**6] * spare_groups
     rows = [group.rows for group in groups] + [77] * spare_groups
-    return Shared(
-        case=case,
-        groups=(index(starts), index(leaders + [10**6] * spare_groups), index(rows)),
-        truth=truth,
-        bound=2 * (peer.float() - truth).abs().max().item() + 1e-5,
-    )
-
-
-def cut_small(monkeypatch: pytest.MonkeyPatch, num_splits: int, **changes: int) -> None:
-    """Problems of 8 sequences at most and tiles of 16 rows, so that few rows go through what many do; so many splits."""
-    small = dataclasses.replace(CascadeTiling(queries=16, tile_rows=16, merged_parts=2), **changes)
-    monkeypatch.setattr("vmmkv.kernels.attention.cascade.cascade_tiling", lambda *shape: small)
-    for module in ("cascade", "decode"):
-        monkeypatch.setattr(f"vmmkv.kernels.attention.{module}.resident_splits", lambda *_: num_splits)
-
-
-@pytest.fixture
-def cut_like(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`cut_small` until the test ends."""
-    return functools.partial(cut_small, monkeypatch)
+    return Shared(case=case, groups=(index(*starts), index(*leaders), index(*rows)), truth=truth, peer=peer)
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     some(
-        [(9, 3, 64, torch.float16), (3, 1, 80, torch.float32), (3, 1, 256, torch.float16)],
-        [(4, 2, 64, torch.float16), (3, 1, 80, torch.float16), (2, 1, 96, torch.float16), (4, 1, 128, torch.float16),
-         (2, 2, 64, torch.float32), (64, 1, 16, torch.float16)],
+        [(9, 3, 64, FP16), (3, 1, 80, FP32), (3, 1, 256, FP16)],
+        [(4, 2, 64, FP16), (3, 1, 80, FP16), (2, 1, 96, FP16), (4, 1, 128, FP16),
+         (2, 2, 64, FP32), (64, 1, 16, FP16)],
     ),
 )  # fmt: skip
-def test_cascade_is_right_at_every_shape(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_cascade_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    shared = share([140, 66, 70, 75, 1], [Group(2, 64), Group(2, 70)], device, shape=shape)
+    shared = share([140, 66, 70, 75, 1], [Group(2, 64), Group(2, 70)], shape=shape)
     shared.assert_right(shared.cascade())
 
 
@@ -161,53 +128,45 @@ SPLITS = {"several problems": 5, "several": 2, "some without": 16, "one that end
         [(count, name) for name in GROUPINGS for count in (1, 2, 5, 16) if count != SPLITS.get(name)],
     ),
 )
-def test_any_grouping_on_any_number_of_splits_is_right(
-    num_splits: int, name: str, cut_like: Callable[..., None], device: torch.device
-) -> None:
-    cut_like(num_splits)
-    shared = share(*GROUPINGS[name], device)
+def test_any_grouping_on_any_number_of_splits_is_right(num_splits: int, name: str, cut_cascade: Cut) -> None:
+    cut_cascade(num_splits)
+    shared = share(*GROUPINGS[name])
     shared.assert_right(shared.cascade())
 
 
 @pytest.mark.parametrize("changes", [{"least_tiles": 3}, {"merged_elements": 64}, {"merged_elements": 8192, "merged_parts": 7}])
-def test_any_cut_is_right(changes: dict[str, int], cut_like: Callable[..., None], device: torch.device) -> None:
-    cut_like(4, **changes)
-    shared = share(*GROUPINGS["led by the last"], device, shape={**SMALL, "heads": 3})
+def test_any_cut_is_right(changes: dict[str, int], cut_cascade: Cut) -> None:
+    cut_cascade(4, **changes)
+    shared = share(*GROUPINGS["led by the last"], shape=SMALL | {"heads": 3})
     shared.assert_right(shared.cascade())
 
 
 @pytest.mark.parametrize("name", some(["one that ends in a tile", "less than a tile"], ["several"]))
 def test_by_pointers_no_row_of_a_prefix_is_touched_but_the_leaders(
-    name: str, cut_like: Callable[..., None], by_pointers: Callable[[], None], device: torch.device
+    name: str, cut_cascade: Cut, by_pointers: Callable[[], None]
 ) -> None:
-    cut_like(3)
-    expected = share(*GROUPINGS[name], device).cascade()
+    cut_cascade(3)
+    expected = share(*GROUPINGS[name]).cascade()
     by_pointers()
-    shared = share(*GROUPINGS[name], device, poison=NAN)
+    shared = share(*GROUPINGS[name], poison=NAN)
     out = shared.cascade()
     shared.assert_right(out)
     assert torch.equal(out, expected)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of rows that are touched and masked
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float16, {"softcap": 5.0, "scale": 0.7}), (torch.float32, {"scale": 0.02})]
-)
-def test_scores_are_scaled_and_capped(
-    dtype: torch.dtype, options: dict[str, float], cut_like: Callable[..., None], device: torch.device
-) -> None:
-    cut_like(3)
-    shared = share(*GROUPINGS["led by the last"], device, shape={**SMALL, "dtype": dtype}, **options)
+@pytest.mark.parametrize(("dtype", "options"), [(FP16, {"softcap": 5.0, "scale": 0.7}), (FP32, {"scale": 0.02})])
+def test_scores_are_scaled_and_capped(dtype: torch.dtype, options: dict[str, float], cut_cascade: Cut) -> None:
+    cut_cascade(3)
+    shared = share(*GROUPINGS["led by the last"], shape=SMALL | {"dtype": dtype}, **options)
     shared.assert_right(shared.cascade(**options))
     assert torch.equal(shared.cascade_in_blocks(16, **options), shared.cascade(**options))
 
 
 @pytest.mark.parametrize("row", some([0, 63, 64], [15, 89]))
-def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(
-    row: int, cut_like: Callable[..., None], device: torch.device
-) -> None:
-    cut_like(3)
-    shared = share([90, 90], [Group(2, 64)], device, shape={**SMALL, "kv_heads": 2, "dtype": torch.float32})
+def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(row: int, cut_cascade: Cut) -> None:
+    cut_cascade(3)
+    shared = share([90, 90], [Group(2, 64)], shape=SMALL | {"kv_heads": 2, "dtype": FP32})
     case = shared.case
     for b, slot in enumerate(case.slots_B.tolist() if row >= 64 else [int(shared.groups[1][0])]):
         case.memory.k[slot, row] = 100 * case.q_NHD[b]
@@ -216,26 +175,26 @@ def test_a_peak_far_above_the_rest_is_kept_wherever_it_is(
     torch.testing.assert_close(out, torch.full_like(out, 5.0))
 
 
-def test_a_sequence_in_no_group_has_the_bits_of_decode(device: torch.device) -> None:
-    shared = share([150, 140, 130, 70, 0], [Group(2, 100), Group(1, 0)], device)
+def test_a_sequence_in_no_group_has_the_bits_of_decode() -> None:
+    shared = share([150, 140, 130, 70, 0], [Group(2, 100), Group(1, 0)])
     assert torch.equal(shared.cascade()[2:], shared.case.attend()[2:])
     assert torch.equal(shared.cascade_in_blocks(5)[2:], shared.case.attend()[2:])
 
 
-def test_an_idle_sequence_gives_zeros(device: torch.device) -> None:
-    shared = share([150, 140, 130, 120], [Group(4, 100, leader=2)], device)
+def test_an_idle_sequence_gives_zeros() -> None:
+    shared = share([150, 140, 130, 120], [Group(4, 100, leader=2)])
     expected = shared.cascade()
     shared.case.lengths_B[0] = 0
     shared.case.slots_B[1] = -1
     shared.case.slots_B[3] = shared.case.num_slots
     out = shared.cascade()
-    idle = torch.tensor([0, 1, 3], device=device)
+    idle = torch.tensor([0, 1, 3], device=DEVICE)
     assert torch.equal(out[idle], torch.zeros_like(out[idle]))
     assert torch.equal(out[2], expected[2])
 
 
-def test_a_leader_that_is_no_slot_is_not_read(device: torch.device) -> None:
-    shared = share([90, 80, 50], [Group(2, 64)], device)
+def test_a_leader_that_is_no_slot_is_not_read() -> None:
+    shared = share([90, 80, 50], [Group(2, 64)])
     expected = shared.cascade()
     for leader in (-1, shared.case.num_slots, 2**31 - 1):
         arguments = shared.in_blocks(16)
@@ -248,11 +207,11 @@ def test_a_leader_that_is_no_slot_is_not_read(device: torch.device) -> None:
         shared.groups[1][0] = shared.case.slots_B[0]
 
 
-def test_rows_and_entries_at_and_past_a_limit_are_not_read(cut_like: Callable[..., None], device: torch.device) -> None:
-    cut_like(3)
-    shared = share([80, 72, 50], [Group(2, 70, leader=None)], device)
+def test_rows_and_entries_at_and_past_a_limit_are_not_read(cut_cascade: Cut) -> None:
+    cut_cascade(3)
+    shared = share([80, 72, 50], [Group(2, 70, leader=None)])
     leader = int(shared.groups[1][0])
-    limit_S = torch.full((shared.case.num_slots,), 1000, dtype=torch.int32, device=device)
+    limit_S = shared.case.limits(1000)
     limit_S[leader] = 70
     expected = shared.cascade(limit_S=limit_S)
     shared.assert_right(expected)
@@ -268,8 +227,8 @@ def test_rows_and_entries_at_and_past_a_limit_are_not_read(cut_like: Callable[..
         assert torch.equal(cascade(**blocks, limit_S=limit_S), out)
 
 
-def test_groups_past_the_batch_or_the_slot_are_cut(device: torch.device) -> None:
-    shared = share([150, 140], [Group(2, 100)], device)
+def test_groups_past_the_batch_or_the_slot_are_cut() -> None:
+    shared = share([150, 140], [Group(2, 100)])
     expected = shared.cascade()
     shared.groups[0][1:] = 99
     assert torch.equal(shared.cascade(firsts_B=shared.groups[2][:1].repeat(2)), expected)
@@ -277,8 +236,8 @@ def test_groups_past_the_batch_or_the_slot_are_cut(device: torch.device) -> None
     assert shared.cascade().shape == expected.shape
 
 
-def test_the_firsts_may_be_given_and_of_64_bits(device: torch.device) -> None:
-    shared = share(*GROUPINGS["some without"], device)
+def test_the_firsts_may_be_given_and_of_64_bits() -> None:
+    shared = share(*GROUPINGS["some without"])
     firsts_B = firsts_of(shared.groups[0], shared.groups[2], 7)
     assert firsts_B.dtype == torch.int32
     assert firsts_B.tolist() == [75, 75, 0, 33, 33, 0, 0]
@@ -289,24 +248,21 @@ def test_the_firsts_may_be_given_and_of_64_bits(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 16])
-def test_the_workspace_is_as_large_as_said_and_may_hold_anything(
-    block: int, cut_like: Callable[..., None], device: torch.device
-) -> None:
-    cut_like(5)
-    shared = share([60 + b for b in range(9)], [Group(9, 60)], device, shape={**SMALL, "heads": 3})
+def test_the_workspace_is_as_large_as_said_and_may_hold_anything(block: int, cut_cascade: Cut) -> None:
+    cut_cascade(5)
+    shared = share([60 + b for b in range(9)], [Group(9, 60)], shape=SMALL | {"heads": 3})
     arguments = shared.in_blocks(block) if block else dict(zip(NAMES, (*shared.case.arguments, *shared.groups), strict=True))
     needed = workspace_elements(shared.case.q_NHD, arguments["k_STKD"], tables_SC=arguments.get("tables_SC"))
-    memory = torch.full((needed + 64,), NAN, device=device)
+    memory = torch.full((needed + 64,), NAN, device=DEVICE)
     shared.assert_right(cascade(**arguments, workspace=memory[:needed]))
     assert memory[needed:].isnan().all()
     with pytest.raises(ValueError, match=f"workspace is .* at least {needed} contiguous"):
         cascade(**arguments, workspace=memory[: needed - 1])
 
 
-def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
-    shared = share([5], [], device)
-    none = torch.empty(0, dtype=torch.int32, device=device)
-    empty = {"q_BHD": shared.case.q_NHD[:0], "lengths_B": none, "slots_B": none}
+def test_an_empty_batch_launches_nothing() -> None:
+    shared = share([5], [])
+    empty = {"q_BHD": shared.case.q_NHD[:0], "lengths_B": index(), "slots_B": index()}
     assert cascade(**(shared.in_blocks(16) | empty)).shape == (0, 2, 64)
 
 
@@ -317,19 +273,19 @@ def test_an_empty_batch_launches_nothing(device: torch.device) -> None:
         [("one that ends in a tile", 16), ("several", 1), ("several", 64), ("led by the last", 16)],
     ),
 )
-def test_blocks_give_the_bits_of_slots(name: str, block: int, cut_like: Callable[..., None], device: torch.device) -> None:
+def test_blocks_give_the_bits_of_slots(name: str, block: int, cut_cascade: Cut) -> None:
     """The sequences' own rows of a prefix are poison, and the table entries for those name no block."""
-    cut_like(3)
-    expected = share(*GROUPINGS[name], device).cascade()
-    shared = share(*GROUPINGS[name], device, poison=NAN)
+    cut_cascade(3)
+    expected = share(*GROUPINGS[name]).cascade()
+    shared = share(*GROUPINGS[name], poison=NAN)
     out = shared.cascade_in_blocks(block)
     shared.assert_right(out)
     assert torch.equal(out, expected)
 
 
-def test_sequences_may_name_the_same_blocks(device: torch.device) -> None:
+def test_sequences_may_name_the_same_blocks() -> None:
     """As engines have them: a shared prefix is the same blocks in every table, and the leader is any of its sequences."""
-    shared = share([90, 70, 64], [Group(3, 64)], device)
+    shared = share([90, 70, 64], [Group(3, 64)])
     expected = shared.cascade()
     arguments = shared.in_blocks(16)
     slots_B, tables_SC = arguments["slots_B"], arguments["tables_SC"]
@@ -337,11 +293,3 @@ def test_sequences_may_name_the_same_blocks(device: torch.device) -> None:
     for leader in slots_B.tolist():
         arguments["leaders_G"][0] = leader
         assert torch.equal(cascade(**arguments), expected)
-
-
-def test_a_table_is_not_touched_but_for_the_rows_that_are_attended_to() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.guarded_cascade"]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == "done\n"

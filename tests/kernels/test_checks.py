@@ -1,36 +1,51 @@
-"""A launcher refuses what its kernel would misread, and names the argument."""
+"""A launcher refuses what its kernel would misread, and names the argument.
 
+What `checks` refuses is tried once in full, by decode. Of other launchers each argument is spoilt once or twice: is it checked?
+"""
+
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.cases import NAN, Case, make_case, make_memory
+from tests.kernels.cases import BF16, DEVICE, FP16, NAN, index, make_case, make_memory
+from vmmkv.kernels.activation import silu_mul
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.cascade import cascade
 from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
-from vmmkv.kernels.quantise import Kind
+from vmmkv.kernels.copy import copy_extents, copy_rows
+from vmmkv.kernels.linear import MAX_ROWS, linear
+from vmmkv.kernels.norm import MAX_WIDTH, rms_norm
+from vmmkv.kernels.sampling.logits import apply_penalties, apply_token_mask
+from vmmkv.kernels.sampling.sample import sample
+from vmmkv.kernels.step import begin_step, end_step
 
-Spoil = Callable[[torch.Tensor], Any]
-Refusal = tuple[str, Spoil, str]
-"""The argument, what is done to it, and what the message says besides."""
+Launch = Callable[..., object]
+Arguments = dict[str, Any]
+Refusal = tuple[str, Any, str]
+"""The argument, what is given for it or done to it, and what the message says besides."""
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape, one element off a 16-byte address."""
-    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
 
 
 def odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape, rows one element further apart than 16 bytes allow."""
-    return torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype, device=tensor.device)[..., :-1]
+    return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)[..., :-1]
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape with every other element in its last dimension."""
-    return torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)[..., ::2]
+    return tensor.new_empty(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
 
 
 def meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,332 +53,330 @@ def meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
-def missing(tensor: torch.Tensor) -> None:
-    """No tensor."""
+def first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[0]
 
 
-_LAUNCHED: set[object] = set()
-"""Functions, and of what shapes and types their arguments were, when they worked: the interpreter takes half a second."""
+def shorter(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:-1]
 
 
-def assert_refused(launch: Callable[..., object], arguments: dict[str, Any], refusal: Refusal) -> None:
-    """The launch works, and with one argument spoilt it is refused in that argument's name."""
-    name, spoil, wanted = refusal
-    alike = (
-        launch,
-        *(
-            (each, value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else (each, repr(value))
-            for each, value in sorted(arguments.items())
-        ),
-    )
-    if alike not in _LAUNCHED:
-        launch(**arguments)
-        _LAUNCHED.add(alike)
-    with pytest.raises(ValueError) as raised:
-        launch(**(arguments | {name: spoil(arguments[name])}))
-    assert str(raised.value).startswith(f"{name} is ")
-    assert wanted in str(raised.value)
+def narrower(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., :-8]
 
 
-def small_case(device: torch.device, kind: Kind | None = None, scale: str = "token") -> Case:
-    return make_case([5, 9], heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, kind=kind, scale=scale, device=device)
+def doubles(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double()
 
 
-def decode_arguments(case: Case) -> dict[str, Any]:
-    names = ("q_BHD", "k_STKW", "v_STKW", "lengths_B", "slots_B")
-    return dict(zip(names, case.arguments, strict=True)) | case.memory.scales
+def long(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.long()
 
+
+def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int = 0) -> Arguments:
+    """Arguments of decode, prefill or cascade over two sequences in slots, or in blocks."""
+    case = make_case([5, 9], heads=4, kv_heads=2, head_dim=64, dtype=FP16, kind=kind, scale=scale)
+    memory, tables = case.memory, {}
+    if block:
+        memory, tables_SC = memory.in_blocks(block)
+        tables = {"tables_SC": tables_SC}
+    width = "D" if launch is cascade else "W"
+    arguments = {"q_NHD" if launch is prefill else "q_BHD": case.q_NHD, f"k_STK{width}": memory.k, f"v_STK{width}": memory.v}
+    arguments |= {"lengths_B": case.lengths_B, "slots_B": case.slots_B, "limit_S": case.limits(9), **tables, **memory.scales}
+    if launch is cascade:
+        groups = {"group_starts_G1": index(0, 2), "leaders_G": case.slots_B[:1], "prefix_rows_G": index(4)}
+        return arguments | groups | {"firsts_B": index(4, 4), "workspace": zeros(1_000_000)}
+    if launch is prefill:
+        return arguments | {"query_starts": index(0, 1, 2)}
+    return arguments | {"workspace": zeros(100_000), "firsts_B": index(0, 0)}
+
+
+def writing(*names: str, block: int = 0) -> Arguments:
+    """Arguments of append of three tokens: with "angles", "norms", or into blocks."""
+    memory, new_NHD = make_memory((4, 8), 2, 64, FP16), zeros(3, 4, 64, dtype=FP16)
+    arguments: Arguments = {"k_NKD": new_NHD[:, :2], "v_NKD": new_NHD[:, 2:]}
+    if block:
+        memory, arguments["tables_SC"] = memory.in_blocks(block)
+    arguments |= {"k_STKW": memory.k, "v_STKW": memory.v, "limit_S": index(8, 8, 8, 8)}
+    arguments |= {"slots_N": index(0, 1, 2), "positions_N": index(3, 4, 5)}
+    if "angles" in names:
+        arguments |= {"cos_TR": zeros(8, 32), "sin_TR": zeros(8, 32), "q_NHD": zeros(3, 4, 64, dtype=FP16)}
+    if "norms" in names:
+        arguments |= {"q_norm_D": zeros(64, dtype=FP16), "k_norm_D": zeros(64, dtype=FP16), "norm_eps": 1e-6}
+    return arguments
+
+
+LOGITS = {"logits_BV": zeros(2, 64), "slots_B": index(0, 1)}
+PARAMETERS = {name: zeros(2) for name in ("temperature_S", "top_p_S", "min_p_S")}
+PARAMETERS |= {"positions_B": index(0, 1), "top_k_S": index(0, 0), "seed_S": index(0, 0).long()}
+MASKS = {"logits_BV": zeros(3, 40), "rows_G": index(0, 0), "words_GW": index(0, 0, 0, 0).view(2, 2)}
+COPIES = {name: index(0, 0) for name in ("source_slots_M", "target_slots_M", "starts_M", "ends_M")}
+PENALTIES = {name: zeros(2) for name in ("repetition_S", "frequency_S", "presence_S")}
+STATE = {"counts_RV": index(*[0] * 64).view(1, 64), "prompt_RV": zeros(1, 64, dtype=torch.uint8), "bias_RV": zeros(1, 64)}
+BEGIN = ("slots_B", "tokens_S", "lengths_S", "ids_B", "positions_B", "ends_B")
+END = ("slots_B", "sampled_B", "ends_B", "limit_S", "tokens_S", "lengths_S", "out_B")
 
 MEMORY: list[Refusal] = [
-    ("k_STKW", lambda k: k[0], "4 dimensions: [slots, rows, kv heads, head dim]"),
-    ("k_STKW", lambda k: k.long(), "float16, bfloat16 or float32; or quantised: float8_e4m3fn (fp8), int8 (int8), uint8"),
+    ("k_STKW", first, "4 dimensions: [slots, rows, kv heads, head dim]"),
+    ("k_STKW", long, "float16, bfloat16 or float32; or quantised: float8_e4m3fn (fp8), int8 (int8), uint8"),
     ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
     ("k_STKW", spread, "stride 1"),
     ("k_STKW", odd_strides, "16 bytes"),
     ("k_STKW", misaligned, "16 bytes"),
     ("k_STKW", meta, "where the others are"),
     ("v_STKW", lambda v: v[:, :-1], "(4, "),
-    ("v_STKW", lambda v: v.float(), "float16"),
     ("v_STKW", odd_strides, "16 bytes"),
-    ("v_STKW", meta, "where the others are"),
-]
-"""Of K and V, whatever the kernel."""
-
-DECODE: list[Refusal] = [
-    *MEMORY,
-    ("q_BHD", lambda q: q[0], "3 dimensions"),
-    ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-    ("q_BHD", lambda q: q[:, :0], "multiple of the 2 kv heads"),
-    ("q_BHD", lambda q: q.repeat(1, 40, 1), "at most 64 times as many"),
-    ("q_BHD", lambda q: q[..., :32], "64, which K and V have"),
-    ("q_BHD", spread, "stride 1"),
-    ("q_BHD", odd_strides, "16 bytes"),
-    ("q_BHD", misaligned, "16 bytes"),
-    ("q_BHD", meta, "tensor"),
-    ("lengths_B", lambda lengths: lengths[:1], "(2,)"),
     ("lengths_B", lambda lengths: lengths.float(), "int32 or int64"),
-    ("lengths_B", meta, "the host never reads it"),
-    ("slots_B", lambda slots: slots.repeat_interleave(2)[::2], "contiguous"),
+    ("slots_B", shorter, "(2,)"),
     ("slots_B", meta, "the host never reads it"),
-    ("limit_S", lambda limit: limit.long(), "int32"),
-    ("limit_S", lambda limit: limit[:1], "(4,)"),
-    ("limit_S", meta, "the host never reads it"),
-    ("window", lambda _: 0, "at least 1"),
-    ("softcap", lambda _: 0.0, "positive"),
-    ("out", lambda out: out.float(), "float16"),
-    ("out", lambda out: out[:1], "(2, 4, 64)"),
-    ("out", spread, "stride 1"),
-    ("workspace", lambda _: torch.empty(5), "at least"),
-    ("workspace", lambda workspace: workspace.double(), "float32"),
-    ("workspace", meta, "where the others are"),
-    ("firsts_B", lambda firsts: firsts[:1], "(2,)"),
-    ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
-    ("lse_BH", lambda lse: lse[:, :2], "contiguous torch.float32 of shape (2, 4)"),
-    ("lse_BH", lambda lse: lse.half(), "contiguous torch.float32 of shape (2, 4)"),
-    ("lse_BH", lambda lse: lse.new_empty(4, 2).T, "not contiguous"),
-    ("lse_BH", meta, "on meta; wanted"),
+    ("limit_S", long, "int32, as `cache.limit` is"),
+    ("limit_S", shorter, "(4,)"),
+    ("window", 0, "at least 1"),
+    *((name, value, "positive, finite") for name in ("scale", "softcap") for value in (0.0, -1.0, float("inf"), NAN)),
 ]
+"""Of decode and prefill."""
 
-
-@pytest.mark.parametrize("refusal", DECODE, ids=lambda refusal: refusal[0])
-def test_decode_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
-    case = small_case(device)
-    arguments = decode_arguments(case) | {
-        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
-        "window": None,
-        "softcap": None,
-        "out": torch.empty_like(case.q_NHD) if refusal[0] == "out" else None,
-        "workspace": torch.empty(100_000, device=device),
-        "firsts_B": torch.zeros(2, dtype=torch.int32, device=device),
-        "lse_BH": torch.empty(2, 4, device=device) if refusal[0] == "lse_BH" else None,
-    }
-    assert_refused(decode, arguments, refusal)
-
-
-@pytest.mark.parametrize(
-    ("kind", "scale", "refusal"),
-    [
-        ("int8", "token", ("k_scale", missing, "both K and V")),
-        ("int8", "token", ("v_scale", missing, "both K and V")),
-        ("int8", "token", ("k_scale", lambda scale: scale.float(), "float16 of shape (4, 14, 2)")),
-        ("int8", "token", ("k_scale", lambda scale: scale[:, :-1], "(4, 14, 2)")),
-        ("int8", "token", ("v_scale", lambda scale: scale[0], "(4, 14, 2)")),
-        ("int4", "token", ("v_scale", lambda scale: scale.contiguous(), "2, as k_scale is")),
-        ("int4", "token", ("v_scale", meta, "where the others are")),
-        ("int4", "token", ("k_scale", lambda scale: scale[0, 0].float(), "as int4 needs")),
-        ("fp8", "head", ("k_scale", lambda scale: scale.half(), "float32 of shape (2,)")),
-        ("fp8", "head", ("v_scale", lambda scale: scale.repeat(2), "float32 of shape (2,)")),
-        ("fp8", "head", ("v_scale", spread, "contiguous")),
-        ("fp8", "head", ("v_scale", lambda scale: scale.half().expand(4, 14, 2), "1, as k_scale has")),
-        ("int4", "token", ("v_STKW", lambda v: v.view(torch.int8), "uint8")),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else value,
-)
-def test_the_scales_of_quantised_rows_are_checked(kind: Kind, scale: str, refusal: Refusal, device: torch.device) -> None:
-    case = small_case(device, kind, scale)
-    assert_refused(decode, decode_arguments(case), refusal)
-
-
-@pytest.mark.parametrize("name", ["scale", "softcap"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), NAN])
-def test_a_scale_or_cap_that_gives_no_number_is_refused(name: str, value: float, device: torch.device) -> None:
-    case = small_case(device)
-    for attend in (decode, prefill):
-        with pytest.raises(ValueError, match=f"^{name} is {value}; wanted a positive, finite number"):
-            starts = (case.lengths_B.new_tensor([0, *range(1, len(case.lengths_B) + 1)]),) if attend is prefill else ()
-            attend(case.q_NHD, case.memory.k, case.memory.v, *starts, case.lengths_B, case.slots_B, **{name: value})
-
-
-def test_the_angles_of_transformers_are_told_apart(device: torch.device) -> None:
-    case = small_case(device)
-    tokens_NKD = torch.zeros(1, 2, 64, dtype=torch.float16, device=device)
-    one_N, angles_TD = case.slots_B.new_zeros(1), torch.zeros(8, 64, device=device)
-    limit_S = torch.ones(len(case.memory.k), dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"cos_TR is of shape \(8, 64\); wanted \(8, 32\).*take \[:, :32\]"):
-        append(
-            tokens_NKD, tokens_NKD, case.memory.k, case.memory.v, one_N, one_N, limit_S, cos_TR=angles_TD, sin_TR=angles_TD
-        )  # fmt: skip
-
-
-def test_an_int4_view_of_full_width_is_told_apart(device: torch.device) -> None:
-    case = small_case(device)
-    full_STKW = torch.zeros(case.memory.k.shape, dtype=torch.uint8, device=device)
-    scales = torch.ones(full_STKW.shape[:3], dtype=torch.float16, device=device)
-    with pytest.raises(ValueError, match="q_BHD is of head dim 64; wanted 128, which K and V have: two elements in each byte"):
-        decode(case.q_NHD, full_STKW, full_STKW, case.lengths_B, case.slots_B, k_scale=scales, v_scale=scales)
-
-
-def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
-    if device.type == "cuda":
-        pytest.skip("the interpreter alone computes it wrongly")
-    case = make_case([5], heads=2, kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
-        decode(*case.arguments)
-
-
-def test_both_scales_of_quantised_rows_are_wanted(device: torch.device) -> None:
-    case = small_case(device, "fp8")
-    with pytest.raises(ValueError, match=r"^k_scale is missing; wanted the scales of fp8 K and V"):
-        decode(*case.arguments)
-    plain = small_case(device)
-    with pytest.raises(ValueError, match=r"^k_scale is given; wanted none, since k_STKW is of torch.float16"):
-        decode(*plain.arguments, **case.memory.scales)
-    with pytest.raises(ValueError, match=r"^v_scale is missing; wanted a scale for both K and V, or for neither"):
-        decode(*plain.arguments, k_scale=case.memory.scales["k_scale"])
-
-
-def test_decode_refuses_rows_too_far_apart_for_32_bit_offsets(device: torch.device) -> None:
-    case = make_case([1], heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, device=device)
-    row_STKW = torch.empty(1, 1, 2, 64, dtype=torch.float16, device=device)
-    far_STKW = row_STKW.as_strided((1, 1, 2, 64), (2**31, 2**31 // 16, 64, 1))
-    with pytest.raises(ValueError, match="k_STKW is strided by"):
-        decode(case.q_NHD, far_STKW, far_STKW, case.lengths_B, case.slots_B)
-
-
-TABLES: list[Refusal] = [
-    ("k_STKW", lambda k: k[0], "[blocks, rows of a block, kv heads, head dim]"),
-    ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
-    ("v_STKW", odd_strides, "16 bytes"),
-    ("v_STKW", lambda v: v[1:], "(15, 5, 2, 64)"),
-    ("tables_SC", lambda tables: tables.long(), "int32"),
-    ("tables_SC", lambda tables: tables[0], "2 dimensions, [slots, blocks of each]"),
+BLOCKS: list[Refusal] = [
+    ("k_STKW", first, "[blocks, rows of a block, kv heads, head dim]"),
+    ("v_STKW", shorter, "5, 2, 64)"),
+    ("tables_SC", long, "int32"),
+    ("tables_SC", first, "2 dimensions, [slots, blocks of each]"),
     ("tables_SC", spread, "the last contiguous"),
     ("tables_SC", meta, "where the others are"),
-    ("limit_S", lambda limit: limit[:-1], "(4,)"),
+    ("limit_S", shorter, "(4,)"),
 ]
 
+REFUSALS: dict[str, tuple[Launch, Arguments, list[Refusal]]] = {
+    "decode": (decode, attention(decode), [
+        *MEMORY,
+        ("q_BHD", first, "3 dimensions"),
+        ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+        ("q_BHD", lambda q: q[:, :0], "multiple of the 2 kv heads"),
+        ("q_BHD", lambda q: q.repeat(1, 40, 1), "at most 64 times as many"),
+        ("q_BHD", lambda q: q[..., :32], "64, which K and V have"),
+        ("q_BHD", odd_strides, "16 bytes"),
+        ("slots_B", lambda slots: slots.repeat_interleave(2)[::2], "contiguous"),
+        ("out", zeros(2, 4, 64), "float16"),
+        ("out", zeros(1, 4, 64, dtype=FP16), "(2, 4, 64)"),
+        ("out", zeros(2, 4, 128, dtype=FP16)[..., ::2], "stride 1"),
+        ("workspace", zeros(5), "at least"),
+        ("workspace", doubles, "float32"),
+        ("workspace", meta, "where the others are"),
+        ("firsts_B", shorter, "(2,)"),
+        ("firsts_B", lambda firsts: firsts.float(), "int32 or int64"),
+        ("lse_BH", zeros(2, 2), "contiguous torch.float32 of shape (2, 4)"),
+        ("lse_BH", zeros(2, 4, dtype=FP16), "contiguous torch.float32 of shape (2, 4)"),
+        ("lse_BH", zeros(4, 2).T, "not contiguous"),
+        ("lse_BH", zeros(2, 4).to("meta"), "on meta; wanted"),
+    ]),
+    "token scales": (decode, attention(decode, "int8"), [
+        ("k_scale", None, "both K and V"),
+        ("v_scale", None, "both K and V"),
+        ("k_scale", lambda scale: scale.float(), "float16 of shape (4, 14, 2)"),
+        ("v_scale", first, "(4, 14, 2)"),
+        ("v_scale", lambda scale: scale.contiguous(), "2, as k_scale is"),
+        ("v_scale", meta, "where the others are"),
+        ("k_scale", lambda scale: scale[0, 0].float(), "as int8 needs"),
+        ("v_STKW", lambda v: v.view(torch.uint8), "int8"),
+    ]),
+    "head scales": (decode, attention(decode, "fp8", "head"), [
+        ("k_scale", lambda scale: scale.half(), "float32 of shape (2,)"),
+        ("v_scale", lambda scale: scale.repeat(2), "float32 of shape (2,)"),
+        ("v_scale", spread, "contiguous"),
+        ("v_scale", lambda scale: scale.half().expand(4, 14, 2), "1, as k_scale has"),
+    ]),
+    "int4": (decode, attention(decode, "int4"), [
+        ("q_BHD", lambda q: q[..., :32], "64, which K and V have: two elements in each byte of int4"),
+    ]),
+    "decode over blocks": (decode, attention(decode, block=5), BLOCKS),
+    "prefill over blocks": (prefill, attention(prefill, block=5), BLOCKS),
+    "append to blocks": (append, writing(block=5), BLOCKS),
+    "prefill": (prefill, attention(prefill), [
+        *MEMORY,
+        ("q_NHD", first, "3 dimensions"),
+        ("q_NHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+        ("query_starts", shorter, "(3,)"),
+        ("query_starts", long, "int32"),
+        ("out", zeros(2, 4, 64), "float16"),
+    ]),
+    "cascade": (cascade, attention(cascade), [
+        ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
+        ("k_STKD", lambda k: k.view(torch.int8), "quantised"),
+        ("lengths_B", lambda lengths: lengths.float(), "int32"),
+        ("group_starts_G1", shorter, "(2,)"),
+        ("group_starts_G1", long, "int32"),
+        ("leaders_G", long, "int32"),
+        ("leaders_G", meta, "the host never reads it"),
+        ("prefix_rows_G", lambda rows: rows.float(), "int32"),
+        ("prefix_rows_G", lambda rows: rows.repeat(5000), "at most 4096"),
+        ("firsts_B", lambda firsts: firsts.repeat(2), "(2,)"),
+        ("limit_S", shorter, "(4,)"),
+        ("softcap", float("inf"), "positive"),
+        ("scale", -1.0, "positive"),
+        ("out", zeros(2, 4, 64), "float16"),
+        ("workspace", lambda workspace: workspace[:5], "at least"),
+    ]),
+    "append": (append, writing("angles", "norms"), [
+        ("k_NKD", first, "(0, 2, 64)"),
+        ("k_NKD", long, "float16, bfloat16 or float32"),
+        ("v_NKD", shorter, "(3, 2, 64)"),
+        ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
+        ("v_STKW", misaligned, "16 bytes"),
+        ("slots_N", shorter, "(3,)"),
+        ("positions_N", meta, "where the others are"),
+        ("limit_S", long, "int32"),
+        ("q_NHD", first, "3 dimensions"),
+        ("q_NHD", shorter, "(3, 4, 64)"),
+        ("cos_TR", None, "both cosines and sines"),
+        ("cos_TR", first, "2 dimensions: [positions, head dim / 2]"),
+        ("cos_TR", lambda cos: cos[:, :16], "(8, 32)"),
+        ("cos_TR", zeros(8, 64), "(8, 32): one angle for elements j and j + D / 2; transformers' tables have each twice"),
+        ("sin_TR", None, "both cosines and sines"),
+        ("sin_TR", shorter, "(8, 32)"),
+        ("sin_TR", doubles, "float32"),
+        ("q_norm_D", narrower, "(64,)"),
+        ("k_norm_D", spread, "stride 1"),
+        ("norm_eps", 0.0, "positive"),
+        ("norm_eps", NAN, "positive"),
+    ]),
+    "append without angles": (append, writing(), [
+        ("q_NHD", zeros(3, 4, 64, dtype=FP16), "both, since rotation"),
+        ("q_norm_D", zeros(64, dtype=FP16), "wanted both"),
+    ]),
+    "rms_norm": (rms_norm, {"x_NE": zeros(3, 64), "weight_E": zeros(64), "eps": 1e-5, "residual_NE": zeros(3, 64)}, [
+        ("x_NE", first, "2 dimensions: [tokens, hidden size]"),
+        ("x_NE", doubles, "float16, bfloat16 or float32"),
+        ("x_NE", lambda x: x[:, :0], f"1 to {MAX_WIDTH}"),
+        ("x_NE", zeros(1, MAX_WIDTH + 8), f"1 to {MAX_WIDTH}"),
+        ("x_NE", odd_strides, "16 bytes"),
+        ("weight_E", narrower, "(64,)"),
+        ("weight_E", doubles, "torch.float32"),
+        ("eps", 0.0, "positive"),
+        ("residual_NE", shorter, "(3, 64)"),
+        ("out", zeros(3, 32), "(3, 64)"),
+    ]),
+    "silu_mul": (silu_mul, {"gate_up_NG": zeros(3, 64)}, [
+        ("gate_up_NG", first, "2 dimensions: [tokens, 2 * MLP width]"),
+        ("gate_up_NG", lambda gate_up: gate_up[:, :63], "even number"),
+        ("gate_up_NG", lambda gate_up: gate_up[:, :0], "even number"),
+        ("gate_up_NG", misaligned, "16 bytes"),
+        ("gate_up_NG", lambda gate_up: gate_up[:1].expand(2**31, 64), "fewer than 2147483648 of this width"),
+        ("out", zeros(2, 32), "(3, 32)"),
+    ]),
+    "linear": (linear, {"x_MK": zeros(2, 64), "weight_NK": zeros(16, 64), "norm_weight_K": zeros(64), "norm_eps": 1e-5}, [
+        ("x_MK", zeros(MAX_ROWS + 1, 64), f"at most {MAX_ROWS}"),
+        ("x_MK", first, "2 dimensions"),
+        ("x_MK", long, "float16, bfloat16 or float32"),
+        ("x_MK", spread, "stride 1"),
+        ("weight_NK", doubles, "torch.float32"),
+        ("weight_NK", first, "2 dimensions: [outputs, inputs]"),
+        ("weight_NK", zeros(16, 32), "(16, 64)"),
+        ("weight_NK", zeros(64, 16).T, "stride 1"),
+        ("bias_N", zeros(8), "(16,)"),
+        ("norm_weight_K", zeros(16), "(64,)"),
+        ("norm_eps", -1.0, "0 or more"),
+        ("residual_MN", zeros(2, 8), "(2, 16)"),
+        ("out", zeros(2, 8), "(2, 16)"),
+    ]),
+    "linear with an output": (linear, {"x_MK": zeros(2, 64), "weight_NK": zeros(16, 64), "out": zeros(2, 16)}, [
+        ("residual_MN", zeros(2, 16), "one of them: the residual is the output"),
+    ]),
+    "gated linear": (linear, {"x_MK": zeros(2, 64), "weight_NK": zeros(16, 64), "gated": True}, [
+        ("weight_NK", shorter, "an even number"),
+        ("bias_N", zeros(8), "(16,)"),
+        ("residual_MN", zeros(2, 8), "one of them: the residual is the output"),
+    ]),
+    "sample": (sample, LOGITS | PARAMETERS, [
+        ("logits_BV", first, "2 dimensions"),
+        ("logits_BV", long, "float16, bfloat16 or float32"),
+        ("logits_BV", spread, "the last one contiguous"),
+        ("logits_BV", zeros(1, 1).expand(2, 2**20 + 1).contiguous(), "1048576"),
+        ("slots_B", shorter, "(2,)"),
+        ("positions_B", lambda positions: positions.float(), "int32 or int64"),
+        ("temperature_S", doubles, "torch.float32"),
+        ("top_k_S", long, "torch.int32"),
+        ("top_p_S", shorter, "of shape"),
+        ("min_p_S", meta, "contiguous"),
+        ("seed_S", spread, "contiguous"),
+        ("out", index(0, 0).long(), "torch.int32"),
+    ]),
+    "apply_penalties": (apply_penalties, LOGITS | PENALTIES | STATE | {"state_row_S": index(0, 0)}, [
+        ("logits_BV", long, "float16, bfloat16 or float32"),
+        ("slots_B", shorter, "(2,)"),
+        ("state_row_S", long, "torch.int32"),
+        *((name, doubles, "torch.float32") for name in (*PENALTIES, "bias_RV")),
+        ("counts_RV", narrower, "(1, 64)"),
+        ("prompt_RV", long, "torch.uint8"),
+    ]),
+    "apply_token_mask": (apply_token_mask, MASKS, [
+        ("logits_BV", first, "2 dimensions"),
+        ("rows_G", lambda rows: rows.float(), "int32 or int64"),
+        ("rows_G", first, "(0,)"),
+        ("words_GW", long, "contiguous torch.int32"),
+        ("words_GW", lambda words: words[:, :1], "(2, 2)"),
+        ("words_GW", lambda words: words[:1], "(2, 2)"),
+        ("words_GW", meta, "on meta; wanted"),
+    ]),
+    "copy_rows": (copy_rows, COPIES | {"rows_STE": zeros(4, 8, 32, dtype=torch.uint8)}, [
+        ("rows_STE", zeros(4, 8, 32, dtype=torch.int8), "uint8"),
+        ("rows_STE", first, "3 dimensions"),
+        ("rows_STE", narrower, "multiple of 16"),
+        ("rows_STE", zeros(4, 8, 64, dtype=torch.uint8)[..., :32], "one after the other"),
+        ("rows_STE", odd_strides, "16 bytes"),
+        ("source_slots_M", index(*[0] * 4097), "at most 4096"),
+        ("target_slots_M", shorter, "(2,)"),
+        ("starts_M", doubles, "int32 or int64"),
+        ("ends_M", spread, "contiguous"),
+    ]),
+    "copy_extents": (copy_extents, {"sources_M": index(0).long(), "targets_M": index(0).long(), "size_bytes": 16}, [
+        ("sources_M", lambda sources: sources.int(), "int64"),
+        ("targets_M", lambda targets: targets[:0], "(1,)"),
+        ("size_bytes", 24, "a multiple of 16"),
+    ]),
+    **{
+        launch.__name__: (launch, {name: index(*[0] * (9 if name.endswith("_S") else 5)) for name in names}, [
+            (name, spoil, "contiguous torch.int32 of shape") for name in names for spoil in (long, spread)
+        ] + [(name, shorter, "contiguous torch.int32 of shape") for name in names if name not in ("slots_B", "tokens_S")])
+        for launch, names in ((begin_step, BEGIN), (end_step, END))
+    },
+}  # fmt: skip
+"""By name: a launcher, arguments that it takes, and what it refuses in place of one of them."""
 
-@pytest.mark.parametrize("launch", [decode, append, prefill])
-@pytest.mark.parametrize("refusal", TABLES, ids=lambda refusal: refusal[0])
-def test_a_kernel_over_blocks_names_the_argument_it_refuses(
-    refusal: Refusal, launch: Callable[..., object], device: torch.device
-) -> None:
-    case = small_case(device)
-    blocks, tables_SC = case.memory.in_blocks(5)
-    limit_S = torch.full((4,), 9, dtype=torch.int32, device=device)
-    arguments: dict[str, Any] = {"k_STKW": blocks.k, "v_STKW": blocks.v, "tables_SC": tables_SC, "limit_S": limit_S}
-    if launch is append:
-        new_NKD = torch.zeros(2, 2, 64, dtype=torch.float16, device=device)
-        arguments |= {"k_NKD": new_NKD, "v_NKD": new_NKD, "slots_N": case.slots_B, "positions_N": case.lengths_B}
-    else:
-        name = "q_BHD" if launch is decode else "q_NHD"
-        arguments |= {name: case.q_NHD, "lengths_B": case.lengths_B, "slots_B": case.slots_B}
-        if launch is prefill:
-            arguments["query_starts"] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-    assert_refused(launch, arguments, refusal)
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_launcher_names_the_argument_it_refuses(name: str) -> None:
+    launch, arguments, refusals = REFUSALS[name]
+    launch(**arguments)
+    for argument, spoil, wanted in refusals:
+        spoilt = spoil(arguments[argument]) if callable(spoil) else spoil
+        with pytest.raises(ValueError, match=f"^{argument} is .*{re.escape(wanted)}"):
+            launch(**arguments | {argument: spoilt})
 
 
-PREFILL: list[Refusal] = [
-    *MEMORY,
-    ("q_NHD", lambda q: q[0], "3 dimensions"),
-    ("q_NHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-    ("q_NHD", lambda q: q[..., :32], "64"),
-    ("query_starts", lambda starts: starts[:-1], "(3,)"),
-    ("query_starts", lambda starts: starts.float(), "int32"),
-    ("query_starts", lambda starts: starts.long(), "int32"),
-    ("lengths_B", meta, "the host never reads it"),
-    ("slots_B", lambda slots: slots.repeat(2), "(2,)"),
-    ("limit_S", lambda limit: limit[:2], "(4,)"),
-    ("window", lambda _: 0, "at least 1"),
-    ("out", lambda _: torch.zeros(2, 4, 64), "float16"),
-]
+def test_both_scales_of_quantised_rows_are_wanted() -> None:
+    quantised, plain = attention(decode, "fp8"), attention(decode)
+    scales = {name: quantised.pop(name) for name in ("k_scale", "v_scale")}
+    with pytest.raises(ValueError, match=r"^k_scale is missing; wanted the scales of fp8 K and V"):
+        decode(**quantised)
+    with pytest.raises(ValueError, match=r"^k_scale is given; wanted none, since k_STKW is of torch.float16"):
+        decode(**plain, **scales)
 
 
-@pytest.mark.parametrize("refusal", PREFILL, ids=lambda refusal: refusal[0])
-def test_prefill_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
-    arguments = decode_arguments(small_case(device)) | {
-        "query_starts": torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
-        "limit_S": torch.full((4,), 9, dtype=torch.int32, device=device),
-        "window": None,
-        "out": None,
-    }
-    assert_refused(prefill, {"q_NHD": arguments.pop("q_BHD")} | arguments, refusal)
+def test_an_int4_view_of_full_width_is_told_apart() -> None:
+    full_STKW, scales = zeros(4, 14, 2, 64, dtype=torch.uint8), zeros(4, 14, 2, dtype=FP16)
+    with pytest.raises(ValueError, match="q_BHD is of head dim 64; wanted 128, which K and V have: two elements in each byte"):
+        decode(**attention(decode) | {"k_STKW": full_STKW, "v_STKW": full_STKW, "k_scale": scales, "v_scale": scales})
 
 
-CASCADE: list[Refusal] = [
-    ("q_BHD", lambda q: q[0], "3 dimensions"),
-    ("q_BHD", lambda q: q[:, :3], "multiple of the 2 kv heads"),
-    ("k_STKD", lambda k: k.view(torch.int8), "quantised"),
-    ("lengths_B", lambda lengths: lengths.float(), "int32"),
-    ("group_starts_G1", lambda starts: starts[:-1], "(2,)"),
-    ("group_starts_G1", lambda starts: starts.long(), "int32"),
-    ("leaders_G", lambda leaders: leaders.long(), "int32"),
-    ("leaders_G", meta, "the host never reads it"),
-    ("prefix_rows_G", lambda rows: rows.float(), "int32"),
-    ("prefix_rows_G", lambda rows: rows.repeat(5000), "at most 4096"),
-    ("firsts_B", lambda firsts: firsts.repeat(2), "(2,)"),
-    ("limit_S", lambda limit: limit[:2], "(4,)"),
-    ("softcap", lambda _: float("inf"), "positive"),
-    ("scale", lambda _: -1.0, "positive"),
-    ("out", lambda _: torch.zeros(2, 4, 64), "float16"),
-    ("workspace", lambda workspace: workspace[:5], "at least"),
-]
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter alone computes it wrongly")
+def test_the_interpreter_refuses_bfloat16() -> None:
+    case = make_case([5], heads=2, kv_heads=1, head_dim=16, dtype=BF16)
+    for launch in (lambda: decode(*case.arguments), lambda: rms_norm(zeros(1, 64, dtype=BF16), zeros(64, dtype=BF16), 1e-5)):
+        with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+            launch()
 
 
-@pytest.mark.parametrize("refusal", CASCADE, ids=lambda refusal: refusal[0])
-def test_cascade_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
-    def index(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    case = small_case(device)
-    names = ("q_BHD", "k_STKD", "v_STKD", "lengths_B", "slots_B")
-    arguments: dict[str, Any] = dict(zip(names, case.arguments, strict=True)) | {
-        "group_starts_G1": index(0, 2), "leaders_G": case.slots_B[:1], "prefix_rows_G": index(4),
-        "firsts_B": index(4, 4), "limit_S": index(9, 9, 9, 9), "scale": None, "softcap": None, "out": None,
-        "workspace": torch.empty(1_000_000, device=device),
-    }  # fmt: skip
-    assert_refused(cascade, arguments, refusal)
-
-
-APPEND: list[Refusal] = [
-    ("k_NKD", lambda k: k[0], "(0, 2, 64)"),
-    ("k_NKD", lambda k: k.long(), "float16, bfloat16 or float32"),
-    ("k_NKD", meta, "tensor"),
-    ("v_NKD", lambda v: v[:-1], "(3, 2, 64)"),
-    ("v_NKD", lambda v: v.float(), "float16"),
-    ("v_NKD", odd_strides, "16 bytes"),
-    ("k_STKW", lambda k: k.float(), "wanted torch.float16"),
-    ("v_STKW", misaligned, "16 bytes"),
-    ("slots_N", lambda slots: slots[:1], "(3,)"),
-    ("slots_N", lambda slots: slots.float(), "int32 or int64"),
-    ("positions_N", meta, "where the others are"),
-    ("limit_S", lambda limit: limit.long(), "int32"),
-    ("q_NHD", lambda q: q[0], "3 dimensions"),
-    ("q_NHD", lambda q: q[:-1], "(3, 4, 64)"),
-    ("q_NHD", lambda q: q.float(), "float16"),
-    ("q_NHD", odd_strides, "16 bytes"),
-    ("cos_TR", missing, "both cosines and sines"),
-    ("cos_TR", lambda cos: cos[0], "2 dimensions: [positions, head dim / 2]"),
-    ("cos_TR", lambda cos: cos.half(), "float32"),
-    ("cos_TR", lambda cos: cos[:, :16], "(8, 32)"),
-    ("sin_TR", missing, "both cosines and sines"),
-    ("sin_TR", lambda sin: sin[:-1], "(8, 32)"),
-    ("sin_TR", spread, "stride 1"),
-    ("sin_TR", meta, "where the others are"),
-]
-
-
-def append_arguments(device: torch.device) -> dict[str, Any]:
-    memory = make_memory((4, 8), 2, 64, torch.float16, None, "", device)
-    new_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
-    return {
-        "k_NKD": new_NHD[:, :2],
-        "v_NKD": new_NHD[:, 2:],
-        "k_STKW": memory.k,
-        "v_STKW": memory.v,
-        "slots_N": torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
-        "positions_N": torch.tensor([3, 4, 5], dtype=torch.int32, device=device),
-        "limit_S": torch.full((4,), 8, dtype=torch.int32, device=device),
-    }
-
-
-@pytest.mark.parametrize("refusal", APPEND, ids=lambda refusal: refusal[0])
-def test_append_names_the_argument_it_refuses(refusal: Refusal, device: torch.device) -> None:
-    angles = {name: torch.zeros(8, 32, device=device) for name in ("cos_TR", "sin_TR")}
-    q_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
-    assert_refused(append, append_arguments(device) | angles | {"q_NHD": q_NHD}, refusal)
-
-
-def test_append_refuses_queries_that_it_has_no_angles_for(device: torch.device) -> None:
-    q_NHD = torch.zeros(3, 4, 64, dtype=torch.float16, device=device)
-    assert_refused(append, append_arguments(device) | {"q_NHD": None}, ("q_NHD", lambda _: q_NHD, "both, since rotation"))
+def test_rows_too_far_apart_for_32_bit_offsets_are_refused() -> None:
+    far_STKW = zeros(1, 1, 2, 64, dtype=FP16).as_strided((1, 1, 2, 64), (2**31, 2**31 // 16, 64, 1))
+    with pytest.raises(ValueError, match="k_STKW is strided by"):
+        decode(zeros(1, 4, 64, dtype=FP16), far_STKW, far_STKW, index(1), index(0))

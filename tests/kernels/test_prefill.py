@@ -1,6 +1,5 @@
 """Laws of the prefill kernel, over slots and over blocks."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,12 +7,10 @@ import pytest
 import torch
 
 from bench.baselines.backend import prefill_as_over_blocks
-from tests.kernels.cases import FORMATS, LENGTHS, NAN, make_case, some
+from tests.kernels.cases import DEVICE, FORMATS, FP16, FP32, NAN, SMALL, index, make_case, some
 from vmmkv.kernels.attention.decode import decode, workspace_elements
 from vmmkv.kernels.attention.prefill import PrefillTiling, _hopper, prefill
 from vmmkv.kernels.quantise import Kind
-
-SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
 
 
 @pytest.fixture(autouse=True)
@@ -38,63 +35,57 @@ def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     some(
-        [(9, 3, 64, torch.float16), (3, 1, 80, torch.float32), (2, 1, 256, torch.float16)],
-        [(4, 2, 64, torch.float16), (3, 3, 64, torch.float32), (3, 1, 80, torch.float16), (16, 1, 96, torch.float16),
-         (4, 1, 128, torch.float32), (1, 1, 16, torch.float32)],
+        [(9, 3, 64, FP16), (3, 1, 80, FP32), (2, 1, 256, FP16)],
+        [(4, 2, 64, FP16), (3, 3, 64, FP32), (3, 1, 80, FP16), (16, 1, 96, FP16), (4, 1, 128, FP32), (1, 1, 16, FP32)],
     ),
-)  # fmt: skip
-def test_prefill_is_right_at_every_shape(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = make_case([33, 12, 40, 71], [33, 0, 1, 7], device=device, **shape)
+)
+def test_prefill_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = make_case([33, 12, 40, 71], [33, 0, 1, 7], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     case.assert_right(case.attend())
 
 
-def test_queries_start_anywhere(device: torch.device) -> None:
-    case = make_case([1, 0, 32, 64, 96, 97, 63, 100], [1, 0, 31, 32, 33, 2, 0, 65], device=device, **SMALL)
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    some(
+        [([1, 0, 32, 64, 96, 97, 63, 100], [1, 0, 31, 32, 33, 2, 0, 65]), ([16, 17, 129], [16, 17, 129])],
+        [([length], [length]) for length in (1, 15, 63, 111, 127, 128)],
+    ),
+)
+def test_queries_start_anywhere(lengths: list[int], counts: list[int]) -> None:
+    case = make_case(lengths, counts, **SMALL)
     case.assert_right(case.attend())
 
 
-@pytest.mark.parametrize("length", some([16, 17, 129], [1, 15, 63, 111, 127, 128]))
-def test_a_whole_prompt_is_right_at_every_length(length: int, device: torch.device) -> None:
-    assert length in LENGTHS
-    case = make_case([length], [length], device=device, **{**SMALL, "heads": 1})
-    case.assert_right(case.attend())
-
-
-def test_the_tiling_of_the_library_is_right(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_the_tiling_of_the_library_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    case = make_case([300, 1000], [300, 5], device=device, **{**SMALL, "head_dim": 128})
+    case = make_case([300, 1000], [300, 5], **SMALL | {"head_dim": 128})
     case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize("window", some([1, 63], [17]))
-def test_a_window_reads_nothing_before_it(window: int, device: torch.device) -> None:
-    case = make_case([65, 64, 200], [65, 1, 33], window=window, device=device, **SMALL)
+def test_a_window_reads_nothing_before_it(window: int) -> None:
+    case = make_case([65, 64, 200], [65, 1, 33], window=window, **SMALL)
     case.assert_right(case.attend(window=window), window=window)
 
 
-@pytest.mark.parametrize(("softcap", "dtype"), some([(0.5, torch.float16)], [(50.0, torch.float16), (50.0, torch.float32)]))
-def test_scores_are_capped_softly(softcap: float, dtype: torch.dtype, device: torch.device) -> None:
-    case = make_case([9, 75], [1, 40], device=device, **{**SMALL, "dtype": dtype})
+@pytest.mark.parametrize(("softcap", "dtype"), some([(0.5, FP16)], [(50.0, FP16), (50.0, FP32)]))
+def test_scores_are_capped_softly(softcap: float, dtype: torch.dtype) -> None:
+    case = make_case([9, 75], [1, 40], **SMALL | {"dtype": dtype})
     case.assert_right(case.attend(softcap=softcap, scale=0.7), softcap=softcap, scale=0.7)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_an_extreme_score_gives_no_nan(softcap: float | None, device: torch.device) -> None:
-    case = make_case([70], [70], device=device, **{**SMALL, "dtype": torch.float32})
+def test_an_extreme_score_gives_no_nan(softcap: float | None) -> None:
+    case = make_case([70], [70], **SMALL | {"dtype": FP32})
     assert case.attend(scale=300.0, softcap=softcap).isfinite().all()
 
 
-def test_rows_at_and_past_the_limit_are_not_read(device: torch.device) -> None:
-    case = make_case([100, 17, 64], [40, 5, 33], device=device, **SMALL)
-    expected = case.attend()
-    limit_S = torch.full((case.num_slots,), 1000, dtype=torch.int32, device=device)
-    for b, limit in ((0, 77), (1, 0)):
-        limit_S[case.slots_B[b]] = limit
-        case.memory.k[case.slots_B[b], limit:] = case.memory.v[case.slots_B[b], limit:] = NAN
+def test_rows_at_and_past_the_limit_are_not_read() -> None:
+    case = make_case([100, 17, 64], [40, 5, 33], **SMALL)
+    expected, limit_S = case.attend(), case.limits(1000, 77, 0)
+    for slot, limit in zip(case.slots_B.tolist(), (77, 0), strict=False):
+        case.memory.k[slot, limit:] = case.memory.v[slot, limit:] = NAN
     out = case.attend(limit_S=limit_S)
     assert torch.equal(out[:17], expected[:17])
     assert out[17:40].isfinite().all()
@@ -102,8 +93,8 @@ def test_rows_at_and_past_the_limit_are_not_read(device: torch.device) -> None:
     assert torch.equal(out[45:78], expected[45:78])
 
 
-def test_nothing_outside_the_arena_is_read(device: torch.device) -> None:
-    case = make_case([50] * 5, [5, 33, 2, 3, 2], device=device, **SMALL)
+def test_nothing_outside_the_arena_is_read() -> None:
+    case = make_case([50] * 5, [5, 33, 2, 3, 2], **SMALL)
     case.slots_B[0], case.slots_B[1] = -1, case.num_slots
     case.lengths_B[2] = -(2**31)
     case.lengths_B[4] = 2**31 - 1  # with a window past the last row
@@ -113,9 +104,10 @@ def test_nothing_outside_the_arena_is_read(device: torch.device) -> None:
     assert torch.equal(out[43:], torch.zeros_like(out[43:]))
 
 
+@pytest.mark.usefixtures("exact_dots")
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None, exact_dots: None, device: torch.device) -> None:
-    case = make_case([20, 111, 90], [13, 100, 1], device=device, **SMALL)
+def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None) -> None:
+    case = make_case([20, 111, 90], [13, 100, 1], **SMALL)
     together = case.attend(window=window)
     for first, stop in ((0, 2), (2, 35), (35, 100)):
         alone = case.only(1, first, stop).attend(window=window)
@@ -123,32 +115,26 @@ def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None, exac
 
 
 @pytest.mark.parametrize(("block", "window"), some([(7, 30), (16, None)], [(1, None), (128, 30)]))
-def test_blocks_give_the_bits_of_slots(block: int, window: int | None, device: torch.device) -> None:
-    case = make_case([33, 12, 64, 71], [33, 0, 1, 7], window=window, device=device, **SMALL)
-    out = case.attend_in_blocks(block, window=window)
-    assert torch.equal(out, case.attend(window=window))
-    case.assert_right(out, window=window)
+def test_blocks_give_the_bits_of_slots(block: int, window: int | None) -> None:
+    case = make_case([33, 12, 64, 71], [33, 0, 1, 7], window=window, **SMALL)
+    assert torch.equal(case.attend_in_blocks(block, window=window), case.attend(window=window))
 
 
-def test_prefill_over_slots_by_the_kernel_of_blocks_is_prefill(device: torch.device) -> None:
-    case = make_case([20, 33], [9, 5], device=device, **SMALL)
-    limit_S = torch.full((case.num_slots,), 40, dtype=torch.int32, device=device)
-    for options in ({"limit_S": limit_S}, {"window": 7, "scale": 0.3}):
+def test_prefill_over_slots_by_the_kernel_of_blocks_is_prefill() -> None:
+    case = make_case([20, 33], [9, 5], **SMALL)
+    for options in ({"limit_S": case.limits(40)}, {"window": 7, "scale": 0.3}):
         assert torch.equal(prefill_as_over_blocks(*case.arguments, **options)[:14], case.attend(**options))
 
 
 @pytest.mark.parametrize(
     ("kind", "scale", "head_dim", "dtype"),
-    [
-        *((kind, scale, 96, torch.float16) for kind, scale in FORMATS[1:]),
-        *some([], [(kind, "token", 64, torch.float32) for kind, scale in FORMATS[1:] if scale == "token"]),
-    ],
+    some(
+        [(kind, scale, 96, FP16) for kind, scale in FORMATS[1:]],
+        [(kind, "token", 64, FP32) for kind, scale in FORMATS[1:] if scale == "token"],
+    ),
 )
-def test_quantised_rows_are_dequantised_exactly(
-    kind: Kind, scale: str, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    shape = {**SMALL, "head_dim": head_dim, "dtype": dtype}
-    case = make_case([33, 12, 71], [33, 1, 7], kind=kind, scale=scale, device=device, **shape)
+def test_quantised_rows_are_dequantised_exactly(kind: Kind, scale: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = make_case([33, 12, 71], [33, 1, 7], kind=kind, scale=scale, **SMALL | {"head_dim": head_dim, "dtype": dtype})
     out = case.attend()
     case.assert_right(out)
     assert torch.equal(out, case.attend_in_blocks(16))
@@ -157,44 +143,39 @@ def test_quantised_rows_are_dequantised_exactly(
 @pytest.mark.parametrize(
     ("kind", "options"), [("fp8", {}), (None, {"window": 40, "softcap": 20.0, "scale": 0.2})], ids=["fp8", "window and cap"]
 )
-def test_a_single_query_has_the_bits_of_decode(kind: Kind | None, options: dict[str, Any], device: torch.device) -> None:
-    counts, lengths = [1, 33, 1, 0, 1, 2], [9, 33, 150, 12, 1, 70]
-    case = make_case(lengths, counts, kind=kind, device=device, **SMALL)
-    singles = torch.tensor([0, 2, 4], device=device)
-    rows = torch.tensor([0, 34, 35], device=device)
+def test_a_single_query_has_the_bits_of_decode(kind: Kind | None, options: dict[str, Any]) -> None:
+    case = make_case([9, 33, 150, 12, 1, 70], [1, 33, 1, 0, 1, 2], kind=kind, **SMALL)
+    singles, rows = torch.tensor([0, 2, 4], device=DEVICE), torch.tensor([0, 34, 35], device=DEVICE)
     where = (case.lengths_B[singles], case.slots_B[singles])
     expected = decode(case.q_NHD[rows], case.memory.k, case.memory.v, *where, **case.memory.scales, **options)
-    out = case.attend(limit_S=torch.full((case.num_slots,), 1000, dtype=torch.int32, device=device), **options)
+    out = case.attend(limit_S=case.limits(1000), **options)
     assert torch.equal(out[rows], expected)
     case.assert_right(out, **options)
     assert torch.equal(case.attend_in_blocks(7, **options)[rows], expected)
     assert torch.equal(case.only(2).attend(**options), expected[1:2])
 
 
-def test_the_workspace_is_that_of_decode(device: torch.device) -> None:
-    case = make_case([9, 33, 50], [1, 33, 1], device=device, **SMALL)
+def test_the_workspace_is_that_of_decode() -> None:
+    case = make_case([9, 33, 50], [1, 33, 1], **SMALL)
     elements = workspace_elements(case.q_NHD[:3], case.memory.k)
-    workspace = torch.full((elements,), NAN, device=device)
+    workspace = torch.full((elements,), NAN, device=DEVICE)
     assert torch.equal(case.attend(workspace=workspace), case.attend())
     with pytest.raises(ValueError, match=f"workspace is {elements - 1} elements"):
         case.attend(workspace=workspace[1:])
 
 
-def test_indices_may_have_64_bits(device: torch.device) -> None:
-    case = make_case([50, 77], [33, 1], device=device, **SMALL)
-    wide = dataclasses.replace(case, lengths_B=case.lengths_B.long(), slots_B=case.slots_B.long())
-    assert torch.equal(wide.attend(window=60), case.attend(window=60))
+def test_indices_may_have_64_bits() -> None:
+    case = make_case([50, 77], [33, 1], **SMALL)
+    assert torch.equal(case.with_long_indices().attend(window=60), case.attend(window=60))
 
 
-def test_no_queries_launch_nothing(device: torch.device) -> None:
-    case = make_case([5], [5], device=device, **SMALL)
-    none, starts = torch.empty(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    memory = (case.memory.k, case.memory.v, starts, none, none)
+def test_no_queries_launch_nothing() -> None:
+    case = make_case([5], [5], **SMALL)
+    memory = (case.memory.k, case.memory.v, index(0), index(), index())
     assert prefill(case.q_NHD[:0], *memory).shape == (0, 2, 64)
     assert prefill(case.q_NHD, *memory, out=case.poisoned_out()).isnan().all()
 
 
-def test_the_interpreter_never_imports_gluon(device: torch.device) -> None:
-    if device.type == "cuda":
-        pytest.skip("on a GPU it may be imported")
-    assert _hopper(device) is None
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU it may be imported")
+def test_the_interpreter_never_imports_gluon() -> None:
+    assert _hopper(DEVICE) is None
