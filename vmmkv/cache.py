@@ -676,13 +676,12 @@ class KVCache(_Planes):
             parked_pages = sum(parked.num_pages for parked in self.parked_slots.values())
             live_pages = sum(memory.num_pages(slot) for slot in self.sequences)
             token_bytes = guard_bytes = 0
-            for index, arena in enumerate(memory.arenas):
-                row_bytes = arena.group.row_bytes
-                for slot in self.sequences:
-                    length_bytes = int(table.lengths[slot]) * row_bytes
-                    token_bytes += length_bytes - int(table.starts[index, slot]) * row_bytes
-                    room_bytes = max(0, arena.spans[slot].end_page * PAGE_BYTES - length_bytes)
-                    guard_bytes += min(memory.guard_tokens * row_bytes, room_bytes)
+            for span in itertools.chain.from_iterable(map(memory.spans, self.sequences)):
+                row_bytes = span.group.row_bytes
+                length_bytes = int(table.lengths[span.slot]) * row_bytes
+                token_bytes += length_bytes - memory.start(span) * row_bytes
+                room_bytes = max(0, span.end_page * PAGE_BYTES - length_bytes)
+                guard_bytes += min(memory.guard_tokens * row_bytes, room_bytes)
             return CacheStats(
                 reserved_bytes=sum(arena.reserved_bytes for arena in memory.arenas),
                 mapped_bytes=(live_pages + parked_pages) * PAGE_BYTES,

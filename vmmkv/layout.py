@@ -247,11 +247,15 @@ class Group:
                 return plane
         raise LayoutError(f"no plane {name!r} in this group; it has {', '.join(self.plane_offsets)}")
 
+    def page_of(self, token: int) -> int:
+        """The page of a slot in which the row of a token begins."""
+        return token * self.row_bytes // PAGE_BYTES
+
     def pages_between(self, start_token: int, end_token: int) -> int:
         """Pages that the rows [start_token, end_token) of a slot touch."""
         if end_token <= start_token:
             return 0
-        return ceil_div(end_token * self.row_bytes, PAGE_BYTES) - start_token * self.row_bytes // PAGE_BYTES
+        return ceil_div(end_token * self.row_bytes, PAGE_BYTES) - self.page_of(start_token)
 
     def peak_pages(self, num_tokens: int, guard_tokens: int, *, sliding: bool) -> int:
         """Pages that a sequence holds at most on its way to `num_tokens`.

@@ -218,6 +218,9 @@ class Span:
 
     slot: int
     address: int
+    index: int
+    """Which arena."""
+    group: Group
     first_page: int = 0
     """The first live page, and what a view starts behind."""
     end_page: int = 0
@@ -235,6 +238,10 @@ class Span:
             mapping = self.mappings[page]
             yield mapping
             page += mapping.extent.num_pages
+
+    def live_rows_from(self, token: int) -> Iterator[Mapping]:
+        """The live mappings that have rows from a token on."""
+        return self.live_from(self.border_before(max(self.first_page, self.group.page_of(token))))
 
     def at(self, page: int) -> Mapping:
         """The live mapping that has this page."""
@@ -279,7 +286,7 @@ class Arena:
                 f"take fewer, or a smaller max_tokens"
             )
         self.address = driver.reserve(self.reserved_bytes)
-        self.spans = [Span(slot, self.address + slot * self.slot_bytes) for slot in range(1 + slots)]
+        self.spans = [Span(slot, self.address + slot * self.slot_bytes, index, group) for slot in range(1 + slots)]
         self._bytes = wrap(self.address, self.reserved_bytes, driver.device)
         self._driver = driver
         self._closed = False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 
 from vmmkv.driver.base import Fence
@@ -31,19 +32,18 @@ def shareable(memory: SlotMemory, slot: int, num_tokens: int) -> list[Pages]:
     return [
         {
             mapping.page: mapping.extent
-            for mapping in arena.spans[slot].live()
-            if mapping.end_page * PAGE_BYTES <= num_tokens * arena.group.row_bytes
+            for mapping in span.live()
+            if mapping.end_page * PAGE_BYTES <= num_tokens * span.group.row_bytes
         }
-        for arena in memory.arenas
+        for span in memory.spans(slot)
     ]
 
 
 def fork_pages(memory: SlotMemory, slot: int, num_tokens: int) -> int:
     """Pages of its own that a fork of a slot takes: see `take`."""
-    num_pages = 0
-    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
-        num_pages += end - int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
-    return num_pages - sum(extent.num_pages for pages in shareable(memory, slot, num_tokens) for extent in pages.values())
+    first_pages = (span.group.page_of(memory.start(span)) for span in memory.spans(slot))
+    shared = (extent.num_pages for pages in shareable(memory, slot, num_tokens) for extent in pages.values())
+    return sum(memory.end_pages(num_tokens)) - sum(first_pages) - sum(shared)
 
 
 CopyBytes: TypeAlias = Callable[[int, int, int, int], None]
@@ -65,12 +65,11 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
     failure nothing is mapped, or it is pending reclaim. Raises: OutOfPages, DriverError.
     """
     targets = []
-    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
-        span = arena.spans[slot]
-        span.first_page = span.end_page = int(memory.table.starts[index, slot]) * arena.group.row_bytes // PAGE_BYTES
+    for span, pages, end in zip(memory.spans(slot), given, memory.end_pages(num_tokens), strict=True):
+        span.first_page = span.end_page = span.group.page_of(memory.start(span))
         # A window gives rows back page by page, and a later prompt shares extents that hold these rows and no others.
-        large_end = num_tokens * arena.group.row_bytes // PAGE_BYTES if arena.group.window is None else 0
-        targets.append(Target(span, end, memory.tenant_in(slot, index), given[index], large_end))
+        large_end = span.group.page_of(num_tokens) if span.group.window is None else 0
+        targets.append(Target(span, end, memory.tenant_in(span), pages, large_end))
     try:
         memory.publish([memory.mapper.stage(targets)])
     except BaseException:
@@ -78,19 +77,18 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
             target.span.first_page = target.span.end_page = 0
         raise
     with memory.copying():
-        for index, (arena, pages) in enumerate(zip(memory.arenas, given, strict=True)):
+        for span, pages in zip(memory.spans(slot), given, strict=True):
             end_page = max((page + extent.num_pages for page, extent in pages.items()), default=0)
-            first_byte = max(end_page * PAGE_BYTES, int(memory.table.starts[index, slot]) * arena.group.row_bytes)
-            end_byte = num_tokens * arena.group.row_bytes
+            first_byte = max(end_page * PAGE_BYTES, memory.start(span) * span.group.row_bytes)
+            end_byte = num_tokens * span.group.row_bytes
             if first_byte < end_byte:
-                copy_bytes(index, first_byte, end_byte - first_byte, arena.spans[slot].address + first_byte)
+                copy_bytes(span.index, first_byte, end_byte - first_byte, span.address + first_byte)
 
 
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
     """Reclaim what a parked slot has mapped past `num_tokens` tokens, from the first page on that is shared."""
     ends = []
-    for arena, end in zip(memory.arenas, memory.end_pages(num_tokens), strict=True):
-        span = arena.spans[slot]
+    for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
         shared = (mapping.page for mapping in span.live_from(span.live_border(end)) if mapping.extent.shared)
         ends.append(next(shared, span.end_page))
     memory.reclaim_run(slot, ends, fence)
@@ -104,13 +102,10 @@ def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
     Cost: none if nothing is shared, and that is known from a page or two; else a fence, and for each page an unmap, a map and
     two copies. On failure all is as before. Raises: OutOfPages, DriverError.
     """
-    for index, (arena, end) in enumerate(zip(memory.arenas, memory.end_pages(num_tokens), strict=True)):
-        span = arena.spans[slot]
-        first = max(span.first_page, num_tokens * arena.group.row_bytes // PAGE_BYTES)
-        if first < span.end_page:
-            for mapping in list(span.live_from(span.border_before(first))):
-                if mapping.page < end and mapping.extent.shared:
-                    _exchange(memory, index, mapping)
+    for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
+        for mapping in list(span.live_rows_from(num_tokens)):
+            if mapping.page < end and mapping.extent.shared:
+                _exchange(memory, mapping)
 
 
 def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
@@ -127,21 +122,11 @@ def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, e
         )
     if table.limits[target] < end_token:
         raise RowsUnmapped(f"slot {target} has memory for {counted(table.limits[target], 'token')}: grow({end_token}) first")
-    if _is_shared_from(memory, target, first_token):
+    if memory.is_shared_from(target, first_token):
         raise ValueError(
             f"slot {target} shares a page with rows from {first_token} on, which so cannot be written: "
             f"truncate({first_token}) and grow({end_token}) give it its own"
         )
-
-
-def _is_shared_from(memory: SlotMemory, slot: int, num_tokens: int) -> bool:
-    """Do others hold anything that is mapped for the rows of a slot from `num_tokens` on?"""
-    for arena in memory.arenas:
-        span = arena.spans[slot]
-        page = max(span.first_page, num_tokens * arena.group.row_bytes // PAGE_BYTES)
-        if page < span.end_page and any(mapping.extent.shared for mapping in span.live_from(span.border_before(page))):
-            return True
-    return False
 
 
 def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
@@ -150,21 +135,20 @@ def copy_rows(memory: SlotMemory, source: int, target: int, first_token: int, en
     Where a window has passed rows of either, neither has them. Cost: a copy for each group, launched on the caller's current
     stream; no driver call.
     """
-    assert not _is_shared_from(memory, target, first_token), f"slot {target} would write what others hold too (law 3)"
+    assert not memory.is_shared_from(target, first_token), f"slot {target} would write what others hold too (law 3)"
     starts = memory.table.starts
-    for index, arena in enumerate(memory.arenas):
-        # What is mapped before its start goes when the window advances again.
-        starts[index, target] = max(starts[index, target], starts[index, source])
-        first_byte = max(first_token, int(starts[index, target])) * arena.group.row_bytes
-        end_byte = end_token * arena.group.row_bytes
+    starts[:, target] = np.maximum(starts[:, target], starts[:, source])  # the pages before go when the window advances again
+    for span in memory.spans(target):
+        first_byte = max(first_token, memory.start(span)) * span.group.row_bytes
+        end_byte = end_token * span.group.row_bytes
         if first_byte < end_byte:
-            copy_slot_bytes(memory, source, index, first_byte, end_byte - first_byte, arena.spans[target].address + first_byte)
+            copy_slot_bytes(memory, source, span.index, first_byte, end_byte - first_byte, span.address + first_byte)
     memory.table.lengths[target] = end_token
 
 
-def _exchange(memory: SlotMemory, index: int, old: Mapping) -> None:
+def _exchange(memory: SlotMemory, old: Mapping) -> None:
     mapper, pool, span = memory.mapper, memory.pool, old.span
-    tenant_of = memory.tenant_in(span.slot, index)
+    tenant_of = memory.tenant_in(span)
     extents = pool.acquire(old.extent.num_pages)
     new: list[Mapping] = []
     try:

@@ -19,7 +19,7 @@ from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span
 from vmmkv.memory.mapper import Growth, Mapper, Target
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import Extent, Pool, Tenant
-from vmmkv.units import PAGE_BYTES, ceil_div
+from vmmkv.units import PAGE_BYTES
 
 _numbers = itertools.count()
 
@@ -52,7 +52,7 @@ class SlotMemory:
             self.limit = torch.zeros(len(self.table), dtype=torch.int32, device=pool.device)
             pool.driver.fence().wait()  # those zeroes are on the caller's stream, later limits are written on another
             for arena in self.arenas:
-                for page in range(ceil_div((1 + guard_tokens) * arena.group.row_bytes, PAGE_BYTES)):
+                for page in range(arena.group.pages_between(0, 1 + guard_tokens)):
                     pool.null_page.map(arena.address + page * PAGE_BYTES)
         except BaseException:
             with contextlib.suppress(DriverError):  # then the null pages go when the pool is closed
@@ -102,6 +102,10 @@ class SlotMemory:
         """A slot's span in each arena."""
         return [arena.spans[slot] for arena in self.arenas]
 
+    def start(self, span: Span) -> int:
+        """The first row that a slot keeps in a group."""
+        return int(self.table.starts[span.index, span.slot])
+
     def num_pages(self, slot: int) -> int:
         """Pages live under a slot, over all groups."""
         return sum(span.num_live_pages for span in self.spans(slot))
@@ -119,8 +123,7 @@ class SlotMemory:
 
     def end_pages(self, num_tokens: int) -> list[int]:
         """Where the live pages of a slot must end, in each group, for it to hold that many tokens and the guard."""
-        rows = num_tokens + self.guard_tokens
-        return [ceil_div(rows * arena.group.row_bytes, PAGE_BYTES) for arena in self.arenas]
+        return [arena.group.pages_between(0, num_tokens + self.guard_tokens) for arena in self.arenas]
 
     def missing_pages(self, slot: int, num_tokens: int) -> int:
         """Pages that a sequence there still needs to hold that many tokens, those among them that it would revive."""
@@ -196,24 +199,19 @@ class SlotMemory:
             ends[min(behind, key=lambda index: self.arenas[index].group.tokens_under(ends[index]))] += 1
         return ends
 
-    def tenant_in(self, slot: int, index: int) -> Callable[[int], Tenant]:
-        """For whom the pages of a slot in a group are."""
-        group, name = self.arenas[index].group, self.tenants[slot]
+    def tenant_in(self, span: Span) -> Callable[[int], Tenant]:
+        """The tenant of each page of a span."""
+        group, name = span.group, self.tenants[span.slot]
         if group.mixes_dtypes:
-            return lambda page: Tenant(self.number, (index, page * PAGE_BYTES % group.row_bytes), name)
+            return lambda page: Tenant(self.number, (span.index, page * PAGE_BYTES % group.row_bytes), name)
         same = Tenant(self.number, group.planes[0].dtype, name)
         return lambda page: same
 
     def _stage(self, slot: int, end_pages: list[int], *, wait: bool, large: bool) -> Growth:
         targets = [
-            Target(
-                arena.spans[slot],
-                end,
-                self.tenant_in(slot, index),
-                large_end_page=end if large and arena.group.window is None else 0,
-            )
-            for index, (arena, end) in enumerate(zip(self.arenas, end_pages, strict=True))
-            if end > arena.spans[slot].end_page
+            Target(span, end, self.tenant_in(span), large_end_page=end if large and span.group.window is None else 0)
+            for span, end in zip(self.spans(slot), end_pages, strict=True)
+            if end > span.end_page
         ]
         return self.mapper.stage(targets, wait=wait)
 
@@ -317,8 +315,8 @@ class SlotMemory:
 
     def reclaim_before(self, slot: int, group: int, start_token: int) -> None:
         """Reclaim the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
-        span, row_bytes = self.arenas[group].spans[slot], self.arenas[group].group.row_bytes
-        first = span.border_before(min(start_token * row_bytes // PAGE_BYTES, span.end_page))
+        span = self.arenas[group].spans[slot]
+        first = span.border_before(min(span.group.page_of(start_token), span.end_page))
         if first > span.first_page:
             fence = self.fence()
             self.mapper.reclaim([mapping for mapping in span.live() if mapping.page < first], fence)
@@ -349,11 +347,13 @@ class SlotMemory:
 
     def assert_owned(self, slot: int) -> None:
         """Law 3, before the next append: no extent behind a running sequence's tokens has another holder."""
-        for arena in self.arenas:
-            span = arena.spans[slot]
-            first = max(span.first_page, int(self.table.lengths[slot]) * arena.group.row_bytes // PAGE_BYTES)
-            for mapping in span.live_from(span.border_before(first)):
-                assert not mapping.extent.shared, f"slot {slot} would write to a shared extent (law 3)"
+        assert not self.is_shared_from(slot, int(self.table.lengths[slot])), (
+            f"slot {slot} would write to a shared extent (law 3)"
+        )
+
+    def is_shared_from(self, slot: int, num_tokens: int) -> bool:
+        """Has anything that is mapped for the rows of a slot from `num_tokens` on another holder?"""
+        return any(mapping.extent.shared for span in self.spans(slot) for mapping in span.live_rows_from(num_tokens))
 
     def check(self) -> None:
         """Recount the mappings and the numbers of every slot."""
@@ -363,8 +363,7 @@ class SlotMemory:
 
     def _check_slot(self, slot: int) -> None:
         table, state = self.table, self.table.state(slot)
-        for index, arena in enumerate(self.arenas):
-            span = arena.spans[slot]
+        for span in self.spans(slot):
             live = dict.fromkeys(span.live())
             assert not live or next(reversed(live)).end_page == span.end_page, f"slot {slot} ends within an extent"
             for mapping in span.mappings.values():
@@ -372,8 +371,8 @@ class SlotMemory:
                     "a mapping is neither live nor pending reclaim"
                 )
                 assert mapping.used == (mapping in live and state is SlotState.LIVE), "a mapping is used that is not, or is not"
-            first_row = int(table.starts[index, slot]) * arena.group.row_bytes
-            assert span.first_page * PAGE_BYTES <= first_row, f"slot {slot} keeps rows that are unmapped"
+            first_byte = self.start(span) * span.group.row_bytes
+            assert span.first_page * PAGE_BYTES <= first_byte, f"slot {slot} keeps rows that are unmapped"
         assert table.committed[slot] == self.committed(slot), f"slot {slot}'s committed tokens are miscounted"
         if state is SlotState.LIVE:
             self.assert_owned(slot)
