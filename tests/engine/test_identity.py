@@ -10,12 +10,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
     LlamaForCausalLM,
 )
 
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model, windowed
+from tests.engine.conftest import Harness, prompt_of, tiny_model, windowed
 from vmmkv.server.engine import attention
 from vmmkv.server.engine.models.transformers import TransformersModel
 
@@ -100,15 +98,6 @@ def test_models_of_one_process_run_side_by_side(harness: Callable[..., Harness])
     answers = [one.tokens("a") for one in several]
     assert answers == [one.expected(prompt_of(20), 10) for one in several]
     assert answers[0] != answers[1]
-
-
-def test_models_with_an_attention_of_their_own_are_refused(harness: Callable[..., Harness]) -> None:
-    config = GPTNeoConfig(
-        vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=2, attention_types=[[["global"], 2]],
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="GPTNeoForCausalLM has an attention of its own"):
-        harness(GPTNeoForCausalLM(config).eval())
 
 
 PROMPT = prompt_of(100)

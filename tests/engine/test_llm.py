@@ -396,16 +396,6 @@ def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
     assert got[0] == got[1] != got[2]
 
 
-def test_two_engines_do_not_disturb_each_other(directory: Path) -> None:
-    options = OPTIONS | {"model_impl": "transformers"}
-    with LLM(directory, **options) as one:
-        wanted = answers(one.generate(["abc", "de"], GREEDY))
-        with LLM(directory, **options) as other:
-            assert answers(other.generate(["abc", "de"], GREEDY)) == wanted
-            assert answers(one.generate(["fgh"], GREEDY)) == answers(other.generate(["fgh"], GREEDY))
-        assert answers(one.generate(["abc", "de"], GREEDY)) == wanted
-
-
 def test_the_likeliest_tokens_are_named(engine: LLM) -> None:
     (output,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs
     assert output.top_logprobs is not None and output.logprobs is not None
