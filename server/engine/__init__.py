@@ -2,7 +2,7 @@
 
 engine          the loop: schedule, launch, read an earlier step back, answer. Read this first
 scheduler       which requests run, how many tokens each computes in a step, which are preempted
-request         a request, and the numpy table of those that run      admission  which requests can never be served
+request         a request, its part of a step, and the numpy table of the requests that run
 runner          launches steps on the device, as CUDA graphs on a GPU, and reads their results back
 sampler         logits to tokens: penalties, biases, `min_tokens`, temperature, top-k, top-p, min-p
 attention       append a step's keys and values, attend to whole sequences

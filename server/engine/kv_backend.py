@@ -18,7 +18,7 @@ import torch
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.cache import CacheStats
 from vmmkv.driver.host import HostMemory
-from vmmkv.errors import BudgetError, DriverError, VmmkvError
+from vmmkv.errors import BudgetError, DriverError
 from vmmkv.prefix import PrefixCache, PrefixStats
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.units import format_bytes
@@ -229,14 +229,19 @@ class SlotBackend:
         """Raises: BudgetError, DriverError, OutOfPages, naming the option of the server that would help."""
         pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
         slots = config.max_sequences * (1 + (PARKED_SLOTS if config.shares_prefixes else CLOSING_SLOTS))
-        cache = open_cache(config.layout, pool, slots, config.max_tokens)
-        try:
-            return cls(cache, config)
-        except BaseException:
-            with contextlib.suppress(VmmkvError):  # the first error matters
-                cache.close()
-                pool.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(pool.close)
+            try:
+                cache = KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens)
+            except DriverError as error:
+                if error.call != "reserve":
+                    raise
+                message = f"{error}; lower max_num_seqs or max_tokens"
+                raise type(error)(message, call=error.call, code=error.code) from error
+            undo.callback(cache.close)
+            backend = cls(cache, config)
+            undo.pop_all()
+        return backend
 
     @property
     def budget_bytes(self) -> int:
@@ -292,18 +297,6 @@ def check_budget(budget_bytes: int, device: torch.device) -> None:
             f"kv_budget_bytes of {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
             "lower it, or leave it out for what is free"
         )
-
-
-def open_cache(layout: KVLayout, pool: Pool, slots: int, max_tokens: int) -> KVCache:
-    """The cache. Raises: DriverError if there are not so many addresses; the pool is closed then."""
-    try:
-        return KVCache(layout, pool, slots=slots, max_tokens=max_tokens)
-    except DriverError as error:
-        pool.close()
-        if error.call != "reserve":
-            raise
-        message = f"{error}; lower max_num_seqs or max_tokens"
-        raise type(error)(message, call=error.call, code=error.code) from error
 
 
 def default_budget_bytes(pool: Pool) -> int:

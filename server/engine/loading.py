@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,10 +28,8 @@ from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
 from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
+from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.units import ceil_div
-
-if TYPE_CHECKING:
-    from vmmkv.server.structured_output.matcher import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +108,9 @@ def assemble(
             step_tokens=step_tokens,
             lookahead=LOOKAHEAD[device.type],
             send=send,
-            structured=StructuredOutputManager(lambda: vocabulary_of(config, model.vocabulary_size, source.end_tokens)),
+            structured=StructuredOutputManager(
+                lambda: Vocabulary.load(Path(config.model), model.vocabulary_size, sorted(source.end_tokens))
+            ),
         )
     except BaseException:
         with contextlib.suppress(VmmkvError):  # the first error matters
@@ -246,13 +246,6 @@ def end_tokens(directory: Path, hf_config: Any) -> frozenset[int]:
         generation = transformers.GenerationConfig.from_model_config(hf_config)
     ends = generation.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or [])
-
-
-def vocabulary_of(config: ServeConfig, size: int, ends: frozenset[int]) -> "Vocabulary":
-    """What a grammar must know of the model's tokens. Takes seconds. Raises: OSError, ValueError, ModuleNotFoundError."""
-    from vmmkv.server.structured_output.matcher import Vocabulary
-
-    return Vocabulary.load(Path(config.model), size, sorted(ends))
 
 
 def warm_up(runner: Runner, cache: EngineCache, num_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Which requests run, how many tokens each computes in a step, and which are preempted when pages run out."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -79,7 +80,7 @@ class Scheduler:
         """Slots of the requests that decode, the oldest first; None if they have to be looked up."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
-        self._num_refused = 0
+        self.num_refused = 0
         """How many waited when one of them found no room; 0 if there may be room. A try maps memory and evicts cached prefixes,
         so there is no other until memory may have come back, or another request has arrived."""
 
@@ -143,7 +144,7 @@ class Scheduler:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self._prefix.insert(request.memory, tokens)
             if len(tokens) == len(request.prompt):
-                self._num_refused = 0  # requests that share it need less now
+                self.num_refused = 0  # requests that share it need less now
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone. Its memory goes back once the device is done with it.
@@ -153,7 +154,7 @@ class Scheduler:
         if not request.is_running:
             self.waiting.remove(request)
             request.status = Status.FINISHED
-            self._num_refused = 0
+            self.num_refused = 0
             return
         self._stop(request)
         if self._prefix is None or not keep:
@@ -162,24 +163,17 @@ class Scheduler:
             self._prefix.park(request.memory, request.confirmed_tokens)
         request.leave(Status.FINISHED)
 
-    def memory_changed(self) -> None:
-        """There may be room now for requests that found none."""
-        self._num_refused = 0
-
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
-        starts = self._window_starts()
-        for request in self.running:
-            for sequence in request.sequences:
-                for group in self._windowed:
-                    sequence.advance_start(group)
-        has_moved = starts != self._window_starts()
+        has_moved = False
+        for sequence in (each for request in self.running for each in request.sequences):
+            for group in self._windowed:
+                before = sequence.start(group)
+                sequence.advance_start(group)
+                has_moved |= sequence.start(group) != before
         if has_moved:
-            self._num_refused = 0
+            self.num_refused = 0
         return has_moved
-
-    def _window_starts(self) -> list[int]:
-        return [sequence.start(group) for request in self.running for sequence in request.sequences for group in self._windowed]
 
     def _slots_decoding(self) -> Slots:
         """Slots of the requests that decode, and have not launched their last token yet."""
@@ -193,13 +187,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
-        if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
+        if not self.waiting or (self.running and len(self.waiting) <= self.num_refused):
             return
-        num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_free_slots(), _MAX_ADMITTED
+        num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
             return
         if num_slots <= 0 and self._num_slots_for(min(request.ask.priority for request in self.waiting)) <= 0:
-            self._num_refused = len(self.waiting)
+            self.num_refused = len(self.waiting)
             return
         queue = _Queue(self.waiting, self.running, self._prefix)
         while num_tokens > 0 and num_left:
@@ -211,9 +205,9 @@ class Scheduler:
             opened = self._open(request) if request.num_slots <= num_slots else None
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
-                    self._num_refused = len(self.waiting)
+                    self.num_refused = len(self.waiting)
                     return
-                num_tokens, num_slots = self._num_free_tokens(), self._num_free_slots()
+                num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
                 queue = _Queue(self.waiting, self.running, self._prefix)
                 continue
             self._start(request, *opened)
@@ -250,19 +244,16 @@ class Scheduler:
         return sequence, num_known
 
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
-        """A waiting request runs from now on. Raises: CannotRun."""
+        """A waiting request runs from now on."""
         if request.num_admitted == 0:
             request.num_cached = min(num_known, len(request.prompt))
         self.waiting.remove(request)
         self.running.append(request)
         request.enter(self.table, sequence, num_known)
-        if not request.ask.params.beam_width:
-            self._unassigned.append(request)
-            return
-        try:
+        if request.ask.params.beam_width:
             request.beams = BeamGroup(request, self._cache)
-        except Exception as error:
-            raise CannotRun(request, f"this request could not begin: {error}") from error
+        else:
+            self._unassigned.append(request)
 
     def _assign_sampling(self) -> None:
         """Upload the sampling parameters of the requests that were admitted, all at once.
@@ -291,12 +282,11 @@ class Scheduler:
             1 if request.status is Status.DECODING else max(0, int(pending[request.memory.slot])) for request in self.running
         )
 
-    def _num_free_slots(self) -> int:
-        """Slots that no running request has or will have."""
-        return self._max_sequences - sum(request.num_slots for request in self.running)
+    def _num_slots_for(self, priority: float = math.inf) -> int:
+        """Slots that a request of this priority can have, by preemption if need be; by default without.
 
-    def _num_slots_for(self, priority: int) -> int:
-        """Slots that a request of this priority can have, by preemption if need be. A lower number is more urgent."""
+        A lower number is more urgent.
+        """
         return self._max_sequences - sum(request.num_slots for request in self.running if request.ask.priority <= priority)
 
     def _grow(self, request: Request, sequence: KVSequence, num_tokens: int) -> bool:
@@ -341,7 +331,7 @@ class Scheduler:
         """It runs no longer. Of its memory only its own sequence is left."""
         self.running.remove(request)
         self._decoding = None
-        self._num_refused = 0
+        self.num_refused = 0
         if request.beams is not None:
             request.beams.close()
             request.beams = None
