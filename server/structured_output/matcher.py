@@ -221,7 +221,7 @@ class CallOverran(Exception):
     """A call takes too long. It goes on, so its matcher must not be touched again."""
 
 
-class Outcome(NamedTuple, Generic[T]):
+class CallResult(NamedTuple, Generic[T]):
     """What one call returned or raised."""
 
     value: T | None
@@ -252,13 +252,13 @@ class CallThreads:
         self._abandoned = [thread for thread in self._abandoned if not thread.is_idle]
         return len(self._abandoned)
 
-    def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[Outcome[T]]:
+    def run(self, calls: Sequence[Callable[[], T]], *, spread: bool = False) -> list[CallResult[T]]:
         """The outcomes of all calls, in order; their errors are in there. `spread`: in several threads.
 
         Where a signal handler raises while this waits, the threads are abandoned and make no further call.
         """
-        batch: _Batch[T] = _Batch(calls)
-        overran: dict[int, Outcome[T]] = {}
+        batch: _CallBatch[T] = _CallBatch(calls)
+        overran: dict[int, CallResult[T]] = {}
         error = CallOverran(f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler")
         try:
             while num_left := len(calls) - len(batch.outcomes.keys() | overran.keys()):
@@ -270,7 +270,7 @@ class CallThreads:
                     thread.begin(batch)
                 for thread in working:
                     if not self._finishes(thread):
-                        overran[thread.index] = Outcome(None, error, self._call_s)
+                        overran[thread.index] = CallResult(None, error, self._call_s)
         except BaseException:
             self._abandon(self._threads)
             raise
@@ -299,21 +299,21 @@ class CallThreads:
             thread.end()
 
 
-class _Batch(Generic[T]):
+class _CallBatch(Generic[T]):
     """Calls that several threads take from."""
 
     def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
         self.calls = calls
         self.indices = iter(range(len(calls)))
         """Of the calls that no thread has taken. `next` of it is one step of the interpreter."""
-        self.outcomes: dict[int, Outcome[T]] = {}
+        self.outcomes: dict[int, CallResult[T]] = {}
 
 
 class _CallThread:
     """A daemon thread, since a call may never return."""
 
     def __init__(self) -> None:
-        self._batches: SimpleQueue[_Batch[Any] | None] = SimpleQueue()
+        self._batches: SimpleQueue[_CallBatch[Any] | None] = SimpleQueue()
         self._finished: SimpleQueue[None] = SimpleQueue()
         self._taking = threading.Lock()
         """Held while a call is taken, and while the thread is told to take no more."""
@@ -329,7 +329,7 @@ class _CallThread:
             self.end()
             raise
 
-    def begin(self, batch: _Batch[Any]) -> None:
+    def begin(self, batch: _CallBatch[Any]) -> None:
         self._began_s, self.is_idle = None, False
         self._batches.put(batch)
 
@@ -359,7 +359,7 @@ class _CallThread:
             self.is_idle = True
             self._finished.put(None)
 
-    def _make_calls(self, batch: _Batch[Any] | None) -> bool:
+    def _make_calls(self, batch: _CallBatch[Any] | None) -> bool:
         """False for None. In a function of its own, so that an idle thread keeps nothing of a batch alive."""
         if batch is None:
             return False
@@ -369,10 +369,10 @@ class _CallThread:
                 value = batch.calls[index]()
             except BaseException as raised:
                 error = raised
-            batch.outcomes[index] = Outcome(value, error, time.thread_time() - began_s)
+            batch.outcomes[index] = CallResult(value, error, time.thread_time() - began_s)
         return True
 
-    def _take(self, batch: _Batch[Any]) -> int | None:
+    def _take(self, batch: _CallBatch[Any]) -> int | None:
         with self._taking:
             index = None if self._ends else next(batch.indices, None)
             if index is not None:

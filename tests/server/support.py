@@ -1,4 +1,4 @@
-"""The HTTP server over a fake engine: its app in a thread of this process, reached by ASGI, or by sockets."""
+"""The HTTP server over a fake engine, its app in a thread of this process, reached by ASGI or by sockets."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -17,15 +17,17 @@ import openai
 import uvicorn
 
 from tests.server.fake_engine import READY, FakeEngine
-from tests.server.tiny import byte_tokenizer
+from tests.server.tiny import byte_tokenizer, token_ids
 from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import EngineClient
 from vmmkv.server.http.app import Service, create_app
 from vmmkv.server.launch import uvicorn_options
-from vmmkv.server.protocol import Abort, Ready, encode
+from vmmkv.server.protocol import Abort, Generate, Ready, encode
 from vmmkv.server.tokenizer import Tokenizer
 
 WAIT_S = 30.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO: Any = [{"role": "user", "content": "hello"}]
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
@@ -96,9 +98,9 @@ class Running:
     service: Service
     loop: asyncio.AbstractEventLoop
     app: Any
+    has_sockets: bool
     url: str = "http://localhost"
     """Of sockets, or only for show."""
-    has_sockets: bool = field(default=False, kw_only=True)
 
     @property
     def http(self) -> httpx.Client:
@@ -108,6 +110,51 @@ class Running:
     @property
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=self.http)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.service.tokenizer is not None
+        return self.service.tokenizer
+
+    @property
+    def generates(self) -> list[Generate]:
+        """What the engine was asked."""
+        return [message for message in self.engine.received if isinstance(message, Generate)]
+
+    @property
+    def sent(self) -> Generate:
+        (request,) = self.generates
+        return request
+
+    def answers(self, text: str) -> None:
+        """From now on."""
+        ids = token_ids(text)
+        self.engine.answer = lambda _: ids
+
+    def never_ends(self, step_s: float = 0.02) -> None:
+        """Answers go on up to max_tokens, a token each step."""
+        self.engine.endless, self.engine.step_s = True, step_s
+
+    def post(self, path: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
+        """With everything beyond ASCII escaped: httpx's own JSON is UTF-8, which has no lone surrogates."""
+        headers = {"Content-Type": "application/json"} | ({} if key is None else bearer(key))
+        return self.http.post(path, content=json.dumps(body), headers=headers)
+
+    def complete(self, key: str | None = None, **body: Any) -> httpx.Response:
+        return self.post(COMPLETIONS, {"model": "tiny", "prompt": "a", **body}, key)
+
+    def chat(self, **body: Any) -> httpx.Response:
+        return self.post(CHAT, {"model": "tiny", "messages": HELLO, **body})
+
+    def refuses(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that is refused with 400 and never reaches the engine."""
+        asked = {"model": "tiny", **({"messages": HELLO} if path == CHAT else {"prompt": "a"}), **body}
+        response, num_before = self.post(path, asked), len(self.generates)
+        assert response.status_code == 400, response.text
+        assert len(self.generates) == num_before
+        error: dict[str, Any] = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        return error
 
     def engine_dies(self, reason: str) -> None:
         asyncio.run_coroutine_threadsafe(self.client.engine_ended(reason), self.loop).result(10)
@@ -129,25 +176,24 @@ def running_server(
     hosts: list[str] | None = None,
 ) -> Iterator[Running]:  # fmt: skip
     """Start all of it, and stop all of it; nothing is left of either. With `sockets` uvicorn serves it."""
-    with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory, contextlib.ExitStack() as stack:
-        address = f"ipc://{directory}/engine"
-        engine = FakeEngine(address, ready=ready)
+    with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory:
+        engine = FakeEngine(f"ipc://{directory}/engine", ready=ready)
         running: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
         stop = asyncio.Event()
 
         async def serve() -> None:
-            client = EngineClient(address)
+            client = EngineClient(f"ipc://{directory}/engine")
             client.start()
             service = Service(client, "tiny", front, hosts)
             service.tokenizer = Tokenizer(byte_tokenizer())
-            one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), has_sockets=sockets)
-            if start_engine:
-                engine.start()
-                await client.settled()
+            one = Running(engine, client, service, asyncio.get_running_loop(), create_app(service), sockets)
             async with contextlib.AsyncExitStack() as closing:
                 closing.push_async_callback(client.close)
+                if start_engine:
+                    engine.start()
+                    await client.settled()
                 if sockets:
-                    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                    listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
                     one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                     options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
                     config = uvicorn.Config(
@@ -155,13 +201,14 @@ def running_server(
                     )
                     server = uvicorn.Server(config)
                     serving = asyncio.create_task(server.serve(sockets=[listener]))
-                    running.put(one)
-                    await stop.wait()
-                    server.should_exit = True
-                    await serving
-                else:
-                    running.put(one)
-                    await stop.wait()
+
+                    async def end() -> None:
+                        server.should_exit = True
+                        await serving
+
+                    closing.push_async_callback(end)
+                running.put(one)
+                await stop.wait()
 
         def run() -> None:
             try:
@@ -203,6 +250,23 @@ def asking(server: Running | str, path: str, body: dict[str, Any]) -> Iterator[N
     with socket.create_connection((url.host, url.port or 80), timeout=20) as connection:
         connection.sendall(f"POST {path} {head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def texts_of(reply: Any) -> dict[int, str]:
+    """The text of each choice of a client's reply, whole or streamed."""
+    texts: dict[int, str] = {}
+    for chunk in [reply] if hasattr(reply, "choices") else reply:
+        for choice in chunk.choices:
+            if hasattr(choice, "text"):
+                text = choice.text
+            else:
+                text = (choice.delta if hasattr(choice, "delta") else choice.message).content
+            texts[choice.index] = texts.get(choice.index, "") + (text or "")
+    return texts
 
 
 def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:

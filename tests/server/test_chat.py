@@ -17,7 +17,6 @@ import pytest
 
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
-from tests.server.tiny import token_ids
 from vmmkv.cli.chat import printable
 from vmmkv.cli.main import main
 from vmmkv.server.protocol import Generate
@@ -44,14 +43,11 @@ def chatting(*arguments: str, **environment: str) -> "Iterator[subprocess.Popen[
 
 def prompts(listening: Running) -> list[str]:
     """What the engine was asked, as text."""
-    asked = [message.prompt for message in listening.engine.received if isinstance(message, Generate)]
-    tokenizer = listening.service.tokenizer
-    assert tokenizer is not None
-    return [tokenizer.rust.decode(prompt, skip_special_tokens=False) for prompt in asked]
+    return [listening.tokenizer.text_of(each.prompt, skip_special_tokens=False) for each in listening.generates]
 
 
 def test_a_conversation_has_a_history_until_it_is_reset(listening: Running) -> None:
-    listening.engine.answer = lambda request: token_ids("well [said]")
+    listening.answers("well [said]")
     with chatting("--url", f"{listening.url}/v1/", "--system", "Be brief.") as chat:
         out, err = chat.communicate("one\n\n/what\ntwo\n/reset\nthree\n/exit\nfour\n", timeout=60)
     assert (chat.returncode, err) == (0, "there is no /what; there are /reset and /exit\n")
@@ -65,7 +61,7 @@ def test_a_conversation_has_a_history_until_it_is_reset(listening: Running) -> N
 
 
 def test_how_tokens_are_chosen_can_be_said_and_is_else_the_servers(listening: Running) -> None:
-    listening.engine.answer = lambda request: token_ids("well")
+    listening.answers("well")
     options = ["--temperature", "0.5", "--top-p", "0.25", "--max-tokens", "3", "--seed", "7"]
     for arguments in (options, ["--temperature", "0"], []):
         with chatting("--url", listening.url, *arguments) as chat:
@@ -94,8 +90,8 @@ def patient() -> Iterator[Running]:
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(patient: Running) -> None:
     server = patient
-    server.engine.answer = lambda request: token_ids("la ")
-    server.engine.endless, server.engine.step_s = True, 0.02
+    server.answers("la ")
+    server.never_ends()
     with chatting("--url", server.url) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write("sing\n")
@@ -127,7 +123,7 @@ def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[s
 
 
 def test_an_error_in_the_conversation_leaves_it_where_it_was(listening: Running) -> None:
-    listening.engine.answer = lambda request: token_ids("yes")
+    listening.answers("yes")
     with chatting("--url", listening.url) as chat:
         out, err = chat.communicate(f"{'long ' * 300}\nshort\n", timeout=60)
     assert chat.returncode == 0

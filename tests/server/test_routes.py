@@ -1,42 +1,51 @@
-"""Laws of the smaller routes, of echo, and of the names that requests have."""
+"""Laws of the smaller routes: tokens, names of requests, models and metrics, the memory map, the stream, the page's files."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
-from tests.server.fake_engine import FAIL_SEED
-from tests.server.support import Running
+from tests.server.fake_engine import FAIL_SEED, SILENT_SEED
+from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, asking, bearer, eventually, running_server
 from tests.server.tiny import token_ids
+from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
+from vmmkv.server import engine_client
+from vmmkv.server.config import FrontConfig
+from vmmkv.server.engine_client import MapUnavailable, MemoryMaps
+from vmmkv.server.http import page
+from vmmkv.server.metrics import Times
+from vmmkv.server.protocol import AskMap, MemoryMap, Message, Outputs
 
+ROOT = Path(__file__).parents[2]
+GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 SCORED: Any = {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
-HELLO: Any = [{"role": "user", "content": "hello"}]
-
-
-def test_the_version_is_the_packages(server: Running) -> None:
-    assert server.http.get("/version").json() == {"version": vmmkv.__version__}
+SECRET: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}], "seed": SILENT_SEED}
 
 
 class TestTokens:
     @pytest.mark.parametrize("prompt", ["hello", "Grüße, €!", "a" * 10_000, ""])
     def test_a_text_becomes_tokens_and_again_a_text(self, server: Running, prompt: str) -> None:
-        there = server.http.post("/tokenize", json={"model": "tiny", "prompt": prompt}).json()
-        assert there["tokens"] == token_ids(prompt)
-        assert (there["count"], there["max_model_len"], there["token_strs"]) == (len(there["tokens"]), 256, None)
-        assert server.http.post("/detokenize", json={"tokens": there["tokens"]}).json() == {"prompt": prompt}
+        there = server.post("/tokenize", {"model": "tiny", "prompt": prompt}).json()
+        wanted = token_ids(prompt)
+        assert there == {"tokens": wanted, "count": len(wanted), "max_model_len": 256, "token_strs": None}
+        assert server.post("/detokenize", {"tokens": wanted}).json() == {"prompt": prompt}
 
     def test_a_conversation_becomes_what_a_chat_would_send(self, server: Running) -> None:
-        there = server.http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
-        usage = server.openai.chat.completions.create(model="tiny", messages=HELLO).usage
-        assert usage is not None and usage.prompt_tokens == there["count"]
+        there = server.post("/tokenize", {"messages": HELLO, "return_token_strs": True}).json()
+        assert server.chat().json()["usage"]["prompt_tokens"] == there["count"]
         assert "".join(there["token_strs"]) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-        assert server.http.post("/detokenize", json={"tokens": there["tokens"]}).json()["prompt"] == "".join(
-            there["token_strs"]
-        )
+        assert server.post("/detokenize", {"tokens": there["tokens"]}).json()["prompt"] == "".join(there["token_strs"])
 
     @pytest.mark.parametrize(
         ("path", "body", "param"),
@@ -57,7 +66,7 @@ class TestTokens:
         ],
     )
     def test_what_cannot_be_is_a_400_with_its_name(self, server: Running, path: str, body: Any, param: str) -> None:
-        refused = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        refused = server.post(path, body)
         assert (refused.status_code, refused.json()["error"]["param"].split(".")[0]) == (400, param)
 
     @pytest.mark.parametrize(
@@ -66,78 +75,334 @@ class TestTokens:
             ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 500}, "encode_chat"),
             ("/tokenize", {"prompt": "a" * 5000, "return_token_strs": True}, "text_of"),
             ("/detokenize", {"tokens": [97] * 5000}, "_known"),
-            ("/v1/completions", {"model": "tiny", "prompt": [[97] * 200] * 30, "max_tokens": 1, "echo": True}, "_known"),
-            ("/v1/completions", {**SCORED, "prompt": [[97] * 200] * 30}, "text_of"),
+            (COMPLETIONS, {"model": "tiny", "prompt": [[97] * 200] * 30, "max_tokens": 1, "echo": True}, "_known"),
+            (COMPLETIONS, {**SCORED, "prompt": [[97] * 200] * 30}, "text_of"),
         ],
     )
-    def test_what_takes_long_is_not_done_on_the_event_loop(
+    def test_long_work_is_not_done_on_the_event_loop(
         self, server: Running, path: str, body: Any, worker: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert server.service.tokenizer is not None
-        owner = server.service.tokenizer.texts if worker == "text_of" else server.service.tokenizer
-        work, on_loop = getattr(owner, worker), []
+        owner: Any = server.tokenizer.texts if worker == "text_of" else server.tokenizer
+        work, on_loop = getattr(owner, worker), list[bool]()
 
         def watched(*given: Any) -> Any:
             on_loop.append(asyncio._get_running_loop() is not None)
             return work(*given)
 
         monkeypatch.setattr(owner, worker, watched)
-        assert server.http.post(path, json=body).status_code == 200
+        assert server.post(path, body).status_code == 200
         assert on_loop and not any(on_loop)
-
-    def test_another_model_is_not_found(self, server: Running) -> None:
-        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-            assert server.http.post(path, json={"model": "gpt-5", **body}).status_code == 404
-
-
-class TestEcho:
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize("prompt", [["one", "two"], [token_ids("one"), token_ids("two")]])
-    def test_each_choice_begins_with_its_prompt(self, server: Running, stream: bool, prompt: Any) -> None:
-        answered = token_ids(" and more")
-        server.engine.answer = lambda _: answered
-        create = server.openai.completions.create
-        options: Any = {"model": "tiny", "prompt": prompt, "echo": True, "n": 2}
-        texts = [""] * 4
-        for chunk in create(**options, stream=True) if stream else [create(**options)]:
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-        assert texts == [f"{text} and more" for text in ("one", "one", "two", "two")]
-
-    def test_the_prompts_tokens_are_not_counted_twice(self, server: Running) -> None:
-        usage = server.openai.completions.create(model="tiny", prompt="abc", echo=True).usage
-        assert usage is not None
-        assert (usage.prompt_tokens, usage.completion_tokens) == (3, 3)
 
 
 class TestNames:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_a_request_keeps_the_name_that_its_client_gave_it(self, server: Running, stream: bool) -> None:
-        body = {"model": "tiny", "prompt": "a", "stream": stream}
-        assert (
-            server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"}).headers["x-request-id"]
-            == "mine-1"
-        )
-
     @pytest.mark.parametrize("given", [None, "", "with space", "a" * 129, "<script>"])
-    def test_else_it_gets_one_of_its_own(self, server: Running, given: str | None) -> None:
+    def test_a_request_without_a_good_name_gets_one(self, server: Running, given: str | None) -> None:
         headers = {} if given is None else {"X-Request-Id": given}
         names = {server.http.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)}
         assert len(names) == 2 and all(re.fullmatch(r"req-[0-9a-f]{32}", name) for name in names)
 
-    def test_errors_have_it_too_and_so_has_the_log(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
-        headers = {"X-Request-Id": "mine-2"}
-        answers = [
-            server.http.get("/nowhere", headers=headers),
-            server.http.post("/v1/completions", json={}, headers=headers),
-            server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "seed": FAIL_SEED}, headers=headers),
-        ]
-        server.engine.answer = lambda _: [1 << 40]  # no tokenizer takes it
-        with caplog.at_level(logging.ERROR):
-            answers += [
-                server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "stream": stream}, headers=headers)
-                for stream in (False, True)
-            ]
-        assert [answer.status_code for answer in answers] == [404, 400, 500, 500, 200]
+    def test_answers_errors_and_the_log_have_the_clients_name(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+        with server.http as http:
+            http.headers["X-Request-Id"] = "mine-2"
+            body = {"model": "tiny", "prompt": "a"}
+            answers = [http.get("/nowhere"), http.post(COMPLETIONS, json={})]
+            answers += [http.post(COMPLETIONS, json={**body, "seed": seed, "stream": seed == 1}) for seed in (FAIL_SEED, 0, 1)]
+            server.engine.answer = lambda _: [1 << 40]  # no tokenizer takes it
+            with caplog.at_level(logging.ERROR):
+                answers += [http.post(COMPLETIONS, json={**body, "stream": stream}) for stream in (False, True)]
+        assert [answer.status_code for answer in answers] == [404, 400, 500, 200, 200, 500, 200]
         assert all(answer.headers["x-request-id"] == "mine-2" for answer in answers)
         assert caplog.text.count("request mine-2 failed") == 2
+
+
+class TestMetrics:
+    @pytest.fixture
+    def exported(self, fresh: Running) -> dict[str, set[str]]:
+        """By name of a sample, the labels that it has, after a request."""
+        fresh.complete(prompt="abc", max_tokens=4)
+        assert eventually(lambda: "vmmkv_requests_running" in fresh.http.get("/metrics").text)
+        families = list(text_string_to_metric_families(fresh.http.get("/metrics").text))
+        names = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+        # These have a sample for each method or call that there was.
+        labelled = {"vmmkv_attaches_total": {"method"}, "vmmkv_attach_seconds_total": {"method"}}
+        assert {name.removesuffix("_total") for name in labelled} <= {family.name for family in families}
+        return names | labelled
+
+    def test_the_grafana_dashboard_asks_for_all_metrics_and_no_others(self, exported: dict[str, set[str]]) -> None:
+        asked = [target["expr"] for panel in GRAFANA["panels"] for target in panel.get("targets", ())]
+        asked += [variable["definition"] for variable in GRAFANA["templating"]["list"] if "definition" in variable]
+        for expression in asked:
+            names = set(re.findall(r"vmmkv_\w+", expression))
+            assert names and names <= exported.keys(), expression
+            for label in re.findall(r"by \((\w+)\)", expression):
+                assert all(label in exported[name] for name in names), expression
+        shown = {re.sub("_(count|sum)$", "_bucket", name) for name in exported if not name.endswith("_created")}
+        assert shown <= set(re.findall(r"vmmkv_\w+", " ".join(asked)))
+
+    def test_its_panels_stand_side_by_side_and_have_ids_of_their_own(self) -> None:
+        panels = GRAFANA["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        taken: set[tuple[int, int]] = set()
+        for place in (panel["gridPos"] for panel in panels):
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert not cells & taken and place["x"] + place["w"] <= 24
+            taken |= cells
+
+    def test_they_show_the_engines_snapshot(self, fresh: Running) -> None:
+        fresh.complete(prompt="abc")
+        wanted = {
+            "vmmkv_engine_ready 1.0", "vmmkv_requests_running 0.0", "vmmkv_requests_waiting 0.0",
+            "vmmkv_kv_mapped_bytes 0.0", "vmmkv_kv_budget_bytes 6.7108864e+07", "vmmkv_kv_tokens 0.0",
+            "vmmkv_stalls_total 2.0", "vmmkv_stall_seconds_total 0.0015", 'vmmkv_driver_calls_total{call="map"} 4.0',
+            "vmmkv_preemptions_total 0.0", "vmmkv_prompt_tokens_total 0.0", "vmmkv_generation_tokens_total 3.0",
+            "vmmkv_prefix_hit_tokens_total 5.0", "vmmkv_prefix_pages 6.0", "vmmkv_request_duration_seconds_count 1.0",
+            "vmmkv_time_to_first_token_seconds_count 1.0", 'vmmkv_requests_total{outcome="finished"} 1.0',
+        }  # fmt: skip
+        # The engine's last account of itself comes behind its last token.
+        eventually(lambda: wanted <= set(fresh.http.get("/metrics").text.splitlines()))
+        assert not wanted - set(fresh.http.get("/metrics").text.splitlines())
+
+    def test_a_histogram_counts_each_time_in_its_bucket_and_those_above(self) -> None:
+        times = Times("waiting", "How long.", (0.1, 1.0))
+        for time_s in (0.05, 0.1, 0.5, 7.0):
+            times.observe(time_s)
+        samples = {(each.name[14:], each.labels.get("le")): each.value for each in times.family().samples}
+        buckets = {("seconds_bucket", bound): count for bound, count in (("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0))}
+        assert samples == buckets | {("seconds_count", None): 4.0, ("seconds_sum", None): pytest.approx(7.65)}
+
+    def test_times_between_tokens_and_in_the_queue_are_counted(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        fresh.never_ends(step_s=0.01)
+        steps, send = list[Outputs](), fresh.engine._send
+
+        def sending(message: Message) -> None:
+            if isinstance(message, Outputs):
+                steps.append(message)
+            send(message)
+
+        monkeypatch.setattr(fresh.engine, "_send", sending)
+        fresh.complete(prompt="abc", max_tokens=8, n=2, seed=1)
+        text = fresh.http.get("/metrics").text
+        count = re.search(r"^vmmkv_inter_token_latency_seconds_count (\S+)$", text, re.MULTILINE)
+        # Two choices come in the same messages, seven gaps between eight; the second may begin some steps later.
+        assert count is not None and 7 <= float(count[1]) == len(steps) - 1
+        assert "vmmkv_request_queue_time_seconds_count 0.0" in text  # this engine does not say
+
+    def test_the_first_token_of_an_answer_that_comes_too_late_is_counted(self, fresh: Running) -> None:
+        fresh.never_ends()
+        assert fresh.complete(max_tokens=240, timeout=0.5).status_code == 408
+        assert "vmmkv_time_to_first_token_seconds_count 1.0" in fresh.http.get("/metrics").text
+
+    def test_refusals_are_counted_by_status_and_ends_in_the_engine_apart(self) -> None:
+        key = "some-key"
+        front = FrontConfig(api_keys=(key,), admin_key="admin-key", max_queued_tokens=8)
+        with running_server(front=front) as server:
+            refused = [server.complete(key, temperature=-1), server.complete("another key"), server.post("/kv/reset", {}, key)]
+            assert [answer.status_code for answer in refused] == [400, 401, 403]
+            ended = [{"seed": FAIL_SEED}, {"seed": SILENT_SEED, "timeout": 0.1}, {}]
+            assert [server.complete(key, **body).status_code for body in ended] == [500, 408, 200]
+            with ThreadPoolExecutor(1) as clients:
+                waiting = clients.submit(lambda: server.complete(key, prompt="a" * 9, seed=SILENT_SEED))
+                assert eventually(lambda: server.client.waiting_tokens == 9)
+                assert server.complete(key).status_code == 429
+                server.engine_dies("it was a test")
+                assert waiting.result().status_code == 503  # the engine had it: it has failed
+            assert server.complete(key).status_code == server.http.get("/health").status_code == 503
+            assert [server.http.get(path).status_code for path in ("/metrics", "/kv", "/favicon.ico")] == [401] * 3
+            text = server.http.get("/metrics", headers=bearer("admin-key")).text
+        counted = dict(re.findall(r'^vmmkv_requests_refused_total\{code="(\d+)"\} (\S+)$', text, re.MULTILINE))
+        assert counted == dict.fromkeys(("400", "401", "403", "429", "503"), "1.0")
+        assert 'vmmkv_requests_total{outcome="failed"} 3.0' in text
+
+
+def test_the_version_and_the_model_are_told(server: Running) -> None:
+    assert server.http.get("/version").json() == {"version": vmmkv.__version__}
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert server.http.get("/v1/models/tiny").json() == model
+    assert (model["id"], model["owned_by"], model["max_model_len"], model["implementation"]) == ("tiny", "vmmkv", 256, "vmmkv")
+
+
+def a_map(*slots: SlotMap, requests: dict[int, str] | None = None) -> MemoryMap:
+    return MemoryMap(num_slots=8, slot_pages=[64], slots=list(slots), requests=requests or {}, took_us=12.3)
+
+
+def live(slot: int, *runs: MappedRun) -> SlotMap:
+    return SlotMap(slot, SlotState.LIVE, 100, [list(runs)])
+
+
+def run(page: int, num_pages: int, num_holders: int, handle: int, state: RunState = RunState.LIVE) -> MappedRun:
+    return MappedRun(page, num_pages, state, num_holders, handle)
+
+
+def num_asked(server: Running) -> int:
+    return sum(isinstance(message, AskMap) for message in server.engine.received)
+
+
+class TestMap:
+    def test_it_says_what_is_mapped_and_what_is_shared(self, server: Running) -> None:
+        first = live(1, run(0, 4, 3, handle=70), run(4, 2, 2, handle=71), run(6, 1, 1, 72, RunState.AHEAD))
+        second = live(3, run(0, 4, 3, handle=70), run(4, 1, 1, handle=73))
+        server.engine.memory_map = a_map(first, second, requests={1: "cmpl-a-0"})
+        found = server.http.get("/kv").json()
+        assert (found["num_slots"], found["slot_pages"], found["page_bytes"]) == (8, [64], 2 << 20)
+        assert found["memory"]["budget_bytes"] == 1 << 26
+        # What the tree alone holds too is not shared between slots.
+        runs = [[0, 0, 4, "live", 2, 0], [0, 4, 2, "live", 1, None], [0, 6, 1, "ahead", 1, None]]
+        others = [[0, 0, 4, "live", 2, 0], [0, 4, 1, "live", 1, None]]
+        assert found["slots"] == [
+            {"slot": 1, "state": "live", "tokens": 100, "request": "cmpl-a-0", "runs": runs},
+            {"slot": 3, "state": "live", "tokens": 100, "request": None, "runs": others},
+        ]
+
+    def test_a_map_of_256_slots_is_some_tens_of_kilobytes(self, server: Running) -> None:
+        slots = [live(slot, run(0, 9, 256, 7), run(9, 30, 2, slot + 100), run(39, 2, 1, slot + 500)) for slot in range(1, 257)]
+        server.engine.memory_map = a_map(*slots, requests={slot: f"chatcmpl-{slot:032x}-0" for slot in range(1, 257)})
+        assert len(server.http.get("/kv").content) < 64 << 10
+
+    def test_however_many_ask_the_engine_is_asked_four_times_a_second_at_most(self, server: Running) -> None:
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(16) as clients:
+            assert set(clients.map(lambda _: server.http.get("/kv").status_code, range(16))) == {200}
+        assert num_asked(server) <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
+        while num_asked(server) < 3:  # a map is of now, or of a moment ago: else this goes on for ever
+            server.http.get("/kv")
+        assert time.monotonic() - began_s >= 2 * engine_client.FRESH_S
+
+    def test_a_dead_engine_is_503_at_once(self, fresh: Running) -> None:
+        fresh.engine.memory_map = None
+        with ThreadPoolExecutor(1) as client:
+            waits = client.submit(fresh.http.get, "/kv")
+            assert eventually(lambda: num_asked(fresh) == 1)
+            fresh.engine_dies("it was a test")
+            assert waits.result(8).status_code == 503, "not the ten seconds that a map is waited for"
+        assert fresh.http.get("/kv").json()["error"]["message"] == "it was a test"
+
+    def test_a_prefix_keeps_its_number_and_a_free_one_is_given_again(self) -> None:
+        def numbers(maps: MemoryMaps, *handles: int) -> list[int]:
+            slots = [live(1 + index, run(0, 1, 2, handle)) for index, handle in enumerate(sorted((*handles, *handles)))]
+            return [slot["runs"][0][5] for slot in maps._drawn(a_map(*slots))["slots"][::2]]
+
+        maps = MemoryMaps(lambda message: None)
+        assert [numbers(maps, *handles) for handles in ((10, 20, 30), (20, 30), (5, 20, 30))] == [[0, 1, 2], [1, 2], [0, 1, 2]]
+
+    def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine_client, "FRESH_S", 60)
+
+        async def ask() -> list[Message]:
+            sent: list[Message] = []
+            maps = MemoryMaps(sent.append)
+            for _ in range(2):
+                with pytest.raises(MapUnavailable, match="no map"):
+                    await maps.get(within_s=0.01)
+            maps.take(a_map())
+            assert (await maps.get())["num_slots"] == 8
+            return sent
+
+        assert len(asyncio.run(ask())) == 1
+
+
+@contextlib.contextmanager
+def watching(server: Running) -> Iterator[Iterator[tuple[str, Any]]]:
+    """The stream's events, by kind."""
+
+    def events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+        kind = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                kind = line[7:]
+            elif line.startswith("data: "):
+                yield kind, json.loads(line[6:])
+
+    with server.http as http, http.stream("GET", "/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield events(response)
+
+
+def flights(events: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The one request of each state that has any."""
+    return (data["requests"][0] for kind, data in events if kind == "state" and data["requests"])
+
+
+class TestStream:
+    def test_it_begins_with_state_and_map_and_goes_on_with_news_without_any_text(self, server: Running) -> None:
+        server.engine.memory_map = a_map(live(1, run(0, 2, 1, 5)))
+        seen: dict[str, list[Any]] = {"state": [], "map": []}
+        with contextlib.ExitStack() as stack:
+            for kind, data in stack.enter_context(watching(server)):
+                seen[kind].append(data)
+                if len(seen["map"]) == 1 and len(seen["state"]) == 1:
+                    server.engine.memory_map = a_map(live(1, run(0, 3, 1, 5)))
+                    stack.enter_context(asking(server, CHAT, SECRET))
+                if len(seen["map"]) == 2 and any(state["requests"] for state in seen["state"]):
+                    break
+        state = next(state for state in seen["state"] if state["requests"])
+        assert state["health"]["status"] == "ok" and state["model"] == "tiny"
+        (flight,) = state["requests"]
+        assert flight["id"].startswith("chatcmpl-") and flight["prompt_tokens"] > 0 and flight["age_s"] >= 0
+        assert seen["map"][1]["slots"][0]["runs"] == [[0, 0, 3, "live", 1, None]]
+        assert "secret" not in json.dumps(seen)
+
+    def test_an_answer_that_is_sent_whole_is_counted_as_it_comes(self, server: Running) -> None:
+        server.never_ends()
+        server.engine.cached = lambda _: 3
+        with asking(server, COMPLETIONS, {"model": "tiny", "prompt": "abcd", "max_tokens": 240}), watching(server) as events:
+            begun = (flight for flight in flights(events) if flight["has_begun"])
+            first, second = next(begun), next(begun)
+        assert 0 < first["generated_tokens"] < second["generated_tokens"] < 240
+        assert first["cached_tokens"] == second["cached_tokens"] == 3
+
+    def test_numbers_that_the_engine_has_not_said_are_null(self, server: Running) -> None:
+        with asking(server, CHAT, SECRET), watching(server) as events:
+            flight = next(flights(events))
+        assert (flight["has_begun"], flight["cached_tokens"], flight["generated_tokens"]) == (False, None, None)
+
+    def test_viewers_cost_the_engine_what_one_does_up_to_a_limit_and_none_nothing(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(page, "MAX_VIEWERS", 3)
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                next(stack.enter_context(watching(server)))
+            assert server.http.get("/events").status_code == 503
+            before, began_s = num_asked(server), time.monotonic()
+            time.sleep(1.0)
+            assert num_asked(server) - before <= 1 + (time.monotonic() - began_s) / engine_client.FRESH_S
+        assert eventually(lambda: not server.service.dashboard._news)
+
+        def is_quiet() -> bool:
+            before = num_asked(server)
+            time.sleep(2.5 * page.TICK_S)
+            return num_asked(server) == before
+
+        assert eventually(is_quiet)
+
+    def test_it_ends_when_the_server_does(self, fresh: Running) -> None:
+        with watching(fresh) as events:
+            next(events)
+            fresh.loop.call_soon_threadsafe(fresh.service.dashboard.close)
+            for _ in events:
+                pass
+
+
+class TestPage:
+    def test_it_is_served_with_a_policy_that_lets_nothing_in(self, server: Running) -> None:
+        for path in ("/", *(f"/page/{name}" for name in page.FILES)):
+            answer = server.http.get(path)
+            assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
+            policy = answer.headers["content-security-policy"]
+            assert "unsafe" not in policy and "default-src 'none'" in policy
+        for name in ("nothing.js", "..%2f..%2fapp.py", "%2e%2e/app.py"):
+            assert server.http.get(f"/page/{name}").status_code == 404
+
+    def test_whatever_it_names_is_there_and_nothing_of_others(self) -> None:
+        texts = {name: content.decode() for name, (content, _) in page.FILES.items()}
+        folder = ROOT / "server" / "http" / "page"
+        assert set(texts) == {path.name for path in folder.iterdir() if path.suffix in {".css", ".html", ".js", ".svg"}}
+        for name, text in texts.items():
+            for link in filter(None, sum(re.findall(r'(?:src|href)="(?!#)([^"]+)"|from "\./([^"]+)"', text), ())):
+                assert link.removeprefix("/page/") in texts, f"{name} names {link}"
+            assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}, name
+        html = texts["index.html"]
+        assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", html)
+        assert re.findall(r"<script[^>]*>(.*?)</script>", html, re.DOTALL) == [""]
+        for wanted in re.findall(r'find\("([^"]+)"\)', texts["main.js"] + texts["chat.js"]):
+            assert f'id="{wanted}"' in html, wanted

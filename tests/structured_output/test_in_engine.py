@@ -41,7 +41,7 @@ from vmmkv.server.sampling_params import SamplingParams
 from vmmkv.server.structured_output import manager
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.manager import ANSWER_S, MAX_ABANDONED, StructuredOutputManager
-from vmmkv.server.structured_output.matcher import CallThreads, Matcher, Outcome, Vocabulary
+from vmmkv.server.structured_output.matcher import CallResult, CallThreads, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, of_choices, of_schema
 
 
@@ -439,10 +439,10 @@ def test_the_loop_is_charged_the_time_it_is_held_and_requests_their_threads(
     params = SamplingParams(max_tokens=9)
     requests = [Request(Generate(request_id=str(index), prompt=[1], params=params), frozenset()) for index in range(4)]
 
-    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[Outcome[int]]:
+    def made(calls: list[Callable[[], int]], *, spread: bool) -> list[CallResult[int]]:
         nonlocal now_s
         now_s += held_s
-        return [Outcome(call(), None, took_s) for call in calls]
+        return [CallResult(call(), None, took_s) for call in calls]
 
     monkeypatch.setattr(reader, "_threads", SimpleNamespace(run=made))
     monkeypatch.setattr(manager, "time", SimpleNamespace(perf_counter=lambda: now_s))

@@ -1,0 +1,197 @@
+"""A request that cannot be served is refused before it reaches the engine, with the parameter's name and what would work."""
+
+import math
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from tests.server.fake_engine import READY
+from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
+from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
+
+OF_BOTH: dict[str, list[Any]] = {
+    "n": [0, 129, 1.5],
+    "max_tokens": [-1, 1.5, True],
+    "min_tokens": [-1, 1.0],
+    "temperature": [-0.1, 2.1, "hot", math.nan],
+    "top_p": [0, 1.5],
+    "top_k": [-2, 1.0],
+    "min_p": [1.5, -0.1],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [-2.5],
+    "repetition_penalty": [0, 101],
+    "logit_bias": [{"five": 1}, {"-5": 1}, {"5": 100.5}, {"5": "1"}, {"258": 1}, [5], {str(each): 1 for each in range(1025)}],
+    "seed": [1 << 63],
+    "stop": ["a" * 1025, ["a"] * 5, "", 3, "\ud800"],
+    "stop_token_ids": [[10**30], [-1], [258], [1] * 65],
+    "use_beam_search": [1],
+    "beam_width": [2],
+    "length_penalty": [0.5],
+    "logprobs": [-1, 21],
+    "top_logprobs": [2],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": True}],
+    "response_format": [{"type": "xml"}],
+    "cache_salt": ["", 5, "\ud800", "a" * 1025],
+    "priority": [0.5, 1 << 31],
+    "timeout": [0, 1e9, "soon"],
+    "user": [7, "a" * 1025],
+    "best_of": [2],
+    "store": [True],
+    "skip_special_tokens": [False],
+    "made_up": [1],
+}
+OF_COMPLETIONS: dict[str, list[Any]] = {
+    "logprobs": [True],
+    "echo": ["yes"],
+    "suffix": ["end"],
+    "max_tokens": [0],
+    "min_tokens": [17],  # max_tokens is 16 unless given
+    "prompt": [
+        "",
+        [],
+        [[]],
+        ["ok", ""],
+        [1, "two"],
+        [-1],
+        [258],
+        None,
+        ["a"] * 129,
+        [[1]] * 129,
+        "\ud800",
+        "a" * 5000 + "\udfff",
+    ],
+}
+OF_CHATS: dict[str, list[Any]] = {
+    "logprobs": [2],
+    "max_completion_tokens": [0],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["auto"],
+    "chat_template": ["{{ 1 }}"],
+    "chat_template_kwargs": ["x", {str(number): 1 for number in range(17)}, {"a b": 1}, {"a" * 65: 1}],
+    "chat_template_kwargs.a": [{"a": value} for value in ([], {}, math.nan, "x" * (MAX_VARIABLE_CHARS + 1))],
+    "messages": [[], [{"role": "user", "content": "\ud800"}]],
+    "messages.0.role": [[{"role": "tool", "content": "x"}]],
+    "messages.0.content": [
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "value"),
+    [
+        (path, param, value)
+        for path, own in ((COMPLETIONS, OF_COMPLETIONS), (CHAT, OF_CHATS))
+        for params in (OF_BOTH, own)
+        for param, values in params.items()
+        for value in values
+    ],
+)
+def test_the_parameter_is_named(server: Running, path: str, param: str, value: Any) -> None:
+    name, _, rest = param.partition(".")
+    error = server.refuses(path, **{name: value})
+    assert error["param"] is not None and name in error["message"]
+    assert error["param"] == param if rest else error["param"].split(".")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (COMPLETIONS, {"logit_bias": {"five": 1}}, "must be token ids, as in {\"50256\": -100}, and 'five' is none."),
+        (COMPLETIONS, {"logit_bias": 5}, "Invalid logit_bias: it must be a JSON object."),
+        (COMPLETIONS, {"stop": 5}, "Invalid stop: it must be a string, or a list of 4 at most."),
+        (COMPLETIONS, {"stop": list("abcde")}, "Invalid stop: it may have 4 items at most, and has 5."),
+        (COMPLETIONS, {"stop_token_ids": [1, 300]}, "300 is not a token id of this model: they go from 0 to 257."),
+        (COMPLETIONS, {"temperature": -1}, "Invalid temperature: Input should be greater than or equal to 0."),
+        (COMPLETIONS, {"response_format": "json_object"}, ', "json_object" or "json_schema", as in {"type": "json_object"}.'),
+        (COMPLETIONS, {"prompt": [1] * 256}, "shorten the prompt to 255 tokens."),
+        (COMPLETIONS, {"prompt": [1] * 200, "max_tokens": 100}, "lower max_tokens to 56 or shorten the prompt to 156 tokens."),
+        (COMPLETIONS, {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "only for include_usage=true."),
+        (COMPLETIONS, {"prompt": "a", "n": 129}, "lower n to 128 and send further requests for the others."),
+        (COMPLETIONS, {"prompt": ["a"] * 3, "n": 43}, "lower n to 42 and send further requests for the others."),
+        (COMPLETIONS, {"prompt": ["a"] * 3, "use_beam_search": True, "beam_width": 43},
+         "lower beam_width to 42 and send further requests for the others."),
+        (CHAT, {"messages": []}, "Invalid messages: it must have 1 item at least, and has 0."),
+        (CHAT, {"messages": "hello"}, "Invalid messages: it must be a list."),
+        (CHAT, {"messages": ["hello"]}, "Invalid messages.0: it must be a JSON object."),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, '{"type": "text", "text": "..."} are served.'),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "send valid Unicode."),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "mean the same: send one."),
+        (CHAT, {"top_logprobs": 2}, "only for logprobs=true."),
+        (CHAT, {"tools": [{}]}, 'for an answer of a schema send "response_format": {"type": "json_schema", ...}.'),
+    ],
+)  # fmt: skip
+def test_it_says_what_would_work(server: Running, path: str, body: dict[str, Any], said: str) -> None:
+    assert server.refuses(path, **body)["message"].endswith(said)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"temperature": 0.5}, "temperature", "send 0"),
+        ({"stream": True}, "stream", "leave stream out"),
+        ({"top_p": 0.5}, "top_p", "leave top_p out"),
+        ({"top_k": 5}, "top_k", "leave top_k out"),
+        ({"min_p": 0.5}, "min_p", "leave min_p out"),
+        ({"presence_penalty": 1}, "presence_penalty", "leave presence_penalty out"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "leave frequency_penalty out"),
+        ({"repetition_penalty": 2}, "repetition_penalty", "leave repetition_penalty out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "leave logit_bias out"),
+        ({"logprobs": 1}, "logprobs", "leave logprobs out"),
+        ({"n": 4, "beam_width": 2}, "n", "raise beam_width to 4 or lower n to 2"),
+        ({"beam_width": 0}, "beam_width", "greater than or equal to 1"),
+        ({"beam_width": READY.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.max_sequences}"),
+        ({"length_penalty": 1e308}, "length_penalty", "10"),
+        ({"min_tokens": 2}, "min_tokens", "or the beam search"),
+        ({"use_beam_search": False, "beam_width": 2}, "beam_width", "use_beam_search=true"),
+        ({"use_beam_search": False, "length_penalty": 0}, "length_penalty", "use_beam_search=true"),
+    ],
+)
+def test_what_no_beam_search_can_do_is_refused(server: Running, path: str, body: dict[str, Any], param: str, said: str) -> None:
+    if path == CHAT and "logprobs" in body:
+        body = {"logprobs": True}
+    error = server.refuses(path, **{"use_beam_search": True, **body})
+    assert error["param"] == param and said in error["message"]
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
+    with running_server(ready=msgspec.structs.replace(READY, model="/home/me/tiny")) as server:
+        error = server.refuses(COMPLETIONS, prompt=[1] * 256)
+        assert error["param"] == "prompt" and "the most that tiny takes here" in error["message"]
+        assert "/home" not in error["message"]
+        error = server.refuses(COMPLETIONS, prompt=[1] * 200, max_tokens=100)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        assert all(number in error["message"] for number in ("300", "200", "100", "256", "56", "156"))
+    with running_server(ready=msgspec.structs.replace(READY, pool_tokens=64)) as server:
+        error = server.refuses(COMPLETIONS, prompt=[1] * 60, max_tokens=5)
+        assert "64.0 MiB" in error["message"] and "lower max_tokens to 4" in error["message"]
+        assert server.complete(prompt=[1] * 60, max_tokens=4).status_code == 200
+
+
+def test_another_model_is_not_found(server: Running) -> None:
+    with pytest.raises(openai.NotFoundError, match="'tiny'") as caught:
+        server.openai.completions.create(model="gpt-5", prompt="a")
+    assert caught.value.code == "model_not_found"
+    for path, body in ((CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        assert server.post(path, {"model": "\ud800", **body}).status_code == 404
+
+
+def test_every_error_has_openais_form(server: Running) -> None:
+    http, json = server.http, {"Content-Type": "application/json"}
+    for response, status, said in (
+        (http.get("/v2"), 404, "Not Found"),
+        (http.get(COMPLETIONS), 405, "Method Not Allowed"),
+        (http.get("/v1/models/other"), 404, "'tiny'"),
+        (http.post(COMPLETIONS, content="{", headers=json), 400, "not valid JSON"),
+        (http.post(COMPLETIONS, headers=json), 400, "must be a JSON object"),
+        (http.post(COMPLETIONS, content='{"model": "tiny"}', headers={"Content-Type": "text/plain"}), 400, "Content-Type"),
+        (http.post(COMPLETIONS, json=[1]), 400, "must be a JSON object"),
+        (http.post(COMPLETIONS, json={"model": "tiny"}), 400, "Missing required parameter: 'prompt'"),
+    ):
+        assert response.status_code == status and said in response.json()["error"]["message"], response.text
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
