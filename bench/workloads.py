@@ -96,19 +96,13 @@ def chat(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: floa
     Raises: ValueError for sizes that cannot be, or of which hardly anything fits into `max_tokens`.
     """
     rng = _checked(seed, vocabulary, count)
-    text = f"lengths of openchat_sharegpt4{_scaled(scale)}, at most {max_tokens} tokens"
-    ins, outs = _drawn(rng, count, max_tokens, lambda rng, n: (CHAT_PROMPT.draw(rng, n, scale), CHAT_OUT.draw(rng, n, scale)))
-    return _alone("chat", text, rng, vocabulary, ins, outs)
+    return _published("chat", "openchat_sharegpt4", CHAT_PROMPT, CHAT_OUT, rng, vocabulary, count, max_tokens, scale)
 
 
 def long_documents(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: float = 1.0) -> Workload:
     """Long prompts, short answers: lengths of arxiv_summarization. `scale` and errors: as `chat`."""
-    rng = _checked(seed, vocabulary, count)
-    text = f"lengths of arxiv_summarization{_scaled(scale)}, at most {max_tokens} tokens"
-    ins, outs = _drawn(
-        rng, count, max_tokens, lambda rng, n: (DOCUMENT_PROMPT.draw(rng, n, scale), DOCUMENT_OUT.draw(rng, n, scale))
-    )
-    return _alone("long documents", text, rng, vocabulary, ins, outs)
+    rng, lengths = _checked(seed, vocabulary, count), (DOCUMENT_PROMPT, DOCUMENT_OUT)
+    return _published("long documents", "arxiv_summarization", *lengths, rng, vocabulary, count, max_tokens, scale)
 
 
 def shared_prefix(
@@ -236,8 +230,6 @@ def arriving(workload: Workload, rate_per_s: float, burstiness: float = 1.0, *, 
     return replace(workload, text=f"{workload.text}; {rate_per_s:g} a second ({kind})", asks=asks)
 
 
-# within
-
 _Draw = Callable[[np.random.Generator, int], tuple[Lengths, Lengths]]
 """Lengths of so many prompts, and of their answers; or of all turns of so many conversations."""
 
@@ -288,7 +280,19 @@ def _words(lengths: Range) -> str:
     return f"{lengths[0]}" if lengths[0] == lengths[1] else f"{lengths[0]} to {lengths[1]}"
 
 
-def _scaled(scale: float) -> str:
+def _published(
+    name: str,
+    dataset: str,
+    prompt: LogNormal,
+    out: LogNormal,
+    rng: np.random.Generator,
+    vocabulary: int,
+    count: int,
+    max_tokens: int,
+    scale: float,
+) -> Workload:
     if scale <= 0:
         raise ValueError(f"scale={scale}: more than 0")
-    return "" if scale == 1 else f" times {scale:g}"
+    ins, outs = _drawn(rng, count, max_tokens, lambda rng, n: (prompt.draw(rng, n, scale), out.draw(rng, n, scale)))
+    times = "" if scale == 1 else f" times {scale:g}"
+    return _alone(name, f"lengths of {dataset}{times}, at most {max_tokens} tokens", rng, vocabulary, ins, outs)

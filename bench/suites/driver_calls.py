@@ -1,7 +1,6 @@
 """What each driver call costs: for small and large handles, alone, beside a busy Python thread, beside a kernel.
 
-The life of a handle is timed call by call: created, mapped, made accessible, zeroed, unmapped, released. On CUDA it is
-repeated with handles created with and without being exportable and open to RDMA.
+The life of a handle is timed call by call: created, mapped, made accessible, zeroed, unmapped, released.
 """
 
 import os
@@ -68,36 +67,32 @@ def run(recorder: Recorder) -> None:
     _check(driver)
     name = "cuda" if settings.on_gpu else "host"
     # Beside a thread each call waits for Python's lock, 5 ms a time.
-    conditions: list[tuple[str, Driver, str, Beside, int]] = [
-        (name, driver, "alone", _alone, 30 if settings.quick else 500),
-        (name, driver, "beside a busy thread", _beside_thread, 3 if settings.quick else 60),
+    num_lives = 30 if settings.quick else 500
+    conditions: list[tuple[str, Beside, int]] = [
+        ("alone", _alone, num_lives),
+        ("beside a busy thread", _beside_thread, 3 if settings.quick else 60),
     ]
     if settings.on_gpu:
-        kernel = (name, driver, "beside a kernel", lambda: _beside_kernel(settings.device), 30 if settings.quick else 500)
-        conditions.append(kernel)
-        for flags, flagged in drivers_by_flags(settings.device).items():
-            conditions.append((f"{name}, {flags}", flagged, "alone", _alone, conditions[0][-1]))
+        conditions.append(("beside a kernel", lambda: _beside_kernel(settings.device), num_lives))
     cases = [(size_bytes, *condition) for size_bytes in HANDLE_BYTES for condition in conditions]
-    for size_bytes, system, its_driver, beside, condition, num_lives in recorder.track(
-        cases, lambda case: f"{case[1]}, {case[3]}"
-    ):
-        life = Life(its_driver, size_bytes, exports=its_driver is driver)
+    for size_bytes, beside, condition, count in recorder.track(cases, lambda case: f"{name}, {case[1]}"):
+        life = Life(driver, size_bytes)
         life.live()  # first calls load code
         life.samples_us.clear()
         with condition() as keep_busy:
-            for _ in range(num_lives):
+            for _ in range(count):
                 keep_busy()
                 life.live()
         for call, samples in life.samples_us.items():
-            recorder.samples(f"{format_bytes(size_bytes)} handle, {beside}", system, call, "us", samples)
+            recorder.samples(f"{format_bytes(size_bytes)} handle, {beside}", name, call, "us", samples)
 
 
 class Life:
     """The life of a handle, again and again at one address. `samples_us` has the microseconds of each call, by its name."""
 
-    def __init__(self, driver: Driver, size_bytes: int, *, exports: bool = True) -> None:
+    def __init__(self, driver: Driver, size_bytes: int) -> None:
         self.samples_us: dict[str, list[float]] = defaultdict(list)
-        self._driver, self._size_bytes, self._exports = driver, size_bytes, exports
+        self._driver, self._size_bytes = driver, size_bytes
         self._address = driver.reserve(size_bytes)
         self._limits = torch.zeros(256, dtype=torch.int32, device=driver.device)
         self._all_limits = dict.fromkeys(range(256), 1)
@@ -116,8 +111,7 @@ class Life:
         fence = self._timed("fence", driver.fence)
         self._timed("fence.done", fence.done)
         self._timed("synchronize", driver.synchronize)  # the zeroes are written, so that the page can be unmapped
-        if self._exports:
-            os.close(self._timed("export_fd", lambda: driver.export_fd(handle)))
+        os.close(self._timed("export_fd", lambda: driver.export_fd(handle)))
         self._timed("unmap", lambda: driver.unmap(address, size_bytes))
         self._timed("release", lambda: driver.release(handle))
         self._timed("memory", driver.memory)
@@ -127,30 +121,6 @@ class Life:
         answer = call()
         self.samples_us[name].append(now_us() - began_us)
         return answer
-
-
-def drivers_by_flags(device: torch.device) -> dict[str, Driver]:
-    """CUDA drivers whose handles are created with other flags. The library's own choice is "exportable"."""
-    from vmmkv.driver.cuda import CudaDriver
-
-    class FlaggedDriver(CudaDriver):
-        def __init__(self, *, exportable: bool, rdma: bool) -> None:
-            self._exportable, self._rdma = exportable, rdma
-            super().__init__(device)
-
-        def _allocation_properties(self) -> Any:
-            properties = super()._allocation_properties()
-            if not self._exportable:
-                properties.requestedHandleTypes = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
-            if self._rdma:
-                properties.allocFlags.gpuDirectRDMACapable = 1
-            return properties
-
-    return {
-        "no flags": FlaggedDriver(exportable=False, rdma=False),
-        "exportable": FlaggedDriver(exportable=True, rdma=False),
-        "exportable, RDMA": FlaggedDriver(exportable=True, rdma=True),
-    }
 
 
 def _check(driver: Driver) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static, systems_on
+from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static
 from bench.baselines.paged import BLOCK_ROWS, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
@@ -87,16 +87,6 @@ def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..
     assert one.tokens("third") == one.expected(shared + prompt_of(9, 5), 6)
 
 
-def test_namespaces_share_nothing(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=PAGED, share=True)
-    for salt in ("a", "b"):
-        one.ask(salt, prompt_of(64), 3, cache_salt=salt)
-        while one.engine.has_work:
-            one.engine.step()
-    assert one.prefix.stats().hit_tokens == 0
-    finish(one)
-
-
 @pytest.mark.parametrize("share", [False, True])
 def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Callable[..., Harness], share: bool) -> None:
     one = over(open_memory=PAGED, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
@@ -149,16 +139,6 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
     finish(one)
 
 
-def test_what_is_held_is_what_tables_and_tree_hold(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=PAGED)
-    one.ask("x", prompt_of(33), 10)
-    one.engine.step()
-    stats = one.cache.stats()
-    assert stats.mapped_bytes == stats.pool_held_bytes == 3 * one.cache.block_bytes
-    assert stats.token_bytes + stats.waste_bytes == stats.mapped_bytes and stats.num_sequences == 1
-    finish(one)
-
-
 def test_a_failed_growth_changes_nothing() -> None:
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
     cache = PagedCache(layout, torch.device("cpu"), num_blocks=3, slots=2, max_tokens=512)
@@ -189,10 +169,6 @@ def test_a_baseline_refuses_windows_and_a_missing_budget(system: str) -> None:
     windowed = KVLayout(groups=tuple(dataclasses.replace(group, window=8) for group in layout.groups))
     with pytest.raises(ValueError, match="without windows"):
         BASELINES[system](BackendConfig(**(wanted | {"layout": windowed}), budget_bytes=2**21))
-
-
-def test_the_systems_have_the_names_of_rows() -> None:
-    assert list(systems_on(torch.device("cpu"))) == ["vmmkv", "paged 16", "static"]
 
 
 def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]) -> None:

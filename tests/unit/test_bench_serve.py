@@ -11,7 +11,7 @@ from bench.harness import SHAPES, Settings, WrongNumbers
 from bench.rows import Row
 from bench.suites import serve
 from bench.suites.serve import client, steps
-from bench.suites.serve.models import MODELS, decode_s, model_of, padded, requests_s, vocabulary_of
+from bench.suites.serve.models import MODELS, decode_s, padded, requests_s, vocabulary_of
 from bench.suites.serve.steps import KernelSpan, steps_of
 from bench.suites.serve.systems import Served, ServedRun, Turns, alike, share_off, share_same, take_turns
 from bench.workloads import Ask
@@ -43,13 +43,6 @@ def test_a_follower_comes_when_its_turn_before_has_ended_with_that_ones_answer_i
     turns.served[1].tokens = [1, 2]
     with pytest.raises(WrongNumbers, match="2 tokens of 1"):
         turns.end(1)
-
-
-def test_latencies_are_from_a_requests_arrival() -> None:
-    served = Served(arrival_s=1.0, tokens=[1, 2, 3], token_s=[1.5, 1.7, 1.9])
-    assert served.first_s == 0.5
-    assert served.per_token_s == pytest.approx(0.2)
-    assert Served(tokens=[1], token_s=[1.0]).per_token_s is None
 
 
 def test_log_probabilities_that_are_off_or_of_other_tokens_are_refused() -> None:
@@ -183,8 +176,3 @@ def test_a_missing_tokenizer_is_said_before_anything_runs(tmp_path: Path) -> Non
     settings = Settings(device=SETTINGS.device, shape=SHAPES["wide"], parts=("http",), tokenizer=tmp_path / "no.json")
     with pytest.raises(ValueError, match=r"serve's part http cannot run: --tokenizer .*no\.json is no file"):
         serve.check(settings)
-
-
-def test_a_tiny_model_stands_for_one_on_a_cpu() -> None:
-    assert model_of("qwen3-0.6b", tiny=True).name == "tiny qwen3-0.6b"
-    assert model_of("wide", tiny=True).config["num_hidden_layers"] == 2
