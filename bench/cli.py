@@ -26,38 +26,47 @@ SUITES: Final = {
     "append": "a decode loop that grows: in the foreground, mapped ahead in slack, on adopted slots",
     "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
     "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
-    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append; copy",
-    "prefix": "a shared prefix: requests and conversations over slots, blocks and without sharing; attention; attaching",
+    "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append",
+    "prefix": "a shared prefix: requests and conversations over slots, blocks and without sharing; attaching; the tree",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
 }
 """By the name of its module, what a suite measures."""
 
-ALL: Final = tuple(name for name in SUITES if name != "quality")
-"""Without `quality`, which needs a model and minutes, and says nothing of a machine."""
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "alloc": ("driver_calls", "append", "resize"),
+    "all": tuple(
+        name for name in SUITES if name != "quality"
+    ),  # which needs a model and minutes, and says nothing of a machine
+}
 
-GROUPS: Final[Mapping[str, tuple[str, ...]]] = {"alloc": ("driver_calls", "append", "resize"), "all": ALL}
-
-COMMANDS: Final = {
+_COMMANDS: Final = {
     "run": "measure",
     "report": "a page and figures of rows",
     "compare": "two sets of rows by median and spread",
 }
 
-_NEEDS: Final = """What says something where:
+
+def _list(texts: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name:19}{text}" for name, text in texts.items())
+
+
+_SUITE_LIST: Final = f"""suites:
+{_list(SUITES | {name: ", ".join(suites) for name, suites in GROUPS.items()})}
+
+What says something where:
   on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, transformers: on a CPU host memory stands for the
                    GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
   anywhere         memory_efficiency, which counts bytes; quality, but for speed
   more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
-                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md
-"""
+                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md"""
 
 _EXAMPLES: Final = """examples:
   python -m bench run --quick --device cpu        every suite, to see that it works; some minutes on two cores
   python -m bench run --suite alloc serve         a group, and a suite
   python -m bench kernels --parts decode          the short form of run --suite kernels
-  python -m bench report                          rows to one HTML page and its figures
+  python -m bench report                          rows to one HTML page
   python -m bench compare bench/results bench/out what has changed
 """
 
@@ -81,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command, behind = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help"):
-        print(_help())
+        usage = "usage: python -m bench COMMAND ... | SUITE... [options of run]"
+        print(f"{usage}\n\ncommands (each has --help):\n{_list(_COMMANDS)}\n\n{_SUITE_LIST}\n\n{_EXAMPLES}")
         return 0
     if command in ("report", "compare"):
         try:
@@ -91,9 +101,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         return command_main(behind)
     if command != "run" and not command.startswith("-") and command not in SUITES and command not in GROUPS:
-        known = f"commands: {', '.join(COMMANDS)}; suites: {', '.join([*SUITES, *GROUPS])}"
+        known = f"commands: {', '.join(_COMMANDS)}; suites: {', '.join([*SUITES, *GROUPS])}"
         Parser(prog="python -m bench").refuse(f"no command or suite {command}; {known}")
-    return _run(*_parse(behind if command == "run" else arguments, short=command != "run"))
+    parser = _parser(short=command != "run")
+    given, left = parser.parse_known_args(behind if command == "run" else arguments)
+    if command == "run" and left and all(word in SUITES or word in GROUPS for word in left):
+        parser.refuse(f"suites are named by an option: --suite {' '.join(left)}")
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    try:
+        names, settings = _chosen(given.suites or ["all"]), _settings(given)
+        _check(settings, names)
+    except (ValueError, RuntimeError) as error:
+        parser.refuse(str(error))
+    try:
+        make_folder(given.out)
+    except ValueError as error:
+        parser.refuse(f"--out {error}")
+    return _run(names, settings, given.out, given.commit)
 
 
 def load(name: str) -> Any:
@@ -125,20 +150,6 @@ def _run(suites: Sequence[str], settings: Settings, out: Path, commit: str | Non
     return 1 if failed else 0
 
 
-def _help() -> str:
-    width = max(map(len, SUITES)) + 2
-    commands = "\n".join(f"  {name:{width}}{text}" for name, text in COMMANDS.items())
-    usage = "usage: python -m bench COMMAND ... | SUITE... [options of run]"
-    return f"{usage}\n\ncommands (each has --help):\n{commands}\n\n{_suite_list()}\n\n{_EXAMPLES}"
-
-
-def _suite_list() -> str:
-    width = max(map(len, SUITES)) + 2
-    lines = [f"  {name:{width}}{text}" for name, text in SUITES.items()]
-    lines += [f"  {name:{width}}{', '.join(of_group)}" for name, of_group in GROUPS.items()]
-    return "\n".join(["suites:", *lines, "", _NEEDS.rstrip()])
-
-
 def _chosen(names: Sequence[str]) -> list[str]:
     """The suites that these names stand for, each once. Raises: ValueError, naming what there is."""
     if unknown := sorted(set(names) - SUITES.keys() - GROUPS.keys()):
@@ -167,31 +178,10 @@ def _check(settings: Settings, names: Sequence[str]) -> None:
             module.check(settings)
 
 
-def _parse(arguments: Sequence[str], *, short: bool) -> tuple[list[str], Settings, Path, str | None]:
-    """Suites, settings, the folder for rows, the commit. What is wrong ends the process, in words."""
-    parser = _parser(short=short)
-    given, left = parser.parse_known_args(arguments)
-    try:
-        if left:
-            if not short and all(word in SUITES or word in GROUPS for word in left):
-                parser.refuse(f"suites are named by an option: --suite {' '.join(left)}")
-            parser.error(f"unrecognized arguments: {' '.join(left)}")
-        names = _chosen(given.suites or ["all"])
-        settings = _settings(given)
-        _check(settings, names)
-    except (ValueError, RuntimeError) as error:
-        parser.refuse(str(error))
-    try:
-        make_folder(given.out)
-    except ValueError as error:
-        parser.refuse(f"--out {error}")
-    return names, settings, given.out, given.commit
-
-
 def _parser(*, short: bool) -> Parser:
     parser = Parser(
         prog="python -m bench" if short else "python -m bench run",
-        description=f"Measure. {_suite_list()}",
+        description=f"Measure. {_SUITE_LIST}",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -200,39 +190,25 @@ def _parser(*, short: bool) -> Parser:
         parser.add_argument("suites", nargs="+", metavar="SUITE", help=what)
     else:
         parser.add_argument("--suite", dest="suites", nargs="+", action="extend", metavar="SUITE", help=f"{what} (default)")
-    parser.add_argument(
-        "--quick", action="store_true", help="to see that everything works, in minutes on two cores; the figures are noise"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
-    parser.add_argument("--commit", help="for the rows, where there is no git repository to ask")
-    parser.add_argument("--seed", type=int, default=0, help="everything random follows from it; default: 0")
-    parser.add_argument(
-        "--model-shape",
-        choices=SHAPES,
-        help="default: llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide on a CPU",
-    )
-    group = parser.add_argument_group("append")
-    group.add_argument("--sequences", type=int, help="how many decode at once; default: 256 on a GPU, 8 on a CPU")
-    group.add_argument("--steps", type=int, help="steps that are measured in each mode")
-    group = parser.add_argument_group("suites with parts")
-    group.add_argument("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
-    group.add_argument(
-        "--cases",
-        nargs="+",
-        default=(),
-        metavar="CASE",
-        help="of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, or 8",
-    )
-    group.add_argument(
-        "--fa3", type=Path, metavar="LIBRARY", help="of kernels, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
-    )
-    group = parser.add_argument_group("serve")
-    group.add_argument("--repeat", type=int, default=2, help="timed runs of each workload; default: 2")
-    group.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step at most; default: the engine's own")
-    group.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of http and grammar; default: that of SmolLM2"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="to see that everything works, in minutes on two cores; the figures are noise")
+    add("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
+    add("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")
+    add("--commit", help="for the rows, where there is no git repository to ask")
+    add("--seed", type=int, default=0, help="everything random follows from it; default: 0")
+    shapes = "llama-3.1-8b on a GPU (kernels: and the two smaller models; serve: and qwen3-0.6b), wide on a CPU"
+    add("--model-shape", choices=SHAPES, help=f"default: {shapes}")
+    add("--sequences", type=int, help="how many decode at once; default: of append 256 on a GPU, 8 on a CPU")
+    add("--steps", type=int, help="of append and transformers, steps that are measured")
+    add("--parts", nargs="+", default=(), metavar="PART", help="of one suite; a wrong name is answered by all")
+    cases = "of kernels, by the names that rows have, such as 64x8K; of serve's parts that compare systems: chat, or 8"
+    add("--cases", nargs="+", default=(), metavar="CASE", help=cases)
+    library = "of kernels, FlashAttention-3: _vllm_fa3_C.abi3.so, out of vLLM's wheel"
+    add("--fa3", type=Path, metavar="LIBRARY", help=library)
+    add("--repeat", type=int, default=2, help="of serve, timed runs of each workload; default: 2")
+    add("--max-num-batched-tokens", type=int, help="of serve, tokens of one step at most; default: the engine's own")
+    tokenizer = "of serve's parts http and grammar, a tokenizer.json; default: that of SmolLM2"
+    add("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
     return parser
 
 
@@ -250,18 +226,13 @@ def _settings(given: argparse.Namespace) -> Settings:
             seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
             raise ValueError(f"--device {given.device}: {seen}; use {f'cuda:{count - 1} or ' if count else ''}cpu")
         torch.cuda.set_device(device)
+    same = ("quick", "seed", "sequences", "steps", "fa3", "repeat", "max_num_batched_tokens", "tokenizer")
+    options: dict[str, Any] = {name: getattr(given, name) for name in same}
     return Settings(
         device=device,
         shape=SHAPES[given.model_shape or ("llama-3.1-8b" if device.type == "cuda" else "wide")],
         shapes=() if given.model_shape or device.type == "cpu" else MODEL_SHAPES,
-        quick=given.quick,
-        seed=given.seed,
-        sequences=given.sequences,
-        steps=given.steps,
         parts=tuple(given.parts),
         cases=tuple(given.cases),
-        fa3=given.fa3,
-        repeat=given.repeat,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-        tokenizer=given.tokenizer,
+        **options,
     )

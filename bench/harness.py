@@ -1,7 +1,7 @@
 """What every suite is given: settings, clocks, and a recorder of rows and progress.
 
 settings = Settings(...)                 device, model shape, how long to measure
-recorder.track(cases)                    a progress bar around a loop
+recorder.track(cases)                    a loop whose progress is shown
 with recorder.guarded(workload):         a failure is printed, recorded, and the suite goes on
     check(...)                           wrong numbers raise WrongNumbers, and are not timed
     recorder.samples(workload, system, "step", "us", time_for(run, device, seconds))
@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final, TypeVar
@@ -23,10 +23,9 @@ from typing import Any, Final, TypeVar
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.rows import FAILED, GPU, Row, RowFile, Summary, exact, figure, summarize
+from bench.rows import FAILED, GPU, Row, RowFile, exact, figure, summarize
 from vmmkv import KVLayout
 
 HBM_BYTES_PER_S: Final = 4.5e12
@@ -238,8 +237,6 @@ def release_memory(device: torch.device) -> None:
 # rows and progress
 
 _BOUND_BY_HARDWARE: Final = frozenset({"us", "ms", "s", "tok/s", "GB/s", "TFLOP/s"})
-_LOG_EVERY_S: Final = 10.0
-"""How often progress is a line in a log, where no terminal shows a bar."""
 
 
 def console(log_columns: int) -> Console:
@@ -249,51 +246,43 @@ def console(log_columns: int) -> Console:
 
 
 class Recorder:
-    """Takes the rows of one suite, prints what is to be said on stdout, and shows progress on stderr."""
+    """Takes the rows of one suite, prints what is to be said on stdout, and shows progress on stderr, in lines.
+
+    A bar that repaints would take Python's lock in the middle of what is measured.
+    """
 
     def __init__(self, suite: str, settings: Settings, file: RowFile) -> None:
         self.suite: Final = suite
         self.settings: Final = settings
         self.file: Final = file
         self.rows: list[Row] = []
-        self.console = console(128)
-        stderr = Console(stderr=True)
-        # A thread that repaints would take Python's lock in the middle of what is measured: repaint between steps only.
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars = Progress(
-            *columns, console=stderr, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        self._began_s = self._logged_s = time.monotonic()
+        self._console = console(128)
+        self._began_s = time.monotonic()
 
     @property
     def failed(self) -> list[str]:
         """The workloads that failed."""
         return [row.workload for row in self.rows if row.metric == FAILED]
 
-    def add(self, *rows: Row) -> None:
-        """Keep rows, and write them through."""
-        for row in rows:
-            self.rows.append(row)
-            self.file.append(row)
-
     def samples(
         self, workload: str, system: str, metric: str, unit: str, samples: Sequence[float], bound: float | None = None
     ) -> None:
         """A row of samples; none if there are none. Bounds of times and rates are an H200's, and left out on a CPU."""
         if len(samples):
-            self._add(workload, system, metric, unit, summarize(samples), bound)
+            self._add(Row(self.suite, workload, system, metric, unit, summarize(samples), bound))
 
     def figure(
         self, workload: str, system: str, metric: str, unit: str, value: float, count: int = 1, bound: float | None = None
     ) -> None:
         """A row of a single figure over `count` things."""
-        self._add(workload, system, metric, unit, exact(value, count), bound)
+        self._add(Row(self.suite, workload, system, metric, unit, exact(value, count), bound))
 
-    def _add(self, workload: str, system: str, metric: str, unit: str, summary: Summary, bound: float | None) -> None:
-        if unit in _BOUND_BY_HARDWARE and not self.settings.on_gpu:
-            bound = None
-        names = {"workload": workload, "system": system, "metric": metric, "unit": unit}
-        self.add(Row(suite=self.suite, summary=summary, bound=bound, **names))
+    def _add(self, row: Row) -> None:
+        """Keep a row, and write it through."""
+        if row.unit in _BOUND_BY_HARDWARE and not self.settings.on_gpu:
+            row = replace(row, bound=None)
+        self.rows.append(row)
+        self.file.append(row)
 
     @contextmanager
     def guarded(self, workload: str, system: str = "-") -> Iterator[None]:
@@ -302,7 +291,7 @@ class Recorder:
             yield
         except Exception as error:
             self.say(f"\n{workload}, {system} failed:\n{''.join(traceback.format_exception(error))}")
-            self.add(Row(suite=self.suite, workload=workload, system=system, metric=FAILED, unit="runs", summary=exact(1, 1)))
+            self._add(Row(self.suite, workload, system, FAILED, "runs", exact(1, 1)))
             # The frames of a traceback hold the memory that the next system needs.
             traceback.clear_frames(error.__traceback__)
         else:
@@ -312,47 +301,18 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """A line on stdout."""
-        self._show_bars(False)
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self._show_bars(True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """What goes on now: beside the bar, or without a terminal as a line with the time since the beginning."""
-        if self._bars.console.is_terminal:
-            if self._bars.task_ids:
-                self._bars.update(self._bars.task_ids[-1], description=f"{self.suite}: {text}", refresh=True)
-        else:
-            self._log(text)
+        """What goes on now, with the time since the beginning."""
+        print(f"{self.suite}: {time.monotonic() - self._began_s:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def track(self, items: Iterable[_Item], name: Callable[[_Item], str] = str) -> Iterator[_Item]:
-        """The items, with a bar on stderr; `name` says what is beginning."""
-        items = items if isinstance(items, Sized) else list(items)
-        task = self._bars.add_task(self.suite, total=len(items))
-        if len(self._bars.task_ids) == 1:
-            self._bars.start()
-        try:
-            for number, item in enumerate(items):
-                if self._bars.console.is_terminal:
-                    self._bars.update(task, description=f"{self.suite}: {name(item)}", completed=number, refresh=True)
-                elif time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-                    self._log(f"{number + 1}/{len(items)} {name(item)}")
-                yield item
-        finally:
-            self._bars.remove_task(task)
-            if not self._bars.task_ids:
-                self._bars.stop()
-
-    def _log(self, text: str) -> None:
-        self._logged_s = time.monotonic()
-        elapsed = f"{self._logged_s - self._began_s:6.1f} s"
-        self._bars.console.print(f"{self.suite}: {elapsed}  {text}", highlight=False, markup=False, soft_wrap=True)
-
-    def _show_bars(self, visible: bool) -> None:
-        """Out of the way of what is printed: the bar is on stderr, and knows nothing of stdout."""
-        for task in self._bars.task_ids:
-            self._bars.update(task, visible=visible)
-        if self._bars.task_ids:
-            self._bars.refresh()
+        """The items; a note says which is beginning, by `name`, of how many."""
+        items = list(items)
+        for number, item in enumerate(items, 1):
+            self.note(f"{number}/{len(items)} {name(item)}")
+            yield item
 
     def print_tables(self) -> None:
         """All rows, a table for each workload."""
@@ -360,7 +320,7 @@ class Recorder:
         quick = "; quick: figures are noise" if provenance.quick else ""
         for workload in dict.fromkeys(row.workload for row in self.rows):
             self.say(f"\n{self.suite}: {workload} ({provenance.device}, driver {provenance.driver}{quick})")
-            self.console.print(_table([row for row in self.rows if row.workload == workload]))
+            self._console.print(_table([row for row in self.rows if row.workload == workload]))
 
 
 def _table(rows: Sequence[Row]) -> Table:

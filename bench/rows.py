@@ -137,7 +137,7 @@ class Provenance:
         return f"commit {digits[:12]}{changed} of {self.date[:10]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One line of a table. `bound` is the best that the hardware allows, in the same unit, where that is known."""
 
