@@ -86,7 +86,7 @@ QUESTIONS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Comparison:
     """Ratios by workload, such that more than 1 is better. `losses`: workloads in which vmmkv is worse, the worst first."""
 
     question: Question
@@ -99,7 +99,7 @@ class Answer:
         return statistics.median(self.ratios.values())
 
 
-def answers(rows: Sequence[Row]) -> list[Answer]:
+def answers(rows: Sequence[Row]) -> list[Comparison]:
     """Of all questions that there are rows of both sides of."""
     # vLLM's rows have its version behind the name.
     by_key = {(row.suite, row.metric, row.workload, re.sub("^vLLM .*", "vLLM", row.system)): row for row in rows}
@@ -117,7 +117,7 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
                 if ratios[workload] < 1 and not ours.summary.overlaps(other.summary):
                     losses.append((workload, ratios[workload], ours, other))
         if ratios:
-            given.append(Answer(question=question, ratios=ratios, losses=sorted(losses, key=lambda loss: loss[1])))
+            given.append(Comparison(question=question, ratios=ratios, losses=sorted(losses, key=lambda loss: loss[1])))
     return given
 
 

@@ -13,7 +13,7 @@ B sequences, K kv heads, T tokens, D head dim, V vocabulary
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
 
@@ -42,9 +42,18 @@ _PUBLISHED_TOKENS: Final = 4096
 """The most that a request of `chat` has where its lengths are those that were published."""
 
 
+_FILL_TOKENS: Final = 4096
+"""That one pass writes for each sequence where no model runs."""
+_SINGLE_TOKENS: Final = 64
+"""Of these then come one by one."""
+_MEMORY_BATCH: Final = 8
+_MIXED_PASS_TOKENS: Final = 16
+"""Of an answer, written at once."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSizes:
-    """In tokens and numbers of things."""
+    """In tokens and numbers of things. Of `decode`, but for the last three."""
 
     batch: int
     contexts: tuple[int, ...]
@@ -56,43 +65,25 @@ class CacheSizes:
     warm_steps: int
     """Not timed: torch compiles one, compiles the next for any length or records it, and replays the one behind."""
     steps: int
-    fill_tokens: int = 4096
-    """That one pass writes for each sequence where no model runs."""
-    single_tokens: int = 64
-    """Of these then come one by one."""
-    memory_batch: int = 8
-    memory_contexts: tuple[int, ...] = (1024, 8192, 32768)
-    mixed_budget_bytes: int = 4 * GIB
-    mixed_max_tokens: int = 4096
+    memory_contexts: tuple[int, ...]
+    mixed_budget_bytes: int
+    mixed_max_tokens: int
     """Of a request, prompt and answer: what a StaticCache must be sized for, since no answer's length is known."""
-    mixed_pass_tokens: int = 16
-    """Of an answer, written at once."""
 
     @classmethod
     def of(cls, settings: Settings) -> "CacheSizes":
-        """On one H200 `decode` takes some 200 s, the other parts 70 s together; on a CPU all is done in seconds."""
-        if not settings.small:
-            return cls(
-                batch=settings.sequences or 8,
-                contexts=(1024, 8192, 32768),
-                compiled=(32768,),
-                chunk_tokens=2048,
-                warm_steps=6,
-                steps=settings.steps or 16,
-            )
+        """On one H200 `decode` takes some 200 s, the other parts a minute together; on a CPU all is done in seconds."""
+        small = settings.small
         return cls(
-            batch=settings.sequences or 1,
-            contexts=(64, 256),
-            compiled=(),
-            chunk_tokens=48,
-            warm_steps=2,
-            steps=settings.steps or (8 if settings.quick else 32),
-            fill_tokens=128,
-            single_tokens=18,
-            memory_batch=2,
-            memory_contexts=(512,),
-            mixed_budget_bytes=64 * MIB,
-            mixed_max_tokens=64,
+            batch=settings.sequences or (1 if small else 8),
+            contexts=(64, 256) if small else (1024, 8192, 32768),
+            compiled=() if small else (32768,),
+            chunk_tokens=48 if small else 2048,
+            warm_steps=2 if small else 6,
+            steps=settings.steps or ((8 if settings.quick else 32) if small else 16),
+            memory_contexts=(512,) if small else (1024, 8192, 32768),
+            mixed_budget_bytes=64 * MIB if small else 4 * GIB,
+            mixed_max_tokens=64 if small else _PUBLISHED_TOKENS,
         )
 
 
@@ -137,25 +128,23 @@ def _config_of(model: ServedModel) -> Any:
 
 
 class Caches:
-    """Opens caches of one system until its `with` block ends. `own_bytes` is what is not torch's allocator's.
+    """Opens caches of one system until its `with` block ends.
 
     A pool's budget is two pages less: for its null page, and for the few numbers by slot that a cache has in torch's memory.
     What torch's allocator may give is limited by a meter.
     """
 
     def __init__(self, system: str, config: Any, device: torch.device, budget_bytes: int) -> None:
-        self._system, self._config = system, config
+        self._system, self._config, self._stack = system, config, ExitStack()
         self._pool = Pool(device, budget_bytes=max(budget_bytes, 4 * PAGE_BYTES) - 2 * PAGE_BYTES) if system == VMMKV else None
-        self._opened: list[Any] = []
+        if self._pool is not None:
+            self._stack.callback(self._pool.close)
 
     def __enter__(self) -> "Caches":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for cache in self._opened:
-            cache.close()
-        if self._pool is not None:
-            self._pool.close()
+        self._stack.close()
 
     def open(self, num_sequences: int, max_tokens: int) -> Any:
         """An empty cache for a batch. A StaticCache takes what `max_tokens` need at its first pass."""
@@ -164,8 +153,9 @@ class Caches:
         from vmmkv.adapters.transformers import VmmCache
 
         if self._pool is not None:
-            self._opened.append(VmmCache(self._config, self._pool, max_tokens=max_tokens, slots=num_sequences))
-            return self._opened[-1]
+            cache = VmmCache(self._config, self._pool, max_tokens=max_tokens, slots=num_sequences)
+            self._stack.callback(cache.close)
+            return cache
         if self._system == STATIC:
             return StaticCache(config=self._config, max_cache_len=max_tokens)
         return DynamicCache(config=self._config)
@@ -213,15 +203,13 @@ class Meter:
         torch.cuda.reset_peak_memory_stats(self._device)
         if self._limit_bytes is not None:
             _, total_bytes = torch.cuda.mem_get_info(self._device)
-            self._limit((self._reserved_before + self._limit_bytes) / total_bytes)
+            share = (self._reserved_before + self._limit_bytes) / total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._limit_bytes is not None:
-            self._limit(1.0)
-
-    def _limit(self, share: float) -> None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
 
 class Rows:
@@ -279,33 +267,30 @@ def plan_of(num_tokens: int, *, chunk_tokens: int, steps: int) -> list[int]:
     return [chunk_tokens] * chunks + [rest] * bool(rest) + [1] * steps
 
 
-# memory, longest, mixed
+# memory, mixed
 
 
 def _run_memory(context: _Context) -> None:
-    sizes, recorder = context.sizes, context.recorder
-    rows = context.rows(sizes.memory_batch, sizes.fill_tokens)
-    for num_tokens, system in itertools.product(sizes.memory_contexts, SYSTEMS):
-        name = f"{context.rows_of.name} memory: {rows.batch} sequences of {num_tokens} + {sizes.single_tokens} tokens"
-        with recorder.guarded(name, system):
-            recorder.note(f"{name}, {system}")
-            _measure_memory(context, name, system, num_tokens + sizes.single_tokens, rows)
-
-
-def _measure_memory(context: _Context, name: str, system: str, num_tokens: int, rows: Rows) -> None:
-    plan = plan_of(num_tokens, chunk_tokens=context.sizes.fill_tokens, steps=context.sizes.single_tokens)
-    needed_bytes = num_tokens * rows.token_bytes
-    # A budget that nothing here comes near: what is taken is measured, and not forced.
-    with Caches(system, _config_of(context.rows_of), context.device, 2 * needed_bytes) as caches:
-        cache = caches.open(rows.batch, num_tokens)
-        with Meter(context.device) as meter:
-            rows.write(cache, plan)
-            peak_bytes, taken_bytes = meter.peak_bytes + caches.own_bytes, meter.taken_bytes + caches.own_bytes
-        rows.check(cache, plan)
-    figure = context.recorder.figure
-    figure(name, system, "peak memory", "GiB", peak_bytes / GIB, 1, needed_bytes / GIB)
-    figure(name, system, "peak memory, from the device", "GiB", taken_bytes / GIB, 1, needed_bytes / GIB)
-    figure(name, system, "waste at the peak", "% of the rows' bytes", 100 * (peak_bytes / needed_bytes - 1), 1, 0.0)
+    recorder, rows = context.recorder, context.rows(_MEMORY_BATCH, _FILL_TOKENS)
+    for num_tokens, system in itertools.product(context.sizes.memory_contexts, SYSTEMS):
+        name = f"{context.rows_of.name} memory: {rows.batch} sequences of {num_tokens} + {_SINGLE_TOKENS} tokens"
+        plan = plan_of(num_tokens + _SINGLE_TOKENS, chunk_tokens=_FILL_TOKENS, steps=_SINGLE_TOKENS)
+        needed_bytes = sum(plan) * rows.token_bytes
+        recorder.note(f"{name}, {system}")
+        # A budget that nothing here comes near: what is taken is measured, and not forced.
+        with (
+            recorder.guarded(name, system),
+            Caches(system, _config_of(context.rows_of), context.device, 2 * needed_bytes) as caches,
+        ):
+            cache = caches.open(rows.batch, sum(plan))
+            with Meter(context.device) as meter:
+                rows.write(cache, plan)
+                peak_bytes, taken_bytes = meter.peak_bytes + caches.own_bytes, meter.taken_bytes + caches.own_bytes
+            rows.check(cache, plan)
+            waste = 100 * (peak_bytes / needed_bytes - 1)
+            recorder.figure(name, system, "peak memory", "GiB", peak_bytes / GIB, 1, needed_bytes / GIB)
+            recorder.figure(name, system, "peak memory, from the device", "GiB", taken_bytes / GIB, 1, needed_bytes / GIB)
+            recorder.figure(name, system, "waste at the peak", "% of the rows' bytes", waste, 1, 0.0)
 
 
 def _run_mixed(context: _Context) -> None:
@@ -340,7 +325,7 @@ def _admitted(context: _Context, system: str, rows: Rows, requests: list[tuple[i
         with Meter(context.device, sizes.mixed_budget_bytes) as meter:
             first = 0
             for prompt, out in itertools.cycle(requests):
-                plan = [prompt, *plan_of(out, chunk_tokens=sizes.mixed_pass_tokens, steps=0)]
+                plan = [prompt, *plan_of(out, chunk_tokens=_MIXED_PASS_TOKENS, steps=0)]
                 cache = caches.open(1, sizes.mixed_max_tokens)
                 try:
                     rows.write(cache, plan, first=first)

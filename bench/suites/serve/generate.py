@@ -10,7 +10,7 @@ shared    many that share their beginning, which is not known (cold); and others
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -114,34 +114,46 @@ def checked_alone(context: Context, engine: UserEngine, stage: Stage) -> tuple[l
 
 
 def run(context: Context, part: str) -> None:
-    """Check, then time `repeat` runs of all stages: the first from an empty prefix cache, each other from what is left."""
-    recorder, settings = context.recorder, context.settings
-    of_part = stages(context.model, settings, part)
+    """Check all stages of a part, then write their rows."""
+    recorder, of_part = context.recorder, stages(context.model, context.settings, part)
     names = [context.name(stage.workload.name, stage.workload.text) for stage in of_part]
     with recorder.guarded(names[0], UserEngine.name):
-        engine: UserEngine = context.engine(UserEngine, context.model, settings)
-        alone = [checked_alone(context, engine, stage) if len(stage.workload.asks) > 1 else ([], [], []) for stage in of_part]
-        runs: list[list[ServedRun]] = [[] for _ in of_part]
-        for number in range(1 + settings.repeat):
-            for index, (stage, (sampled, _, _)) in enumerate(zip(of_part, alone, strict=True)):
-                recorder.note(f"{names[index]}, run {number} of {settings.repeat}")
-                # Log-probabilities are asked for in the first run, which is not timed.
-                scored = () if number else sampled
-                runs[index].append(engine.run(stage.workload, scored=scored, keep=index > 0))
-        # All stages are checked before any has rows.
-        offs = [
-            share_off(wanted, of_stage[0].likeliest, others, engine.dtype, "first tokens, against requests alone,")
-            if wanted
-            else None
-            for (_, wanted, others), of_stage in zip(alone, runs, strict=True)
-        ]
-        sames = [share_same(of_stage, of_stage[0], strict=not settings.on_gpu) for of_stage in runs]
-        for stage, name, off, same, of_stage in zip(of_part, names, offs, sames, runs, strict=True):
-            _add_rows(context, stage, name, off, same, of_stage[1:])
+        engine: UserEngine = context.engine(UserEngine, context.model, context.settings)
+        for stage, name, measured in zip(of_part, names, timed_runs(context, engine, of_part), strict=True):
+            _add_rows(context, stage, name, measured)
 
 
-def _add_rows(context: Context, stage: Stage, name: str, off: float | None, same: float, timed: Sequence[ServedRun]) -> None:
-    recorder, system, asks = context.recorder, UserEngine.name, stage.workload.asks
+class Measured(NamedTuple):
+    """Of one stage: its runs, of which the first is not timed; how far first tokens are off; the share of same answers."""
+
+    runs: list[ServedRun]
+    off: float | None
+    same: float
+
+
+def timed_runs(context: Context, engine: UserEngine, of_part: Sequence[Stage]) -> list[Measured]:
+    """`1 + repeat` runs of all stages: of each run the first from an empty prefix cache, each other from what is left.
+
+    Raises: WrongNumbers.
+    """
+    settings = context.settings
+    alone = [checked_alone(context, engine, stage) if len(stage.workload.asks) > 1 else ([], [], []) for stage in of_part]
+    runs: list[list[ServedRun]] = [[] for _ in of_part]
+    for number in range(1 + settings.repeat):
+        for index, (stage, (sampled, _, _)) in enumerate(zip(of_part, alone, strict=True)):
+            context.recorder.note(f"{stage.workload.name}, run {number} of {settings.repeat}")
+            # Log-probabilities are asked for in the first run, which is not timed.
+            runs[index].append(engine.run(stage.workload, scored=() if number else sampled, keep=index > 0))
+    measured = []
+    for (_, wanted, others), of_stage in zip(alone, runs, strict=True):
+        what, given = "first tokens, against requests alone,", of_stage[0].likeliest
+        off = share_off(wanted, given, others, engine.dtype, what) if wanted else None
+        measured.append(Measured(of_stage, off, share_same(of_stage, of_stage[0], strict=not settings.on_gpu)))
+    return measured
+
+
+def _add_rows(context: Context, stage: Stage, name: str, measured: Measured) -> None:
+    recorder, system, timed = context.recorder, UserEngine.name, measured.runs[1:]
     if stage.workload.name == "first":
         recorder.samples(name, system, "first token", "ms", [1e3 * run.seconds for run in timed], 1e3 * stage.bound_s)
     else:
@@ -149,8 +161,8 @@ def _add_rows(context: Context, stage: Stage, name: str, off: float | None, same
         recorder.samples(name, system, "total", "s", [run.seconds for run in timed], stage.bound_s)
         recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / stage.bound_s)
         recorder.samples(name, system, "first tokens", "ms", [1e3 * each.first_s for run in timed for each in run.served])
-    if off is not None:
+    if measured.off is not None:
         attached = [100 * run.cached_tokens / run.prompt_tokens for run in timed]
         recorder.samples(name, system, "prompt tokens attached", "%", attached)
-        recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * off)
-    recorder.figure(name, system, "same answers in all runs", "%", 100 * same, len(asks))
+        recorder.figure(name, system, "first tokens off by", "% of another prompt's", 100 * measured.off)
+    recorder.figure(name, system, "same answers in all runs", "%", 100 * measured.same, len(stage.workload.asks))

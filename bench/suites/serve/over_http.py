@@ -22,9 +22,9 @@ import httpx
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.client import Clients, Streamed
-from bench.suites.serve.generate import Stage, checked_alone, mixed_stage
+from bench.suites.serve.generate import Measured, Stage, mixed_stage, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
-from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine, share_off, share_same
+from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
 from vmmkv.server.console import die_with_parent
 from vmmkv.server.tokenizer import Tokenizer
@@ -58,39 +58,36 @@ def run(context: Context, part: str) -> None:
     try:
         with recorder.guarded(name, SYSTEM), context.model.directory() as directory:
             stage = mixed_stage(context.model, settings)
-            runs, same = _without_http(context, stage, name)
-            limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in runs))
+            alone = _without_http(context, stage, name)
+            limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in alone.runs))
             recorder.note("vmmkv serve starts")
             with Clients(_CLIENTS[settings.device.type]) as clients, vmmkv_serve(directory, settings) as server:
                 served = _over_http(context, server, directory.name, clients, stage, limit_s)
-            share = _check_texts(Tokenizer.load(directory), stage, runs[0], same, served, strict=not settings.on_gpu)
+            share = _check_texts(
+                Tokenizer.load(directory), stage, alone.runs[0], alone.same, served, strict=not settings.on_gpu
+            )
             _add_rows(context, name, stage, served, share)
     finally:
         context.model = bare
         context.close()
 
 
-def _without_http(context: Context, stage: Stage, name: str) -> tuple[list[ServedRun], float]:
-    """A run that is not timed, and those that are, with their rows; and the share of answers that are the same in all."""
-    recorder, settings = context.recorder, context.settings
-    engine = UserEngine(context.model, settings)
+def _without_http(context: Context, stage: Stage, name: str) -> Measured:
+    """The engine in this process, and its rows."""
+    engine = UserEngine(context.model, context.settings)
     try:
-        sampled, wanted, others = checked_alone(context, engine, stage)
-        runs = []
-        for number in range(1 + settings.repeat):
-            recorder.note(f"http, without it: run {number} of {settings.repeat}")
-            runs.append(engine.run(stage.workload, scored=() if number else sampled))
-            _check_cached(stage, runs[-1].cached_tokens)
-        share_off(wanted, runs[0].likeliest, others, engine.dtype, "first tokens, against requests alone,")
-        same = share_same(runs, runs[0], strict=not settings.on_gpu)
+        (measured,) = timed_runs(context, engine, [stage])
     finally:
         engine.close()
         context.close()
-    seconds = [run.seconds for run in runs[1:]]
-    firsts_ms = [1e3 * each.first_s for run in runs[1:] for each in run.served]
-    _add_times(context, name, stage, UserEngine.name, seconds, firsts_ms)
-    recorder.figure(name, UserEngine.name, "same answers in all runs", "%", 100 * same, len(stage.workload.asks))
-    return runs, same
+    for run in measured.runs:
+        _check_cached(stage, run.cached_tokens)
+    timed = measured.runs[1:]
+    firsts_ms = [1e3 * each.first_s for run in timed for each in run.served]
+    _add_times(context, name, stage, UserEngine.name, [run.seconds for run in timed], firsts_ms)
+    count = len(stage.workload.asks)
+    context.recorder.figure(name, UserEngine.name, "same answers in all runs", "%", 100 * measured.same, count)
+    return measured
 
 
 def _over_http(
