@@ -75,15 +75,15 @@ _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are no list of prompts, token ids, parameters or priorities."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One answer to one prompt."""
 
-    text: str
+    text: str = ""
     """Up to the stop string, if one ended it. Empty if the model's directory has no tokenizer."""
-    token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
     """Without the end token; with the tokens of a stop string."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     """None if the request failed before its end."""
     logprobs: list[float] | None = None
     """Of each token, under the model's own distribution; None unless asked for."""
@@ -91,18 +91,18 @@ class CompletionOutput:
     """At each place the likeliest token ids, the likeliest first, with their log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A prompt and its answers. Times are seconds since `generate` was called."""
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """As many as `n`; of a beam search the best, the best first."""
-    cached_tokens: int
+    cached_tokens: int = 0
     """Prompt tokens that the first answer found in the prefix cache."""
-    first_token_s: float | None
+    first_token_s: float | None = None
     """Time of the first token of any answer; None without one."""
-    finished_s: float
+    finished_s: float = 0.0
     """End of the last answer."""
     prompt_logprobs: list[float | None] | None = None
     """Of each prompt token; None for the first one. None unless asked for; incomplete if the request failed."""
@@ -343,14 +343,18 @@ class LLM:
                 grammar = self._grammars.compile(wanted)
             except GrammarRefused as error:
                 raise ValueError(f"structured_outputs: {error}") from error
-        return _PromptRun(
-            token_ids=token_ids,
-            params=params,
-            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-            priority=priority,
-            continues=continues,
-            grammar=grammar,
+        scores, prompt_scores = params.logprobs, params.prompt_logprobs
+        output = RequestOutput(
+            prompt_token_ids=token_ids,
+            outputs=[
+                CompletionOutput(logprobs=None if scores is None else [], top_logprobs=[] if scores else None)
+                for _ in range(params.n)
+            ],
+            prompt_logprobs=None if prompt_scores is None else [None],
+            prompt_top_logprobs=[None] if prompt_scores else None,
         )
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        return _PromptRun(params=params, seed=seed, priority=priority, continues=continues, grammar=grammar, output=output)
 
     def _run(self, batch: "_PromptBatch", *, shown: bool) -> None:
         engine = self._open().engine
@@ -430,46 +434,37 @@ class _Grammars:
 class _Answer:
     """An answer that grows."""
 
-    prompt: "_PromptRun"
+    run: "_PromptRun"
     detokenizer: Detokenizer | None
     """Only with stop strings; other text is decoded at the end, all at once."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
+    output: CompletionOutput
+    has_begun: bool = False
 
     def feed(self, output: Output) -> None:
         """Add tokens, and the end if there is one. A stop string is an end too, and cuts what follows it."""
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
-        self.top_logprobs += output.top_logprobs
-        self.finish_reason = output.finish_reason
-        if self.detokenizer is None:
-            return
-        is_last = output.finish_reason is not None
-        self.text += self.detokenizer.finish(output.token_ids) if is_last else self.detokenizer.feed(output.token_ids)
-        if self.detokenizer.stopped:
-            del self.token_ids[self.detokenizer.num_tokens :]
-            self.finish_reason = "stop"
-
-    def output(self) -> CompletionOutput:
-        """As given to the caller: an end token has a log-probability, which is left out as the token is."""
-        count, wanted = len(self.token_ids), self.prompt.params.logprobs
-        return CompletionOutput(
-            text=self.text,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            logprobs=None if wanted is None else self.logprobs[:count],
-            top_logprobs=[dict(each) for each in self.top_logprobs[:count]] if wanted else None,
-        )
+        own = self.output
+        own.token_ids += output.token_ids
+        own.finish_reason = output.finish_reason
+        if own.logprobs is not None:
+            own.logprobs += output.logprobs
+        if own.top_logprobs is not None:
+            own.top_logprobs += map(dict, output.top_logprobs)
+        if self.detokenizer is not None:
+            decode = self.detokenizer.feed if own.finish_reason is None else self.detokenizer.finish
+            own.text += decode(output.token_ids)
+            if self.detokenizer.stopped:
+                del own.token_ids[self.detokenizer.num_tokens :]
+                own.finish_reason = "stop"
+        if own.finish_reason is not None:  # an end token has a log-probability, and is not in the answer
+            for of_tokens in (own.logprobs, own.top_logprobs):
+                if of_tokens is not None:
+                    del of_tokens[len(own.token_ids) :]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PromptRun:
     """A prompt that runs, and its answers."""
 
-    token_ids: list[int]
     params: SamplingParams
     seed: int
     """Of the first answer; the others have the next ones."""
@@ -477,18 +472,13 @@ class _PromptRun:
     continues: bool
     """Whether the answers' text continues the prompt's; else it is a turn of its own."""
     grammar: bytes
+    output: RequestOutput
     answers: list[_Answer] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=lambda: [None])
-    top_logprobs: list[Sequence[tuple[int, float]] | None] = field(default_factory=lambda: [None])
-    cached_tokens: int = 0
-    first_token_s: float | None = None
-    finished_s: float = 0.0
-    error: str | None = None
 
     @property
     def context(self) -> list[int]:
         """The tokens that the answers' text continues."""
-        return self.token_ids if self.continues else []
+        return self.output.prompt_token_ids if self.continues else []
 
     def request(self, request_id: str, index: int) -> Generate:
         """The request for the answer of that index, or for the beam search."""
@@ -498,30 +488,15 @@ class _PromptRun:
             prompt_logprobs=self.params.prompt_logprobs if index == 0 or not self.params.max_tokens else None,
             structured_outputs=None,
         )
-        return Generate(
-            request_id=request_id, prompt=self.token_ids, params=params, priority=self.priority, grammar=self.grammar
-        )
-
-    def output(self) -> RequestOutput:
-        """As given to the caller."""
-        wanted = self.params.prompt_logprobs
-        return RequestOutput(
-            prompt_token_ids=self.token_ids,
-            outputs=[answer.output() for answer in self.answers],
-            cached_tokens=self.cached_tokens,
-            first_token_s=self.first_token_s,
-            finished_s=self.finished_s,
-            prompt_logprobs=None if wanted is None else self.logprobs,
-            prompt_top_logprobs=[each if each is None else dict(each) for each in self.top_logprobs] if wanted else None,
-            error=self.error,
-        )
+        prompt = self.output.prompt_token_ids
+        return Generate(request_id=request_id, prompt=prompt, params=params, priority=self.priority, grammar=self.grammar)
 
 
 class _PromptBatch:
     """The prompts of one call. `name` is unique within the LLM."""
 
-    def __init__(self, name: str, prompts: Sequence[_PromptRun], tokenizer: RustTokenizer | None) -> None:
-        self._prompts = prompts
+    def __init__(self, name: str, runs: Sequence[_PromptRun], tokenizer: RustTokenizer | None) -> None:
+        self._runs = runs
         self._tokenizer = tokenizer
         self.requests: list[Generate] = []
         self.unfinished: dict[str, _Answer] = {}
@@ -529,19 +504,19 @@ class _PromptBatch:
         self.num_new_tokens = 0
         self.num_prompt_tokens = 0
         """Computed, for answers that have begun."""
-        for number, prompt in enumerate(prompts):
-            prompt.answers = [_Answer(prompt, self._detokenizer(prompt)) for _ in range(prompt.params.n)]
-            for index, answer in enumerate(prompt.answers[:1] if prompt.params.is_search else prompt.answers):
-                request = prompt.request(f"{name}-{number}-{index}", index)
+        for number, run in enumerate(runs):
+            run.answers = [_Answer(run, self._detokenizer(run), output) for output in run.output.outputs]
+            for index, answer in enumerate(run.answers[:1] if run.params.is_search else run.answers):
+                request = run.request(f"{name}-{number}-{index}", index)
                 self.requests.append(request)
                 self.unfinished[request.request_id] = answer
 
-    def _detokenizer(self, prompt: _PromptRun) -> Detokenizer | None:
-        if not prompt.params.stop:
+    def _detokenizer(self, run: _PromptRun) -> Detokenizer | None:
+        if not run.params.stop:
             return None
         assert self._tokenizer is not None, "a stop string needs a tokenizer"
-        params = prompt.params
-        return Detokenizer(self._tokenizer, stops=params.stop, context=prompt.context, min_tokens=params.min_tokens)
+        params = run.params
+        return Detokenizer(self._tokenizer, stops=params.stop, context=run.context, min_tokens=params.min_tokens)
 
     def take(self, message: FromEngine, now_s: float) -> list[str]:
         """Take a message, `now_s` seconds after the start. Returns the requests to abort, which a stop string ended."""
@@ -549,55 +524,58 @@ class _PromptBatch:
             case Outputs(outputs=outputs):
                 return [output.request_id for output in outputs if self._take_output(output, now_s)]
             case PromptLogprobs(request_id=request_id) if answer := self.unfinished.get(request_id):
-                if answer is answer.prompt.answers[0]:
+                output = answer.run.output
+                if answer is answer.run.answers[0] and output.prompt_logprobs is not None:
                     logprobs, likeliest = unpacked(message)
-                    answer.prompt.logprobs += logprobs
-                    answer.prompt.top_logprobs += likeliest
+                    output.prompt_logprobs += logprobs
+                    if output.prompt_top_logprobs is not None:
+                        output.prompt_top_logprobs += map(dict, likeliest)
             case Beams(request_id=request_id, beams=beams) if answer := self.unfinished.get(request_id):
-                prompt = answer.prompt
-                prompt.cached_tokens, prompt.first_token_s = message.cached_tokens, now_s
-                del prompt.answers[len(beams) :]
-                for one, beam in zip(prompt.answers, beams, strict=False):
+                run = answer.run
+                run.output.cached_tokens, run.output.first_token_s = message.cached_tokens, now_s
+                del run.answers[len(beams) :], run.output.outputs[len(beams) :]
+                for one, beam in zip(run.answers, beams, strict=False):
                     tokens = tuple(beam.token_ids)
                     one.feed(Output(request_id=request_id, token_ids=tokens, finish_reason=beam.finish_reason))
                     self.num_new_tokens += len(tokens)
                 self._end(request_id, now_s)
             case Failed(request_id=request_id, message=error) if answer := self.unfinished.get(request_id):
-                answer.prompt.error = error
+                answer.run.output.error = error
                 self._end(request_id, now_s)
         return []
 
     def _take_output(self, output: Output, now_s: float) -> bool:
-        """Returns whether a stop string ended the answer before the engine did."""
+        """Add an output. Returns whether a stop string ended the answer before the engine did."""
         answer = self.unfinished.get(output.request_id)
         if answer is None:  # aborted before
             return False
-        prompt = answer.prompt
+        run = answer.run
         self.num_new_tokens += len(output.token_ids)
-        if not answer.token_ids and not answer.logprobs:
-            self.num_prompt_tokens += len(prompt.token_ids) - output.cached_tokens
-            if answer is prompt.answers[0]:
-                prompt.cached_tokens = output.cached_tokens
-        if prompt.first_token_s is None and prompt.params.max_tokens:
-            prompt.first_token_s = now_s
+        if not answer.has_begun:
+            answer.has_begun = True
+            self.num_prompt_tokens += len(run.output.prompt_token_ids) - output.cached_tokens
+            if answer is run.answers[0]:
+                run.output.cached_tokens = output.cached_tokens
+        if run.output.first_token_s is None and run.params.max_tokens:
+            run.output.first_token_s = now_s
         answer.feed(output)
-        if answer.finish_reason is None:
+        if answer.output.finish_reason is None:
             return False
         self._end(output.request_id, now_s)
         return output.finish_reason is None
 
     def _end(self, request_id: str, now_s: float) -> None:
-        prompt = self.unfinished.pop(request_id).prompt
-        prompt.finished_s = max(prompt.finished_s, now_s)
+        output = self.unfinished.pop(request_id).run.output
+        output.finished_s = max(output.finished_s, now_s)
 
     def outputs(self) -> list[RequestOutput]:
         """The outputs in the order of the prompts."""
         if self._tokenizer is not None:
-            unread = [answer for prompt in self._prompts for answer in prompt.answers if answer.detokenizer is None]
-            texts = decode_all(self._tokenizer, [(answer.prompt.context, answer.token_ids) for answer in unread])
+            unread = [answer for run in self._runs for answer in run.answers if answer.detokenizer is None]
+            texts = decode_all(self._tokenizer, [(answer.run.context, answer.output.token_ids) for answer in unread])
             for answer, text in zip(unread, texts, strict=True):
-                answer.text = text
-        return [prompt.output() for prompt in self._prompts]
+                answer.output.text = text
+        return [run.output for run in self._runs]
 
 
 # Arguments in their many forms. All raise ValueError.

@@ -485,6 +485,7 @@ def test_an_engine_that_starts_and_ends_prints_nothing_where_there_is_no_termina
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.nightly
 def test_a_small_model_answers_in_sensible_english(smollm2: Path) -> None:
     with LLM(smollm2, device="cpu", max_num_seqs=8, kv_budget_bytes=256 * MIB) as one:
         chat = "<|im_start|>user\nWhat is the capital of {}?<|im_end|>\n<|im_start|>assistant\n"
