@@ -44,32 +44,27 @@ def int32_token_offsets(*tensors: torch.Tensor) -> torch.Tensor:
     return _int32(*tensors, in_slots=False)
 
 
-def ignores_slots(*tensors: torch.Tensor) -> torch.Tensor:
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
+def ignores_slots(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     return sdpa_decode(q_BHD, k_STKD, v_STKD, lengths_B, torch.arange(1, len(slots_B) + 1))
 
 
-def reads_a_row_past(*tensors: torch.Tensor) -> torch.Tensor:
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
+def reads_a_row_past(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     return sdpa_decode(q_BHD, k_STKD, v_STKD, lengths_B + 1, slots_B)
 
 
-def flattens_by_view(*tensors: torch.Tensor) -> torch.Tensor:
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
+def flattens_by_view(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     return sdpa_decode(q_BHD, k_STKD.view(-1).view(k_STKD.shape), v_STKD, lengths_B, slots_B)
 
 
-def takes_rows_for_contiguous(*tensors: torch.Tensor) -> torch.Tensor:
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
+def takes_rows_for_contiguous(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     num_heads, head_dim = k_STKD.shape[2:]
     strides = k_STKD.stride(0), num_heads * head_dim, head_dim, 1
     views = (view.as_strided(view.shape, strides, view.storage_offset()) for view in (k_STKD, v_STKD))
     return sdpa_decode(q_BHD, *views, lengths_B, slots_B)
 
 
-def loads_whole_tiles(*tensors: torch.Tensor) -> torch.Tensor:
+def loads_whole_tiles(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     """As by TMA: the weights of rows past the length are zero, and what is there is multiplied by them."""
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     out_BHD = torch.empty_like(q_BHD)
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
         end = round_up(length, TILE)
@@ -77,9 +72,8 @@ def loads_whole_tiles(*tensors: torch.Tensor) -> torch.Tensor:
     return out_BHD
 
 
-def takes_zeros_for_padding(*tensors: torch.Tensor) -> torch.Tensor:
+def takes_zeros_for_padding(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     """Rows of zeros are masked, and others are not, wherever the sequence ends."""
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     out_BHD = torch.empty_like(q_BHD)
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
         k_TKD, v_TKD = (view[slot, : round_up(length, TILE)] for view in (k_STKD, v_STKD))
@@ -88,9 +82,8 @@ def takes_zeros_for_padding(*tensors: torch.Tensor) -> torch.Tensor:
     return out_BHD
 
 
-def scales_keys_in_place(*tensors: torch.Tensor) -> torch.Tensor:
+def scales_keys_in_place(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     """For all sequences first, and back again, exactly: which is right if no two share a row."""
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     where = list(zip(slots_B.tolist(), lengths_B.tolist(), strict=True))
     for slot, length in where:
         k_STKD[slot, :length] /= 8
@@ -109,16 +102,14 @@ def rotates_keys_in_place(*tensors: torch.Tensor) -> torch.Tensor:
 _LENGTHS: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def keeps_the_first_lengths(*tensors: torch.Tensor) -> torch.Tensor:
+def keeps_the_first_lengths(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     """As a plan made once, or a grid that the host has chosen by the lengths."""
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     lengths_B = _LENGTHS.setdefault((k_STKD.data_ptr(), len(lengths_B)), lengths_B.clone())
     return sdpa_decode(q_BHD, k_STKD, v_STKD, lengths_B, slots_B)
 
 
-def sees_one_page(*tensors: torch.Tensor) -> torch.Tensor:
+def sees_one_page(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
     """As if what follows the first 2 MiB by address were another allocation."""
-    q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     page_rows = 2**21 // (k_STKD.stride(1) * k_STKD.itemsize)
     return sdpa_decode(q_BHD, k_STKD, v_STKD, lengths_B.clamp(max=page_rows), slots_B)
 
@@ -129,10 +120,6 @@ def returns_float64(*tensors: torch.Tensor) -> torch.Tensor:
 
 def returns_nothing(*tensors: torch.Tensor) -> None:
     sdpa_decode(*tensors)
-
-
-def raises(*tensors: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("no kernel image\nfor this device")
 
 
 def says(*tensors: torch.Tensor, message: str) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import DriverError, KVCache, KVLayout, OutOfPages, Pool, Sequence, SequenceTooLong
 from vmmkv.errors import BudgetError
-from vmmkv.layout import Group, Plane
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.testing.fake_driver import FakeDriver
@@ -116,23 +115,6 @@ class Calls:
 # what hits
 
 
-def test_the_last_token_of_a_prompt_is_always_computed(prefix):
-    begin(prefix, PROMPT[:32])
-    attached = prefix.attach(PROMPT[:32])
-    assert attached.num_tokens == 31
-    assert_reads(attached.sequence, 31)
-    assert prefix.attach(PROMPT[:1]).num_tokens == 0
-
-
-def test_a_namespace_never_hits_anothers(prefix):
-    for namespace in ("red", ("red", "adapter"), None):
-        assert prefix.match(PROMPT, namespace=namespace) == 0
-        park(prefix, PROMPT[:40], namespace=namespace)
-    assert prefix.match(PROMPT, namespace="blue") == 0
-    assert prefix.attach(PROMPT, namespace="blue").method is AttachMethod.COMPUTE
-    assert prefix.attach(PROMPT[:41], namespace="red").sequence.tenant == "red"
-
-
 def test_a_hit_can_end_inside_an_extent(prefix):
     owner = begin(prefix, PROMPT[:40])
     attached = prefix.attach([*PROMPT[:21], 0, 0], method=AttachMethod.ALIAS)
@@ -167,13 +149,6 @@ def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix
     assert calls.made() == {"write": 1}
     assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 40)
     assert_reads(attached.sequence, 40)
-
-
-def test_adopting_a_part_forgets_what_will_be_written_over(prefix):
-    park(prefix, PROMPT[:40])
-    attached = prefix.attach([*PROMPT[:20], 0])
-    assert (attached.method, attached.num_tokens) == (AttachMethod.ADOPT, 20)
-    assert prefix.match(PROMPT) == 20
 
 
 @pytest.mark.parametrize(("num_past", "method"), [(256, AttachMethod.ADOPT), (257, AttachMethod.ALIAS)])
@@ -298,54 +273,12 @@ def test_two_that_computed_the_same_at_once_keep_a_copy_each(prefix, pool):
     assert_reads(first, 32)
 
 
-def test_inserting_costs_no_driver_call(prefix, driver):
-    sequence = prefix.attach(PROMPT[:40]).sequence
-    write(sequence, 40)
-    calls = Calls(driver)
-    for num_tokens in (3, 16, 16, 40):
-        prefix.insert(sequence, PROMPT[:num_tokens])
-    assert calls.made() == {}
-
-
-def test_truncating_below_what_is_shared_takes_pages_of_ones_own(prefix):
-    owner = begin(prefix, PROMPT[:40])
-    sharer = prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).sequence
-    sharer.truncate(20)
-    assert pages(sharer)[0] is pages(owner)[0]
-    assert pages(sharer)[1] is not pages(owner)[1]
-    assert_reads(sharer, 20)
-    write(sharer, 48)
-    assert_reads(owner, 40)
-    owner.truncate(10)  # the tree still has what the owner cuts
-    assert_reads(owner, 10)
-    assert prefix.match(PROMPT) >= 32
-
-
 def test_truncating_at_a_border_of_pages_exchanges_nothing(prefix, driver):
     begin(prefix, PROMPT[:40])
     sharer = prefix.attach(PROMPT[:41], method=AttachMethod.ALIAS).sequence
     calls = Calls(driver)
     sharer.truncate(16)
     assert calls.made() == {"write": 1}  # the limit, which is a fence too
-
-
-def test_a_row_before_a_window_is_never_taken_for_one_that_was_written(pool):
-    """A page can have more rows than a window: who attaches has its last rows only, and others may not take it for full."""
-    plane = Plane(name="k", heads=1, dim=128 * 1024 // 4, dtype=torch.float32)
-    values = Plane(name="v", heads=1, dim=128 * 1024 // 4, dtype=torch.float32)
-    layout = KVLayout(groups=(Group(layers=(0,), planes=(plane, values), window=3),))  # 8 rows a page
-    with KVCache(layout, pool, slots=4, max_tokens=64) as cache:
-        prefix = PrefixCache(cache)
-        first = begin(prefix, PROMPT[:6])
-        second = prefix.attach(PROMPT[:16])
-        assert (second.num_tokens, second.sequence.start()) == (6, 4)  # rows 4 and 5 of page 0 are copied
-        write(second.sequence, 16)
-        prefix.insert(second.sequence, PROMPT[:16])
-        first.close()
-        assert prefix.match([*PROMPT[:4], 0]) == 0  # it needs rows 2 and 3, which the tree's page 0 has not
-        third = prefix.attach(PROMPT[:17], method=AttachMethod.ALIAS)
-        assert third.num_tokens == 16
-        assert_reads(third.sequence, 16)
 
 
 # forks
@@ -394,6 +327,7 @@ print("nothing happened")
 """
 
 
+@pytest.mark.nightly
 def test_a_write_to_what_others_hold_faults_where_aliases_are_read_only():
     child = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True, timeout=60, check=False)
     assert child.stdout == "16 1.0 and then\n", child.stderr
@@ -527,11 +461,6 @@ def test_closing_the_cache_frees_what_is_pinned(pool):
     assert pool.stats().held_bytes == 0
 
 
-def test_a_sequence_that_is_closed_leaves_what_it_inserted(prefix):
-    begin(prefix, PROMPT[:40]).close()
-    assert prefix.match(PROMPT) == 32
-
-
 def test_an_interrupted_attach_leaves_no_sequence(prefix, cache, driver, monkeypatch):
     park(prefix, PROMPT[:40])
     write = driver.write
@@ -558,14 +487,6 @@ def test_stats_say_what_is_held_and_what_was_done(prefix):
     assert stats.num_nodes >= 2
 
 
-def test_matching_changes_nothing(prefix):
-    park(prefix, PROMPT[:40])
-    before = prefix.stats()
-    assert prefix.match(PROMPT[:20]) == 19
-    assert prefix.match([]) == 0
-    assert prefix.stats() == before
-
-
 def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
     sequence = begin(prefix, PROMPT[:20])
     before = prefix.stats()
@@ -582,19 +503,6 @@ def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
     with pytest.raises(ValueError, match="has a prefix cache already"):
         PrefixCache(cache)
     assert prefix.stats() == before
-
-
-@pytest.mark.parametrize("wrong", [0, 3, 19])
-def test_other_tokens_than_before_are_refused(prefix, cache, wrong):
-    sequence = begin(prefix, PROMPT[:20])
-    write(sequence, 40)
-    tokens = PROMPT[:40]
-    tokens[wrong] = 300
-    with pytest.raises(ValueError, match="slot 1: other tokens were inserted for its first 20 rows"):
-        prefix.insert(sequence, tokens)
-    cache.check()
-    assert prefix.match(PROMPT) == 20
-    prefix.insert(sequence, PROMPT[:40])
 
 
 def test_a_sequence_that_did_not_come_from_attach_is_refused(prefix, cache):
