@@ -1,11 +1,10 @@
-"""A chat with SmolLM2 by transformers, whose keys and values stay in a VmmCache from turn to turn.
+"""A chat with SmolLM2 by transformers: a VmmCache keeps the keys and values from turn to turn.
 
     python examples/chat.py
     python examples/chat.py "Name a fruit." "And a vegetable?"
 
-`generate` is given the whole conversation and a cache that has all of it but the newest message: it computes no more than that.
-The rows of earlier turns are neither moved nor copied, and memory is mapped as the conversation grows. An answer that is not
-wanted is cropped, and the conversation goes on from before it.
+`generate` gets the whole conversation and a cache of all but the newest message, so it computes only that message. Rows of
+earlier turns are neither moved nor copied. Memory is mapped as the conversation grows. An unwanted answer is cropped.
 """
 
 import sys
@@ -25,7 +24,7 @@ ANSWER_TOKENS = 24
 
 @dataclass
 class Chat:
-    """A conversation: its tokens so far, and the cache that has all that the model was asked about."""
+    """A conversation: its tokens so far, and the cache of those that the model has computed."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -37,7 +36,7 @@ class Chat:
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
 
     def say(self, message: str) -> str:
-        """The model's answer."""
+        """The model's answer to one message."""
         told = self._template([*SYSTEM, {"role": "user", "content": message}], add_generation_prompt=True)
         if self.ids.shape[1]:
             told = "\n" + told.removeprefix(self._template(SYSTEM))  # what comes behind the end of the last answer
@@ -45,7 +44,7 @@ class Chat:
         return self._answer()
 
     def take_back(self, num_tokens: int) -> None:
-        """Go on from the first `num_tokens` tokens of the conversation."""
+        """Keep the first `num_tokens` tokens of the conversation."""
         self.ids = self.ids[:, :num_tokens]
         self.cache.crop(-max(0, self.cache.get_seq_length() - num_tokens))
 
@@ -67,7 +66,7 @@ class Chat:
 
 
 def main() -> None:
-    """Ask, count what is computed, then ask the last question again."""
+    """Ask each question and count the computed tokens; then ask the last question again."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     path = resolve("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()

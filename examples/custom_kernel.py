@@ -1,9 +1,9 @@
-"""A Triton kernel of thirty lines on vmmkv memory: it knows of strides, and of no pages.
+"""A Triton attention kernel of thirty lines over vmmkv memory. It uses strides and no block table.
 
     python examples/custom_kernel.py        (without a GPU in Triton's interpreter)
 
-A program for each sequence and query head walks the rows of the sequence's slot with an online softmax. All that vmmkv asks of
-it: the strides of the views, offsets of 64 bits, and no load past the length but under a mask.
+One program for each sequence and query head walks the rows of the sequence's slot with an online softmax. A kernel over vmmkv
+memory uses the views' strides, offsets of 64 bits, and masks for loads past the length.
 
 Legend: B sequences, S slots, T rows of a slot, H query heads, K kv heads, D head dim.
 """
@@ -41,7 +41,7 @@ def decode_kernel(
     peak, total = -float("inf"), 0.0
     acc = tl.zeros([D], tl.float32)
     for row in range(0, length, TILE):
-        i_t = (row + tl.arange(0, TILE)).to(tl.int64)  # and so do those of rows, whose stride spans all layers
+        i_t = (row + tl.arange(0, TILE)).to(tl.int64)  # and so do offsets of rows, whose stride spans all layers
         m_t = i_t < length
         k = tl.load(p_k + (i_t * stride_kt)[:, None], mask=m_t[:, None], other=0.0).to(tl.float32)
         v = tl.load(p_v + (i_t * stride_vt)[:, None], mask=m_t[:, None], other=0.0).to(tl.float32)
@@ -58,7 +58,7 @@ def decode_kernel(
 def my_decode(
     q_BHD: torch.Tensor, k_STKD: torch.Tensor, v_STKD: torch.Tensor, lengths_B: torch.Tensor, slots_B: torch.Tensor
 ) -> torch.Tensor:
-    """What the conformance suite calls. One launch, nothing read on the host: a graph of it serves all lengths."""
+    """The form that the conformance suite calls. One launch without a host read: a graph of it serves all lengths."""
     num_sequences, heads, head_dim = q_BHD.shape
     out_BHD = torch.empty_like(q_BHD)
     decode_kernel[(num_sequences, heads)](
@@ -69,7 +69,7 @@ def my_decode(
 
 
 def main() -> None:
-    """Three sequences that grow, compared with torch's attention; then the suite."""
+    """Grow three sequences, compare the kernel with torch's attention, and run the conformance suite."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     layout = KVLayout.uniform(layers=24, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float16)
     with Pool(device, 64 * MIB) as pool, KVCache(layout, pool, slots=8, max_tokens=100_000) as cache:

@@ -1,9 +1,9 @@
-"""An inference engine in 100 lines: requests come and go in one running batch, and memory follows them.
+"""An inference engine in 100 lines: continuous batching over a KVCache.
 
     python examples/minimal_engine.py
 
-Each step computes the prompts that were admitted and one token more of all that run, in one batch. When the pool has no page
-left the newest gives way: it is closed, and computed again later. Each gives what it gives alone, up to near ties of tokens.
+Each step computes the prompts that were admitted and one more token of each running request, in one batch. When the pool has
+no page left, the newest request is preempted and computed again later. Answers do not depend on the batch, up to near ties.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from vmmkv import MIB, KVCache, OutOfPages, Pool, Sequence
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how many tokens are wanted behind it, and its memory while it runs."""
+    """A prompt, the number of tokens to generate, and the sequence while the request runs."""
 
     prompt: list[int]
     max_tokens: int
@@ -26,12 +26,12 @@ class Request:
 
     @property
     def missing(self) -> list[int]:
-        """Tokens that are known and not in the cache yet: all of them at first, then the newest."""
+        """Tokens that the cache does not have yet: all of them at first, then the newest."""
         return (self.prompt + self.answer)[self.sequence.length if self.sequence else 0 :]
 
 
 class Engine:
-    """Continuous batching, greedily sampled."""
+    """Continuous batching with greedy sampling."""
 
     def __init__(self, model: TinyModel, cache: KVCache) -> None:
         self.model, self.cache = model, cache
@@ -40,7 +40,7 @@ class Engine:
         self.preemptions = self.steps = 0
 
     def step(self) -> None:
-        """Admit, make room, compute, give up what is done."""
+        """Admit requests, map memory, compute one batch, and end what is finished."""
         while self.waiting and len(self.running) < self.cache.num_slots:
             self.running.append(self.waiting.popleft())
             self.running[-1].sequence = self.cache.open()
@@ -52,11 +52,11 @@ class Engine:
         for request, token in zip(list(self.running), tokens_B.tolist(), strict=True):
             request.answer.append(token)
             if len(request.answer) == request.max_tokens:
-                self.give_up(request)
+                self.end(request)
         self.steps += 1
 
     def make_room(self, request: Request) -> None:
-        """Memory for what is missing; whoever came last gives way until there is enough, at last the request itself."""
+        """Map memory for the missing tokens; preempt the newest requests until it fits, at last this one."""
         while request in self.running:
             try:
                 return request.sequence.grow(request.sequence.length + len(request.missing))
@@ -65,17 +65,17 @@ class Engine:
                     raise
                 self.preemptions += self.running[-1].sequence.length > 0
                 self.waiting.appendleft(self.running[-1])
-                self.give_up(self.running[-1])
+                self.end(self.running[-1])
 
-    def give_up(self, request: Request) -> None:
-        """Its pages retire, and are free when all work on them is done."""
+    def end(self, request: Request) -> None:
+        """Close the sequence; its pages are free when all work on them is done."""
         self.running.remove(request)
         request.sequence.close()
         request.sequence = None
 
 
 def main() -> None:
-    """Answer requests in a pool that is too small for all at once, and compare some with what they give alone."""
+    """Answer requests in a pool that is too small for all at once; compare some with the model run alone."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     model, ids = TinyModel(device), torch.randint(256, (12, 1110), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [Request(ids[number][90 * number :], max_tokens=12 + 3 * number) for number in range(12)]
@@ -90,7 +90,7 @@ def main() -> None:
                 for new, token in zip([request.prompt, *([token] for token in request.answer)], request.answer, strict=False):
                     alone.grow(alone.length + len(new))
                     (logits,) = model.forward(cache, [alone.slot], [new])
-                    assert logits.max() - logits[token] < 1e-3, "its answer depends on who else ran"  # near ties apart
+                    assert logits.max() - logits[token] < 1e-3, "its answer depends on the batch"  # near ties apart
     num_tokens = sum(len(request.answer) for request in requests)
     print(f"{num_tokens} tokens for {len(requests)} requests in {engine.steps} steps, {engine.preemptions} preemptions")
     assert engine.preemptions > 0

@@ -1,4 +1,4 @@
-"""A decoder of its own for the examples: random weights, and its keys and values in a KVCache.
+"""A small decoder with random weights for the examples. Its keys and values lie in a KVCache.
 
 Legend: N tokens of the batch, E width, H query heads, K kv heads, D head dim.
 """
@@ -15,7 +15,7 @@ LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 256
 
 
 class TinyModel:
-    """As a Llama: norms, rotary positions, grouped queries, gated MLP. Tokens are bytes."""
+    """A Llama in small: norms, rotary positions, grouped queries, gated MLP. Tokens are bytes."""
 
     layout = KVLayout.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
 
@@ -38,7 +38,7 @@ class TinyModel:
         self.angles = 10_000.0 ** (-torch.arange(HEAD_DIM // 2, device=device) / (HEAD_DIM // 2))
 
     def forward(self, cache: KVCache, slots: list[int], new_tokens: list[list[int]]) -> torch.Tensor:
-        """Append the new tokens of each sequence, whose memory is mapped; the logits of the last of each."""
+        """Append new tokens to each sequence, whose memory is mapped. Returns the logits of each sequence's last token."""
         counts = [len(tokens) for tokens in new_tokens]
         before = [int(cache.lengths[slot]) for slot in slots]
         positions_N = torch.cat([torch.arange(start, start + count) for start, count in zip(before, counts, strict=True)])

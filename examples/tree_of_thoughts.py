@@ -1,11 +1,11 @@
-"""A search over a tree of continuations: each node is a fork, which shares all it can with its parent.
+"""A search over a tree of continuations: each node is a fork that shares full pages with its parent.
 
     python examples/tree_of_thoughts.py
 
-At each level the best nodes are forked into several children, which sample a thought each; the best of all children go on, the
-rest are closed. A fork aliases the full pages of its parent under addresses of its own and copies the last one, so a node costs
-a page or two whatever its length, and any kernel reads it as if it were alone. The search is that of Yao et al., "Tree of
-Thoughts" (2023), with the model's own likelihood as the judge.
+At each level the best nodes are forked into several children, and each child samples a thought. The best children go on; the
+rest are closed. A fork maps the full pages of its parent at its own addresses and copies the last one. So a node costs a page
+or two whatever its length, and any attention kernel can read it. The search is that of Yao et al., "Tree of Thoughts" (2023),
+with the model's own likelihood as the score.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ BRANCHES, BEST, DEPTH, THOUGHT_TOKENS = 3, 4, 3, 10
 
 @dataclass(eq=False)
 class Node:
-    """A way through the tree: its memory, the token that comes next, and how likely the model finds it."""
+    """A path through the tree: its sequence, the next token, and its log-probability."""
 
     sequence: Sequence
     next_token: int
@@ -29,7 +29,7 @@ class Node:
 
 
 def expand(cache: KVCache, nodes: list[Node]) -> list[Node]:
-    """The children of all nodes; the first child goes on in the node's own slot."""
+    """The children of all nodes; the first child takes the node's own sequence."""
     children = []
     for node in nodes:
         for sequence in (node.sequence, *cache.fork(node.sequence, BRANCHES - 1)):
@@ -52,7 +52,7 @@ def think(model: TinyModel, cache: KVCache, nodes: list[Node], generator: torch.
 
 
 def main() -> None:
-    """Search, then see that the winner's memory holds what the model gives for its tokens alone."""
+    """Search, then check the best node's keys against the model run on its tokens alone."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     model, generator = TinyModel(device), torch.Generator().manual_seed(0)
     prompt = torch.randint(256, (3000,), generator=generator).tolist()
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _alone_bytes(sequence: Sequence, model: TinyModel) -> int:
-    """Of whole pages, if it shared none."""
+    """Bytes that the sequence would take without sharing."""
     return model.layout.pages_for(sequence.length) * PAGE_BYTES
 
 

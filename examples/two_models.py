@@ -1,9 +1,9 @@
-"""Two models on one GPU: two caches of one pool, so that memory goes where the work is.
+"""Two models on one GPU: two caches share one pool.
 
     python examples/two_models.py
 
-A static split would give each model half, whatever they are asked. Here a cache takes pages as its sequences grow. What the
-other keeps only in case it is wanted again (parked sequences) goes when they run short, and what runs is never taken.
+A static split would give each model half of the memory, whatever its load. Here a cache takes pages as its sequences grow.
+Under pressure, parked sequences of either cache are evicted; running sequences are not.
 """
 
 import torch
@@ -16,7 +16,7 @@ SMALL = KVLayout.uniform(layers=8, kv_heads=2, head_dim=64, dtype=torch.float16)
 
 
 def write(cache: KVCache, sequence: Sequence, num_tokens: int) -> None:
-    """As a model would: rows of keys and values, here all the same number, by which they can be known again."""
+    """Write keys and values as a model would. All numbers are the slot's, so that they can be checked later."""
     sequence.grow(num_tokens)
     for layer in cache.layout.group_of:
         for view in (sequence.k(layer), sequence.v(layer)):
@@ -25,7 +25,7 @@ def write(cache: KVCache, sequence: Sequence, num_tokens: int) -> None:
 
 
 def show(pool: Pool, when: str, **caches: KVCache) -> None:
-    """Who has how much."""
+    """Print the memory of each cache."""
     mapped = {name: cache.stats().mapped_bytes for name, cache in caches.items()}
     parts = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in mapped.items())
     print(f"{when}: {parts}; {(pool.budget_bytes - pool.held_bytes) / MIB:.0f} of {pool.budget_bytes / MIB:.0f} MiB are left")
@@ -33,7 +33,7 @@ def show(pool: Pool, when: str, **caches: KVCache) -> None:
 
 
 def main() -> None:
-    """The large model has nearly everything, then the small one has."""
+    """First the large model takes most of the memory, then the small one."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with (
         Pool(device, BUDGET_BYTES) as pool,
@@ -46,7 +46,7 @@ def main() -> None:
         write(small, helper := small.open(), 1000)  # 2 pages
         show(pool, "the large model is asked", large=large, small=small)
 
-        kept = [chat.park() for chat in chats[1:]]  # answered; kept for those who go on from there
+        kept = [chat.park() for chat in chats[1:]]  # answered; kept for the next turn of each chat
         write(small, helper, 8000)  # 16 pages in all: three parked chats go, the oldest first
         show(pool, "the small model is asked", large=large, small=small)
         assert all((helper.k(layer)[:8000] == helper.slot).all() for layer in small.layout.group_of)

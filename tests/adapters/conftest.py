@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """Real memory, with the laws kept over it: nothing is left in it, and nothing retired was touched."""
+    """Real memory, with the laws kept over it: nothing is left in it, and nothing pending reclaim was touched."""
     below = HostDriver()
     driver = FakeDriver(over=below)
     pool = Pool("cpu", GIB, driver=driver)

@@ -64,7 +64,7 @@ def test_beams_and_prompt_lookup(pool: Pool) -> None:
     assert_same(model, pool, on_gpu(prompts(70)), prompt_lookup_num_tokens=4, max_new_tokens=60)
 
 
-def test_what_a_window_passes_is_unmapped_behind_whoever_reads_it(pool: Pool) -> None:
+def test_what_a_window_passes_is_unmapped_behind_its_readers(pool: Pool) -> None:
     model = mistral(40, num_key_value_heads=4, head_dim=512).to("cuda:0")
     assert_same(model, pool, on_gpu(prompts(100, 70)), max_new_tokens=300)
 

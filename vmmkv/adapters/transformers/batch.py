@@ -323,11 +323,6 @@ class WindowRows:
         """Is there no cache to be closed?"""
         return self._shared is None or self._shared.cache.closed
 
-    def check(self) -> None:
-        """Recount the laws of the cache. See KVCache.check."""
-        if self._shared is not None:
-            self.cache.check()
-
     # in and out
 
     def open(self, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int, *, dropped: int) -> None:

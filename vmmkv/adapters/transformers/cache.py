@@ -1,20 +1,19 @@
-"""A Cache of transformers in which every sequence's keys and values lie contiguously, in memory that is mapped as tokens come.
+"""A Cache of transformers: each sequence's keys and values lie contiguously, in memory that is mapped as tokens come.
 
     pool = Pool("cuda:0", budget_bytes=40 * GIB)
     with VmmCache(model.config, pool) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-New rows are written in place behind the old ones, and attention reads views of them. Nothing is concatenated, and only
-addresses are reserved. Equal prompts side by side, as with beams and `num_return_sequences`, are kept once; so are the full
-pages that a repeated, reordered or deep-copied cache has in common with others. Any attention implementation works that takes
-strided keys and values, as all of transformers' do.
+New rows are written in place behind the old ones, and attention reads views of them. Only addresses are reserved. Equal prompts
+side by side, as with beams and `num_return_sequences`, are kept once; so are the full pages that a repeated, reordered or
+deep-copied cache has in common with others. Any attention implementation works that takes strided keys and values.
 
 For transformers from 5.17 on. Refused are: gradients through the cache, models whose layers keep more than keys and values by
 token (encoder-decoders, Mamba and other recurrent layers), layers on several devices, offloading, capture in a CUDA graph.
 
-Importing this module registers the attention implementation "vmmkv". With it a step of `torch.compile(model, dynamic=True)` is
-one graph. With another one the graph breaks at every layer; so it does for models that read other layers' rows, keep latents
-and expand them (DeepSeek's), or have attention sinks (gpt-oss).
+With the attention implementation "vmmkv" a step of `torch.compile(model, dynamic=True)` is one graph. With another one the
+graph breaks at every layer. It also breaks in models that read other layers' rows, keep latents (DeepSeek's), or have attention
+sinks (gpt-oss).
 """
 
 import warnings
@@ -66,11 +65,14 @@ class VmmCache(Cache):  # type: ignore[misc]
         max_tokens, slots = whole("max_tokens", max_tokens), whole("slots", slots)
         if max_tokens < 1 or slots < 1:
             raise ValueError(f"max_tokens={max_tokens}, slots={slots}: both must be at least 1")
-        windows = {index: layer.sliding_window for index, layer in enumerate(layers) if isinstance(layer, RowLayer)}
-        groups = []
-        for window in dict.fromkeys(windows.values()):
-            of_window = tuple(index for index, each in windows.items() if each == window)
-            groups.append(WindowRows(of_window, window, pool, slots=slots, max_tokens=max_tokens))
+        by_window: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, RowLayer):
+                by_window.setdefault(layer.sliding_window, []).append(index)
+        groups = [
+            WindowRows(tuple(indices), window, pool, slots=slots, max_tokens=max_tokens)
+            for window, indices in by_window.items()
+        ]
         self._start(layers, CachedBatch(groups, share_prompts=share_prompts), pool, max_tokens, config)
 
     def _start(self, layers: list[Any], batch: CachedBatch, pool: Pool, max_tokens: int, config: Any) -> None:
@@ -139,7 +141,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     def states(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
 
-        A copy where equal prompts are still kept once. Not to be used after the next call of the cache or the model.
+        A copy while equal prompts are kept once. Valid until the next call of the cache or the model.
         """
         self._check_open()
         if not self._batch.num_tokens:
@@ -254,7 +256,8 @@ class VmmCache(Cache):  # type: ignore[misc]
     def check(self) -> None:
         """Recount the laws from scratch, of all arenas and the pool. See KVCache.check."""
         for rows in self._batch.groups:
-            rows.check()
+            if not rows.closed:
+                rows.cache.check()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -287,7 +290,7 @@ def _check_pool(pool: Pool) -> None:
 
 
 class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a VmmCache. The cache has the state, and what concerns the batch is called on it, for all layers at once."""
+    """One layer of a VmmCache, which has the state. What concerns the batch is called on the cache, for all layers at once."""
 
     is_compileable = False
     is_croppable = True
@@ -344,15 +347,15 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Not supported."""
         raise NotImplementedError("a VmmCache takes memory as tokens come, none beforehand: just run the model")
 
-    def _of_the_batch(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_alone(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("all layers of a VmmCache share their rows: call this on the cache, not on one of its layers")
 
-    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _of_the_batch
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse_alone
 
-    def _offloaded(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_offload(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("a VmmCache keeps all layers on its pool's device; a pool of device 'cpu' is host memory")
 
-    offload = prefetch = _offloaded
+    offload = prefetch = _refuse_offload
 
 
 def layers_of(cache: "VmmCache", config: Any) -> list[Any]:
