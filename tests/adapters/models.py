@@ -7,25 +7,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     DynamicCache,
     Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
-    Gemma4ForCausalLM,
     Gemma4TextConfig,
     GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from tests.attending import attending_by
@@ -53,90 +45,79 @@ def _options(**changes: Any) -> dict[str, Any]:
     return options | changes
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
-    """Random weights, four query heads over two key-value heads; a row of 2 KiB."""
+def _model(config: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**_options(**changes))).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
-def wide_llama(**changes: Any) -> LlamaForCausalLM:
+def llama(**changes: Any) -> Any:
+    """Four query heads over two key-value heads; a row of 2 KiB."""
+    return _model(LlamaConfig(**_options(**changes)))
+
+
+def wide_llama(**changes: Any) -> Any:
     """A row of 64 KiB, so that 32 tokens fill a page."""
     return llama(num_key_value_heads=4, head_dim=512, **changes)
 
 
-def mistral(sliding_window: int, **changes: Any) -> MistralForCausalLM:
+def mistral(sliding_window: int, **changes: Any) -> Any:
     """Every layer with a window."""
-    torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**_options(sliding_window=sliding_window, **changes))).eval()
+    return _model(MistralConfig(**_options(sliding_window=sliding_window, **changes)))
 
 
-def qwen2(sliding_window: int) -> Qwen2ForCausalLM:
+def qwen2(sliding_window: int) -> Any:
     """Two layers without a window and two with one; biases on queries, keys and values."""
-    torch.manual_seed(0)
-    options = _options(use_sliding_window=True, sliding_window=sliding_window, max_window_layers=2)
-    model = Qwen2ForCausalLM(Qwen2Config(**options))
+    model = _model(Qwen2Config(**_options(use_sliding_window=True, sliding_window=sliding_window, max_window_layers=2)))
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             torch.nn.init.normal_(projection.bias)
-    return model.eval()
+    return model
 
 
-def gemma2(sliding_window: int, **changes: Any) -> Gemma2ForCausalLM:
+def gemma2(sliding_window: int) -> Any:
     """Soft-capped scores; every other layer with a window."""
-    torch.manual_seed(0)
     caps = {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32}
-    return Gemma2ForCausalLM(Gemma2Config(**_options(sliding_window=sliding_window, **caps, **changes))).eval()
+    return _model(Gemma2Config(**_options(sliding_window=sliding_window, **caps)))
 
 
-def gemma3(sliding_window: int, **changes: Any) -> Gemma3ForCausalLM:
+def gemma3(sliding_window: int, **changes: Any) -> Any:
     """Three layers with a window and one without; head size 256, one key-value head."""
-    kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    torch.manual_seed(0)
-    options = _options(
-        **({"head_dim": 256, "num_key_value_heads": 1} | changes),
-        sliding_window=sliding_window,
-        layer_types=kinds,
-        tie_word_embeddings=False,  # else it repeats its last token: its embeddings are scaled up
-    )
-    return Gemma3ForCausalLM(Gemma3TextConfig(**options)).eval()
+    shape = {"head_dim": 256, "num_key_value_heads": 1, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    # Tied embeddings, which are scaled up, would repeat the last token.
+    options = _options(**(shape | changes), sliding_window=sliding_window, tie_word_embeddings=False)
+    return _model(Gemma3TextConfig(**options))
 
 
-def gpt_neox() -> GPTNeoXForCausalLM:
+def gpt_neox() -> Any:
     """A rotary embedding turns a quarter of each head only."""
-    torch.manual_seed(0)
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**_options(hidden_size=128, initializer_range=0.3))).eval()
+    return _model(GPTNeoXConfig(**_options(hidden_size=128, initializer_range=0.3)))
 
 
-def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
+def deepseek(**changes: Any) -> Any:
     """Latent attention, of which transformers keeps each head's keys and values: 24 wide, and 12."""
-    torch.manual_seed(0)
-    options = _options(
-        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, **changes
-    )
+    latents = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    options = _options(num_key_value_heads=4, first_k_dense_replace=1, **latents, **experts, **changes)
     del options["head_dim"]
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**options, **experts, v_head_dim=12, first_k_dense_replace=1)).eval()
+    return _model(DeepseekV3Config(**options))
 
 
-def gpt_oss() -> GptOssForCausalLM:
+def gpt_oss() -> Any:
     """Two layers, one of a window; sinks that take most of the softmax."""
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    shape = {"num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 64, "sliding_window": 8}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(vocab_size=199, num_key_value_heads=2, sliding_window=8, **experts, **sizes, **ends))
+    model = _model(GptOssConfig(**_options(**shape, **experts, initializer_range=0.02)))
     for layer in model.model.layers:
         torch.nn.init.uniform_(layer.self_attn.sinks, 1.0, 3.0)
-    return model.eval()
+    return model
 
 
-def gemma4(sliding_window: int) -> Gemma4ForCausalLM:
+def gemma4(sliding_window: int) -> Any:
     """Two layers with a window and two without, of another head size; the second two read what the first two keep."""
     kinds = ["sliding_attention", "full_attention"] * 2
-    torch.manual_seed(0)
-    options = _options(sliding_window=sliding_window, layer_types=kinds, head_dim=16, global_head_dim=32)
-    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
-    return Gemma4ForCausalLM(Gemma4TextConfig(**options, **inputs, num_kv_shared_layers=2, tie_word_embeddings=False)).eval()
+    heads = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 2}
+    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "tie_word_embeddings": False}
+    return _model(Gemma4TextConfig(**_options(sliding_window=sliding_window, layer_types=kinds, **heads, **inputs)))
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -257,14 +257,12 @@ def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
 
 def _plane(cache: KVCache, first_slot: int, num_slots: int, group: Group, name: str) -> Tensor:
     """A plane of all layers of a group: [L, B, K, T, D]."""
-    first_STKD, last_STKD = cache.view(group.layers[0], name), cache.view(group.layers[-1], name)
-    between = last_STKD.storage_offset() - first_STKD.storage_offset()
-    layer_stride = between // max(1, len(group.layers) - 1)  # layers are equal, and follow one another in the row
+    first_STKD = cache.view(group.layers[0], name)
     _, num_tokens, heads, dim = first_STKD.shape
     slot_stride, row_stride, head_stride, _ = first_STKD.stride()
     return first_STKD.as_strided(
         (len(group.layers), num_slots, heads, num_tokens, dim),
-        (layer_stride, slot_stride, head_stride, row_stride, 1),
+        (group.leading_bytes // first_STKD.itemsize, slot_stride, head_stride, row_stride, 1),
         first_STKD.storage_offset() + first_slot * slot_stride,
     )
 
