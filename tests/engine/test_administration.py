@@ -54,24 +54,6 @@ def test_the_map_has_every_mapped_page_and_names_the_requests(harness: Callable[
     one.run()
 
 
-def test_two_with_one_prefix_map_the_same_memory(harness: Callable[..., Harness]) -> None:
-    one = harness(step_tokens=8192, share=True, budget_pages=32)
-    common = prompt_of(2 * PAGE_TOKENS, 1)
-    mapper, maps = maker(one)
-    one.ask("a", common + prompt_of(50, 2), 30)
-    for _ in range(4):
-        one.engine.step()
-    one.ask("b", common + prompt_of(50, 3), 30)
-    for _ in range(4):
-        one.engine.step()
-    mapper.ask()
-    mapper.work(math.inf)
-    first, second = (each.groups[0] for each in maps[0].slots)
-    assert (first[0].page, first[0].num_pages, first[0].handle) == (0, 2, second[0].handle)
-    assert first[1].handle != second[1].handle
-    one.run()
-
-
 def test_a_map_is_made_in_slices_and_is_whole_in_the_end(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,26 +65,9 @@ def test_it_finds_what_transformers_finds(llama: LlamaForCausalLM, width: int, n
     seen = dict.fromkeys(token for beam in search(model, width=8, max_new_tokens=10) for token in beam.token_ids[2:])
     stops = list(seen)[:num_stops]
     found = search(model, width=width, max_new_tokens=10, stop_ids=stops, length_penalty=length_penalty)
-    ids = torch.tensor([prompt])
-    out = llama.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=10,
-        num_beams=width,
-        num_return_sequences=width,
-        length_penalty=length_penalty,
-        eos_token_id=stops or None,
-        pad_token_id=0,
-        do_sample=False,
-        early_stopping=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    wanted = [
-        list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
-    ]
-    assert [beam.token_ids for beam in found] == wanted
-    assert [beam.score for beam in found] == pytest.approx(out.sequences_scores.tolist(), rel=1e-4)
+    wanted = generated(llama, prompt, width=width, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    assert [beam.token_ids for beam in found] == [tokens for tokens, _ in wanted]
+    assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
     if num_stops and length_penalty <= 1:  # above, the longest win here
         assert "stop" in {beam.finish_reason for beam in found}
 
@@ -175,37 +158,26 @@ def answer(harness: Harness, request_id: str) -> Beams:
     return found
 
 
-def by_transformers(
-    harness: Harness,
-    prompt: list[int],
-    *,
-    width: int,
-    max_new_tokens: int,
-    stops: Sequence[int] = (),
-    length_penalty: float = 1.0,
+def generated(
+    model: Any, prompt: list[int], *, width: int, max_new_tokens: int, stops: Sequence[int] = (), length_penalty: float = 1.0
 ) -> list[tuple[list[int], float]]:
-    """The sequences, without end tokens, and their scores."""
-    model = harness.model
-    ids = torch.tensor([prompt], device=harness.cache.device)
+    """By transformers' own beam search: the sequences, without end tokens, and their scores."""
+    ids = torch.tensor([prompt], device=model.device)
     with attending_by(model, "sdpa"):
         out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            num_beams=width,
-            num_return_sequences=width,
-            length_penalty=length_penalty,
-            eos_token_id=list(stops) or None,
-            pad_token_id=0,
-            do_sample=False,
-            early_stopping=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, num_beams=width,
+            num_return_sequences=width, length_penalty=length_penalty, eos_token_id=list(stops) or None, pad_token_id=0,
+            do_sample=False, early_stopping=False, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
     kept = [
         list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
     ]
     return list(zip(kept, out.sequences_scores.tolist(), strict=True))
+
+
+def by_transformers(harness: Harness, prompt: list[int], **options: Any) -> list[tuple[list[int], float]]:
+    """The same, of a harness's model."""
+    return generated(harness.model, prompt, **options)
 
 
 def check(found: Beams, wanted: list[tuple[list[int], float]]) -> None:
@@ -327,19 +299,6 @@ def test_a_search_that_can_never_fit_fails_alone(harness: Callable[..., Harness]
     check(answer(one, "fits"), by_transformers(one, prompt_of(20), width=4, max_new_tokens=40))
     assert one.tokens("before") == one.tokens("after") == one.expected(prompt_of(20), 30)
     assert held_by_sequences(one) == 0
-
-
-def test_beams_wait_for_as_many_slots(harness: Callable[..., Harness]) -> None:
-    one = harness(model_of(), slots=4)
-    for index in range(2):
-        one.ask(str(index), prompt_of(9, index), 12)
-    one.ask("wide", prompt_of(9, 5), 8, beam_width=3)
-    one.engine.step()
-    assert len(one.engine._scheduler.running) == 2
-    one.ask("last", prompt_of(9, 6), 12)
-    one.run()
-    assert one.engine._scheduler.num_preempted == 0 and not one.failures()
-    check(answer(one, "wide"), by_transformers(one, prompt_of(9, 5), width=3, max_new_tokens=8))
 
 
 @pytest.mark.parametrize("share", [False, True])

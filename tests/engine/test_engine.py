@@ -15,7 +15,7 @@ from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.request import RequestTable
-from vmmkv.server.protocol import Abort, Snapshot
+from vmmkv.server.protocol import Snapshot
 
 
 def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness]) -> None:
@@ -42,30 +42,6 @@ def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: Callabl
     one.run()
     for index in range(40):
         assert one.tokens(str(index)) == one.expected(prompt_of(5, index), 8)
-
-
-def test_what_does_not_fit_now_waits(harness: Callable[..., Harness]) -> None:
-    one = harness(budget_pages=3, step_tokens=8192)
-    one.ask("a", prompt_of(4090, 1), 4)  # two pages
-    one.ask("b", prompt_of(4090, 2), 4)  # two more: not yet
-    one.engine.step()
-    assert one.cache.stats().num_sequences == 1
-    one.run()
-    assert not one.failures()
-    for name, seed in (("a", 1), ("b", 2)):
-        assert one.tokens(name) == one.expected(prompt_of(4090, seed), 4)
-
-
-def test_a_request_that_can_never_fit_fails_alone(harness: Callable[..., Harness]) -> None:
-    one = harness(budget_pages=1, step_tokens=8192)
-    one.ask("small", prompt_of(9))
-    one.ask("large", prompt_of(3000))
-    one.ask("grows", prompt_of(2040), 20)
-    one.ask("last", prompt_of(9))
-    one.run()
-    assert one.failures().keys() == {"large", "grows"}
-    assert "never fit" in one.failures()["large"] and "budget" in one.failures()["large"]
-    assert one.tokens("small") == one.tokens("last") == one.expected(prompt_of(9))
 
 
 def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +80,6 @@ def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harn
     one.ask("b", prompt_of(5))
     one.run()
     assert one.tokens("b") == one.expected(prompt_of(5))
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_an_aborted_request_leaves_at_once(harness: Callable[..., Harness], running: bool) -> None:
-    one = harness(slots=1, lookahead=0)
-    one.ask("first", prompt_of(5), 500)
-    one.ask("second", prompt_of(6), 5)
-    one.engine.step()
-    gone, stays = ("first", "second") if running else ("second", "first")
-    one.engine.receive(Abort(request_id=gone))
-    one.engine.receive(Abort(request_id="never heard of"))
-    one.run()
-    assert len(one.tokens(stays)) == {"first": 500, "second": 5}[stays]
-    assert one.finish_reasons(gone) == ([None] if running else [])
 
 
 def test_finish_reasons(harness: Callable[..., Harness]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model, wide_rows, windowed
 from vmmkv.prefix import PrefixCache
 from vmmkv.server.engine.runner import Readback
-from vmmkv.server.protocol import Abort, Beams
+from vmmkv.server.protocol import Beams
 
 LOOKAHEADS = [0, 2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (1, 3))]
 
@@ -176,34 +176,6 @@ def test_overrun_rows_are_never_shared(
     output = one.outputs("goes on")[0]
     assert output.cached_tokens == len(prompt) + at, "the last token that was kept has its row"
     assert one.tokens("goes on") == one.expected([*prompt, *free], 5)
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_aborts_in_flight_change_no_other_request(harness: Callable[..., Harness], lookahead: int, share: bool) -> None:
-    wanted = read_at_once(share, True)
-    one = harness(slots=3, share=share, ours=True, eos_ids=EOS, step_tokens=30, lookahead=lookahead)
-    gone = [name for index, name in enumerate(MIXTURE) if index % 3 == 1]
-    for name, ask in MIXTURE.items():
-        one.ask(name, ask.prompt, ask.max_new_tokens, **ask.options)
-    had: dict[str, list[int]] = {}
-    for _ in range(5000):
-        if not one.engine.has_work:
-            break
-        for name in gone:
-            running = [request.ask.request_id for request in one.engine._scheduler.running]
-            if name not in had and name in running and len(one.outputs(name)) == gone.index(name):
-                one.engine.receive(Abort(request_id=name))
-                one.cache.check()
-                one.check_table()
-                had[name] = one.tokens(name)
-        one.step()
-    assert not one.engine.has_work and len(had) >= 2
-    for name in MIXTURE:
-        if name in had:
-            assert one.tokens(name) == had[name] == wanted[name][0][: len(had[name])], "nothing after it left"
-        else:
-            assert (one.tokens(name), one.finish_reasons(name)) == wanted[name], name
 
 
 @pytest.mark.parametrize("share", [False, True])

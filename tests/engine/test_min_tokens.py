@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, prompt_of
 
 PROMPT = prompt_of(30)
 SAMPLED = {"temperature": 1.2, "seed": 5}
@@ -99,23 +99,6 @@ def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: Callable
     one.run()
     assert len(one.tokens("third")) >= 3
     assert one.tokens("second") == tokens[:12] != one.tokens("first")
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_min_tokens_count_the_tokens_before_a_preemption(harness: Callable[..., Harness], share: bool) -> None:
-    asks = [(str(index), prompt_of(40 + 7 * index, index)) for index in range(5)]
-    stops = list(range(0, VOCABULARY, 3))
-    answers = []
-    for pages in (40, 6):
-        one = harness(wide_rows(), budget_pages=pages, step_tokens=64, lookahead=2, share=share, ours=True)
-        for index, (name, prompt) in enumerate(asks):
-            one.ask(name, prompt, 70, min_tokens=55 + index, stop_token_ids=stops, temperature=1.0, seed=index)
-        one.run()
-        answers.append([one.tokens(name) for name, _ in asks])
-        assert bool(one.engine._scheduler.num_preempted) == (pages == 6)
-    assert answers[0] == answers[1]
-    for index, tokens in enumerate(answers[0]):
-        assert 55 + index <= len(tokens) < 70 and not set(stops) & set(tokens)
 
 
 def test_a_batch_that_has_what_it_asked_for_decodes_as_any(

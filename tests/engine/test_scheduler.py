@@ -1,6 +1,5 @@
 """Admission by prefix, preemption by priority, and what is shared: which requests run, and that their tokens do not change."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,44 +139,6 @@ def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(
     check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
 
 
-def test_a_search_takes_the_slots_of_lower_priorities(harness: Callable[..., Harness]) -> None:
-    one = harness(wide_rows(), slots=4)
-    for index in range(4):
-        one.ask(str(index), prompt_of(20, index), 30, priority=index)
-    for _ in range(4):
-        one.step()
-    one.ask("beams", prompt_of(20, 9), 6, beam_width=3)
-    one.step()
-    assert running(one) == ["0", "beams"]
-    one.run()
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 9), width=3, max_new_tokens=6))
-    for index in range(4):
-        assert one.tokens(str(index)) == one.expected(prompt_of(20, index), 30)
-
-
-@SHARES
-@pytest.mark.parametrize("seed", range(3))
-def test_all_end_with_their_tokens_whatever_their_priorities(harness: Callable[..., Harness], share: bool, seed: int) -> None:
-    chance = random.Random(seed)
-    model = wide_rows() if seed else windowed()
-    one = harness(model, ours=True, max_sequences=3, budget_pages=5, step_tokens=96, share=share)
-    asked = {
-        str(index): (prompt_of(chance.randint(5, 120), index % 5), chance.randint(1, 40), chance.randint(0, 3))
-        for index in range(24)
-    }
-    for name, (prompt, num_new, priority) in asked.items():
-        one.ask(name, prompt, num_new, priority=priority)
-        for _ in range(chance.randint(0, 5)):
-            one.step()
-    one.run()
-    assert not one.failures() and one.engine._scheduler.num_preempted > 2
-    alone = harness(model, ours=True)
-    for name, (prompt, num_new, _) in asked.items():
-        alone.ask(name, prompt, num_new)
-    alone.run()
-    assert all(one.tokens(name) == alone.tokens(name) for name in asked)
-
-
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: Callable[..., Harness]) -> None:
     """Who cannot fit beside its equals waits for them; the less pressing run on meanwhile."""
     rows = 2**21 // 1024
@@ -302,18 +263,6 @@ def test_a_salt_never_hits_anothers(harness: Callable[..., Harness]) -> None:
         one.ask(str(index), prompt, cache_salt=salt)
         one.run()
     assert [cached(one, str(index)) for index in range(4)] == [0, 0, 0, 299]
-
-
-def test_a_preempted_request_keeps_shared_pages(harness: Callable[..., Harness]) -> None:
-    one = harness(share=True, budget_pages=4, step_tokens=4096, slots=4)
-    shared = prompt_of(PAGE_TOKENS + 20)
-    prompts = {str(seed): [*shared, *prompt_of(PAGE_TOKENS - 100, seed)] for seed in range(1, 5)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 120)
-    one.run()
-    assert not one.failures()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 120), name
 
 
 def test_windowed_layers_need_their_last_window_only(harness: Callable[..., Harness]) -> None:

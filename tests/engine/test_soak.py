@@ -19,8 +19,11 @@ EOS = frozenset({3, 33})
 WAITING = 24
 """Requests that are there at once, at most."""
 
-SIZES = [(250, 1), pytest.param(2000, 0, marks=pytest.mark.nightly), pytest.param(2000, None, marks=pytest.mark.nightly)]
-"""How many requests, and the seed; None for another one each time."""
+SIZES = [
+    (250, 1, 2),
+    *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((2000, 0, 2), (2000, None, 2), (500, 2, 0))),
+]
+"""How many requests, the seed, and the steps in flight; None for another seed each time."""
 
 
 class Asked(NamedTuple):
@@ -102,13 +105,13 @@ def model() -> Any:
     )
 
 
-@pytest.mark.parametrize(("count", "seed"), SIZES)
-def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | None) -> None:
+@pytest.mark.parametrize(("count", "seed", "lookahead"), SIZES)
+def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | None, lookahead: int) -> None:
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     print(f"seed {seed}")
     chance, share = random.Random(seed), count / 2000
     one = Harness(
-        model(), ours=True, share=True, lookahead=2, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
+        model(), ours=True, share=True, lookahead=lookahead, slots=SLOTS, max_sequences=RUNNING, budget_pages=BUDGET_PAGES,
         step_tokens=200, eos_ids=EOS,
     )  # fmt: skip
     asked = requests(chance, count)
@@ -154,7 +157,9 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     stats = one.cache.stats()
     assert stats.mapped_bytes == stats.pending_reclaim_bytes == stats.pool_used_bytes == 0
     assert stats.pool_held_bytes == 0, "the pool has everything back"
-    for each in chance.sample([each for each in asked if ends[each.name].keys() & {"stop", "length"}], max(8, int(40 * share))):
+    for each in chance.sample(
+        [each for each in asked if ends[each.name].keys() & {"stop", "length"}], max(16, int(40 * share))
+    ):
         assert one.tokens(each.name) == tokens_alone(each), each.name
     scored = [each for each in asked if each.options.get("prompt_logprobs") and ends[each.name].keys() & {"stop", "length"}]
     assert len(scored) > 50 * share
