@@ -203,7 +203,7 @@ def test_what_a_prefix_is_followed_by_in_its_node_can_go() -> None:
     other = np.concatenate((long[:40], long[:1000] + 5000))
     attached = prefixes.attach(other)
     assert attached.num_tokens == 32
-    attached.sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached for nobody
+    attached.sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached and unused
     cache.check()
     assert prefixes.match(long) == 32
     attached.sequence.close()

@@ -279,7 +279,7 @@ def test_a_preempted_search_finds_the_same(harness: Callable[..., Harness], shar
         one.ask(name, prompt, 60, beam_width=4)
     one.run()
     assert not one.failures()
-    assert 1 <= one.engine._scheduler.num_preempted < 10, "who gives way waits until somebody has ended"
+    assert 1 <= one.engine._scheduler.num_preempted < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
         check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
     for name, prompt in older.items():

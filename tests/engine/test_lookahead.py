@@ -17,7 +17,7 @@ LOOKAHEADS = [0, 2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps i
 class Ask(NamedTuple):
     prompt: list[int]
     max_new_tokens: int
-    options: dict[str, Any] = {}  # noqa: RUF012 # nobody changes it
+    options: dict[str, Any] = {}  # noqa: RUF012 # never changed
 
 
 def sampled(seed: int, **options: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def ask_all(one: Harness, asks: dict[str, Ask], *, every: int = 1) -> None:
 
 
 def answers(one: Harness) -> dict[str, tuple[list[int], list[str | None]]]:
-    """Of all who were answered: the tokens, and every finish reason."""
+    """The tokens and all finish reasons of each answered request."""
     names = dict.fromkeys(output.request_id for output in one.outputs())
     return {name: (one.tokens(name), one.finish_reasons(name)) for name in names}
 
@@ -122,7 +122,7 @@ def test_so_many_steps_are_in_flight(harness: Callable[..., Harness], monkeypatc
 def test_a_request_that_ends_in_flight_frees_its_slot_at_once(
     harness: Callable[..., Harness], lookahead: int, share: bool
 ) -> None:
-    """The steps under way compute for somebody who is gone, in a slot that another has."""
+    """The steps in flight compute for an ended request, in a slot that another has."""
     asks = {
         "first": Ask(prompt_of(20), 30, sampled(1)),
         "second": Ask(prompt_of(21, 1), 30),
@@ -153,7 +153,7 @@ def test_a_request_that_ends_in_flight_frees_its_slot_at_once(
 def test_overrun_rows_are_never_shared(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
-    """What the tree is told are rows that were read back; of what a request computed past its end nobody hears."""
+    """Only rows that were read back enter the tree, never those that a request computed past its end."""
     one = harness(wide_rows(), share=True, lookahead=lookahead, step_tokens=64)
     prompt, free = prompt_of(90), one.expected(prompt_of(90), 60)
     at = first_new(free, range(36, 60))  # past row 128, with which a page begins
@@ -170,7 +170,7 @@ def test_overrun_rows_are_never_shared(
     one.ask("ends", prompt, 60, stop_token_ids=[free[at]])
     one.run()
     assert one.tokens("ends") == free[:at]
-    assert told[-1] == lookahead, "that many rows were computed for nobody"
+    assert told[-1] == lookahead, "so many rows were computed past the end"
     one.ask("goes on", [*prompt, *free], 5)
     one.run()
     output = one.outputs("goes on")[0]
@@ -183,7 +183,7 @@ def test_overrun_rows_are_never_shared(
 def test_a_request_preempted_in_flight_goes_on_where_it_was(
     harness: Callable[..., Harness], lookahead: int, share: bool
 ) -> None:
-    """Steps under way are read before anybody gives way: one of them may end a request, and each gives a token that is kept."""
+    """Steps in flight are read before a preemption: one may end a request, and each gives a token that is kept."""
     asks = {
         str(index): Ask(prompt_of(40 + 7 * index, index), 70, sampled(index, frequency_penalty=0.4 * (index % 2)))
         for index in range(5)
@@ -199,7 +199,7 @@ def test_a_request_preempted_in_flight_goes_on_where_it_was(
 
 
 def test_a_step_in_flight_may_make_the_room_that_is_missing(harness: Callable[..., Harness]) -> None:
-    """The older one has ended, though nobody has read it yet, when the newer one finds no page."""
+    """The older one has ended, in a step not read yet, when the newer one finds no page."""
     asks = {"older": Ask(prompt_of(57), 40, sampled(1)), "newer": Ask(prompt_of(60, 1), 20)}
     free = harness(wide_rows(), lookahead=0, ours=True)
     ask_all(free, asks)

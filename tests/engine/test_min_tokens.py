@@ -56,7 +56,7 @@ def test_no_end_comes_before_and_all_else_stays(
     one.ask("sampled", PROMPT, 20, min_tokens=20, **SAMPLED)
     one.run()
     assert one.tokens("beside") == expected
-    assert one.tokens("none") == greedy(one, PROMPT, 20, ends, 0), "whoever did not ask ends as before"
+    assert one.tokens("none") == greedy(one, PROMPT, 20, ends, 0), "without min_tokens it ends as before"
     assert len(one.tokens("sampled")) == 20 and not ends & set(one.tokens("sampled"))
 
 

@@ -34,7 +34,7 @@ def num_common(*tokens: Sequence[int]) -> int:
 
 def assert_true(groups: Sequence[PrefixGroup], tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> None:
     members = [member for group in groups for member in group.members]
-    assert len(set(members)) == len(members), "nobody is in two"
+    assert len(set(members)) == len(members), "no request is in two groups"
     assert [group.saved for group in groups] == sorted((group.saved for group in groups), reverse=True)
     for group in groups:
         assert len(group.members) > 1
@@ -145,7 +145,7 @@ def test_the_device_is_told_where_groups_stand() -> None:
 def test_rows_in_the_order_of_groups_give_the_same_tokens(
     small: None, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
-    """Sharers stand side by side; each row's answer still goes to whom it is for. Who shares is found out when rows change."""
+    """Members of a group stand side by side, each answer goes to its request, and groups are sought when rows change."""
     stems = [prompt_of(30), prompt_of(30, 1)]
     asks = {str(index): [*stems[index % 2], *prompt_of(index // 2 * 3, index)] for index in range(9)}
     plain = harness(ours=True, share=True, lookahead=lookahead, slots=7)

@@ -173,7 +173,7 @@ def test_prompt_log_probabilities_are_sent_once_despite_preemption(
 
 
 def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
-    """Begun again beside nobody, chunks are larger than they were, and the tokens that were scored end within one."""
+    """Begun again alone, chunks are larger than they were, and the tokens that were scored end within one."""
     one = harness(ours=True, step_tokens=24, max_sequences=2, lookahead=0)
     prompt = prompt_of(150)
     one.ask("beside", prompt_of(5, 1), 15)

@@ -61,7 +61,7 @@ class Lifted(TorchDispatchMode):
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """What is made from the host's data meanwhile, by anybody."""
+    """What is made from the host's data meanwhile."""
     names: Counter[str] = Counter()
 
     def counting(module: Any, name: str) -> None:
@@ -84,7 +84,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def steady(harness: Callable[..., Harness], sampling: str, **options: Any) -> Harness:
-    """A batch in which all decode, and nobody ends soon."""
+    """A batch in which all decode, and none ends soon."""
     one = harness(ours=True, slots=6, share=True, **options)
     for index in range(5):
         one.ask(str(index), prompt_of(20 + index, index), 300, seed=index, **SAMPLING[sampling])
@@ -120,7 +120,7 @@ def test_a_new_request_takes_three_uploads(harness: Callable[..., Harness], monk
         assert names["pack"] + names["into"] == 2, "how the new one is sampled, and the step with its prompt"
         for _ in range(2):
             one.engine.step()
-            assert names["pack"] + names["into"] == 3, "who decodes now"
+            assert names["pack"] + names["into"] == 3, "the slots that decode now"
         assert one.runner.uploads.count == before + 3
     assert names["from_numpy"] >= 3
     with watched(monkeypatch) as names:
@@ -160,7 +160,7 @@ def counted() -> Iterator[Counter[str]]:
         else:
             calls["elsewhere"] += event in ("call", "c_call")
 
-    gc.disable()  # what it calls back is nobody's
+    gc.disable()  # its callbacks are no part of a step
     sys.setprofile(note)
     try:
         yield calls

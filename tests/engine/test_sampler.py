@@ -171,7 +171,7 @@ def test_greedy_takes_the_first_of_the_likeliest_beside_sampled_rows() -> None:
     sampler = make_sampler(3)
     slots_B = torch.zeros(4, dtype=torch.int32)
     assert sampler.sample(logits, slots_B, slots_B, greedy=True).tolist() == [1, 0, 1, 1]
-    assert sampler.sample(logits, slots_B, slots_B, greedy=False).tolist() == [1, 0, 1, 1]  # slot 0 is nobody's
+    assert sampler.sample(logits, slots_B, slots_B, greedy=False).tolist() == [1, 0, 1, 1]  # slot 0 is the null slot
 
 
 def test_a_token_of_no_probability_is_never_taken() -> None:

@@ -18,7 +18,7 @@ SHARES = pytest.mark.parametrize("share", [False, True])
 
 
 def running(one: Harness) -> list[str]:
-    """Who runs, the oldest first."""
+    """The running requests, the oldest first."""
     return [request.ask.request_id for request in one.engine._scheduler.running]
 
 
@@ -140,7 +140,7 @@ def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(
 
 
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: Callable[..., Harness]) -> None:
-    """Who cannot fit beside its equals waits for them; the less pressing run on meanwhile."""
+    """A request that does not fit beside its equals waits for them; less urgent ones run on."""
     rows = 2**21 // 1024
     one = harness(ours=True, share=True, budget_pages=6, max_tokens=8192, step_tokens=512)
     one.ask("equal", prompt_of(3 * rows - 200, 1), 60)
@@ -292,7 +292,7 @@ def test_longer_prefixes_overtake_a_bounded_number_of_times(harness: Callable[..
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_aborted_request_leaves_what_it_computed(harness: Callable[..., Harness], lookahead: int) -> None:
-    """Of steps that are under way nothing is known yet: they give nothing to anybody."""
+    """Rows of steps in flight are not confirmed yet, and are not shared."""
     one = harness(share=True, step_tokens=64, lookahead=lookahead)
     prompt = prompt_of(300)
     one.ask("gone", prompt)

@@ -194,11 +194,11 @@ def drive(one: Harness, asked: list[Asked], chance: random.Random) -> dict[str, 
         if step % 50 == 0:
             one.cache.check()
             one.check_table()
-        assert step < 200_000, "nobody gets anywhere"
+        assert step < 200_000, "no request gets anywhere"
     for name, num_sent in gone.items():
         for message in one.sent[num_sent:]:
             names = [each.request_id for each in message.outputs] if isinstance(message, Outputs) else []
-            assert name not in names and getattr(message, "request_id", None) != name, "it heard of that after it had gone"
+            assert name not in names and getattr(message, "request_id", None) != name, "an output came after the abort"
     return gone
 
 
@@ -209,7 +209,7 @@ def endings(one: Harness) -> dict[str, Counter[str]]:
         match message:
             case Outputs(outputs=outputs):
                 for output in outputs:
-                    assert not ends[output.request_id], f"{output.request_id} heard more after its end"
+                    assert not ends[output.request_id], f"{output.request_id} had more outputs after its end"
                     ends[output.request_id].update([output.finish_reason] if output.finish_reason else [])
             case Beams(request_id=name):
                 ends[name]["beams"] += 1
