@@ -114,14 +114,11 @@ def share_of(num_tiles, num_splits, LEAST_TILES: tl.constexpr):
 
 
 @triton.jit
-def first_part(b, num_heads):
-    """Index of the first head of sequence `b` in the parts that begin problems."""
-    return tl.cast(b, tl.int64) * num_heads
-
-
-@triton.jit
 def later_part(split, i_sharer, num_sequences, num_heads, SHARERS: tl.constexpr):
-    """Index of the first head of the problem's sequence `i_sharer` in the part with which this split continues a problem."""
+    """Index of the first head of the problem's sequence `i_sharer` in the part with which this split continues a problem.
+
+    The parts that begin problems come first, one for each sequence.
+    """
     return (tl.cast(split, tl.int64) * SHARERS + i_sharer + num_sequences) * num_heads
 
 
@@ -228,7 +225,7 @@ def attend_groups(
 
         total = tl.sum(totals, 1)
         if i_tile == problem_start:
-            i_part = first_part(b + i_sharer, H) + i_h
+            i_part = tl.cast(b + i_sharer, tl.int64) * H + i_h
         else:
             i_part = later_part(split, i_sharer, num_sequences, H, SHARERS) + i_h
         p_part = p_parts + (i_part * D)[:, None] + i_d[None, :]
@@ -283,7 +280,7 @@ def merge_groups(
         for i_unrolled in tl.static_range(UNROLL):
             i_part = first + i_unrolled
             later = later_part(first_split + i_part, i_sequence % SHARERS, num_sequences, H, SHARERS)
-            i_row = tl.where(i_part == 0, first_part(b, H), later) + i_h
+            i_row = tl.where(i_part == 0, tl.cast(b, tl.int64) * H, later) + i_h
             m_part = i_h < tl.where(i_part < num_parts, H, 0)
             part = tl.load(p_parts + (i_row * D)[:, None] + i_d[None, :], mask=m_part[:, None] & (i_d < D)[None, :], other=0.0)
             part_lse = tl.load(p_part_lse + i_row, mask=m_part, other=float("-inf"))

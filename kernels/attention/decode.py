@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.kv_memory import (
-    KVMemory,
+    LayerKV,
     blocks_of,
     dequantise,
     dequantise_nibbles,
@@ -629,7 +629,7 @@ def decode(
 
 def attend_singles(
     q_NHD: torch.Tensor,
-    memory: KVMemory,
+    memory: LayerKV,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,
     query_starts: torch.Tensor | None,

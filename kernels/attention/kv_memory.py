@@ -28,7 +28,7 @@ _TMA_STRIDE_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVMemory:
+class LayerKV:
     """One layer's K and V, and how a kernel finds a row in them.
 
     Row t of slot s is at [s, t] of the views, or at [tables_SC[s, t // block], t % block] if there are tables.
@@ -160,7 +160,7 @@ def kv_memory(
     tables_SC: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> KVMemory:
+) -> LayerKV:
     """Check a layer's memory for values of `dtype` on `device`. Raises ValueError naming the argument."""
     checks.floats("the query or the new rows", dtype)
     rows, columns = ("slots", "rows") if tables_SC is None else ("blocks", "rows of a block")
@@ -184,7 +184,7 @@ def kv_memory(
     if kind is not None:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     head_dim = k.shape[3] * 2 if kind == "int4" else k.shape[3]
-    return KVMemory(k=k, v=v, k_scale=k_scale, v_scale=v_scale, tables_SC=tables_SC, kind=kind, head_dim=head_dim)
+    return LayerKV(k=k, v=v, k_scale=k_scale, v_scale=v_scale, tables_SC=tables_SC, kind=kind, head_dim=head_dim)
 
 
 def _check_tables(tables_SC: torch.Tensor, block: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.decode import attend_singles
-from vmmkv.kernels.attention.kv_memory import KVMemory, dequantise, dequantise_nibbles, kv_memory
+from vmmkv.kernels.attention.kv_memory import LayerKV, dequantise, dequantise_nibbles, kv_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ def _hopper(device: torch.device) -> ModuleType | None:
 
 def launch_prefill(
     q_NHD: torch.Tensor,
-    memory: KVMemory,
+    memory: LayerKV,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vmmkv.kernels import checks
-from vmmkv.kernels.attention.kv_memory import KVMemory
+from vmmkv.kernels.attention.kv_memory import LayerKV
 
 TOKENS: gl.constexpr = gl.constexpr(128)  # queries of a program's tile
 GROUP_TOKENS: gl.constexpr = gl.constexpr(64)  # queries of one group
@@ -277,22 +277,16 @@ def multiply_part(
         i_kv += 1
         # `_step` finds its keys waited for.
         mbarrier.wait(k_ready.index(i_kv % STAGES), i_kv // STAGES & 1, pred=num_steps > 1)
-        for i in range(1, num_masked):
-            row -= TILE
-            acc, weights, peak, totals = _step(
-                q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
-                i_kv, turn, i + 1 < num_steps, layout, GROUP, True,
-            )  # fmt: skip
-            i_kv += 1
-            turn += 1
-        for i in range(num_masked, num_steps):
-            row -= TILE
-            acc, weights, peak, totals = _step(
-                q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
-                i_kv, turn, i + 1 < num_steps, layout, GROUP, False,
-            )  # fmt: skip
-            i_kv += 1
-            turn += 1
+        # First the tiles that the diagonal cuts, then those that all queries see.
+        for part in gl.static_range(2):
+            for i in range(1 if part == 0 else num_masked, num_masked if part == 0 else num_steps):
+                row -= TILE
+                acc, weights, peak, totals = _step(
+                    q, k_smem, v_smem, k_bars, v_bars, turns, acc, weights, peak, totals, newest_seen, row, scale_log2,
+                    i_kv, turn, i + 1 < num_steps, layout, GROUP, part == 0,
+                )  # fmt: skip
+                i_kv += 1
+                turn += 1
         s_v = (i_kv - 1) % STAGES
         mbarrier.wait(v_ready.index(s_v), (i_kv - 1) // STAGES & 1)
         acc = warpgroup_mma(gl.convert_layout(weights.to(gl.bfloat16), operand), v_smem.index(s_v), acc, is_async=True)
@@ -373,7 +367,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def applies(q_NHD: torch.Tensor, memory: KVMemory, options: checks.AttentionOptions) -> bool:
+def applies(q_NHD: torch.Tensor, memory: LayerKV, options: checks.AttentionOptions) -> bool:
     """Can this kernel attend, on compute capability 9.0? Never by batch or lengths, since a query's bits depend on it."""
     is_plain = memory.kind is None and not memory.block and q_NHD.dtype == torch.bfloat16 and memory.head_dim == HEAD_DIM.value
     is_open = options.softcap_log2 == 0.0 and options.rows_seen == checks.NO_WINDOW
@@ -422,7 +416,7 @@ def _plane_descriptors(x_STKD: torch.Tensor) -> tuple[TensorDescriptor, TensorDe
 
 def launch_prefill_hopper(
     q_NHD: torch.Tensor,
-    memory: KVMemory,
+    memory: LayerKV,
     query_starts: torch.Tensor,
     lengths_B: torch.Tensor,
     slots_B: torch.Tensor,

@@ -36,20 +36,22 @@ from vmmkv.kernels.quantise import Kind
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256)]
-
-quantised = pytest.mark.parametrize(("kind", "scale"), FORMATS[1:])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_decode_is_right_at_every_shape_and_length(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case((*LENGTHS, 4097), heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    case.assert_right(case.attend())
+QUANTISED = [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)]
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 11, 16, 17, 64])
-def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
-    case = make_case([1, 300, 1111], heads=2 * group, kv_heads=2, head_dim=64, dtype=BF16)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "kind", "scale"),
+    [
+        *((*shape, dtype, None, "") for shape in SHAPES for dtype in (BF16, FP16, FP32)),
+        *((2 * group, 2, 64, BF16, None, "") for group in (1, 3, 5, 7, 11, 16, 17, 64)),
+        *((*shape, kind, scale) for shape in QUANTISED for kind, scale in FORMATS[1:]),
+    ],
+)
+def test_decode_is_right_at_every_shape_format_and_length(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kind: Kind | None, scale: str
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    case = make_case((*LENGTHS, 4097), kind=kind, scale=scale, **shape)
     case.assert_right(case.attend())
 
 
@@ -60,19 +62,6 @@ def test_windows_and_caps(window: int | None, softcap: float | None, dtype: torc
     case = make_case(lengths, heads=8, kv_heads=4, head_dim=128, dtype=dtype, window=window)
     out = case.attend(window=window, softcap=softcap)
     case.assert_right(out, window=window, softcap=softcap)
-
-
-@quantised
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype"),
-    [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)],
-)
-def test_quantised_rows_mean_what_their_bits_say(
-    kind: Kind, scale: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = make_case(LENGTHS, kind=kind, scale=scale, **shape)
-    case.assert_right(case.attend())
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,6 @@ def test_the_kernel_for_hopper_is_used_where_it_applies(monkeypatch: pytest.Monk
     assert len(launches) == 1
 
 
-def test_the_kernel_of_all_devices_is_right_where_hopper_has_its_own() -> None:
-    case = make_case(LENGTHS, COUNTS, **BF16_128)
-    case.assert_right(prefill_as_over_blocks(*case.arguments)[:USED])
-
-
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (100, None), (500, 30.0), (None, 5.0)])
 def test_windows_and_caps(window: int | None, softcap: float | None) -> None:
     case = make_case(LENGTHS, COUNTS, **BF16_128, window=window)

@@ -94,22 +94,12 @@ def test_append_writes_the_bits_of_the_reference(
     with Pool(device, 8 * MIB) as pool, KVCache(layout, pool, slots=1, max_tokens=64) as cache, cache.open() as sequence:
         sequence.grow(num_tokens)
         for seen in (rows[0], rows[-1]):
-            planes = {"k": seen.k_NKD.to(device), "v": seen.v_NKD.to(device)}
-            if kv_type.scale == "head":
-                scales = dict(zip(planes, (scale.to(device) for scale in attention.head_scales[seen.layer]), strict=True))
-            else:
-                scales = {"k": cache.k_scale(seen.layer), "v": cache.v_scale(seen.layer)}
-            append(
-                planes["k"],
-                planes["v"],
-                cache.k(seen.layer),
-                cache.v(seen.layer),
-                slots_N,
-                positions_N,
-                cache.limit,
-                k_scale=scales["k"],
-                v_scale=scales["v"],
-            )
+            planes, views = {"k": seen.k_NKD.to(device), "v": seen.v_NKD.to(device)}, (cache.k(seen.layer), cache.v(seen.layer))
+            scales = {"k": cache.k_scale(seen.layer), "v": cache.v_scale(seen.layer)} if kv_type.scale == "token" else {
+                name: scale.to(device) for name, scale in zip(planes, attention.head_scales[seen.layer], strict=True)
+            }  # fmt: skip
+            where = (slots_N, positions_N, cache.limit)
+            append(*planes.values(), *views, *where, k_scale=scales["k"], v_scale=scales["v"])
             for name, x_NKD in planes.items():
                 wanted, wanted_scale = quantise(x_NKD, kv_type.kind, scales[name] if kv_type.scale == "head" else None)
                 written = sequence.view(seen.layer, name)[:num_tokens]

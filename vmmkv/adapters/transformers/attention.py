@@ -304,9 +304,9 @@ def _attend_by_plan(plan: AttentionPlan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD:
     k_BTKD, v_BTKD = k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2)
     if plan.query_starts is None:
         from vmmkv.kernels.attention.decode import attend_singles
-        from vmmkv.kernels.attention.kv_memory import KVMemory
+        from vmmkv.kernels.attention.kv_memory import LayerKV
 
-        memory = KVMemory(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
+        memory = LayerKV(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
         q_BHD = q_BHND.select(2, 0)
         if not plan.even_queries:
             q_BHD = _even(q_BHD)
