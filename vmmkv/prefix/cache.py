@@ -225,9 +225,10 @@ class PrefixCache:
         with self.cache.pool.lock:
             before = self._index.evicted_pages
             while wanted is None or self._index.evicted_pages - before < wanted:
-                if self._index.tree.oldest_evictable() is None:
+                leaf = self._index.tree.oldest_evictable()
+                if leaf is None:
                     break
-                self._index.evict_oldest()
+                self._index.evict_leaf(leaf)
             return self._index.evicted_pages - before
 
     def stats(self) -> PrefixStats:

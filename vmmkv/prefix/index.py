@@ -8,6 +8,7 @@
 The caller holds the pool's lock.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -173,35 +174,20 @@ class PrefixIndex:
         return num_pages
 
     def oldest(self) -> Evictable | None:
-        """What `evict_oldest` would evict."""
-        node = self.tree.oldest_evictable()
-        if node is not None:
-            return Evictable(node.stamp, self._is_idle(node), self.evict_oldest)
-        node = self._oldest_passed()
-        if node is not None:
-            return Evictable(node.stamp, True, self.evict_oldest)
-        parked = self._oldest_parked()
-        return None if parked is None else Evictable(parked.stamp, parked.fence.done(), self.evict_oldest)
+        """The least recently used leaf, with the rows in it of parked slots.
 
-    def evict_oldest(self) -> None:
-        """Evict the least recently used leaf, and the rows in it of parked slots; if no leaf can be, what a window has passed
-        on the way to one; else a parked slot that ends further up."""
-        leaf = self.tree.oldest_evictable()
-        if leaf is not None:
-            self._evict_leaf(leaf)
-            return
-        node = self._oldest_passed()
-        if node is not None:
-            passed = self._passed(node)
-            extents = {piece.value.extent for piece in passed}
-            self.tree.replace(node, [piece for piece in node.pieces if piece.value.extent not in extents])
-            self._drop(passed)
-            return
-        parked = self._oldest_parked()
-        assert parked is not None, "nothing is evictable"
-        self._cache.evict_parked(parked)
+        If no leaf can be evicted: what a window has passed on the way to one; else a parked slot that ends further up.
+        """
+        if (leaf := self.tree.oldest_evictable()) is not None:
+            return Evictable(leaf.stamp, self._is_idle(leaf), functools.partial(self.evict_leaf, leaf))
+        if (node := self._oldest_passed()) is not None:
+            return Evictable(node.stamp, True, functools.partial(self._evict_passed, node))
+        if (parked := self._oldest_parked()) is not None:
+            return Evictable(parked.stamp, parked.fence.done(), functools.partial(self._cache.evict_parked, parked))
+        return None
 
-    def _evict_leaf(self, leaf: Node[Placed]) -> None:
+    def evict_leaf(self, leaf: Node[Placed]) -> None:
+        """Remove a leaf; parked slots that have its rows are cut where it began."""
         parent, start = leaf.parent, leaf.start
         self._drop(self.tree.remove(leaf))
         for slot in leaf.residents:
@@ -214,6 +200,11 @@ class PrefixIndex:
                 self._cache.evict_parked(self._cache.parked_slots[slot])
         if start and parent is not None:
             self._tidy(parent)
+
+    def _evict_passed(self, node: Node[Placed]) -> None:
+        passed = self._passed(node)
+        self.tree.replace(node, [piece for piece in node.pieces if piece not in passed])
+        self._drop(passed)
 
     def _oldest_parked(self) -> ParkedSlot | None:
         """A parked slot whose node is locked, pinned or no leaf: pages may be its alone. Pinned ones come last."""
@@ -244,8 +235,8 @@ class PrefixIndex:
         for node in self.tree.nodes():
             if node.pinned_until is not None:
                 self.tree.pin(node, None)
-        while self.tree.oldest_evictable() is not None:
-            self.evict_oldest()
+        while (leaf := self.tree.oldest_evictable()) is not None:
+            self.evict_leaf(leaf)
 
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
