@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "mappings inherited by fork",
         "driver/host.py",
-        "            madvise(address, size_bytes, MADV_DONTFORK)\n",
+        "                madvise(address, size_bytes, MADV_DONTFORK)\n",
         "",
         ("tests/unit/test_driver_host.py",),
     ),

@@ -888,7 +888,7 @@ class KVCache(_Planes):
     def cut_parked(self, slot: int, num_tokens: int) -> None:
         """A parked slot keeps its first `num_tokens` only. No driver call."""
         parked = self.parked_slots[slot]
-        self.memory.reclaim_run(slot, self.memory.end_pages(num_tokens), parked.fence)
+        self.memory.reclaim_run(slot, self.memory.cut_ends(slot, num_tokens), parked.fence)
         parked.length, parked.num_pages = num_tokens, self.memory.num_pages(slot)
 
     def clear_run(self, count: int) -> int:

@@ -241,7 +241,10 @@ class Span:
 
     def live_rows_from(self, token: int) -> Iterator[Mapping]:
         """The live mappings that have rows from a token on."""
-        return self.live_from(self.border_before(max(self.first_page, self.group.page_of(token))))
+        page = token * self.group.row_bytes // PAGE_BYTES
+        if page < self.first_page:
+            page = self.first_page
+        return self.live_from(self.at(page).page) if page < self.end_page else iter(())
 
     def at(self, page: int) -> Mapping:
         """The live mapping that has this page."""

@@ -88,8 +88,8 @@ def take(memory: SlotMemory, slot: int, num_tokens: int, given: Sequence[Pages],
 def cut_shared(memory: SlotMemory, slot: int, num_tokens: int, fence: Fence) -> None:
     """Reclaim what a parked slot has mapped past `num_tokens` tokens, from the first page on that is shared."""
     ends = []
-    for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
-        shared = (mapping.page for mapping in span.live_from(span.live_border(end)) if mapping.extent.shared)
+    for span, end in zip(memory.spans(slot), memory.cut_ends(slot, num_tokens), strict=True):
+        shared = (mapping.page for mapping in span.live_from(end) if mapping.extent.shared)
         ends.append(next(shared, span.end_page))
     memory.reclaim_run(slot, ends, fence)
 

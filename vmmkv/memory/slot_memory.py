@@ -19,7 +19,7 @@ from vmmkv.memory.address_space import Arena, Mapping, SlotTable, Span
 from vmmkv.memory.mapper import Growth, Mapper, Target
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.memory.pool import Extent, Pool, Tenant
-from vmmkv.units import PAGE_BYTES
+from vmmkv.units import PAGE_BYTES, ceil_div
 
 _numbers = itertools.count()
 
@@ -123,7 +123,8 @@ class SlotMemory:
 
     def end_pages(self, num_tokens: int) -> list[int]:
         """Where the live pages of a slot must end, in each group, for it to hold that many tokens and the guard."""
-        return [arena.group.pages_between(0, num_tokens + self.guard_tokens) for arena in self.arenas]
+        rows = num_tokens + self.guard_tokens
+        return [ceil_div(rows * arena.group.row_bytes, PAGE_BYTES) for arena in self.arenas]
 
     def missing_pages(self, slot: int, num_tokens: int) -> int:
         """Pages that a sequence there still needs to hold that many tokens, those among them that it would revive."""
@@ -307,11 +308,14 @@ class SlotMemory:
 
     def reclaim_from(self, slot: int, num_tokens: int) -> None:
         """Reclaim the pages wholly past `num_tokens` tokens and the guard, in every group. Cost: a fence, if there are any."""
-        spans = self.spans(slot)
-        ends = [span.live_border(end) for span, end in zip(spans, self.end_pages(num_tokens), strict=True)]
-        if any(end < span.end_page for span, end in zip(spans, ends, strict=True)):
+        ends = self.cut_ends(slot, num_tokens)
+        if ends != [span.end_page for span in self.spans(slot)]:
             fence = self.lower_limit(slot, min(self._tokens_under(ends), int(self.table.ends[slot])))
             self.reclaim_run(slot, ends, fence)
+
+    def cut_ends(self, slot: int, num_tokens: int) -> list[int]:
+        """Where the live pages of a slot end in each group, always at a border of extents, if it is cut to so many tokens."""
+        return [span.live_border(end) for span, end in zip(self.spans(slot), self.end_pages(num_tokens), strict=True)]
 
     def reclaim_before(self, slot: int, group: int, start_token: int) -> None:
         """Reclaim the pages of one group that lie wholly before a row. Cost: a fence, if there are any."""
@@ -323,13 +327,12 @@ class SlotMemory:
             span.first_page = first
         self.table.starts[group, slot] = start_token
 
-    def reclaim_run(self, slot: int, end_pages: list[int], fence: Fence) -> None:
-        """Reclaim what a slot has from these pages on, or from the first border of extents behind."""
-        for span, end in zip(self.spans(slot), end_pages, strict=True):
-            border = span.live_border(end)
-            self.mapper.reclaim(span.live_from(border), fence)
-            span.end_page = border
-        self.table.committed[slot] = self.committed(slot)
+    def reclaim_run(self, slot: int, ends: list[int], fence: Fence) -> None:
+        """Reclaim what a slot has from these borders of extents on."""
+        for span, end in zip(self.spans(slot), ends, strict=True):
+            self.mapper.reclaim(span.live_from(end), fence)
+            span.end_page = end
+        self.table.committed[slot] = self._tokens_under(ends)
 
     def reclaim_all(self, slot: int, fence: Fence, *, only_cut: bool = False) -> None:
         """Reclaim everything under a slot, as if it was never used.
@@ -353,7 +356,11 @@ class SlotMemory:
 
     def is_shared_from(self, slot: int, num_tokens: int) -> bool:
         """Has anything that is mapped for the rows of a slot from `num_tokens` on another holder?"""
-        return any(mapping.extent.shared for span in self.spans(slot) for mapping in span.live_rows_from(num_tokens))
+        for span in self.spans(slot):
+            for mapping in span.live_rows_from(num_tokens):
+                if mapping.extent.shared:
+                    return True
+        return False
 
     def check(self) -> None:
         """Recount the mappings and the numbers of every slot."""
