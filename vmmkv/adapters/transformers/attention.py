@@ -14,8 +14,8 @@ kernels. The rest goes to transformers' own "sdpa", with the mask that it takes:
 
 sdpa has no attention sinks: gpt-oss and others attend by their own eager function. `declined` counts all such calls by reason.
 The first call for a reason warns with DeclinedWarning: `warnings.simplefilter("error", DeclinedWarning)` makes it an error.
-Refused is what sdpa lacks too: soft caps under a mask, sinks of other models, and tokens that a model chooses itself
-(DeepSeek-V3.2's index), which it puts into the masks of "eager" and "sdpa" alone.
+Calls that sdpa cannot do either are refused: soft caps under a mask, sinks of other models, and tokens that a model chooses by
+an index (DeepSeek-V3.2). Such a model makes the masks for its choice for "eager" and "sdpa" alone.
 
 Once a pass and kind of mask, the mask function checks for padding, as transformers' own does. On a GPU it waits for the device,
 unless there is no attention_mask.

@@ -56,10 +56,10 @@ def prompts(k_BKTD: Tensor, v_BKTD: Tensor) -> list[int]:
     """Number the prompts of a batch: for each row the number of its prompt, the next one where it differs from the row before.
 
     transformers repeats a prompt before the cache sees it, and passes keys and values only. In the first layer these follow
-    from each token and its position. Two rows are the same prompt if all numbers of K and V agree up to the order of summation
-    in a matrix product, which may depend on the place in the batch. Every number must agree: a token at another position has
-    other keys only where a rotary embedding turns them, and rounding may hide its slow turns. In half precision rounding hides
-    the order of summation, and nearly all numbers must be equal to the bit.
+    from each token and its position. Two rows are the same prompt if all numbers of K and V agree to the last bits: the order
+    of summation in a matrix product may differ. Every number must agree, since a token at another position has other keys only
+    where a rotary embedding turns them, and rounding may hide its slow turns. In half precision rounding hides the order of
+    summation, and nearly all numbers must be equal to the bit.
 
     Not detected: differences past the first layer or in the attention mask alone; other positions where keys do not depend on
     them (ALiBi).

@@ -8,8 +8,8 @@ New rows are written in place behind the old ones, and attention reads views of 
 side by side, as with beams and `num_return_sequences`, are kept once; so are the full pages that a repeated, reordered or
 deep-copied cache has in common with others. Any attention implementation works that takes strided keys and values.
 
-For transformers from 5.17 on. Refused are: gradients through the cache, models whose layers keep more than keys and values by
-token (encoder-decoders, Mamba and other recurrent layers), layers on several devices, offloading, capture in a CUDA graph.
+For transformers from 5.17 on. Models whose layers keep more than keys and values by token are refused: encoder-decoders, Mamba
+and other recurrent layers. So are gradients, layers on several devices, offloading, and capture in a CUDA graph.
 
 With the attention implementation "vmmkv" a step of `torch.compile(model, dynamic=True)` is one graph. With another one the
 graph breaks at every layer. It also breaks in models that read other layers' rows, keep latents (DeepSeek's), or have attention
@@ -41,7 +41,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     at least three times the first batch. Layers of one window have an arena of their own.
 
     `share_prompts` keeps equal prompts side by side once. They are recognised by the keys and values of the first layer. Say
-    False if rows of equal tokens differ past it, as with a hook or an adapter for one row, or in the attention mask alone.
+    False if rows of equal tokens differ past it (a hook or an adapter for one row), or in the attention mask alone.
 
     `copy.deepcopy` forks: full pages are shared, and the copy is closed for itself. Several caches can share a pool. `close`
     gives the memory back; `reset` does too, and keeps the addresses.
@@ -110,7 +110,7 @@ class VmmCache(Cache):  # type: ignore[misc]
     def append(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, num_past: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`update`, where no graph is made. `num_past`: of a graph, the tokens that its positions and masks were made for."""
+        """`update` outside a graph, or when a graph runs: `num_past` is the number of tokens that its positions begin at."""
         self._check_open()
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -131,7 +131,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     @property
     def _is_attended_by_vmmkv(self) -> bool:
-        """Does the model that has this configuration attend by vmmkv, and each of its layers to just what it appends itself?"""
+        """Does the model attend by vmmkv, and does each layer read only the rows that it appends itself?"""
         config = self._config.get_text_config(decoder=True)
         reads_others_rows = getattr(config, "num_kv_shared_layers", 0)
         keeps_latents = getattr(config, "kv_lora_rank", None)  # which it expands to keys and values after the update
@@ -198,8 +198,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         """Take back the last tokens, given as a negative number, and what an unfinished forward pass wrote.
 
         Windows then give back what they have passed. Cost: see Sequence.truncate; no copy, unless a page is shared.
-        All or none. Raises: ValueError; RowsUnmapped if a window has passed what is needed; OutOfPages if others hold the page
-        that the last token is in, and there is none to copy it to.
+        All or none. Raises: ValueError; RowsUnmapped if a window has passed rows that are needed; OutOfPages if the last
+        token's page is shared and no page is free for a copy.
         """
         self._check_open()
         removed, num_tokens = whole("tokens_to_remove", tokens_to_remove), self._batch.num_tokens
@@ -213,7 +213,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         self._batch.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i of the batch goes on from row `beam_idx[i]`: before the next token, what the two have not in common is copied.
+        """Row i of the batch goes on from row `beam_idx[i]`. Rows that the two do not share are copied before the next token.
 
         Cost: reads the indices, which waits for the device.
         """
