@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +26,8 @@ import vmmkv
 
 PACKAGES: Final = {"torch": "torch", "triton": "triton", "cuda_bindings": "cuda-bindings"}
 """By the name in a row, the distribution whose version it is."""
+
+_ASK_DRIVER: Final = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 FAILED: Final = "failed"
 """The metric of a workload that failed: 1 of the unit `runs`. Such a workload has no other rows."""
@@ -121,7 +124,7 @@ class Provenance:
         on_gpu = device.type == "cuda"
         return cls(
             device=torch.cuda.get_device_name(device) if on_gpu else _cpu_model(),
-            driver=_nvidia_driver() if on_gpu else f"Linux {platform.release()}",
+            driver=_output(*_ASK_DRIVER).partition("\n")[0] or "unknown" if on_gpu else f"Linux {platform.release()}",
             versions={name: _version(package) for name, package in PACKAGES.items()}
             | {"vmmkv": vmmkv.__version__, "python": platform.python_version()},
             commit=commit or _commit(),
@@ -289,15 +292,10 @@ def _version(package: str) -> str:
 
 
 def _cpu_model() -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
-
-
-def _nvidia_driver() -> str:
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _text(Path("/proc/driver/nvidia/version")))
-    if match:
-        return match[1]
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
+    with suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+            return match[1].strip()
+    return platform.machine()
 
 
 def _commit() -> str:
@@ -314,11 +312,4 @@ def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
         return ""

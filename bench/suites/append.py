@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,16 +69,6 @@ class Mode(enum.Enum):
     """Mapped ahead while the step's work runs."""
     ADOPTED = "adopted"
     """As slack, and an ended sequence's slot stays mapped, for a newcomer."""
-
-    @property
-    def parks(self) -> bool:
-        """Whether slots are handed on with their mapping."""
-        return self in (Mode.STATIC, Mode.ADOPTED)
-
-    @property
-    def maps_ahead(self) -> bool:
-        """Whether the loop maps ahead."""
-        return self in (Mode.SLACK, Mode.ADOPTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +175,7 @@ def _add_rows(recorder: Recorder, loop: "DecodeLoop", static: "DecodeLoop", work
         recorder.figure(workload, mode, metric, "steps", sum(loop.samples[metric]), num_steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class Lengths(NamedTuple):
     """A sequence to come: it joins the batch with `prompt_tokens` written and leaves it with `end_tokens`."""
 
     prompt_tokens: int
@@ -206,6 +195,7 @@ class DecodeLoop:
         self, cache: KVCache, driver: TimedDriver, work: "StepWork", mode: Mode, requests: Iterator[Lengths], num_rows: int
     ) -> None:
         self.mode = mode
+        self._parks, self._maps_ahead = mode in (Mode.STATIC, Mode.ADOPTED), mode in (Mode.SLACK, Mode.ADOPTED)
         self.samples: dict[str, list[float]] = defaultdict(list)
         self.slack_us = 0.0
         """How long memory is mapped beside a step."""
@@ -291,7 +281,7 @@ class DecodeLoop:
         """Ended sequences are closed or parked, and their successors opened."""
         for row in self._ended:
             sequence = self._sequences.pop(row)
-            if self.mode.parks:
+            if self._parks:
                 sequence.park(0)
             else:
                 sequence.close()
@@ -302,14 +292,14 @@ class DecodeLoop:
     def _map_ahead(self) -> None:
         """Memory for the steps to come, then for newcomers, while there is slack."""
         began_us, before_us = now_us(), self._driver.spent_us
-        if self.mode.maps_ahead:
+        if self._maps_ahead:
             pages = self._cache.map_ahead(self.slack_us, lookahead_tokens=self._cache.lookahead_tokens(self.slack_us))
             self.samples["pumped"].append(pages)
         for row in list(self._waiting):
-            if self.mode.maps_ahead and now_us() - began_us > self.slack_us:
+            if self._maps_ahead and now_us() - began_us > self.slack_us:
                 break
             self._admit(row)
-        if self.mode.maps_ahead:
+        if self._maps_ahead:
             total_us, driver_us = now_us() - began_us, self._driver.spent_us - before_us
             self.samples["pump"].append(total_us)
             self.samples["pump_python"].append(total_us - driver_us)

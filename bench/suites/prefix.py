@@ -66,40 +66,28 @@ class PrefixSizes:
     @classmethod
     def of(cls, settings: Settings) -> "PrefixSizes":
         """On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
-        if not settings.small:
-            return cls(
-                limits=EngineLimits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192),
-                requests=settings.sequences or 128,
-                prefixes=(4096, 200, 1000, 4000),
-                own=128,
-                out=64,
-                rounds=2,
-                warm_runs=2,
-                conversations=20,
-                turns=10,
-                turn_tokens=(50, 200),
-                turn_out=64,
-                attach_prefixes=(1024, 4096, 16384, 65536, 131072),
-                attach_seconds=0.7,
-                tree_sizes=(1_000, 10_000, 100_000),
-                tree_samples=2000,
-            )
+        small, quick = settings.small, settings.quick
+        if small:
+            limits = EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256)
+        else:
+            limits = EngineLimits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
+        tree_sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000)
         return cls(
-            limits=EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256),
-            requests=settings.sequences or 4,
-            prefixes=(1200, 100),
-            own=12,
-            out=4,
-            rounds=1,
-            warm_runs=1,
-            conversations=2,
-            turns=3,
-            turn_tokens=(8, 24),
-            turn_out=3,
-            attach_prefixes=(64, 1024),
-            attach_seconds=0.02,
-            tree_sizes=(1_000, 10_000) if settings.quick else (1_000, 10_000, 100_000, 1_000_000),
-            tree_samples=100 if settings.quick else 2000,
+            limits=limits,
+            requests=settings.sequences or (4 if small else 128),
+            prefixes=(1200, 100) if small else (4096, 200, 1000, 4000),
+            own=12 if small else 128,
+            out=4 if small else 64,
+            rounds=1 if small else 2,
+            warm_runs=1 if small else 2,
+            conversations=2 if small else 20,
+            turns=3 if small else 10,
+            turn_tokens=(8, 24) if small else (50, 200),
+            turn_out=3 if small else 64,
+            attach_prefixes=(64, 1024) if small else (1024, 4096, 16384, 65536, 131072),
+            attach_seconds=0.02 if small else 0.7,
+            tree_sizes=tree_sizes if quick or not small else (*tree_sizes, 1_000_000),
+            tree_samples=100 if quick else 2000,
         )
 
 
@@ -279,18 +267,15 @@ class _Attaching:
             if attached.num_tokens != wanted:
                 raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {wanted}")
             if source is not None and len(driver_us) == 1:
-                self._check_rows(attached.sequence.slot, source)
+                planes = [plane for layer in range(self._layers) for plane in (self._cache.k(layer), self._cache.v(layer))]
+                slot, rows = attached.sequence.slot, slice(0, self._num_tokens)
+                if not all(torch.equal(plane[slot, rows], plane[source, rows]) for plane in planes):
+                    raise WrongNumbers("attached rows differ from those of the prefix")
             end(attached.sequence)
             synchronize(self._device)
             self._cache.drain()
         self._recorder.samples(name, way, "in the driver", "us", driver_us)
         self._recorder.samples(name, way, "until the device is done", "us", whole_us)
-
-    def _check_rows(self, slot: int, source: int) -> None:
-        for layer in range(self._layers):
-            for plane in (self._cache.k(layer), self._cache.v(layer)):
-                if not torch.equal(plane[slot, : self._num_tokens], plane[source, : self._num_tokens]):
-                    raise WrongNumbers(f"layer {layer}: attached rows differ from those of the prefix")
 
 
 # the tree

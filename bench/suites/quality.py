@@ -163,7 +163,8 @@ def run(recorder: Recorder) -> None:
     count, num_tokens = (1, _QUICK_WINDOW_TOKENS) if settings.quick else (NUM_WINDOWS, WINDOW_TOKENS)
     windows = windows_of_text(settings.device, count, num_tokens)
     what = f"{count} window{'s' if count > 1 else ''} of {num_tokens} tokens of {TEXT.name}"
-    workload = f"{MODEL} in {_name(model.dtype)}, {what}"
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    workload = f"{MODEL} in {dtype_name}, {what}"
     with torch.inference_mode():
         own_loss = float(losses(model, windows[0]).mean())
     attention = QuantisingAttention(model)
@@ -174,14 +175,17 @@ def run(recorder: Recorder) -> None:
             errors[kv_type] += samples
     exact_loss = 0.0
     for system in recorder.track((None, *KV_TYPES)):
-        name = f"{_name(model.dtype)} KV" if system is None else str(system)
+        name = f"{dtype_name} KV" if system is None else str(system)
         losses_N = torch.cat([attention.losses(window, system).double().cpu() for window in windows])
         if not losses_N.isfinite().all():
             raise WrongNumbers(f"{name}: a loss is not finite")
         loss, num_predicted = float(losses_N.mean()), losses_N.numel()
         if system is None:
             exact_loss = loss
-            _check_agreement(float(losses_N[: num_tokens - 1].mean()), own_loss, model.dtype)
+            first_loss = float(losses_N[: num_tokens - 1].mean())
+            if not abs(first_loss - own_loss) <= _AGREEMENT[model.dtype]:  # NaN is not
+                own = f"and transformers' own attention {own_loss:.6f}"
+                raise WrongNumbers(f"exact KV gives a mean loss of {first_loss:.6f}, {own}")
         row_bytes = KVLayout.from_config(model.config, system or model.dtype).row_bytes
         recorder.figure(workload, name, "row", "bytes", row_bytes)
         recorder.figure(workload, name, "perplexity", "", math.exp(loss), num_predicted)
@@ -214,12 +218,3 @@ def windows_of_text(device: torch.device, count: int, num_tokens: int = WINDOW_T
     if len(tokens) < count * num_tokens:
         raise ValueError(f"{TEXT.name} has {len(tokens)} tokens, fewer than {count} windows of {num_tokens}")
     return list(torch.tensor(tokens[: count * num_tokens], device=device).view(count, num_tokens))
-
-
-def _check_agreement(loss: float, own_loss: float, dtype: torch.dtype) -> None:
-    if not abs(loss - own_loss) <= _AGREEMENT[dtype]:  # NaN is not
-        raise WrongNumbers(f"exact KV gives a mean loss of {loss:.6f}, and transformers' own attention {own_loss:.6f}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
