@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,9 +80,12 @@ def test_completions_come_in_the_order_of_the_prompts(engine: LLM, directory: Pa
         assert completion.first_token_s is not None and 0 < completion.first_token_s <= completion.finished_s
 
 
-def test_text_is_tokenised_and_made_again(engine: LLM) -> None:
-    (of_text,) = engine.generate("hello", GREEDY)
-    (of_ids,) = engine.generate(token_ids("hello"), GREEDY)
+def test_texts_and_token_ids_can_be_mixed_and_each_has_its_params(engine: LLM) -> None:
+    counts = (3, 8, 8)
+    params = (SamplingParams(temperature=0.0, max_tokens=count) for count in counts)
+    outputs = engine.generate((prompt for prompt in ([1, 2], "hello", token_ids("hello"))), params)
+    assert tuple(len(tokens) for tokens in answers(outputs)) == counts
+    _, of_text, of_ids = outputs
     assert of_text.prompt_token_ids == token_ids("hello")
     assert of_text.outputs == of_ids.outputs
     decode = byte_tokenizer().backend_tokenizer.decode
@@ -111,11 +112,6 @@ def test_whatever_holds_integers_is_a_prompt(engine: LLM, prompts: Any) -> None:
     assert completion.outputs == engine.generate([5, 6, 7], GREEDY)[0].outputs
 
 
-def test_texts_may_come_one_by_one(engine: LLM) -> None:
-    completions = engine.generate((text for text in ("ab", "c")), (GREEDY for _ in range(2)))
-    assert [completion.prompt_token_ids for completion in completions] == [token_ids("ab"), token_ids("c")]
-
-
 def test_an_empty_list_has_no_completions(engine: LLM) -> None:
     assert engine.generate([]) == []
 
@@ -137,12 +133,16 @@ def test_without_a_seed_requests_differ_and_a_run_of_the_program_does_not(direct
 
 
 def test_log_probabilities_are_those_asked_for(engine: LLM) -> None:
-    (completion,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
-    (output,) = completion.outputs
-    assert output.logprobs is not None and len(output.logprobs) == 4
-    assert all(logprob < 0 for logprob in output.logprobs)
-    assert output.top_logprobs is None
-    assert engine.generate("abc", GREEDY)[0].outputs[0].logprobs is None
+    none, alone, with_tops = (
+        engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=count))[0].outputs[0]
+        for count in (None, 0, 3)
+    )
+    assert none.logprobs is None and alone.top_logprobs is None
+    assert alone.logprobs == with_tops.logprobs and alone.logprobs is not None and with_tops.top_logprobs is not None
+    for token_id, logprob, likeliest in zip(alone.token_ids, alone.logprobs, with_tops.top_logprobs, strict=True):
+        assert logprob < 0 and len(likeliest) == 3
+        assert next(iter(likeliest)) == token_id and likeliest[token_id] == pytest.approx(logprob)
+        assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
@@ -396,15 +396,6 @@ def test_random_weights_need_a_configuration_alone_and_are_those_of_the_seed(
     assert got[0] == got[1] != got[2]
 
 
-def test_the_likeliest_tokens_are_named(engine: LLM) -> None:
-    (output,) = engine.generate("abc", SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))[0].outputs
-    assert output.top_logprobs is not None and output.logprobs is not None
-    for token_id, logprob, likeliest in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
-        assert len(likeliest) == 3
-        assert next(iter(likeliest)) == token_id and likeliest[token_id] == pytest.approx(logprob)
-        assert sorted(likeliest.values(), reverse=True) == list(likeliest.values())
-
-
 def test_options_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gguf"):
         LLM(directory, load_format="gguf")
@@ -450,11 +441,6 @@ def test_an_architecture_that_cannot_be_served_is_an_unsupported_model(
     assert isinstance(error.value, VmmkvError) and isinstance(error.value, ValueError)
 
 
-def test_a_dtype_may_be_torchs_own(directory: Path) -> None:
-    with LLM(directory, **(OPTIONS | {"dtype": torch.bfloat16})) as one:
-        assert one.ready.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -477,10 +463,11 @@ def test_a_gpu_that_there_is_not_is_said_before_anything_is_loaded(directory: Pa
         LLM(directory, device=device)
 
 
-def test_an_engine_that_starts_and_ends_prints_nothing_where_there_is_no_terminal(
+def test_without_a_terminal_nothing_is_printed_and_a_dtype_may_be_torchs(
     directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with LLM(directory, **OPTIONS) as one:
+    with LLM(directory, dtype=torch.bfloat16, **OPTIONS) as one:
+        assert one.ready.dtype == "bfloat16"
         one.generate("abc", GREEDY)
     assert capfd.readouterr() == ("", "")
 
@@ -493,36 +480,6 @@ def test_a_small_model_answers_in_sensible_english(smollm2: Path) -> None:
         completions = one.generate([chat.format(country) for country in ("France", "Italy")], params)
     assert "Paris" in completions[0].outputs[0].text and "Rome" in completions[1].outputs[0].text
     assert completions[0].outputs[0].finish_reason == "stop"
-
-
-IMPORTED = """
-import sys
-import vmmkv
-before = set(sys.modules)
-import vmmkv.server
-after = set(sys.modules) - before
-assert "LLM" in dir(vmmkv.server)
-print(*sorted(after))
-"""
-
-
-def test_importing_the_package_brings_neither_the_server_nor_a_model_library() -> None:
-    run = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["vmmkv.server"]
-    with pytest.raises(ImportError, match="Enigne"):
-        from vmmkv.server import Enigne  # type: ignore[attr-defined]  # noqa: F401
-
-
-FORBIDDEN = """
-import sys
-from vmmkv.server import LLM
-found = {name.partition(".")[0] for name in sys.modules} & {"pydantic", "fastapi", "starlette", "uvicorn", "zmq"}
-assert not found, found
-"""
-
-
-def test_the_engine_in_process_needs_no_http_package() -> None:
-    subprocess.run([sys.executable, "-c", FORBIDDEN], check=True)
 
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -179,9 +179,23 @@ SERVER_EXTRA = {
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("vmmkv", {"torch"}), ("vmmkv.cli.main", {"torch", *SERVER_EXTRA}), ("vmmkv.server.launch", {"torch"})],
+    [
+        ("vmmkv", {"torch"}),
+        ("vmmkv.cli.main", {"torch", *SERVER_EXTRA}),
+        ("vmmkv.server", {"torch", *SERVER_EXTRA}),
+        ("vmmkv.server.llm", {"pydantic", "fastapi", "starlette", "uvicorn", "zmq"}),
+        ("vmmkv.server.launch", {"torch"}),
+    ],
 )
 def test_a_module_imports_nothing_that_it_can_do_without(module: str, absent: set[str]) -> None:
-    """torch takes three seconds and 200 MiB; the command line works without the server extra."""
+    """torch takes three seconds and 200 MiB; the command line works without the server extra, LLM without HTTP packages."""
     code = f"import sys, {module}; sys.exit(bool(set(sys.modules) & {absent!r}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120).returncode == 0
+
+
+def test_the_server_package_names_what_it_offers() -> None:
+    import vmmkv.server
+
+    assert "LLM" in dir(vmmkv.server)
+    with pytest.raises(ImportError, match="Enigne"):
+        from vmmkv.server import Enigne  # type: ignore[attr-defined]  # noqa: F401

@@ -3,11 +3,10 @@
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
-import sys
+import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,29 +161,16 @@ def test_a_failed_refetch_leaves_what_was_there(source: Source, monkeypatch: pyt
     assert source.conversions == 1
 
 
-def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source) -> None:
-    """The second starts while the first converts, waits for its lock, and then does nothing."""
-    program = (
-        "import sys; from pathlib import Path; from vmmkv.server.models import _locked\n"
-        "with _locked(Path(sys.argv[1]), 'tiny'): print('locked', flush=True); sys.stdin.read()\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    lock = source.cache_dir / "models" / "tiny.lock"
-    lock.parent.mkdir(parents=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        text=True,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        assert other.stdout.readline() == "locked\n"
-        with lock.open("w") as file, pytest.raises(BlockingIOError):
-            models.fcntl.flock(file, models.fcntl.LOCK_EX | models.fcntl.LOCK_NB)
-        other.kill()  # a lock goes with its process, however that ends
-    source.fetch()
+def test_of_two_at_once_one_fetches_and_the_other_finds_it(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+    target = source.cache_dir / "models" / "tiny"
+    target.parent.mkdir(parents=True)
+    with ThreadPoolExecutor() as pool:
+        with models._locked(target.with_name("tiny.lock"), "tiny"):
+            other = pool.submit(source.fetch)
+            while "another process is fetching tiny" not in capsys.readouterr().err:
+                time.sleep(0.01)
+            models._fetch_locked(source.model, target, force=False, thorough=False)
+        assert other.result(20) == target
     assert source.conversions == 1
 
 
