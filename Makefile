@@ -53,7 +53,7 @@ nightly: check model chromium $(NEWEST)/.installed
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py)
 
 load: $(VENV)/.serve-installed $(GUIDELLM)/.installed
-	@$(BIN)/python tests/end_to_end/load_client.py --guidellm $(GUIDELLM)/bin/guidellm
+	@$(BIN)/python -m tests.end_to_end.load_client --guidellm $(GUIDELLM)/bin/guidellm
 
 bench: $(VENV)/.dev-installed
 	$(BIN)/python -m bench all $(ARGS)

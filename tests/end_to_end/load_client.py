@@ -6,31 +6,28 @@ the client has heard of `cached_tokens`. Its tables are printed; `load_client.tx
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import urlopen
 
+from tests.end_to_end.small import server_process
 from vmmkv.server.models import resolve
 
 MODEL: Final = "smollm2-135m"
 NUM_REQUESTS: Final = 24
 AT_ONCE: Final = 4
 PROMPT_TOKENS, ANSWER_TOKENS, SHARED_TOKENS = 32, 16, 64
-START_S: Final = 300.0
 CLIENT_S: Final = 600.0
 
 
@@ -58,7 +55,8 @@ def main() -> int:
     guidellm: Path = parser.parse_args().guidellm
     tokenizer = resolve(MODEL)
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "log") as url:
+    with tempfile.TemporaryDirectory() as folder, server_process(Path(folder) / "log", MODEL) as server:
+        url = server.url
         print(f"{version_of(guidellm)}; vmmkv {version('vmmkv')}, torch {version('torch')}, Python {platform.python_version()}")
         print(f"vmmkv serve --model {MODEL} --port 0 --device cpu; {os.cpu_count()} processors")
         for load in LOADS:
@@ -71,25 +69,6 @@ def main() -> int:
             print(f"\n== {load.name} ({load.route}): {said}\n{shown(load)}\n\n{tables}", flush=True)
     print(f"{len(wrong)} things are wrong" if wrong else "all is right")
     return 1 if wrong else 0
-
-
-@contextlib.contextmanager
-def served(log: Path) -> Iterator[str]:
-    """The address of a server, which ends with the block."""
-    command = [sys.executable, "-m", "vmmkv", "serve", "--model", MODEL, "--port", "0", "--device", "cpu"]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
-        try:
-            deadline_s = time.monotonic() + START_S
-            while (match := re.search(r"at (http://\S+)/v1", log.read_text())) is None:
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(f"the server does not start:\n{log.read_text()}")
-                time.sleep(0.2)
-            yield match[1]
-            process.send_signal(signal.SIGTERM)
-            if process.wait(60) != 0 or "Traceback" in log.read_text():
-                raise SystemExit(f"the server has ended with {process.returncode}:\n{log.read_text()}")
-        finally:
-            process.kill()
 
 
 def run(guidellm: Path, url: str, load: Load, tokenizer: Path, folder: Path) -> tuple[dict[str, Any], str]:

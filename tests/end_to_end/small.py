@@ -1,4 +1,4 @@
-"""`vmmkv serve` as a real process over a real engine on the CPU, with a random model so small that it starts in seconds."""
+"""`vmmkv serve` as a real process over a real engine on the CPU; and a random model so small that it starts in seconds."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ def small_model(directory: Path) -> Path:
     return directory
 
 
-class SmallServer:
+class ServerProcess:
     """The process and its clients."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -38,7 +38,7 @@ class SmallServer:
         self.url = ""
 
     def wait(self) -> None:
-        """Until it serves."""
+        """Until it serves, and has said where."""
 
         def serves() -> bool:
             assert self.process.poll() is None, self.log.read_text()
@@ -46,10 +46,10 @@ class SmallServer:
             self.url = match[1] if match else ""
             return bool(match)
 
-        until(serves, within_s=120)
+        until(serves, within_s=200)
 
     def openai(self, key: str = ONE, *, max_retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=max_retries, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=max_retries, timeout=120)
 
     def http(self, key: str = ONE) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
@@ -60,7 +60,7 @@ class SmallServer:
         return float(match[1])
 
     def is_empty(self) -> bool:
-        """Whether nobody runs, or waits, or has memory; what is cached is nobody's."""
+        """Whether nothing runs, waits or has memory, but for what is cached."""
         names = ("requests_running", "requests_waiting", "kv_mapped_bytes", "kv_pending_reclaim_bytes", "kv_tokens")
         return not any(self.metric(name) for name in names)
 
@@ -77,22 +77,26 @@ class SmallServer:
 
 
 @contextlib.contextmanager
-def small_server(directory: Path, *options: str) -> Iterator[SmallServer]:
+def server_process(log: Path, model: str | Path, *options: str) -> Iterator[ServerProcess]:
     """Serves until the end of the block; then it must end by SIGTERM with 0 and have complained of nothing."""
-    log = directory / "log"
-    command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(small_model(directory)), "--load-format", "dummy"]
-    command += ["--port", "0", "--device", "cpu", "--kv-budget", "64MiB", *options]
+    command = [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), "--port", "0", "--device", "cpu", *options]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
-            server = SmallServer(process, log)
+            server = ServerProcess(process, log)
             server.wait()
             yield server
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
-            assert "Traceback" not in log.read_text(), log.read_text()
+                assert process.wait(60) == 0, log.read_text()
+                assert not re.search("Traceback|nanobind|leaked", log.read_text()), log.read_text()
         finally:
             process.kill()
+
+
+def small_server(directory: Path, *options: str) -> contextlib.AbstractContextManager[ServerProcess]:
+    """A server of the small model."""
+    options = ("--load-format", "dummy", "--kv-budget", "64MiB", *options)
+    return server_process(directory / "log", small_model(directory), *options)
 
 
 def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 from tests.end_to_end.small import ADMIN, ONE, small_server, until
 
@@ -25,6 +26,7 @@ RESIZE = ("--include-path", "/kv/resize")
 """Behind all others: in a budget of a page, to which this resizes sooner or later, they would wait for one another."""
 
 
+@pytest.mark.nightly
 def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
     """Ten minutes in `make nightly`, with several clients."""
     is_nightly = hypothesis.settings.get_current_profile_name() == "nightly"

@@ -14,26 +14,22 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.end_to_end.small import ADMIN, ONE, TWO, small_server
-from tests.end_to_end.test_serve import Served
-from tests.end_to_end.test_serve import _until as until
+from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, server_process, small_server, until
 from vmmkv.server.models import resolve
 
 SYSTEM = "You are a careful assistant, and answer in short sentences. " * 30
 """Some 330 tokens: three full pages of 91 and more."""
 PHONE = 390
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    resolve("smollm2-135m")
-    one = Served(tmp_path_factory.mktemp("page") / "log")
-    try:
-        one.wait()
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(
+        tmp_path_factory.mktemp("page") / "log", resolve("smollm2-135m"), "--served-model-name", "smollm2-135m"
+    ) as one:
         yield one
-    finally:
-        one.process.terminate()
-        one.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +69,7 @@ def ask(page: Page, question: str, max_tokens: int) -> None:
     expect(page.locator(".said.assistant")).to_have_text(re.compile(r"\w"), timeout=20_000)
 
 
-def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browser: Browser) -> None:
+def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: ServerProcess, browser: Browser) -> None:
     with opened(browser, served.url) as first, opened(browser, served.url) as second:
         ask(first, "Tell a very long story of the sea.", 3000)
         ask(second, "Tell a very long story of the mountains.", 3000)
@@ -84,7 +80,7 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browse
             running[:] = [slot for slot in slots if slot["state"] == "live"]
             return len(running) == 2
 
-        until(both_run, seconds=5)
+        until(both_run, within_s=5)
         for slot in running:
             group, page, num_pages, state, sharers, prefix = slot["runs"][0]
             assert (group, page, state, sharers) == (0, 0, "live", 2) and num_pages >= 3 and prefix is not None
@@ -112,7 +108,7 @@ def test_two_chats_that_share_a_prefix_show_it_on_the_map(served: Served, browse
 
 
 @pytest.mark.parametrize("width", [PHONE, 700, 1280])
-def test_slots_are_numbered_at_equal_distances(served: Served, browser: Browser, width: int) -> None:
+def test_slots_are_numbered_at_equal_distances(served: ServerProcess, browser: Browser, width: int) -> None:
     with opened(browser, served.url, width=width + 1) as page:
         page.evaluate(
             """() => {
@@ -154,7 +150,7 @@ def has_colour(page: Page, name: str) -> bool:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (PHONE, "light"), (PHONE, "dark")])
 def test_it_is_legible_and_axe_finds_nothing_serious(
-    served: Served, browser: Browser, tmp_path: Path, width: int, scheme: str
+    served: ServerProcess, browser: Browser, tmp_path: Path, width: int, scheme: str
 ) -> None:
     with opened(browser, served.url, width=width, scheme=scheme) as page:
         for box in ("#slots-box", "#options", "#key-box"):
@@ -169,7 +165,7 @@ def test_it_is_legible_and_axe_finds_nothing_serious(
         assert (np.median(picture) > 200) if scheme == "light" else (np.median(picture) < 60)
 
 
-def test_every_control_can_be_reached_by_the_keyboard_and_shows_it(served: Served, browser: Browser) -> None:
+def test_every_control_can_be_reached_by_the_keyboard_and_shows_it(served: ServerProcess, browser: Browser) -> None:
     with opened(browser, served.url) as page:
         reached = []
         for _ in range(14):
@@ -182,7 +178,7 @@ def test_every_control_can_be_reached_by_the_keyboard_and_shows_it(served: Serve
             assert name in reached, reached
 
 
-def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: Served, browser: Browser) -> None:
+def test_a_key_goes_with_each_question_and_is_kept_nowhere(served: ServerProcess, browser: Browser) -> None:
     with opened(browser, served.url) as page:
         page.locator("#key-box > summary").click()
         keys: list[str | None] = []

@@ -1,15 +1,14 @@
 """`vmmkv serve` as a user runs it: a real process, a real model, the official client."""
 
+import functools
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema_rs
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.suites.serve.schemas import SCHEMAS
+from tests.end_to_end.small import ServerProcess, server_process, until
 from vmmkv.server.models import resolve
 
 MODEL = "smollm2-135m"
@@ -34,69 +34,38 @@ QUESTIONS = (
 )
 
 
-class Served:
-    """A server process and its clients."""
-
-    def __init__(self, log: Path) -> None:
-        self.url = ""
-        self.log = log
-        command = [sys.executable, "-m", "vmmkv", "serve", "--model", MODEL, "--port", "0", "--device", "cpu"]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def wait(self) -> None:
-        """Until it serves, and has said where."""
-
-        def serves() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            match = re.search(r"at (http://\S+)/v1", self.log.read_text())
-            self.url = match[1] if match else ""
-            return bool(match)
-
-        _until(serves, seconds=200)
-        assert httpx.get(f"{self.url}/health", timeout=60).status_code == 200
-
-    def metric(self, name: str) -> float:
-        """One number of /metrics."""
-        match = re.search(rf"^{name} (\S+)$", httpx.get(f"{self.url}/metrics", timeout=60).text, re.MULTILINE)
-        assert match is not None, name
-        return float(match[1])
-
-    def answer(self, question: str, max_tokens: int = 24) -> str:
-        """A greedy answer."""
-        messages = [{"role": "user", "content": question}]
-        answer = self.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0)  # type: ignore[arg-type]
-        return answer.choices[0].message.content or ""
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     resolve(MODEL)
-    one = Served(tmp_path_factory.mktemp("serve") / "log")
-    try:
-        one.wait()
+    with server_process(tmp_path_factory.mktemp("serve") / "log", MODEL) as one:
+        assert one.http().get("/health").status_code == 200
         yield one
-    finally:
-        one.process.send_signal(signal.SIGTERM)
-        try:
-            code = one.process.wait(60)
-        finally:
-            one.process.kill()
-    assert code == 0, one.log.read_text()
-    assert not re.search("Traceback|nanobind|leaked|[0-9] of [0-9]", one.log.read_text()), one.log.read_text()
+    log = one.log.read_text()
+    assert not re.search("[0-9] of [0-9]", log), log
     for stage in ("loading weights", "preparing the cache", "warming up"):
-        assert re.search(rf"^{stage}: [0-9.]+ s$", one.log.read_text(), re.MULTILINE), one.log.read_text()
+        assert re.search(rf"^{stage}: [0-9.]+ s$", log, re.MULTILINE), log
 
 
-def test_it_answers_in_sensible_english(served: Served) -> None:
-    assert "Paris" in served.answer("What is the capital of France?")
+def answer(served: ServerProcess, question: str, max_tokens: int = 24, **options: Any) -> Any:
+    """A greedy one, unless asked otherwise."""
+    messages: Any = [{"role": "user", "content": question}]
+    options = {"temperature": 0, **options}
+    return served.openai().chat.completions.create(model=MODEL, messages=messages, max_tokens=max_tokens, **options)
 
 
-def test_eight_at_once_are_those_of_transformers(served: Served) -> None:
+def text(served: ServerProcess, question: str, max_tokens: int = 24) -> str:
+    return answer(served, question, max_tokens).choices[0].message.content or ""
+
+
+def complete(served: ServerProcess, prompt: Any, max_tokens: int, **options: Any) -> Any:
+    return served.openai().completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, **options)
+
+
+def test_it_answers_in_sensible_english(served: ServerProcess) -> None:
+    assert "Paris" in text(served, "What is the capital of France?")
+
+
+def test_eight_at_once_are_those_of_transformers(served: ServerProcess) -> None:
     directory = resolve(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -109,38 +78,32 @@ def test_eight_at_once_are_those_of_transformers(served: Served) -> None:
         return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     with ThreadPoolExecutor(len(QUESTIONS)) as clients:
-        answers = list(clients.map(served.answer, QUESTIONS))
+        answers = list(clients.map(functools.partial(text, served), QUESTIONS))
     assert answers == [expected(question) for question in QUESTIONS]
 
 
-def test_streaming_gives_the_same_text(served: Served) -> None:
-    messages = [{"role": "user", "content": "Name three colours."}]
-    chunks = served.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, temperature=0, stream=True)  # type: ignore[call-overload]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == served.answer("Name three colours.")
+def test_streaming_gives_the_same_text(served: ServerProcess) -> None:
+    chunks = answer(served, "Name three colours.", stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == text(served, "Name three colours.")
 
 
-def test_tokens_come_with_their_log_probabilities(served: Served) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = served.openai.chat.completions.create(  # type: ignore[call-overload]
-        model=MODEL, messages=messages, max_tokens=24, temperature=0, logprobs=True, top_logprobs=3
-    )
-    choice = answer.choices[0]
+def test_tokens_come_with_their_log_probabilities(served: ServerProcess) -> None:
+    (choice,) = answer(served, "What is the capital of France?", logprobs=True, top_logprobs=3).choices
     assert "".join(each.token for each in choice.logprobs.content) == choice.message.content
     for each in choice.logprobs.content:
         assert each.top_logprobs[0].token == each.token
         assert each.top_logprobs[0].logprob == pytest.approx(each.logprob)
 
 
-def test_a_prompt_is_as_likely_as_transformers_says_and_needs_no_answer(served: Served) -> None:
+def test_a_prompt_is_as_likely_as_transformers_says_and_needs_no_answer(served: ServerProcess) -> None:
     """As lm-evaluation-harness asks: token ids, and nothing behind them."""
     directory = resolve(MODEL)
-    text = "The capital of France is Paris. The capital of Italy is Rome."
-    ids = AutoTokenizer.from_pretrained(directory)(text).input_ids
+    prompt = "The capital of France is Paris. The capital of Italy is Rome."
+    ids = AutoTokenizer.from_pretrained(directory)(prompt).input_ids
     for _ in range(2):
-        options = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
-        (choice,) = served.openai.completions.create(model=MODEL, **options).choices  # type: ignore[call-overload]
-    assert (choice.text, choice.finish_reason, choice.logprobs.text_offset[1]) == (text, "length", len("The"))
+        (choice,) = complete(served, [ids], 0, echo=True, logprobs=1, temperature=0).choices
+    assert (choice.text, choice.finish_reason, choice.logprobs.text_offset[1]) == (prompt, "length", len("The"))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.inference_mode():
         logprobs_NV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -149,65 +112,54 @@ def test_a_prompt_is_as_likely_as_transformers_says_and_needs_no_answer(served: 
     assert max(choice.logprobs.top_logprobs[5].values()) == pytest.approx(float(logprobs_NV[4].max()), abs=1e-3)
 
 
-def test_an_answer_does_not_end_before_min_tokens(served: Served) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    options = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 60}
-    least = {"min_tokens": 50}
-    short = served.openai.chat.completions.create(**options)  # type: ignore[call-overload]
-    long = served.openai.chat.completions.create(**options, extra_body=least)  # type: ignore[call-overload]
+def test_an_answer_does_not_end_before_min_tokens(served: ServerProcess) -> None:
+    short, long = answer(served, "Hi", 60), answer(served, "Hi", 60, extra_body={"min_tokens": 50})
     assert short.usage.completion_tokens < 50 <= long.usage.completion_tokens
     assert long.choices[0].message.content.startswith(short.choices[0].message.content)
 
 
-def test_a_bias_forces_a_token(served: Served) -> None:
+def test_a_bias_forces_a_token(served: ServerProcess) -> None:
     token = AutoTokenizer.from_pretrained(resolve(MODEL)).encode(" sea")[0]
-    answer = served.openai.completions.create(
-        model=MODEL, prompt="I see the", max_tokens=3, temperature=0, logit_bias={str(token): 100}
-    )
-    assert answer.choices[0].text == " sea sea sea"
+    forced = complete(served, "I see the", 3, temperature=0, logit_bias={str(token): 100})
+    assert forced.choices[0].text == " sea sea sea"
 
 
-def test_penalties_end_repetition(served: Served) -> None:
+def test_penalties_end_repetition(served: ServerProcess) -> None:
     def repetitions(penalty: float) -> int:
-        answer = served.openai.completions.create(
-            model=MODEL, prompt="one one one one one one", max_tokens=16, temperature=0, frequency_penalty=penalty
-        )
-        return answer.choices[0].text.count("many")
+        reply = complete(served, "one one one one one one", 16, temperature=0, frequency_penalty=penalty)
+        return int(reply.choices[0].text.count("many"))
 
     assert repetitions(2) < repetitions(0)
 
 
-def test_the_implementation_is_said(served: Served) -> None:
+def test_the_implementation_is_said(served: ServerProcess) -> None:
     (model,) = httpx.get(f"{served.url}/v1/models").json()["data"]
     assert model["implementation"] in ("vmmkv", "transformers")
     assert f"{model['implementation']} implementation" in served.log.read_text()
 
 
-def test_mapped_bytes_follow_the_tokens_and_come_back(served: Served) -> None:
-    mapped = "vmmkv_kv_mapped_bytes"
-    _until(lambda: served.metric(mapped) == 0)
-    stream = served.openai.completions.create(
-        model=MODEL, prompt="word " * 300, max_tokens=200, stream=True, temperature=0, extra_body={"ignore_eos": True}
-    )
-    first = next(iter(stream))
-    assert first.choices
-    seen = [0.0]
-    _until(lambda: seen.append(served.metric(mapped)) or seen[-1] >= 4 * 2**21)  # 300 prompt tokens at 91 a page
-    _until(lambda: served.metric(mapped) > seen[-1])  # and more as it goes on
+def test_mapped_bytes_follow_the_tokens_and_come_back(served: ServerProcess) -> None:
+    mapped = "kv_mapped_bytes"
+    until(lambda: served.metric(mapped) == 0)
+    stream = complete(served, "word " * 300, 200, stream=True, temperature=0, extra_body={"ignore_eos": True})
+    assert next(iter(stream)).choices
+    until(lambda: served.metric(mapped) >= 4 * 2**21)  # 300 prompt tokens at 91 a page
+    seen = served.metric(mapped)
+    until(lambda: served.metric(mapped) > seen)  # and more as it goes on
     for _ in stream:
         pass
-    _until(lambda: served.metric(mapped) == 0)
-    given_back = served.metric("vmmkv_kv_free_bytes") + served.metric("vmmkv_kv_cached_bytes")
-    assert given_back == served.metric("vmmkv_kv_created_bytes")
+    until(lambda: served.metric(mapped) == 0)
+    given_back = served.metric("kv_free_bytes") + served.metric("kv_cached_bytes")
+    assert given_back == served.metric("kv_created_bytes")
 
 
-def test_the_second_to_ask_waits_for_its_last_token_only(served: Served) -> None:
+def test_the_second_to_ask_waits_for_its_last_token_only(served: ServerProcess) -> None:
     prompt = "A prompt that both send, word by word. " * 40
 
     def ask(**options: object) -> tuple[int, int, list[str]]:
-        answer = served.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=8, **options)  # type: ignore[call-overload]
-        details = answer.usage.prompt_tokens_details
-        return details.cached_tokens, answer.usage.prompt_tokens, [choice.text for choice in answer.choices]
+        reply = complete(served, prompt, 8, **options)
+        cached_tokens = reply.usage.prompt_tokens_details.cached_tokens
+        return cached_tokens, reply.usage.prompt_tokens, [choice.text for choice in reply.choices]
 
     first, again = ask(temperature=0), ask(temperature=0)
     assert first[0] == 0
@@ -219,63 +171,44 @@ def test_the_second_to_ask_waits_for_its_last_token_only(served: Served) -> None
     assert len(set(beams)) == 2
 
 
-def test_a_client_that_leaves_gives_its_memory_back(served: Served) -> None:
-    stream = served.openai.completions.create(
-        model=MODEL, prompt="a", max_tokens=5000, stream=True, extra_body={"ignore_eos": True}
-    )
+def test_a_client_that_leaves_gives_its_memory_back(served: ServerProcess) -> None:
+    stream = complete(served, "a", 5000, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
-    _until(lambda: served.metric("vmmkv_requests_running") == 0 and served.metric("vmmkv_kv_mapped_bytes") == 0)
+    until(lambda: served.metric("requests_running") == 0 and served.metric("kv_mapped_bytes") == 0)
 
 
-def test_what_can_never_fit_is_refused_with_400(served: Served) -> None:
+def test_what_can_never_fit_is_refused_with_400(served: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError, match="8192"):
-        served.openai.completions.create(model=MODEL, prompt="a", max_tokens=9000)
+        complete(served, "a", 9000)
 
 
 def test_the_engine_killed_means_503_and_an_exit_code(tmp_path: Path) -> None:
-    one = Served(tmp_path / "log")
-    try:
-        one.wait()
-        children = subprocess.run(["pgrep", "-P", str(one.process.pid)], capture_output=True, text=True, check=True)
-        engine = int(children.stdout.split()[0])
-        with ThreadPoolExecutor(1) as client:
-            asked = client.submit(one.answer, "Tell me a long story.", 2000)
-            _until(lambda: one.metric("vmmkv_requests_running") == 1)
-            os.kill(engine, signal.SIGKILL)
-            with pytest.raises(openai.InternalServerError):
-                asked.result(60)
+    with server_process(tmp_path / "log", MODEL) as one, ThreadPoolExecutor(1) as client:
+        asked = client.submit(text, one, "Tell me a long story.", 2000)
+        until(lambda: one.metric("requests_running") == 1)
+        os.kill(one.pids()[1], signal.SIGKILL)
+        with pytest.raises(openai.InternalServerError):
+            asked.result(60)
         assert one.process.wait(60) == 1
-    finally:
-        one.process.kill()
-
-
-def _until(condition: object, seconds: float = 30.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(served: Served, stream: bool) -> None:
+def test_answers_follow_a_schema_at_temperature_1_whoever_runs_beside_them(served: ServerProcess, stream: bool) -> None:
     names = ("three keys", "address", "receipt", "unicode enum", "steps")
 
     def ask(number: int) -> str:
         name = names[number % len(names)]
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[name]}}
-        reply = served.openai.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": f"An example of {name}, as JSON."}], max_tokens=300,
-            temperature=1, seed=number, stream=stream, response_format=form,  # type: ignore[call-overload]
-        )  # fmt: skip
+        options = {"temperature": 1, "seed": number, "stream": stream, "response_format": form}
+        reply = answer(served, f"An example of {name}, as JSON.", 300, **options)
         if not stream:
             return str(reply.choices[0].message.content)
         return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
 
     with ThreadPoolExecutor(9) as clients:
-        free = [clients.submit(served.answer, question) for question in QUESTIONS[:2]]
+        free = [clients.submit(text, served, question) for question in QUESTIONS[:2]]
         answers = list(clients.map(ask, range(2 * len(names))))
         assert "Paris" in free[0].result()
-    for number, answer in enumerate(answers):
-        assert jsonschema_rs.is_valid(SCHEMAS[names[number % len(names)]], json.loads(answer)), answer
+    for number, found in enumerate(answers):
+        assert jsonschema_rs.is_valid(SCHEMAS[names[number % len(names)]], json.loads(found)), found

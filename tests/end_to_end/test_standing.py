@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.small import ADMIN, ONE, TWO, SmallServer, small_model, small_server, until
+from tests.end_to_end.small import ADMIN, ONE, TWO, ServerProcess, small_model, small_server, until
 
 NAME = "model"
 NUM_RUNNING, NUM_QUEUED = 4, 4
@@ -26,7 +26,7 @@ ENDLESS: Any = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallServer]:
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("standing") / NAME
     directory.mkdir()
     keys = directory / "keys"
@@ -36,7 +36,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallServer]:
         yield server
 
 
-def test_who_has_no_key_is_told_so_and_the_engine_never_sees_one(standing: SmallServer) -> None:
+def test_who_has_no_key_is_told_so_and_the_engine_never_sees_one(standing: ServerProcess) -> None:
     with pytest.raises(openai.AuthenticationError):
         standing.openai("another-key").models.list()
     assert [model.id for model in standing.openai(TWO).models.list()] == [NAME]
@@ -47,7 +47,7 @@ def test_who_has_no_key_is_told_so_and_the_engine_never_sees_one(standing: Small
         assert not any(key.encode() in data for key in (ONE, TWO, ADMIN))
 
 
-def test_keys_do_not_see_what_others_have_asked(standing: SmallServer) -> None:
+def test_keys_do_not_see_what_others_have_asked(standing: ServerProcess) -> None:
     def cached(key: str, **extra: Any) -> int:
         usage = standing.openai(key).completions.create(model=NAME, prompt="a" * 700, max_tokens=2, extra_body=extra).usage
         assert usage is not None and usage.prompt_tokens_details is not None  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def test_keys_do_not_see_what_others_have_asked(standing: SmallServer) -> None:
     assert cached(TWO) > 600
 
 
-def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: SmallServer) -> None:
+def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: ServerProcess) -> None:
     for stream in (False, True):
         began = time.monotonic()
         with pytest.raises(openai.APIError, match=r"within 0\.3 s"):
@@ -74,6 +74,7 @@ def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: SmallServer)
         until(standing.is_empty)
 
 
+@pytest.mark.nightly
 def test_a_storm_of_clients_that_leave_leaves_nothing(tmp_path: Path) -> None:
     """All of them are let in: the queue of the other tests would turn nine of ten away."""
     chance, num_clients = random.Random(2), 500
@@ -107,7 +108,8 @@ def test_a_storm_of_clients_that_leave_leaves_nothing(tmp_path: Path) -> None:
         assert server.openai().completions.create(model=NAME, prompt="a", max_tokens=3).choices
 
 
-def test_ten_times_too_many_are_each_answered_and_memory_does_not_grow_with_them(standing: SmallServer) -> None:
+@pytest.mark.nightly
+def test_ten_times_too_many_are_each_answered_and_memory_does_not_grow_with_them(standing: ServerProcess) -> None:
     def flood() -> collections.Counter[int]:
         answers: collections.Counter[int] = collections.Counter()
 
@@ -138,7 +140,7 @@ def test_ten_times_too_many_are_each_answered_and_memory_does_not_grow_with_them
     until(standing.is_empty)
 
 
-def test_a_client_that_comes_again_when_it_is_told_to_is_answered(standing: SmallServer) -> None:
+def test_a_client_that_comes_again_when_it_is_told_to_is_answered(standing: ServerProcess) -> None:
     """OpenAI's own, which knows Retry-After."""
     made: list[int] = []
 
@@ -157,7 +159,7 @@ def test_a_client_that_comes_again_when_it_is_told_to_is_answered(standing: Smal
     assert made == [100] * len(threads)
 
 
-def test_the_administrator_empties_the_cache_and_changes_the_budget_while_it_serves(standing: SmallServer) -> None:
+def test_the_administrator_empties_the_cache_and_changes_the_budget_while_it_serves(standing: ServerProcess) -> None:
     ask = standing.openai().completions.create
     ask(model=NAME, prompt="b" * 900, max_tokens=2)
     until(standing.is_empty)

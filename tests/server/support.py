@@ -25,7 +25,7 @@ from vmmkv.server.launch import uvicorn_options
 from vmmkv.server.protocol import Abort, Generate, Ready, encode
 from vmmkv.server.tokenizer import Tokenizer
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]

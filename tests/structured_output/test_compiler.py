@@ -33,14 +33,6 @@ HUGE = Grammar("regex", "(" * 400 + "[a-z]" + "{1,90}b)" * 400)
 VOCABULARY_SIZE, END_TOKENS = 258, [257]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    byte_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text('{"model_type": "llama", "vocab_size": 258}')
-    return path
-
-
 class Loop:
     """One compiler for several tests, in an event loop of its own: a worker takes seconds to start."""
 

@@ -1,52 +1,35 @@
 """Answers by a grammar over HTTP: how they are asked for, what is refused, what is sent; and the compiler's limits."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.fake_engine import READY
-from tests.server.support import Running, asking, eventually, running_server
+from tests.server.support import CHAT, HELLO, Running, asking, eventually, running_server
 from tests.server.tiny import byte_tokenizer
-from vmmkv.server.protocol import Generate
 from vmmkv.server.structured_output.compiler import GrammarCompiler
 
-HELLO = [{"role": "user", "content": "hello"}]
 COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    byte_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text('{"model_type": "llama", "vocab_size": 258}')
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(model_dir: Path) -> Iterator[Running]:
+def _server(model_dir: Path) -> Iterator[Running]:
     ends = [int(byte_tokenizer().eos_token_id)]
-    ready = type(READY)(
-        **{name: getattr(READY, name) for name in READY.__struct_fields__}
-        | {"model": str(model_dir), "vocabulary_size": 258, "end_tokens": ends}
-    )
+    ready = msgspec.structs.replace(READY, model=str(model_dir), vocabulary_size=258, end_tokens=ends)
     with running_server(ready=ready) as running:
         yield running
         asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(10)
 
 
-def post(server: Running, **body: Any) -> Any:
-    content = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 4, **body})
-    headers = {"Content-Type": "application/json"}
-    return server.http.post("/v1/chat/completions", content=content, headers=headers, timeout=90)
-
-
-def sent(server: Running) -> Generate:
-    return [message for message in server.engine.received if isinstance(message, Generate)][-1]
+@pytest.fixture
+def server(_server: Running) -> Running:
+    _server.reset()
+    return _server
 
 
 @pytest.mark.parametrize(
@@ -60,20 +43,16 @@ def sent(server: Running) -> Generate:
         {"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}},
     ],
 )
-def test_the_engine_is_sent_what_was_asked_for(server: Running, body: dict[str, Any]) -> None:
-    assert post(server, **body).status_code == 200
-    assert sent(server).grammar.startswith(b"{")
+def test_the_engine_is_sent_what_was_asked_for_on_both_routes(server: Running, body: dict[str, Any]) -> None:
+    for reply in (server.chat(max_tokens=4, **body), server.complete(max_tokens=4, **body)):
+        assert reply.status_code == 200, reply.text
+    assert all(request.grammar.startswith(b"{") for request in server.generates)
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}, {"guided_json": None}]
-)
+@pytest.mark.parametrize("body", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
 def test_a_free_answer_has_no_grammar(server: Running, body: dict[str, Any]) -> None:
-    if "guided_json" in body:
-        assert post(server, **body).status_code == 400
-        return
-    assert post(server, **body).status_code == 200
-    assert sent(server).grammar == b""
+    assert server.chat(max_tokens=4, **body).status_code == 200
+    assert server.sent.grammar == b""
 
 
 def schema(value: Any) -> dict[str, Any]:
@@ -98,6 +77,7 @@ def schema(value: Any) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark", "Unknown parameter"),
         ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
+        ({"guided_json": None}, "guided_json", "Unknown parameter"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "send one"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave ignore_eos out"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "or structured_outputs.regex"),
@@ -108,12 +88,8 @@ def schema(value: Any) -> dict[str, Any]:
 def test_what_is_wrong_is_refused_with_its_name_and_a_reason(
     server: Running, body: dict[str, Any], param: str, said: str
 ) -> None:
-    num_sent = len(server.engine.received)
-    reply = post(server, **body)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    error = server.refuses(CHAT, max_tokens=4, **body)
     assert error["param"].rstrip(".") == param and said in error["message"], error
-    assert len(server.engine.received) == num_sent
 
 
 class TestWhileItIsCompiled:
@@ -129,7 +105,7 @@ class TestWhileItIsCompiled:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_request_has_its_time_and_no_more(self, slow: Running, stream: bool) -> None:
-        late = post(slow, structured_outputs={"regex": "a"}, timeout=0.2, stream=stream)
+        late = slow.chat(structured_outputs={"regex": "a"}, timeout=0.2, stream=stream)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "request_timeout")
         assert eventually(lambda: slow.service.queue.num_sequences == 0)
 
@@ -141,7 +117,7 @@ class TestWhileItIsCompiled:
                 raise AssertionError
 
             monkeypatch.setattr(GrammarCompiler, "start", never)
-            asked = threads.submit(post, server, structured_outputs={"regex": "a"})
+            asked = threads.submit(server.chat, structured_outputs={"regex": "a"})
             assert eventually(lambda: server.service.queue.num_sequences == 1)
             server.loop.call_soon_threadsafe(server.client.fail, "The server is shutting down.")
             answered = asked.result(20)
@@ -150,30 +126,9 @@ class TestWhileItIsCompiled:
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_goes_away_gives_the_place_back(self, slow: Running, stream: bool) -> None:
         body = {"model": "tiny", "messages": HELLO, "structured_outputs": {"regex": "a"}, "stream": stream}
-        with asking(slow, "/v1/chat/completions", body):
+        with asking(slow, CHAT, body):
             assert eventually(lambda: slow.service.queue.num_sequences == 1)
         assert eventually(lambda: slow.service.queue.num_sequences == 0)
-
-
-@pytest.mark.parametrize("how", [{"structured_outputs": {"choice": ["a", "b"]}}, {"response_format": {"type": "json_object"}},
-                                 schema(COLOUR)])  # fmt: skip
-def test_completions_have_grammars_too(server: Running, how: dict[str, Any]) -> None:
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, **how}
-    assert server.http.post("/v1/completions", json=body).status_code == 200
-    assert sent(server).grammar
-
-
-def test_a_completion_of_no_tokens_follows_no_format(server: Running) -> None:
-    body = {
-        "model": "tiny",
-        "prompt": "x",
-        "max_tokens": 0,
-        "echo": True,
-        "logprobs": 1,
-        "response_format": {"type": "json_object"},
-    }
-    refused = server.http.post("/v1/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
 class TestStart:
@@ -187,10 +142,10 @@ class TestStart:
 
     def test_one_that_takes_too_long_is_a_503_and_ends(self, fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("vmmkv.server.structured_output.compiler.START_S", 0.05)
-        refused = post(fresh, structured_outputs={"regex": "a"})
+        refused = fresh.chat(structured_outputs={"regex": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_unavailable")
         assert "did not start (not within 0.05 s)" in refused.json()["error"]["message"]
-        assert post(fresh).status_code == 200
+        assert fresh.chat().status_code == 200
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_request_does_not_pay_for_it(self, fresh: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
@@ -203,5 +158,5 @@ class TestStart:
 
         monkeypatch.setattr(GrammarCompiler, "start", start)
         monkeypatch.setattr(GrammarCompiler, "compile", compiled)
-        answer = post(fresh, structured_outputs={"regex": "a"}, timeout=0.9, stream=stream)
+        answer = fresh.chat(structured_outputs={"regex": "a"}, timeout=0.9, stream=stream)
         assert answer.status_code == 200 and "timeout" not in answer.text
