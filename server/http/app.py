@@ -79,7 +79,7 @@ INLINE_CHARS: Final = 4096
 INLINE_LOGPROBS: Final = 512
 """So many log-probabilities are written in a few milliseconds."""
 INLINE_ECHO_TOKENS: Final = 256
-"""Tokens of prompts whose places in their text are found in about a millisecond."""
+"""For so many tokens of prompts, the places in their text are found in about a millisecond."""
 MESSAGE_CHARS: Final = 64
 """A message takes so many characters' time beside its content."""
 
@@ -398,7 +398,7 @@ def _check(service: Service, body: GenerationRequest, state: RequestState, prepa
         pool_tokens=ready.pool_tokens,
         budget_bytes=ready.budget_bytes,
         max_sequences=ready.max_sequences,
-        vocabulary_size=tokenizer.vocab_size,  # a model may have more rows, which are nobody's tokens
+        vocabulary_size=tokenizer.vocab_size,  # the model may have more rows
     )
     if body.priority < 0 and not service.queue.sees_all(state.caller):
         message = f"Invalid priority: {body.priority} goes before the requests of other keys; send 0, or more to go later."

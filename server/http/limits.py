@@ -1,4 +1,4 @@
-"""Admission: whose a request is, how large it may be, and whether there is room for it.
+"""Admission: the caller of a request, its size, and whether there is room for it.
 
     headers ── X-Request-Id ── key ── room in the queue ── body, up to its limit ──> the route      (Guard)
     place ── tokenise ── check_tokens ── engine ── ... ── its end                                    (AdmissionQueue)
@@ -66,7 +66,7 @@ current_id: Final[ContextVar[str]] = ContextVar("request_id", default="-")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is."""
+    """The holder of a key, or any client where no key is needed."""
 
     name: str
     """For logs; not the key."""
@@ -75,7 +75,7 @@ class Caller:
     """Of the key, under the server's secret; empty without a key."""
 
 
-ANYBODY: Final = Caller(name="anybody")
+ANONYMOUS: Final = Caller(name="anonymous")
 
 
 class Throughput:
@@ -158,7 +158,7 @@ class AdmissionQueue:
                 found = caller
         if found is not None and (scheme == b"bearer" or (scheme == b"basic" and not found.is_admin)):
             return found
-        return None if self.needs_key else ANYBODY
+        return None if self.needs_key else ANONYMOUS
 
     def sees_all(self, caller: Caller) -> bool:
         """Whether this caller may see the requests of all, and go before them. With several keys only the administrator."""
@@ -312,7 +312,7 @@ class Guard:
             message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
             raise ApiError(431, message, type="invalid_request_error", code="headers_too_large")
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-        caller = ANYBODY if is_open else self._queue.identify(headers.get(b"authorization"))
+        caller = ANONYMOUS if is_open else self._queue.identify(headers.get(b"authorization"))
         if caller is None:
             raise errors.no_key()
         if path in GENERATION_PATHS and scope["method"] == "POST":

@@ -18,7 +18,7 @@ from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
 from tests.server.support import COMPLETIONS, Running, asking, bearer, eventually, running_server
 from vmmkv.server.config import FrontConfig, read_keys
 from vmmkv.server.engine_client import EngineClient
-from vmmkv.server.http.limits import ANYBODY, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
+from vmmkv.server.http.limits import ANONYMOUS, MAX_BODIES, MOST_RETRY_S, WINDOW_S, AdmissionQueue, Caller, Guard, Throughput
 from vmmkv.server.launch import answered_hosts
 from vmmkv.server.protocol import Forget, Ready, Resize
 
@@ -285,7 +285,7 @@ class TestNamespaces:
 
     def test_each_server_has_its_own_and_without_keys_it_is_the_salt(self, server: Running) -> None:
         assert len({keys.namespace(caller(keys, ONE), None) for keys in (queue(ONE), queue(ONE))}) == 2
-        assert [queue().namespace(ANYBODY, salt) for salt in (None, "s")] == [None, "s"]
+        assert [queue().namespace(ANONYMOUS, salt) for salt in (None, "s")] == [None, "s"]
         assert server.complete(n=2, cache_salt="tenant ä").is_success and server.chat().is_success
         assert [request.cache_salt for request in server.generates] == ["tenant ä", "tenant ä", None]
 
