@@ -483,7 +483,7 @@ class Engine:
     def budget_changed(self) -> None:
         """The memory has another budget: new requests are held against it."""
         self._budget_bytes = self.cache.stats().pool_budget_bytes
-        self._scheduler.num_refused = 0
+        self._scheduler.memory_changed()
         self.report()
 
     def report(self, *, only_if_due: bool = False) -> None:

@@ -80,7 +80,7 @@ class Scheduler:
         """Slots of the requests that decode, the oldest first; None if they have to be looked up."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
-        self.num_refused = 0
+        self._num_refused = 0
         """How many waited when one of them found no room; 0 if there may be room. A try maps memory and evicts cached prefixes,
         so there is no other until memory may have come back, or another request has arrived."""
 
@@ -144,7 +144,7 @@ class Scheduler:
             tokens = request.confirmed_tokens[: len(request.prompt)]
             self._prefix.insert(request.memory, tokens)
             if len(tokens) == len(request.prompt):
-                self.num_refused = 0  # requests that share it need less now
+                self._num_refused = 0  # requests that share it need less now
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """A request is over, or its client is gone. Its memory goes back once the device is done with it.
@@ -154,7 +154,7 @@ class Scheduler:
         if not request.is_running:
             self.waiting.remove(request)
             request.status = Status.FINISHED
-            self.num_refused = 0
+            self._num_refused = 0
             return
         self._stop(request)
         if self._prefix is None or not keep:
@@ -162,6 +162,10 @@ class Scheduler:
         else:
             self._prefix.park(request.memory, request.confirmed_tokens)
         request.leave(Status.FINISHED)
+
+    def memory_changed(self) -> None:
+        """There may be room now for requests that found none."""
+        self._num_refused = 0
 
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
@@ -172,7 +176,7 @@ class Scheduler:
                 sequence.advance_start(group)
                 has_moved |= sequence.start(group) != before
         if has_moved:
-            self.num_refused = 0
+            self._num_refused = 0
         return has_moved
 
     def _slots_decoding(self) -> Slots:
@@ -187,13 +191,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
-        if not self.waiting or (self.running and len(self.waiting) <= self.num_refused):
+        if not self.waiting or (self.running and len(self.waiting) <= self._num_refused):
             return
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
             return
         if num_slots <= 0 and self._num_slots_for(min(request.ask.priority for request in self.waiting)) <= 0:
-            self.num_refused = len(self.waiting)
+            self._num_refused = len(self.waiting)
             return
         queue = _Queue(self.waiting, self.running, self._prefix)
         while num_tokens > 0 and num_left:
@@ -205,7 +209,7 @@ class Scheduler:
             opened = self._open(request) if request.num_slots <= num_slots else None
             if opened is None:  # too few slots or pages
                 if not self._preempt_for(request):
-                    self.num_refused = len(self.waiting)
+                    self._num_refused = len(self.waiting)
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
                 queue = _Queue(self.waiting, self.running, self._prefix)
@@ -331,7 +335,7 @@ class Scheduler:
         """It runs no longer. Of its memory only its own sequence is left."""
         self.running.remove(request)
         self._decoding = None
-        self.num_refused = 0
+        self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
             request.beams = None

@@ -266,8 +266,8 @@ def test_a_salt_never_hits_anothers(harness: Callable[..., Harness]) -> None:
 
 
 def test_windowed_layers_need_their_last_window_only(harness: Callable[..., Harness]) -> None:
-    one = harness(windowed(100, max_position_embeddings=8192), share=True, budget_pages=200, step_tokens=4096)
-    prompt = prompt_of(PAGE_TOKENS + 500)
+    one = harness(windowed(100), share=True, step_tokens=512)
+    prompt = prompt_of(600)
     one.ask("first", prompt)
     one.run()
     longer = [*prompt, *one.tokens("first")[:-1], 5]
