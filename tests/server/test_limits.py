@@ -151,7 +151,7 @@ class TestSizes:
             for content in (large, iter([large[:5000], large[5000:15_000], large[15_000:]])):
                 assert code(http.post(COMPLETIONS, content=content)) == (413, "body_too_large")
             assert server.complete(prompt="a" * 100).status_code == 200
-            assert server.service.queue.held_bytes == 0
+            assert eventually(lambda: server.service.queue.held_bytes == 0)
 
     def test_all_bodies_together_have_a_limit(self) -> None:
         held = queue(max_body_bytes=4096)

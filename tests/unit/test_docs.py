@@ -154,10 +154,9 @@ def test_the_site_fetches_nothing() -> None:
 
 def test_the_public_names_are_in_the_reference() -> None:
     pages = "".join(read(f"reference/{name}.md") for name in ("cache", "prefix", "engine"))
-    drawn = vmmkv.errors.__doc__ or ""
     assert "::: vmmkv.errors" in pages
     for name in vmmkv.__all__:
-        assert f"::: vmmkv.{name}\n" in pages or f"`{name}`" in pages or re.search(rf"\b{name}\b", drawn), name
+        assert f"::: vmmkv.{name}\n" in pages or f"`{name}`" in pages or hasattr(vmmkv.errors, name), name
     for name in vmmkv.server.__all__:
         assert re.search(rf"^::: vmmkv\.server\.\w+\.{name}$", pages, re.MULTILINE), name
 
