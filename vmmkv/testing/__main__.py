@@ -21,7 +21,7 @@ HEAD_DIM: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class KnownKernel:
     """An attention function, and what it needs."""
 
     name: str
@@ -42,7 +42,7 @@ class Candidate:
         return None if device.type == "cuda" else f"{self.library} needs a GPU"
 
 
-def every_kernel() -> tuple[Candidate, ...]:
+def every_kernel() -> tuple[KnownKernel, ...]:
     """vmmkv's own attention functions, and those of `vmmkv.adapters.attention`.
 
     Imports Triton, which reads `TRITON_INTERPRET` when it is first imported.
@@ -52,20 +52,20 @@ def every_kernel() -> tuple[Candidate, ...]:
 
     flash_3, guard = "flash_attn_interface", of.flash_3_guard_tokens
     return (
-        Candidate("vmmkv decode", "decode", decode.decode, capturable=True),
-        Candidate("vmmkv prefill", "prefill", prefill.prefill, capturable=True),
-        Candidate("SDPA, decode", "decode", of.sdpa_decode),
-        Candidate("SDPA grouped, decode", "decode", of.sdpa_decode_grouped),
-        Candidate("SDPA, prefill", "prefill", of.sdpa_prefill),
-        Candidate("FlexAttention, decode", "decode", of.flex_decode),
-        Candidate("FlexAttention, prefill", "prefill", of.flex_prefill),
-        Candidate("FlashAttention-2, decode", "decode", of.flash_2_decode, "flash_attn", capturable=True),
-        Candidate("FlashAttention-2, prefill", "prefill", of.flash_2_prefill, "flash_attn"),
-        Candidate("FlashAttention-3, decode", "decode", of.flash_3_decode, flash_3, guard, capturable=True),
-        Candidate("FlashAttention-3, prefill", "prefill", of.flash_3_prefill, flash_3, guard, capturable=True),
-        Candidate("FlashAttention-3 varlen, prefill", "prefill", of.flash_3_varlen, flash_3, guard, capturable=True),
-        Candidate("FlashInfer, decode", "decode", of.flashinfer_decode, "flashinfer"),
-        Candidate("FlashInfer, prefill", "prefill", of.flashinfer_prefill, "flashinfer"),
+        KnownKernel("vmmkv decode", "decode", decode.decode, capturable=True),
+        KnownKernel("vmmkv prefill", "prefill", prefill.prefill, capturable=True),
+        KnownKernel("SDPA, decode", "decode", of.sdpa_decode),
+        KnownKernel("SDPA grouped, decode", "decode", of.sdpa_decode_grouped),
+        KnownKernel("SDPA, prefill", "prefill", of.sdpa_prefill),
+        KnownKernel("FlexAttention, decode", "decode", of.flex_decode),
+        KnownKernel("FlexAttention, prefill", "prefill", of.flex_prefill),
+        KnownKernel("FlashAttention-2, decode", "decode", of.flash_2_decode, "flash_attn", capturable=True),
+        KnownKernel("FlashAttention-2, prefill", "prefill", of.flash_2_prefill, "flash_attn"),
+        KnownKernel("FlashAttention-3, decode", "decode", of.flash_3_decode, flash_3, guard, capturable=True),
+        KnownKernel("FlashAttention-3, prefill", "prefill", of.flash_3_prefill, flash_3, guard, capturable=True),
+        KnownKernel("FlashAttention-3 varlen, prefill", "prefill", of.flash_3_varlen, flash_3, guard, capturable=True),
+        KnownKernel("FlashInfer, decode", "decode", of.flashinfer_decode, "flashinfer"),
+        KnownKernel("FlashInfer, prefill", "prefill", of.flashinfer_prefill, "flashinfer"),
     )
 
 
