@@ -98,10 +98,10 @@ class TransactionLock:
             while len(self._handlers) > first:
                 _signal.signal(*self._handlers[-1])
                 self._handlers.pop()
-            while not first:
+            while self._arrived and not first:
                 try:
                     number, frame = self._arrived.pop(0)
-                except IndexError:  # none, or a handler that used the pool has called them
+                except IndexError:  # a handler that used the pool has called them meanwhile
                     break
                 handler = _signal.getsignal(number)
                 if callable(handler):
