@@ -26,9 +26,8 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(
-        tmp_path_factory.mktemp("page") / "log", resolve("smollm2-135m"), "--served-model-name", "smollm2-135m"
-    ) as one:
+    resolve("smollm2-135m")
+    with server_process(tmp_path_factory.mktemp("page") / "log", "smollm2-135m") as one:
         yield one
 
 
