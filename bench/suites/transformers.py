@@ -12,6 +12,7 @@ B sequences, K kv heads, T tokens, D head dim, V vocabulary
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,8 +41,6 @@ COMPILED: Final = ", compiled"
 
 _PUBLISHED_TOKENS: Final = 4096
 """The most that a request of `chat` has where its lengths are those that were published."""
-
-
 _FILL_TOKENS: Final = 4096
 """That one pass writes for each sequence where no model runs."""
 _SINGLE_TOKENS: Final = 64
@@ -95,26 +94,12 @@ def absent(settings: Settings) -> dict[str, str]:
 
 def run(recorder: Recorder) -> None:
     """Every part that is wanted."""
+    settings = recorder.settings
     parts = {"memory": _run_memory, "mixed": _run_mixed, "decode": _run_decode}
-    wanted = [name for name in PARTS if recorder.settings.wants(name) and name not in absent(recorder.settings)]
+    wanted = [name for name in PARTS if settings.wants(name) and name not in absent(settings)]
     with torch.no_grad():
         for name in recorder.track(wanted):
-            parts[name](_Context(recorder))
-
-
-class _Context:
-    """The recorder, sizes, and models of a run."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.settings, self.device = recorder, recorder.settings, recorder.settings.device
-        self.sizes: Final = CacheSizes.of(self.settings)
-        self.rows_of: Final = model_of(self.settings.shape.name, tiny=False)
-        """Whose rows are kept where no model runs."""
-        self.decoder: Final = model_of(self.settings.shape.name, tiny=self.settings.small)
-
-    def rows(self, batch: int, pass_tokens: int) -> "Rows":
-        """Random rows of batches."""
-        return Rows(self.rows_of, self.device, batch=batch, pass_tokens=pass_tokens, seed=self.settings.seed)
+            parts[name](recorder, CacheSizes.of(settings))
 
 
 def _config_of(model: ServedModel) -> Any:
@@ -127,24 +112,19 @@ def _config_of(model: ServedModel) -> Any:
 # caches and their memory
 
 
-class Caches:
-    """Opens caches of one system until its `with` block ends.
+class Caches(ExitStack):
+    """Opens caches of one system, and closes them.
 
     A pool's budget is two pages less: for its null page, and for the few numbers by slot that a cache has in torch's memory.
     What torch's allocator may give is limited by a meter.
     """
 
     def __init__(self, system: str, config: Any, device: torch.device, budget_bytes: int) -> None:
-        self._system, self._config, self._stack = system, config, ExitStack()
-        self._pool = Pool(device, budget_bytes=max(budget_bytes, 4 * PAGE_BYTES) - 2 * PAGE_BYTES) if system == VMMKV else None
-        if self._pool is not None:
-            self._stack.callback(self._pool.close)
-
-    def __enter__(self) -> "Caches":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        super().__init__()
+        self._system, self._config, self._pool = system, config, None
+        if system == VMMKV:
+            self._pool = Pool(device, budget_bytes=max(budget_bytes, 4 * PAGE_BYTES) - 2 * PAGE_BYTES)
+            self.callback(self._pool.close)
 
     def open(self, num_sequences: int, max_tokens: int) -> Any:
         """An empty cache for a batch. A StaticCache takes what `max_tokens` need at its first pass."""
@@ -154,7 +134,7 @@ class Caches:
 
         if self._pool is not None:
             cache = VmmCache(self._config, self._pool, max_tokens=max_tokens, slots=num_sequences)
-            self._stack.callback(cache.close)
+            self.callback(cache.close)
             return cache
         if self._system == STATIC:
             return StaticCache(config=self._config, max_cache_len=max_tokens)
@@ -270,20 +250,22 @@ def plan_of(num_tokens: int, *, chunk_tokens: int, steps: int) -> list[int]:
 # memory, mixed
 
 
-def _run_memory(context: _Context) -> None:
-    recorder, rows = context.recorder, context.rows(_MEMORY_BATCH, _FILL_TOKENS)
-    for num_tokens, system in itertools.product(context.sizes.memory_contexts, SYSTEMS):
-        name = f"{context.rows_of.name} memory: {rows.batch} sequences of {num_tokens} + {_SINGLE_TOKENS} tokens"
+def _run_memory(recorder: Recorder, sizes: CacheSizes) -> None:
+    settings = recorder.settings
+    model = model_of(settings.shape.name, tiny=False)
+    rows = Rows(model, settings.device, batch=_MEMORY_BATCH, pass_tokens=_FILL_TOKENS, seed=settings.seed)
+    for num_tokens, system in itertools.product(sizes.memory_contexts, SYSTEMS):
+        name = f"{model.name} memory: {rows.batch} sequences of {num_tokens} + {_SINGLE_TOKENS} tokens"
         plan = plan_of(num_tokens + _SINGLE_TOKENS, chunk_tokens=_FILL_TOKENS, steps=_SINGLE_TOKENS)
         needed_bytes = sum(plan) * rows.token_bytes
         recorder.note(f"{name}, {system}")
         # A budget that nothing here comes near: what is taken is measured, and not forced.
         with (
             recorder.guarded(name, system),
-            Caches(system, _config_of(context.rows_of), context.device, 2 * needed_bytes) as caches,
+            Caches(system, _config_of(model), settings.device, 2 * needed_bytes) as caches,
         ):
             cache = caches.open(rows.batch, sum(plan))
-            with Meter(context.device) as meter:
+            with Meter(settings.device) as meter:
                 rows.write(cache, plan)
                 peak_bytes, taken_bytes = meter.peak_bytes + caches.own_bytes, meter.taken_bytes + caches.own_bytes
             rows.check(cache, plan)
@@ -293,50 +275,50 @@ def _run_memory(context: _Context) -> None:
             recorder.figure(name, system, "waste at the peak", "% of the rows' bytes", waste, 1, 0.0)
 
 
-def _run_mixed(context: _Context) -> None:
+def _run_mixed(recorder: Recorder, sizes: CacheSizes) -> None:
     """How many requests each system holds at once, taken in one order until one does not fit."""
-    sizes, recorder = context.sizes, context.recorder
+    settings = recorder.settings
     chat = workloads.chat(
-        seed=context.settings.seed,
+        seed=settings.seed,
         vocabulary=32_000,
         count=1024,
         max_tokens=sizes.mixed_max_tokens,
         scale=min(1.0, sizes.mixed_max_tokens / _PUBLISHED_TOKENS),
     )
     requests = [(len(ask.prompt), ask.num_out) for ask in chat.asks]
-    rows = context.rows(1, sizes.mixed_max_tokens)
-    name = f"{context.rows_of.name} mixed: {chat.text}, in {format_bytes(sizes.mixed_budget_bytes)}"
+    model = model_of(settings.shape.name, tiny=False)
+    rows = Rows(model, settings.device, batch=1, pass_tokens=sizes.mixed_max_tokens, seed=settings.seed)
+    budget_bytes = sizes.mixed_budget_bytes
+    name = f"{model.name} mixed: {chat.text}, in {format_bytes(budget_bytes)}"
     sums = itertools.accumulate(rows.token_bytes * (prompt + out) for prompt, out in itertools.cycle(requests))
-    most = sum(1 for _ in itertools.takewhile(lambda sum_bytes: sum_bytes <= sizes.mixed_budget_bytes, sums))
+    most = sum(1 for _ in itertools.takewhile(lambda sum_bytes: sum_bytes <= budget_bytes, sums))
     for system in SYSTEMS:
-        with recorder.guarded(name, system):
-            recorder.note(f"{name}, {system}")
-            admitted = _admitted(context, system, rows, requests)
+        recorder.note(f"{name}, {system}")
+        with recorder.guarded(name, system), Caches(system, _config_of(model), settings.device, budget_bytes) as caches:
+            admitted = _admitted(caches, rows, requests, sizes, settings.device)
             if admitted > most:
                 raise WrongNumbers(f"{admitted} sequences were admitted, and the budget has rows for {most}")
             recorder.figure(name, system, "admitted sequences", "sequences", admitted, most, most)
 
 
-def _admitted(context: _Context, system: str, rows: Rows, requests: list[tuple[int, int]]) -> int:
+def _admitted(caches: Caches, rows: Rows, requests: list[tuple[int, int]], sizes: CacheSizes, device: torch.device) -> int:
     """Raises: WrongNumbers if what was written for one of them is something else in the end."""
-    sizes = context.sizes
     running: list[tuple[Any, list[int], int]] = []
-    with Caches(system, _config_of(context.rows_of), context.device, sizes.mixed_budget_bytes) as caches:
-        with Meter(context.device, sizes.mixed_budget_bytes) as meter:
-            first = 0
-            for prompt, out in itertools.cycle(requests):
-                plan = [prompt, *plan_of(out, chunk_tokens=_MIXED_PASS_TOKENS, steps=0)]
-                cache = caches.open(1, sizes.mixed_max_tokens)
-                try:
-                    rows.write(cache, plan, first=first)
-                except (OutOfPages, torch.OutOfMemoryError):
-                    break
-                if meter.taken_bytes + caches.own_bytes > sizes.mixed_budget_bytes:
-                    break
-                running.append((cache, plan, first))
-                first += len(plan)
-        for cache, plan, first in running:
-            rows.check(cache, plan, first=first)
+    first = 0
+    with Meter(device, sizes.mixed_budget_bytes) as meter:
+        for prompt, out in itertools.cycle(requests):
+            plan = [prompt, *plan_of(out, chunk_tokens=_MIXED_PASS_TOKENS, steps=0)]
+            cache = caches.open(1, sizes.mixed_max_tokens)
+            try:
+                rows.write(cache, plan, first=first)
+            except (OutOfPages, torch.OutOfMemoryError):
+                break
+            if meter.taken_bytes + caches.own_bytes > sizes.mixed_budget_bytes:
+                break
+            running.append((cache, plan, first))
+            first += len(plan)
+    for cache, plan, first in running:
+        rows.check(cache, plan, first=first)
     return len(running)
 
 
@@ -359,68 +341,48 @@ Adding up in another order changes bfloat16 by 0.4 % at a time, in each layer; o
 
 @dataclass(slots=True)
 class Expected:
-    """What the first system computed: logits behind the prompt and each step; rows by the number of tokens."""
+    """What the first system computes, against which the others are held; it is held against itself where it repeats a step."""
 
+    dtype: torch.dtype
+    """Of the model."""
     logits_BV: list[torch.Tensor] = field(default_factory=list)
+    """Behind the prompt, and behind each step."""
     rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """K and V of the first and the last layer, by the number of tokens."""
 
-
-class Judge:
-    """Holds one system against what is expected; the first system says what that is. `off` is by name, a sample a step."""
-
-    def __init__(self, expected: Expected, dtype: torch.dtype, *, first: bool) -> None:
-        self._expected, self._first = expected, first
-        self._bounds, self._dtype = BOUNDS[dtype], dtype
-        self._num_taken = 0
-        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.same: dict[str, list[float]] = {}
-        self.off: dict[str, list[float]] = {}
-
-    def take(self, logits_BV: torch.Tensor) -> None:
-        """What was computed. Finding the likeliest is part of a step, and is timed with it."""
-        self._taken = logits_BV, logits_BV.argmax(-1)
-
-    def next_ids(self) -> torch.Tensor:
-        """Of the step to come, int64 [B, 1]: the likeliest by the first system."""
-        return self._expected.logits_BV[self._num_taken - 1].argmax(-1, keepdim=True)
-
-    def judge(self, name: str) -> None:
-        """Compare what was taken last. Raises: WrongNumbers; in float32 the likeliest token must be the same."""
-        assert self._taken is not None, "a step has been run"
-        (logits_BV, tokens_B), self._taken = self._taken, None
-        if self._first:
-            self._expected.logits_BV.append(logits_BV.clone())
-        expected_BV = self._expected.logits_BV[self._num_taken]
+    def check(self, name: str, step: int, logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> "Compared":
+        """Step 0 is the prompt. Raises: WrongNumbers; in float32 the likeliest tokens must be the same."""
+        if step == len(self.logits_BV):
+            self.logits_BV.append(logits_BV.clone())
+        expected_BV, bound = self.logits_BV[step], BOUNDS[self.dtype].logits
         off = _most_off(logits_BV, expected_BV)
         same = float((tokens_B == expected_BV.argmax(-1)).float().mean())
-        self.off.setdefault(name, []).append(off)
-        self.same.setdefault(name, []).append(same)
-        where = f"{name}, {self._num_taken} tokens behind the prompt"
-        if not off <= self._bounds.logits:  # NaN is not
-            raise WrongNumbers(f"{where}: logits are off by {off:.2g} of their length, over {self._bounds.logits}")
-        if self._dtype == torch.float32 and same < 1:
+        where = f"{name}, {step} tokens behind the prompt"
+        if not off <= bound:  # NaN is not
+            raise WrongNumbers(f"{where}: logits are off by {off:.2g} of their length, over {bound}")
+        if self.dtype == torch.float32 and same < 1:
             raise WrongNumbers(f"{where}: {100 * same:.0f} % of the tokens are those that a DynamicCache gives")
-        self._num_taken += 1
+        return Compared(off, same)
 
-    def go_back(self, num_steps: int) -> None:
-        """The last steps are computed again, in another way. The first system is then held against itself."""
-        self._first = False
-        self._num_taken -= num_steps
-
-    def judge_rows(self, cache: Any, num_tokens: int) -> None:
-        """Compare rows of the first and the last layer. Raises: WrongNumbers for one that is another's."""
+    def check_rows(self, cache: Any, num_tokens: int) -> None:
+        """Raises: WrongNumbers for a row that is another's."""
         layers = (0, len(cache.layers) - 1)
         planes = [plane for layer in layers for plane in (cache.layers[layer].keys, cache.layers[layer].values)]
         rows = [plane[:, :, :num_tokens] for plane in planes]
-        if self._first:
-            self._expected.rows[num_tokens] = rows
-        for number, (given, wanted) in enumerate(zip(rows, self._expected.rows[num_tokens], strict=True)):
-            what = f"{'KV'[number % 2]} of layer {layers[number // 2]}"
+        for number, (given, wanted) in enumerate(zip(rows, self.rows.setdefault(num_tokens, rows), strict=True)):
+            what, bound = f"{'KV'[number % 2]} of layer {layers[number // 2]}", BOUNDS[self.dtype].row
             if given.shape != wanted.shape or wanted.shape[2] != num_tokens:
                 raise WrongNumbers(f"{what}: rows {list(given.shape)}, and {num_tokens} tokens were written")
             off = _most_off(given, wanted)
-            if not off <= self._bounds.row:
-                raise WrongNumbers(f"{what}: a row is off by {off:.2g} of its length, over {self._bounds.row}")
+            if not off <= bound:
+                raise WrongNumbers(f"{what}: a row is off by {off:.2g} of its length, over {bound}")
+
+
+class Compared(NamedTuple):
+    """One step of a system against that of the first: by how much logits are off, and the share of tokens that are the same."""
+
+    off: float
+    same: float
 
 
 def _most_off(given: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -437,107 +399,118 @@ class StepKind(NamedTuple):
     again: bool = False
 
 
-def _run_decode(context: _Context) -> None:
+def _run_decode(recorder: Recorder, sizes: CacheSizes) -> None:
     """All systems at all contexts. Where the first system fails, there is nothing to hold the others against."""
     from transformers import AutoModelForCausalLM
 
-    sizes, recorder = context.sizes, context.recorder
-    dtype = torch.bfloat16 if context.settings.on_gpu else torch.float32
-    torch.manual_seed(context.settings.seed)
-    with context.device:
-        config = _config_of(context.decoder)
+    settings, device = recorder.settings, recorder.settings.device
+    served = model_of(settings.shape.name, tiny=settings.small)
+    torch.manual_seed(settings.seed)
+    with device:
+        config, dtype = _config_of(served), torch.bfloat16 if settings.on_gpu else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False).eval()
     # The first system would load kernels and open libraries for all: two chunks and a step, of which nothing is kept.
-    warm_BT = torch.zeros(sizes.batch, 2 * sizes.chunk_tokens + 1, dtype=torch.int64, device=context.device)
-    with Caches(DYNAMIC, config, context.device, 0) as caches:
+    warm_BT = torch.zeros(sizes.batch, 2 * sizes.chunk_tokens + 1, dtype=torch.int64, device=device)
+    with Caches(DYNAMIC, config, device, 0) as caches:
         _prefill(model, warm_BT, caches.open(*warm_BT.shape), sizes.chunk_tokens)
-    generator = torch.Generator().manual_seed(context.settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
     for num_tokens in sizes.contexts:
-        name = f"{context.decoder.name} decode: {num_tokens} tokens, batch {sizes.batch}"
-        ids_BT = torch.randint(context.decoder.vocabulary, (sizes.batch, num_tokens), generator=generator)
+        name = f"{served.name} decode: {num_tokens} tokens, batch {sizes.batch}"
+        ids_BT = torch.randint(served.vocabulary, (sizes.batch, num_tokens), generator=generator)
         with recorder.guarded(name, DYNAMIC):
-            expected = Expected()
+            expected = Expected(dtype)
             for system in SYSTEMS:
                 recorder.note(f"{name}, {system}")
                 with recorder.guarded(name, system) if system != DYNAMIC else nullcontext():
-                    _measure_decode(context, name, system, model, ids_BT.to(context.device), expected)
+                    _measure_decode(recorder, sizes, served, name, system, model, ids_BT.to(device), expected)
         if num_tokens in sizes.compiled:
             torch.compiler.reset()  # else a StaticCache of another length is compiled for any length
     del model
-    release_memory(context.device)
+    release_memory(device)
 
 
-def _measure_decode(context: _Context, name: str, system: str, model: Any, prompt_BT: torch.Tensor, expected: Expected) -> None:
-    sizes, device, recorder = context.sizes, context.device, context.recorder
-    batch, num_tokens = prompt_BT.shape
-    ways, per_way = _ways(context, model, system, num_tokens), sizes.warm_steps + sizes.steps
-    total = num_tokens + sum(per_way for way in ways if not way.again)
-    token_bytes = batch * context.decoder.row_bytes // ITEM_BYTES * model.dtype.itemsize
-    judge = Judge(expected, model.dtype, first=system == DYNAMIC)
+def _measure_decode(
+    recorder: Recorder,
+    sizes: CacheSizes,
+    served: ServedModel,
+    name: str,
+    system: str,
+    model: Any,
+    prompt_BT: torch.Tensor,
+    expected: Expected,
+) -> None:
+    device, (batch, num_tokens) = prompt_BT.device, prompt_BT.shape
+    ways = _ways(model, system, on_gpu=recorder.settings.on_gpu, compiled=num_tokens in sizes.compiled)
+    per_way = sizes.warm_steps + sizes.steps
+    total = num_tokens + per_way * sum(not way.again for way in ways)
+    token_bytes = batch * served.row_bytes // ITEM_BYTES * model.dtype.itemsize
+    step_us: defaultdict[str, list[float]] = defaultdict(list)
+    compared: defaultdict[str, list[Compared]] = defaultdict(list)
+
+    def compared_us(way_name: str, step: int, run: Callable[[], torch.Tensor]) -> float:
+        """How long it takes. No logits outlive it: the next step may run in a CUDA graph that reuses their memory."""
+        took_us, *computed = _timed(device, run)
+        compared[way_name].append(expected.check(way_name, step, *computed))
+        return took_us
+
+    def take_steps(way: StepKind, num_taken: int) -> None:
+        """Behind so many steps. Those that warm up are compared, and not timed."""
+        took_us = []
+        with _attention_of(model, way.name):
+            for step in range(num_taken, num_taken + per_way):
+                ids_B1 = expected.logits_BV[step].argmax(-1, keepdim=True)
+                took_us.append(compared_us(way.name, step + 1, lambda: _logits(way.call, ids_B1, cache)))  # noqa: B023
+        expected.check_rows(cache, num_tokens + num_taken + per_way)
+        step_us[way.name] += took_us[sizes.warm_steps :]
+
     # A budget that nothing here comes near: what is taken is measured in `memory`.
     with Caches(system, model.config, device, total * token_bytes + GIB) as caches:
         cache = caches.open(batch, total)
-        with Meter(device) if context.settings.on_gpu else nullcontext() as meter:
-            prefill_us = _timed_us(device, lambda: judge.take(_prefill(model, prompt_BT, cache, sizes.chunk_tokens)))
-            judge.judge(system)
-            step_us = {system: _steps_us(context, judge, ways[0], model, cache)}
+        with Meter(device) if recorder.settings.on_gpu else nullcontext() as meter:
+            prefill_us = compared_us(system, 0, lambda: _prefill(model, prompt_BT, cache, sizes.chunk_tokens))
+            take_steps(ways[0], 0)
             held_bytes = None if meter is None else meter.peak_bytes + caches.own_bytes
-        written = num_tokens + per_way
-        needed_bytes = written * token_bytes
-        judge.judge_rows(cache, written)
+        num_taken = per_way
         for way in ways[1:]:
             with recorder.guarded(name, way.name) if way.name != system else nullcontext():
                 if way.again:
                     cache.crop(-per_way)
-                    judge.go_back(per_way)
-                    written -= per_way
-                took_us = _steps_us(context, judge, way, model, cache)
-                written += per_way
-                judge.judge_rows(cache, written)
-                step_us.setdefault(way.name, []).extend(took_us)
+                    num_taken -= per_way
+                take_steps(way, num_taken)
+                num_taken += per_way
             if way.name not in step_us:
                 break  # what the cache has now is not known
     recorder.figure(name, system, "prefill", "tok/s", batch * num_tokens / prefill_us * 1e6)
     if held_bytes is not None:
-        recorder.figure(name, system, "peak memory beyond the weights", "GiB", held_bytes / GIB, 1, needed_bytes / GIB)
-    bound_s = decode_s(context.decoder, batch, batch * total)
+        needed_gib = (num_tokens + per_way) * token_bytes / GIB
+        recorder.figure(name, system, "peak memory beyond the weights", "GiB", held_bytes / GIB, 1, needed_gib)
+    bound_s = decode_s(served, batch, batch * total)
     for way_name, samples in step_us.items():
         recorder.samples(name, way_name, "time per token", "ms", [each / 1e3 for each in samples], bound_s * 1e3)
         recorder.samples(name, way_name, "throughput", "tok/s", [batch / each * 1e6 for each in samples], batch / bound_s)
         if way_name != DYNAMIC:
-            same = judge.same[way_name]
+            off, same = zip(*compared[way_name], strict=True)
             recorder.figure(name, way_name, "same tokens", "%", 100 * sum(same) / len(same))
-            recorder.samples(name, way_name, "logits off by", "%", [100 * each for each in judge.off[way_name]])
+            recorder.samples(name, way_name, "logits off by", "%", [100 * each for each in off])
 
 
-def _ways(context: _Context, model: Any, system: str, num_tokens: int) -> list[StepKind]:
+def _ways(model: Any, system: str, *, on_gpu: bool, compiled: bool) -> list[StepKind]:
     """One way after the other, behind one prompt. Compiled steps come last: where they fail, the rest has been measured.
 
     transformers' own `generate` compiles the steps of a StaticCache on a GPU, in the way taken here, and of no other. A model
     over a VmmCache is one graph of torch.compile with vmmkv's attention; memory is mapped while it runs, so there is no CUDA
     graph. The first system takes as many steps, all of them eager.
     """
-    eager, on_gpu = [StepKind(system, model)], context.settings.on_gpu
+    eager = [StepKind(system, model)]
     attending = [StepKind(system + ATTENDING, model, again=True)] if on_gpu and system != STATIC else []
-    if num_tokens not in context.sizes.compiled:
+    if not compiled:
         return eager + attending
     if system == STATIC:
         return [*eager, StepKind(system + COMPILED, model.get_compiled_call(None))]
     if system == VMMKV:
-        compiled = torch.compile(model.__call__, fullgraph=True, dynamic=True)
-        return [*eager, *attending, StepKind(system + ATTENDING + COMPILED, compiled)]
+        graph = torch.compile(model.__call__, fullgraph=True, dynamic=True)
+        return [*eager, *attending, StepKind(system + ATTENDING + COMPILED, graph)]
     return [*eager, *eager, *attending]
-
-
-def _steps_us(context: _Context, judge: Judge, way: StepKind, model: Any, cache: Any) -> list[float]:
-    """How long steps take, behind what the cache has; those that warm up are not among them. Raises: WrongNumbers."""
-    took_us: list[float] = []
-    with _attention_of(model, way.name):
-        for _ in range(context.sizes.warm_steps + context.sizes.steps):
-            ids_B1 = judge.next_ids()
-            took_us.append(_timed_us(context.device, lambda: judge.take(_logits(way.call, ids_B1, cache))))  # noqa: B023
-            judge.judge(way.name)
-    return took_us[context.sizes.warm_steps :]
 
 
 @contextmanager
@@ -572,10 +545,11 @@ def _logits(call: Callable[..., Any], ids_BT: torch.Tensor, cache: Any) -> torch
     return logits_B1V[:, -1]
 
 
-def _timed_us(device: torch.device, run: Callable[[], None]) -> float:
-    """Until the device is done with it."""
+def _timed(device: torch.device, run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """How long logits and the likeliest tokens take until the device is done with them, in us; and these."""
     synchronize(device)
     began_us = now_us()
-    run()
+    logits_BV = run()
+    tokens_B = logits_BV.argmax(-1)
     synchronize(device)
-    return now_us() - began_us
+    return now_us() - began_us, logits_BV, tokens_B

@@ -165,12 +165,7 @@ def test_all_caches_of_transformers_decode_the_same(tmp_path: Path) -> None:
 
 
 def test_logits_and_rows_of_another_token_are_seen() -> None:
-    expected = transformers.Expected()
-    first = transformers.Judge(expected, torch.float32, first=True)
-    logits = torch.randn(2, 8)
-    first.take(logits)
-    first.judge("first")
-    other = transformers.Judge(expected, torch.float32, first=False)
-    other.take(logits + 0.1 * torch.randn(2, 8))
+    expected, logits = transformers.Expected(torch.float32), torch.randn(2, 8)
+    expected.check("first", 0, logits, logits.argmax(-1))
     with pytest.raises(WrongNumbers, match="logits are off by"):
-        other.judge("other")
+        expected.check("other", 0, logits + 0.1 * torch.randn(2, 8), logits.argmax(-1))
