@@ -10,6 +10,7 @@ from tests.kernels.cases import DEVICE
 from vmmkv.kernels import checks
 from vmmkv.kernels.attention.cascade import CascadeTiling
 from vmmkv.kernels.attention.decode import Tiling, tiling
+from vmmkv.kernels.attention.prefill import PrefillTiling
 
 ATTENTION = "vmmkv.kernels.attention"
 
@@ -46,6 +47,13 @@ def cut_decode(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(f"{ATTENTION}.decode.tiling", lambda *shape: cut)
 
     return cut
+
+
+@pytest.fixture
+def cut_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 32 by 32, so that short sequences go through what long ones do."""
+    cut = PrefillTiling(tokens=32, tile_rows=32, num_warps=4)
+    monkeypatch.setattr(f"{ATTENTION}.prefill.prefill_tiling", lambda *shape: cut)
 
 
 @pytest.fixture

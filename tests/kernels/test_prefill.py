@@ -7,18 +7,12 @@ import pytest
 import torch
 
 from bench.baselines.backend import prefill_as_over_blocks
-from tests.kernels.cases import DEVICE, FORMATS, FP16, FP32, NAN, SMALL, index, make_case, some
+from tests.kernels.cases import DEVICE, NAN, SMALL, make_case
 from vmmkv.kernels.attention.decode import decode, workspace_elements
-from vmmkv.kernels.attention.prefill import PrefillTiling, _hopper, prefill
+from vmmkv.kernels.attention.prefill import _hopper
 from vmmkv.kernels.quantise import Kind
 
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> PrefillTiling:
-    """Tiles of 32 by 32, so that short sequences go through what long ones do."""
-    cut = PrefillTiling(tokens=32, tile_rows=32, num_warps=4)
-    monkeypatch.setattr("vmmkv.kernels.attention.prefill.prefill_tiling", lambda *shape: cut)
-    return cut
+pytestmark = pytest.mark.usefixtures("cut_prefill")
 
 
 @pytest.fixture
@@ -32,53 +26,10 @@ def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", rounded_once)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype"),
-    some(
-        [(9, 3, 64, FP16), (3, 1, 80, FP32), (2, 1, 256, FP16)],
-        [(4, 2, 64, FP16), (3, 3, 64, FP32), (3, 1, 80, FP16), (16, 1, 96, FP16), (4, 1, 128, FP32), (1, 1, 16, FP32)],
-    ),
-)
-def test_prefill_is_right_at_every_shape(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case([33, 12, 40, 71], [33, 0, 1, 7], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    case.assert_right(case.attend())
-
-
-@pytest.mark.parametrize(
-    ("lengths", "counts"),
-    some(
-        [([1, 0, 32, 64, 96, 97, 63, 100], [1, 0, 31, 32, 33, 2, 0, 65]), ([16, 17, 129], [16, 17, 129])],
-        [([length], [length]) for length in (1, 15, 63, 111, 127, 128)],
-    ),
-)
-def test_queries_start_anywhere(lengths: list[int], counts: list[int]) -> None:
-    case = make_case(lengths, counts, **SMALL)
-    case.assert_right(case.attend())
-
-
 def test_the_tiling_of_the_library_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     case = make_case([300, 1000], [300, 5], **SMALL | {"head_dim": 128})
     case.assert_right(case.attend())
-
-
-@pytest.mark.parametrize("window", some([1, 63], [17]))
-def test_a_window_reads_nothing_before_it(window: int) -> None:
-    case = make_case([65, 64, 200], [65, 1, 33], window=window, **SMALL)
-    case.assert_right(case.attend(window=window), window=window)
-
-
-@pytest.mark.parametrize(("softcap", "dtype"), some([(0.5, FP16)], [(50.0, FP16), (50.0, FP32)]))
-def test_scores_are_capped_softly(softcap: float, dtype: torch.dtype) -> None:
-    case = make_case([9, 75], [1, 40], **SMALL | {"dtype": dtype})
-    case.assert_right(case.attend(softcap=softcap, scale=0.7), softcap=softcap, scale=0.7)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_an_extreme_score_gives_no_nan(softcap: float | None) -> None:
-    case = make_case([70], [70], **SMALL | {"dtype": FP32})
-    assert case.attend(scale=300.0, softcap=softcap).isfinite().all()
 
 
 def test_rows_at_and_past_the_limit_are_not_read() -> None:
@@ -114,30 +65,10 @@ def test_a_query_rounds_the_same_in_any_chunk_and_batch(window: int | None) -> N
         assert torch.equal(alone, together[13 + first : 13 + stop])
 
 
-@pytest.mark.parametrize(("block", "window"), some([(7, 30), (16, None)], [(1, None), (128, 30)]))
-def test_blocks_give_the_bits_of_slots(block: int, window: int | None) -> None:
-    case = make_case([33, 12, 64, 71], [33, 0, 1, 7], window=window, **SMALL)
-    assert torch.equal(case.attend_in_blocks(block, window=window), case.attend(window=window))
-
-
 def test_prefill_over_slots_by_the_kernel_of_blocks_is_prefill() -> None:
     case = make_case([20, 33], [9, 5], **SMALL)
     for options in ({"limit_S": case.limits(40)}, {"window": 7, "scale": 0.3}):
         assert torch.equal(prefill_as_over_blocks(*case.arguments, **options)[:14], case.attend(**options))
-
-
-@pytest.mark.parametrize(
-    ("kind", "scale", "head_dim", "dtype"),
-    some(
-        [(kind, scale, 96, FP16) for kind, scale in FORMATS[1:]],
-        [(kind, "token", 64, FP32) for kind, scale in FORMATS[1:] if scale == "token"],
-    ),
-)
-def test_quantised_rows_are_dequantised_exactly(kind: Kind, scale: str, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case([33, 12, 71], [33, 1, 7], kind=kind, scale=scale, **SMALL | {"head_dim": head_dim, "dtype": dtype})
-    out = case.attend()
-    case.assert_right(out)
-    assert torch.equal(out, case.attend_in_blocks(16))
 
 
 @pytest.mark.parametrize(
@@ -162,18 +93,6 @@ def test_the_workspace_is_that_of_decode() -> None:
     assert torch.equal(case.attend(workspace=workspace), case.attend())
     with pytest.raises(ValueError, match=f"workspace is {elements - 1} elements"):
         case.attend(workspace=workspace[1:])
-
-
-def test_indices_may_have_64_bits() -> None:
-    case = make_case([50, 77], [33, 1], **SMALL)
-    assert torch.equal(case.with_long_indices().attend(window=60), case.attend(window=60))
-
-
-def test_no_queries_launch_nothing() -> None:
-    case = make_case([5], [5], **SMALL)
-    memory = (case.memory.k, case.memory.v, index(0), index(), index())
-    assert prefill(case.q_NHD[:0], *memory).shape == (0, 2, 64)
-    assert prefill(case.q_NHD, *memory, out=case.poisoned_out()).isnan().all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU it may be imported")
