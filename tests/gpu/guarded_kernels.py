@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from tests.kernels.guarded import Geometry, GuardedMemory, Slot, Span, Stray, attention_strays, spans_around, write_at_the_limit
+from tests.kernels.guarded import GuardedMemory, Slot, Span, Stray, attention_strays, spans_around, write_at_the_limit
 from vmmkv.driver import open_driver
 from vmmkv.driver.base import Access
 from vmmkv.kernels.copy import copy_rows
@@ -29,15 +29,8 @@ LOSSES = ("illegal memory access", "unspecified launch failure")
 class DeviceMemory(GuardedMemory):
     """Slots and tables with some pages mapped. A tensor's own first page always is, as a cache's pad: Triton looks there."""
 
-    geometry = Geometry(
-        rows=NUM_PAGES * PAGE_ROWS,
-        row_bytes=ROW_BYTES,
-        kv_heads=2,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        page_rows=PAGE_ROWS,
-        block=16,
-    )
+    num_rows, row_bytes, kv_heads, head_dim, dtype = NUM_PAGES * PAGE_ROWS, ROW_BYTES, 2, 128, torch.bfloat16
+    page_rows, block = PAGE_ROWS, 16
 
     def __init__(self) -> None:
         self.driver = open_driver(DEVICE)

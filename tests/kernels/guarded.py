@@ -32,11 +32,13 @@ Stray = Callable[[], object]
 """A kernel is told to touch what it may not, and nothing else is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """Rows of K and V of one token, or of payloads, scales and padding; and the rows of a page of memory."""
+class GuardedMemory(ABC):
+    """Where a guard takes memory from, of which only some may be touched.
 
-    rows: int
+    A row is K and V of one token, or their payloads, scales and padding.
+    """
+
+    num_rows: int
     row_bytes: int
     kv_heads: int
     head_dim: int
@@ -44,6 +46,14 @@ class Geometry:
     page_rows: int
     block: int
     """Rows of a block."""
+
+    @abstractmethod
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """uint8 [2, rows, row bytes], of which rows [start, end) of slot 1 may be touched."""
+
+    @abstractmethod
+    def entries(self, first: int, end: int, count: int) -> torch.Tensor:
+        """int32 [count], garbage, of which nothing from `end` on may be touched."""
 
 
 class Slot:
@@ -53,9 +63,9 @@ class Slot:
     Through a table it is the table's one slot, with its blocks in their order.
     """
 
-    def __init__(self, memory_of: "GuardedMemory", start: int, end: int, kind: Kind | None = None) -> None:
-        self.memory_of, self.kind = memory_of, kind
-        self.geometry = at = memory_of.geometry
+    def __init__(self, memory_of: GuardedMemory, start: int, end: int, kind: Kind | None = None) -> None:
+        self.memory_of = at = memory_of
+        self.kind = kind
         first, last = start // at.page_rows * at.page_rows, round_up(end, at.page_rows)
         self.rows_STE = memory_of.rows(first, last)
         self.scales: dict[str, torch.Tensor] = {}
@@ -90,13 +100,13 @@ class Slot:
         """K, V and scales of the same memory as physical blocks."""
 
         def split(view: torch.Tensor) -> torch.Tensor:
-            return view.unflatten(1, (-1, self.geometry.block)).flatten(0, 1)
+            return view.unflatten(1, (-1, self.memory_of.block)).flatten(0, 1)
 
         return split(self.k), split(self.v), {name: split(scale) for name, scale in self.scales.items()}
 
     def table(self, first: int, end: int) -> torch.Tensor:
         """The table of the slot's blocks, of which only the entries [first, end) may be used."""
-        num_blocks = self.geometry.rows // self.geometry.block
+        num_blocks = self.memory_of.num_rows // self.memory_of.block
         table = self.memory_of.entries(first, end, num_blocks)
         table[first:end] = torch.arange(first, end, dtype=torch.int32, device=table.device) + num_blocks
         return table.view(1, -1)
@@ -107,20 +117,6 @@ class Slot:
         if self.kind is None:
             return self.k[rows].float(), self.v[rows].float()
         return dequantise(self.k[rows], self.scales["k_scale"][rows]), dequantise(self.v[rows], self.scales["v_scale"][rows])
-
-
-class GuardedMemory(ABC):
-    """Where a guard takes memory from, of which only some may be touched."""
-
-    geometry: Geometry
-
-    @abstractmethod
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """uint8 [2, rows, row bytes], of which rows [start, end) of slot 1 may be touched."""
-
-    @abstractmethod
-    def entries(self, first: int, end: int, count: int) -> torch.Tensor:
-        """int32 [count], garbage, of which nothing from `end` on may be touched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +137,7 @@ class Span:
 
     def query(self, slot: Slot) -> torch.Tensor:
         """Two query heads to a kv head."""
-        at = slot.geometry
+        at = slot.memory_of
         return torch.randn(max(self.count, 1), 2 * at.kv_heads, at.head_dim, device=slot.device).to(at.dtype)
 
     def attend(self, slot: Slot, q_NHD: torch.Tensor | None = None, *, paged: bool = False) -> torch.Tensor:
@@ -155,7 +151,7 @@ class Span:
         if paged:
             start, end = self.rows
             k, v, scales = slot.blocks()
-            options["tables_SC"] = slot.table(start // slot.geometry.block, ceil_div(end, slot.geometry.block))
+            options["tables_SC"] = slot.table(start // slot.memory_of.block, ceil_div(end, slot.memory_of.block))
             return (prefill if self.count else decode)(q_NHD, k, v, *where, **scales, **options)
         return (prefill if self.count else decode)(q_NHD, slot.k, slot.v, *where, **slot.scales, **options)
 
@@ -193,7 +189,7 @@ def spans_around(page: int) -> list[Span]:
 
 def write(slot: Slot, position: int, limit: int, table: torch.Tensor | None = None) -> None:
     """Append one token of sevens, through a table if there is one."""
-    at = slot.geometry
+    at = slot.memory_of
     token_NKD = torch.full((1, at.kv_heads, at.head_dim), 7.0, dtype=at.dtype, device=slot.device)
     if table is None:
         where = (slot.index(1), slot.index(position), slot.index(0, limit))
@@ -208,7 +204,7 @@ def write_at_the_limit(memory_of: GuardedMemory, limit: int, kind: Kind | None, 
     """Append on both sides of the limit, at which memory and table end."""
     slot = Slot(memory_of, 0, limit, kind)
     for position in (limit - 1, limit):
-        write(slot, position, limit, slot.table(0, limit // slot.geometry.block) if paged else None)
+        write(slot, position, limit, slot.table(0, limit // slot.memory_of.block) if paged else None)
     for values in slot.values(limit - 1, limit):
         torch.testing.assert_close(values, torch.full_like(values, 7.0), rtol=1e-3, atol=0)
 
@@ -228,7 +224,7 @@ def attention_strays(memory_of: GuardedMemory, page: int) -> dict[str, Stray]:
         one = slot(0, end + page)
         k, v, _ = one.blocks()
         query = Span(length=1).query(one)
-        table = one.table(0, end // one.geometry.block)
+        table = one.table(0, end // one.memory_of.block)
         return decode(query, k, v, one.index(end + 1), one.index(0), tables_SC=table)
 
     def append_past(kind: Kind | None = None, *, entries: int = 0) -> Stray:
@@ -252,7 +248,7 @@ def attention_strays(memory_of: GuardedMemory, page: int) -> dict[str, Stray]:
         "prefill-window-before": lambda: dataclasses.replace(window, count=5, window=13).attend(slot(8 * page, 9 * page)),
         "append-past": append_past(),
         "append-quantised-past": append_past("int4"),
-        "append-paged-past": append_past(entries=end // memory_of.geometry.block + 1),
+        "append-paged-past": append_past(entries=end // memory_of.block + 1),
     }
 
 
@@ -280,9 +276,8 @@ class Guarded:
 class HostMemory(GuardedMemory):
     """Guarded slots, of which nothing else may be touched; guarded tables, of which nothing outside [first, end) may be."""
 
-    geometry = Geometry(
-        rows=ROWS, row_bytes=ROW_BYTES, kv_heads=1, head_dim=64, dtype=torch.float16, page_rows=PAGE_ROWS, block=PAGE_ROWS
-    )
+    num_rows, row_bytes, kv_heads, head_dim, dtype = ROWS, ROW_BYTES, 1, 64, torch.float16
+    page_rows = block = PAGE_ROWS
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         guarded = Guarded(2 * ROWS * ROW_BYTES, ((ROWS + start) * ROW_BYTES, (ROWS + end) * ROW_BYTES))
