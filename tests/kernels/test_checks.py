@@ -5,6 +5,7 @@ What `checks` refuses is tried once in full, by decode. Of other launchers each 
 
 import re
 from collections.abc import Callable
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import pytest
@@ -48,29 +49,9 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
 
 
-def meta(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor on another device."""
-    return tensor.to("meta")
-
-
-def first(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[0]
-
-
-def shorter(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:-1]
-
-
-def narrower(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[..., :-8]
-
-
-def doubles(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double()
-
-
-def long(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.long()
+first, shorter = itemgetter(0), itemgetter(slice(-1))
+narrower = itemgetter((..., slice(-8)))
+long, doubles, meta = torch.Tensor.long, torch.Tensor.double, methodcaller("to", "meta")
 
 
 def attention(launch: Launch, kind: Any = None, scale: str = "token", block: int = 0) -> Arguments:
