@@ -168,7 +168,7 @@ def test_rows_at_and_past_the_limit_are_not_read() -> None:
 
 def llama_arena(num_slots: int, num_rows: int, layer: int) -> Memory:
     """K and V of one layer of 32 with 8 kv heads of 128, all layers of a token in one row of 65,536 elements."""
-    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=BF16)
+    arena = torch.empty(num_slots, num_rows, 32, 2, 8, 128, dtype=BF16, device=DEVICE)
     k, v = arena[:, :, layer, 0], arena[:, :, layer, 1]
     k.fill_(NAN)
     v.fill_(NAN)

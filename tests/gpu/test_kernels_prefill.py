@@ -54,7 +54,7 @@ def test_counts_and_offsets_around_every_tile() -> None:
 def test_strides_may_be_any() -> None:
     case = make_case(LENGTHS, COUNTS, **BF16_128)
     expected = case.attend()
-    wide = torch.full((case.q_NHD.shape[0], 13, 128), NAN, dtype=BF16)
+    wide = torch.full((case.q_NHD.shape[0], 13, 128), NAN, dtype=BF16, device=DEVICE)
     wide[:, 2:10] = case.q_NHD
     # K and V with all heads of a slot one behind the other, and each head's rows together.
     k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (case.memory.k, case.memory.v))
