@@ -36,6 +36,8 @@ from vmmkv.units import GIB, MIB, PAGE_BYTES
 PARTS: Final = ("requests", "chat", "attach", "tree")
 _PLAIN: Final = "llama-3.1-8b"
 """The shape whose workloads are named without it."""
+_NO_SHARING: Final = "none"
+"""The engine without a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ def run(recorder: Recorder) -> None:
             recorder.guarded(f"{prefix}requests and chat"),
             opened(context, sizes.limits, systems_on(settings.device), without_prefixes=True) as systems,
         ):
+            _warm_up(context, sizes, systems)
             if settings.wants("requests"):
                 for tokens in recorder.track(sizes.prefixes, lambda tokens: f"{tokens} tokens shared"):
                     names = [
@@ -126,10 +129,22 @@ def run(recorder: Recorder) -> None:
 # requests and conversations, by the engine
 
 
+def _warm_up(context: Context, sizes: PrefixSizes, systems: Sequence[Any]) -> None:
+    """A round of each system with a short prefix, which has no rows: the first creates memory that later ones find."""
+    waves = [_wave(context, sizes, min(sizes.prefixes), sizes.rounds, number) for number in range(2)]
+    for system in systems:
+        context.recorder.note(f"warming up, {system.name}")
+        for number, wave in enumerate(waves):
+            system.run(wave, keep=number > 0)
+
+
 def _measure_requests(
     context: Context, sizes: PrefixSizes, systems: Sequence[Any], prefix_tokens: int, names: Sequence[str]
 ) -> None:
-    """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix."""
+    """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix.
+
+    Without sharing each run computes every prompt: one run of each state takes longer than all others, and is enough.
+    """
     recorder, settings = context.recorder, context.settings
     runs: dict[tuple[str, str], list[ServedRun]] = {}
     held_bytes: dict[tuple[str, str], int] = {}
@@ -138,7 +153,8 @@ def _measure_requests(
         if not round_:
             offs = checked(context, systems, waves[0], 2)
         for system in systems if round_ % 2 == 0 else reversed(systems):
-            for number, wave in enumerate(waves):
+            num_waves = len(waves) if system.name != _NO_SHARING else 0 if round_ else 2
+            for number, wave in enumerate(waves[:num_waves]):
                 name = names[number > 0]
                 recorder.note(f"{name}, {system.name}")
                 runs.setdefault((name, system.name), []).append(system.run(wave, keep=number > 0))
@@ -147,9 +163,8 @@ def _measure_requests(
         first = runs[name, systems[0].name]
         for system in systems:
             of_system = runs[name, system.name]
-            sames = [
-                share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in zip(of_system, first, strict=True)
-            ]
+            pairs = zip(of_system, first, strict=system.name != _NO_SHARING)
+            sames = [share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in pairs]
             recorder.samples(name, system.name, "total", "s", [run.seconds for run in of_system])
             _add_rows(context, name, system.name, of_system, held_bytes[name, system.name])
             if system is not systems[0]:
@@ -198,7 +213,7 @@ def _add_rows(context: Context, name: str, system: str, runs: Sequence[ServedRun
     add = context.recorder.samples
     add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
     add(name, system, "prompt tokens attached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
-    if system != "none":
+    if system != _NO_SHARING:
         context.recorder.figure(name, system, "memory, held", "GiB", held_bytes / GIB)
 
 
