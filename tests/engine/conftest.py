@@ -223,8 +223,11 @@ class Harness:
         assert calls["create"] == calls["release"] and calls["map"] == calls["unmap"]
 
 
+MakeHarness = Callable[..., Harness]
+
+
 @pytest.fixture
-def harness() -> Iterator[Callable[..., Harness]]:
+def harness() -> Iterator[MakeHarness]:
     """Makes harnesses, and closes them after the test."""
     made: list[Harness] = []
 

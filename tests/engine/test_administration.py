@@ -2,13 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable
 
 import pytest
 
-from tests.engine.conftest import Harness, prompt_of
+from tests.engine.conftest import Harness, MakeHarness, prompt_of
 from vmmkv.memory.memory_map import SlotMap
-from vmmkv.server.engine import administration
 from vmmkv.server.engine.administration import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
 
@@ -27,7 +25,7 @@ def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:
     return MapMaker(one.cache, one.engine.request_in, send), maps
 
 
-def test_no_map_is_sent_unless_asked(harness: Callable[..., Harness]) -> None:
+def test_no_map_is_sent_unless_asked(harness: MakeHarness) -> None:
     mapper, maps = maker(harness())
     mapper.work(math.inf)
     assert maps == []
@@ -38,7 +36,7 @@ def test_no_map_is_sent_unless_asked(harness: Callable[..., Harness]) -> None:
     assert [(each.num_slots, each.slot_pages, each.slots) for each in maps] == [(8, [4], [])]
 
 
-def test_the_map_has_every_mapped_page_and_names_the_requests(harness: Callable[..., Harness]) -> None:
+def test_the_map_has_every_mapped_page_and_names_the_requests(harness: MakeHarness) -> None:
     one = harness(step_tokens=8192)
     mapper, maps = maker(one)
     one.ask("a", prompt_of(3000, 1), 8)
@@ -54,27 +52,7 @@ def test_the_map_has_every_mapped_page_and_names_the_requests(harness: Callable[
     one.run()
 
 
-def test_a_map_is_made_in_slices_and_is_whole_in_the_end(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(administration, "_AT_ONCE", 1)
-    one = harness(slots=8)
-    for index in range(6):
-        one.ask(str(index), prompt_of(9, index), 40)
-    one.engine.step()
-    mapper, maps = maker(one)
-    mapper.ask()
-    num_slices = 0
-    while not maps:
-        mapper.work(0.001)
-        one.engine.step()
-        num_slices += 1
-    assert num_slices >= 3
-    assert len(maps[0].slots) == 6
-    one.run()
-
-
-def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(harness: Callable[..., Harness]) -> None:
+def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(harness: MakeHarness) -> None:
     mapper, maps = maker(harness())
     mapper.ask()
     mapper.work(1e6)
@@ -86,7 +64,7 @@ def test_after_a_map_there_is_none_for_many_times_as_long_but_when_idle(harness:
     assert len(maps) == 2
 
 
-def test_the_first_answer_says_how_long_it_was_queued(harness: Callable[..., Harness]) -> None:
+def test_the_first_answer_says_how_long_it_was_queued(harness: MakeHarness) -> None:
     one = harness(slots=1)
     for name in ("a", "b"):
         one.ask(name, prompt_of(5), 6)
@@ -99,7 +77,7 @@ def test_the_first_answer_says_how_long_it_was_queued(harness: Callable[..., Har
     assert one.outputs("b")[0].queued_us > one.outputs("a")[0].queued_us
 
 
-def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Callable[..., Harness]) -> None:
+def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: MakeHarness) -> None:
     one = harness(step_tokens=8192, share=True)
     prompt = prompt_of(PAGE_TOKENS + 10)
     one.ask("a", prompt, 2)
@@ -113,7 +91,7 @@ def test_the_snapshot_counts_what_was_attached_and_what_is_used_once(harness: Ca
 
 
 def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of long sequences have thousands of extents: sixteen of them are no slice."""
     one = harness(slots=8)
@@ -132,6 +110,7 @@ def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
     mapper.ask()
     while not maps:
         mapper.work(SLICE_US)
+        one.engine.step()
     assert looked == [1] * 8 and len(maps[0].slots) == 8
     looked.clear()
     mapper.ask()
@@ -140,7 +119,7 @@ def test_a_slice_has_no_more_slots_than_fit_where_each_takes_long(
     one.run()
 
 
-def test_a_larger_budget_admits_requests_that_found_no_room(harness: Callable[..., Harness]) -> None:
+def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness) -> None:
     one = harness(slots=4, budget_pages=2, step_tokens=4096)
     one.ask("a", prompt_of(1500, 1), 500)
     one.ask("b", prompt_of(4000, 2), 20)

@@ -1,12 +1,11 @@
 """A request that can never be served is refused when it arrives, with the reason; no other request is."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, wide_rows, windowed
+from tests.engine.conftest import VOCABULARY, MakeHarness, prompt_of, wide_rows, windowed
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.engine.kv_backend import least_bytes
 
@@ -36,7 +35,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_alone_with_the_reason(harness: Callable[..., Harness]) -> None:
+def test_what_cannot_be_served_is_refused_alone_with_the_reason(harness: MakeHarness) -> None:
     one = harness(ours=True, slots=4)
     one.ask("before", prompt_of(9))
     for name, options, _ in REFUSED:
@@ -53,9 +52,7 @@ WINDOWS = pytest.mark.parametrize("model", [wide_rows, windowed])
 
 @WINDOWS
 @pytest.mark.parametrize("share", [False, True])
-def test_a_request_that_never_fits_is_refused_while_others_run(
-    harness: Callable[..., Harness], model: Any, share: bool
-) -> None:
+def test_a_request_that_never_fits_is_refused_while_others_run(harness: MakeHarness, model: Any, share: bool) -> None:
     one = harness(model(), ours=True, budget_pages=5, step_tokens=512, share=share)
     one.ask("runs", prompt_of(20), 30)
     one.step()
@@ -68,7 +65,7 @@ def test_a_request_that_never_fits_is_refused_while_others_run(
     assert len(one.tokens("runs")) == 30 and "runs" not in one.failures()
 
 
-def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness: Callable[..., Harness]) -> None:
+def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness: MakeHarness) -> None:
     one = harness(wide_rows(), budget_pages=5)
     one.ask("prompt", prompt_of(400), 40)
     one.ask("beams", prompt_of(64), 129, beam_width=3)
@@ -86,7 +83,7 @@ def test_a_refusal_says_what_was_asked_what_there_is_and_what_would_work(harness
 @WINDOWS
 @pytest.mark.parametrize(("num_prompt", "num_new", "width"), [(320, 1, 0), (257, 64, 0), (64, 65, 4), (1, 128, 2)])
 def test_what_fits_to_the_last_row_is_not_refused(
-    harness: Callable[..., Harness], model: Any, num_prompt: int, num_new: int, width: int
+    harness: MakeHarness, model: Any, num_prompt: int, num_new: int, width: int
 ) -> None:
     one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
     one.ask("full", prompt_of(num_prompt), num_new, beam_width=width)
@@ -94,7 +91,7 @@ def test_what_fits_to_the_last_row_is_not_refused(
     assert not one.failures()
 
 
-def test_a_request_that_may_stop_early_is_not_refused_for_its_limit(harness: Callable[..., Harness]) -> None:
+def test_a_request_that_may_stop_early_is_not_refused_for_its_limit(harness: MakeHarness) -> None:
     one = harness(wide_rows(), budget_pages=5, step_tokens=512)
     first = one.expected(prompt_of(300), 1)
     one.ask("stops", prompt_of(300), 400, stop_token_ids=first)

@@ -1,7 +1,7 @@
 """Requests come, wait, run, give way, fail and leave; memory follows them, and each is answered once."""
 
+import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import Harness, prompt_of, tiny_model, windowed
+from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError
 from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.request import RequestTable
+from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Snapshot
 
 
-def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness]) -> None:
+def test_memory_follows_the_tokens_and_comes_back(harness: MakeHarness) -> None:
     one = harness(step_tokens=4096)
     one.ask("a", prompt_of(4000), 4)
     one.engine.step()
@@ -30,7 +31,7 @@ def test_memory_follows_the_tokens_and_comes_back(harness: Callable[..., Harness
     assert last.generated_tokens == 4 and last.prompt_tokens == 4000
 
 
-def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: Callable[..., Harness]) -> None:
+def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: MakeHarness) -> None:
     one = harness(slots=40)
     for index in range(40):
         one.ask(str(index), prompt_of(5, index), 8)
@@ -44,29 +45,33 @@ def test_of_many_at_once_the_first_begin_before_all_have_memory(harness: Callabl
         assert one.tokens(str(index)) == one.expected(prompt_of(5, index), 8)
 
 
-def test_a_step_that_fails_ends_its_requests_only(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = harness(slots=2)
-    for name in "abc":
-        one.ask(name, prompt_of(5))
-    forward = one.runner.forward
-    calls = 0
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("part", ["forward", "wait"])
+def test_a_step_that_fails_ends_its_requests_only(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, part: str, lookahead: int
+) -> None:
+    """As it is launched, or as it is read."""
+    one = harness(slots=2, lookahead=lookahead, step_tokens=8)
+    for index, name in enumerate("abcd"):
+        one.ask(name, prompt_of(5 + index), 12)
+    owner: Any = one.runner if part == "forward" else Readback
+    real, calls = getattr(owner, part), itertools.count(1)
 
     def failing(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        if next(calls) == 5:
             raise RuntimeError("out of luck")
-        return forward(*args)
+        return real(*args)
 
-    monkeypatch.setattr(one.runner, "forward", failing)
+    monkeypatch.setattr(owner, part, failing)
     one.run()
     assert one.failures().keys() == {"a", "b"} and "out of luck" in one.failures()["a"]
-    assert one.tokens("c") == one.expected(prompt_of(5))
-    for name in "ab":
-        assert one.tokens(name) == one.expected(prompt_of(5))[: len(one.tokens(name))], "what came before was right"
+    for index, name in enumerate("abcd"):
+        wanted = one.expected(prompt_of(5 + index), 12)
+        assert one.tokens(name) == (wanted if name in "cd" else wanted[: len(one.tokens(name))])
+        assert one.finish_reasons(name).count("length") == (name in "cd")
 
 
-def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_does_not_end_the_engine(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
     one.ask("a", prompt_of(5))
     with monkeypatch.context() as patch:
@@ -82,12 +87,12 @@ def test_a_driver_that_fails_does_not_end_the_engine(harness: Callable[..., Harn
     assert one.tokens("b") == one.expected(prompt_of(5))
 
 
-def test_finish_reasons(harness: Callable[..., Harness]) -> None:
+def test_finish_reasons(harness: MakeHarness) -> None:
     one = harness()
     free = one.expected(prompt_of(5), 8)
     stop = next(token for token in free if free.index(token) > 1)
     ended = harness(eos_ids=frozenset([stop]))
-    ended.ask("eos", prompt_of(5))
+    ended.ask("eos", prompt_of(5), logprobs=0)
     ended.ask("ignored", prompt_of(5), ignore_eos=True)
     ended.ask("stop id", prompt_of(5), ignore_eos=True, stop_token_ids=[stop])
     ended.run()
@@ -96,11 +101,12 @@ def test_finish_reasons(harness: Callable[..., Harness]) -> None:
     assert ended.tokens("ignored") == free and ended.finish_reasons("ignored")[-1] == "length"
     assert ended.tokens("stop id") == before and ended.finish_reasons("stop id")[-1] == "stop"
     assert all(reason is None for reason in ended.finish_reasons("eos")[:-1])
+    assert len(ended.logprobs("eos")) == len(before) + 1, "the end token has one, though it is not sent"
 
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_logits_that_are_no_numbers_fail_their_request_alone(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, after: int
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     one = harness()
     one.ask("good", prompt_of(5))
@@ -128,7 +134,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
 
 
 def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = harness()
     one.ask("a", prompt_of(5))
@@ -147,7 +153,7 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
             one.engine.step()
 
 
-def test_a_failure_to_map_ahead_fails_no_request(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_map_ahead_fails_no_request(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
     one.ask("a", prompt_of(5))
 
@@ -160,7 +166,7 @@ def test_a_failure_to_map_ahead_fails_no_request(harness: Callable[..., Harness]
     assert one.tokens("a") == one.expected(prompt_of(5))
 
 
-def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: Callable[..., Harness]) -> None:
+def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: MakeHarness) -> None:
     one = harness(step_tokens=6)
     one.ask("greedy", prompt_of(9), 5, logprobs=0)
     one.ask("beside", prompt_of(4), 5)
@@ -176,33 +182,14 @@ def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: Callabl
         assert one.logprobs(name) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_an_end_token_has_a_log_probability_though_it_is_not_sent(harness: Callable[..., Harness]) -> None:
-    free = harness().expected(prompt_of(5), 8)
-    stop = next(token for token in free if free.index(token) > 1)
-    one = harness(eos_ids=frozenset([stop]))
-    one.ask("a", prompt_of(5), logprobs=0)
-    one.run()
-    assert len(one.logprobs("a")) == len(one.tokens("a")) + 1 == free.index(stop) + 1
-
-
-def test_the_first_message_alone_says_what_was_cached(harness: Callable[..., Harness]) -> None:
-    one = harness(step_tokens=4, share=True)
-    for name in ("a", "b"):
-        one.ask(name, prompt_of(9), 3)
-        one.run()
-    sent = [output.cached_tokens for output in one.outputs("b")]
-    assert sent == [8, 0, 0]
-
-
 PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_beams_do_not_count_into_anothers_penalties(harness: Callable[..., Harness], share: bool) -> None:
+def test_beams_do_not_count_into_anothers_penalties(harness: MakeHarness) -> None:
     alone = harness(slots=6, ours=True)
     alone.ask("B", prompt_of(12, 1), 30, **PENALTIES)
     alone.run()
-    one = harness(slots=6, ours=True, share=share)
+    one = harness(slots=6, ours=True, share=True)
     one.ask("plain", prompt_of(9, 5), 12)
     one.step()
     one.ask("A", prompt_of(10, 2), 6, **PENALTIES)
@@ -213,14 +200,12 @@ def test_beams_do_not_count_into_anothers_penalties(harness: Callable[..., Harne
         one.step()
     one.ask("B", prompt_of(12, 1), 30, **PENALTIES)
     one.step()
-    one.ask("beams", prompt_of(20, 3), 25, beam_width=4 if share else 3)
+    one.ask("beams", prompt_of(20, 3), 25, beam_width=4)
     one.run()
     assert one.tokens("B") == alone.tokens("B")
 
 
-def test_one_that_cannot_begin_changes_no_other_of_its_step(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_begin_changes_no_other_of_its_step(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, dict[str, Any]] = {
         "plain": {"temperature": 1.0, "seed": 3},
         "bad": PENALTIES,
@@ -249,7 +234,7 @@ def test_one_that_cannot_begin_changes_no_other_of_its_step(
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Harness], share: bool) -> None:
+def test_there_are_slots_for_as_many_again_as_may_run(harness: MakeHarness, share: bool) -> None:
     """The device still reads the slots of ended requests when the next ones begin."""
     one = harness(slots=3, ours=True, share=share, max_sequences=3, open_memory=kv_backend.SlotBackend.open, max_tokens=64)
     one.pool = one.cache.pool
@@ -260,36 +245,7 @@ def test_there_are_slots_for_as_many_again_as_may_run(harness: Callable[..., Har
     assert one.failures() == {} and all(len(one.tokens(str(index))) == 6 for index in range(9))
 
 
-def test_requests_that_begin_in_a_step_take_one_upload(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = harness(slots=6, ours=True)
-    uploads: list[int] = []
-    assign = one.runner.sampler.assign
-
-    def counting(entries: Any) -> None:
-        uploads.append(len(entries))
-        assign(entries)
-
-    monkeypatch.setattr(one.runner.sampler, "assign", counting)
-    for index in range(5):
-        one.ask(str(index), prompt_of(10, index), 6, temperature=1.0, seed=index)
-    one.run()
-    assert uploads == [5]
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_what_a_window_gives_back_lets_others_in(harness: Callable[..., Harness], share: bool) -> None:
-    one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300, share=share)
-    one.ask("long", prompt_of(250), 150)
-    one.step()
-    one.ask("short", prompt_of(100, 1), 10)
-    for _ in range(60):
-        one.step()
-    assert one.outputs("short") and one.engine._scheduler.num_preempted == 0
-
-
-def test_windows_slide_before_any_preemption(harness: Callable[..., Harness]) -> None:
+def test_windows_slide_before_any_preemption(harness: MakeHarness) -> None:
     one = harness(windowed(), slots=4, ours=True, budget_pages=5, step_tokens=300)
     one.ask("a", prompt_of(120), 200)
     one.ask("b", prompt_of(125, 1), 200)
@@ -297,7 +253,7 @@ def test_windows_slide_before_any_preemption(harness: Callable[..., Harness]) ->
     assert one.engine._scheduler.num_preempted == 0
 
 
-def test_a_token_that_the_device_had_no_room_for_is_no_answer(harness: Callable[..., Harness]) -> None:
+def test_a_token_that_the_device_had_no_room_for_is_no_answer(harness: MakeHarness) -> None:
     one = harness(slots=4, ours=True, lookahead=0)
     one.ask("a", prompt_of(12, 1), 10)
     one.step()
@@ -306,7 +262,7 @@ def test_a_token_that_the_device_had_no_room_for_is_no_answer(harness: Callable[
     assert min(one.tokens("a")) >= 0 and one.failures().keys() == {"a"}
 
 
-def test_idle_time_is_no_steps_time(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_is_no_steps_time(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness(ours=True)
     one.ask("a", prompt_of(12), 3)
     one.run()
@@ -317,7 +273,7 @@ def test_idle_time_is_no_steps_time(harness: Callable[..., Harness], monkeypatch
     assert one.engine._step_us < 60e6, "of the hour some has come in"
 
 
-def test_a_short_common_prefix_is_not_waited_for(harness: Callable[..., Harness]) -> None:
+def test_a_short_common_prefix_is_not_waited_for(harness: MakeHarness) -> None:
     one = harness(ours=True, share=True, step_tokens=256)
     for index in range(8):
         one.ask(str(index), [1, 2, 3, *prompt_of(20, index + 1)], 4)

@@ -1,7 +1,6 @@
 """Tokens are those of transformers' generate, in float32, and depend on the request alone: not on batch, step or preemption."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from tests.engine.conftest import Harness, prompt_of, tiny_model, windowed
+from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv.server.engine import attention
 from vmmkv.server.engine.models.transformers import TransformersModel
 
@@ -30,7 +29,7 @@ QUESTIONS = (
 
 
 @pytest.mark.nightly
-def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
+def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: MakeHarness) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # so that all run to the end
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -50,20 +49,7 @@ def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., 
     }
 
 
-@pytest.mark.parametrize("step_tokens", [7, 64, 4096])
-def test_whatever_the_size_of_a_step(harness: Callable[..., Harness], step_tokens: int) -> None:
-    one = harness(step_tokens=step_tokens)
-    prompts = {str(length): prompt_of(length, length) for length in (1, 2, 63, 130)}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt), name
-
-
-def test_queries_under_a_mask_are_attended_to_in_blocks(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_under_a_mask_are_attended_to_in_blocks(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_SCORES_BYTES", 2**20)
     one = harness(windowed(), step_tokens=300, budget_pages=40)
     prompt = prompt_of(500)
@@ -72,7 +58,7 @@ def test_queries_under_a_mask_are_attended_to_in_blocks(
     assert one.tokens("long") == one.expected(prompt, 8)
 
 
-def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness]) -> None:
+def test_models_that_attend_otherwise_are_refused(harness: MakeHarness) -> None:
     one = harness(tiny_model())
     model = one.runner.model
     assert isinstance(model, TransformersModel)
@@ -87,7 +73,7 @@ def test_models_that_attend_otherwise_are_refused(harness: Callable[..., Harness
         model.check()
 
 
-def test_models_of_one_process_run_side_by_side(harness: Callable[..., Harness]) -> None:
+def test_models_of_one_process_run_side_by_side(harness: MakeHarness) -> None:
     """transformers has one attention function of a name in a process."""
     several = [harness(tiny_model(seed), ours=seed == 2) for seed in range(3)]
     for one in several:
@@ -128,9 +114,13 @@ def alone(sampling: str, ours: bool) -> list[int]:
     return one.tokens("x")
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "transformers"])
-@pytest.mark.parametrize("share", [True, False])
-def test_in_a_batch_of_64(harness: Callable[..., Harness], share: bool, ours: bool) -> None:
+NIGHTLY = ((True, False), (False, True), (False, False))
+
+
+@pytest.mark.parametrize(
+    ("ours", "share"), [(True, True), *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)]
+)
+def test_in_a_batch_of_64(harness: MakeHarness, share: bool, ours: bool) -> None:
     """Beside others of all kinds, some of whose prompts begin as that one's does."""
     wanted = {name: alone(name, ours) for name in SAMPLING}
     one = harness(model(), ours=ours, share=share, slots=64, step_tokens=300, budget_pages=160)

@@ -177,15 +177,6 @@ def test_a_stop_string_ends_an_answer_and_only_that(engine: LLM, n: int) -> None
     assert len(cut[0].token_ids) < 40
 
 
-def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: LLM) -> None:
-    (whole,) = answers(engine.generate("abc", GREEDY))
-    params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(whole[3],), logprobs=0)
-    (output,) = engine.generate("abc", params)[0].outputs
-    assert output.token_ids == whole[: whole.index(whole[3])]
-    assert output.finish_reason == "stop"
-    assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
-
-
 def test_what_was_known_of_a_prompt_is_said(engine: LLM) -> None:
     prompt = [(3 * number) % 250 for number in range(3000)]
     first, again = (engine.generate(prompt, GREEDY)[0] for _ in range(2))

@@ -1,19 +1,18 @@
 """Until an answer has `min_tokens`, what would end it cannot be sampled; else it is the answer that it was."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of
+from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of
 
 PROMPT = prompt_of(30)
 SAMPLED = {"temperature": 1.2, "seed": 5}
 
 
-def ends_of(harness: Callable[..., Harness], count: int = 3, **options: Any) -> tuple[list[int], frozenset[int]]:
+def ends_of(harness: MakeHarness, count: int = 3, **options: Any) -> tuple[list[int], frozenset[int]]:
     """What is answered when nothing ends it, and some tokens that come early in it."""
     free = harness()
     free.ask("free", PROMPT, 24, **options)
@@ -37,12 +36,9 @@ def greedy(one: Harness, prompt: list[int], count: int, withheld: frozenset[int]
     return answer
 
 
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize(("ours", "lookahead"), [(False, 0), (True, 2)])
 @pytest.mark.parametrize("min_tokens", [1, 9])
-def test_no_end_comes_before_and_all_else_stays(
-    harness: Callable[..., Harness], ours: bool, lookahead: int, min_tokens: int
-) -> None:
+def test_no_end_comes_before_and_all_else_stays(harness: MakeHarness, ours: bool, lookahead: int, min_tokens: int) -> None:
     _, ends = ends_of(harness)
     one = harness(ours=ours, lookahead=lookahead, eos_ids=ends, step_tokens=16)
     expected = greedy(one, PROMPT, 20, ends, min_tokens)
@@ -61,7 +57,7 @@ def test_no_end_comes_before_and_all_else_stays(
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
-def test_an_answer_without_ends_is_the_same(harness: Callable[..., Harness], options: dict[str, Any]) -> None:
+def test_an_answer_without_ends_is_the_same(harness: MakeHarness, options: dict[str, Any]) -> None:
     tokens, _ = ends_of(harness, **options)
     strangers = sorted(set(range(VOCABULARY)) - set(tokens))[:40]
     one = harness(ours=True, eos_ids=frozenset(strangers[:10]))
@@ -71,7 +67,7 @@ def test_an_answer_without_ends_is_the_same(harness: Callable[..., Harness], opt
 
 
 @pytest.mark.parametrize("way", ["eos", "stop_token_ids", "ignore_eos", "bias"])
-def test_every_kind_of_end_is_withheld(harness: Callable[..., Harness], way: str) -> None:
+def test_every_kind_of_end_is_withheld(harness: MakeHarness, way: str) -> None:
     _, ends = ends_of(harness)
     one = harness(ours=True, eos_ids=ends if way != "stop_token_ids" else frozenset())
     options: dict[str, Any] = {"min_tokens": 8}
@@ -89,7 +85,7 @@ def test_every_kind_of_end_is_withheld(harness: Callable[..., Harness], way: str
         assert len(tokens) == 8 and one.finish_reasons("one")[-1] == "stop", "it is forced as soon as it may come"
 
 
-def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: Callable[..., Harness]) -> None:
+def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: MakeHarness) -> None:
     biased = {"logit_bias": {VOCABULARY - 1: -1.0}}  # whose logits are changed at each step
     tokens, ends = ends_of(harness, **biased)
     one = harness(slots=1, ours=True)
@@ -101,9 +97,7 @@ def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: Callable
     assert one.tokens("second") == tokens[:12] != one.tokens("first")
 
 
-def test_a_batch_that_has_what_it_asked_for_decodes_as_any(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_has_what_it_asked_for_decodes_as_any(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only steps that withhold something copy their logits."""
     one = harness(ours=True, lookahead=2)
     adjusted: list[int] = []

@@ -1,6 +1,5 @@
 """How likely a prompt is: as transformers says, however its chunks, its neighbours and the memory lie."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from tests.attending import attending_by
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model, wide_rows
+from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.request import Request
 from vmmkv.server.protocol import Outputs, PromptLogprobs
@@ -47,7 +46,7 @@ def assert_right(one: Harness, request_id: str, prompt: list[int], top: int = TO
 
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_prompt_of_several_chunks_beside_others(harness: Callable[..., Harness], ours: bool, lookahead: int) -> None:
+def test_a_prompt_of_several_chunks_beside_others(harness: MakeHarness, ours: bool, lookahead: int) -> None:
     one = harness(ours=ours, lookahead=lookahead, step_tokens=24)
     prompts = {name: prompt_of(length, length) for name, length in (("long", 100), ("odd", 37), ("short", 2), ("one", 1))}
     for index in range(2):
@@ -65,7 +64,7 @@ def test_a_prompt_of_several_chunks_beside_others(harness: Callable[..., Harness
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_slices_of_rows_are_joined(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+def test_slices_of_rows_are_joined(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
     monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
     one = harness(ours=ours, step_tokens=64)
     most = []
@@ -82,7 +81,7 @@ def test_slices_of_rows_are_joined(harness: Callable[..., Harness], monkeypatch:
     assert_right(one, "one", prompt_of(50))
 
 
-def test_what_a_model_does_behind_its_head_is_done_here_too(harness: Callable[..., Harness]) -> None:
+def test_what_a_model_does_behind_its_head_is_done_here_too(harness: MakeHarness) -> None:
     """Transformers' code is not ours to know: here it caps its logits."""
     model = tiny_model()
     forward = model.lm_head.forward
@@ -93,7 +92,7 @@ def test_what_a_model_does_behind_its_head_is_done_here_too(harness: Callable[..
     assert_right(one, "one", prompt_of(40))
 
 
-def test_answers_come_behind_their_prompts(harness: Callable[..., Harness]) -> None:
+def test_answers_come_behind_their_prompts(harness: MakeHarness) -> None:
     one = harness(ours=True, step_tokens=16)
     one.ask("one", prompt_of(40), 4, prompt_logprobs=0)
     one.run()
@@ -102,21 +101,22 @@ def test_answers_come_behind_their_prompts(harness: Callable[..., Harness]) -> N
     assert told(one, "one")[1].shape == (39, 0)
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 33, 64])
-def test_a_prompt_can_be_scored_and_not_continued(harness: Callable[..., Harness], length: int) -> None:
+def test_a_prompt_can_be_scored_and_not_continued(harness: MakeHarness) -> None:
     """Also one that takes all that a sequence may have."""
     one = harness(ours=True, share=True, step_tokens=16, max_tokens=64)
-    prompt = prompt_of(length)
-    one.ask("scored", prompt, 0, prompt_logprobs=TOP)
+    prompts = {str(length): prompt_of(length) for length in (1, 2, 16, 33, 64)}
+    for name, prompt in prompts.items():
+        one.ask(name, prompt, 0, prompt_logprobs=TOP)
     one.ask("beside", prompt_of(20, 3), 12)
     one.run()
-    assert_right(one, "scored", prompt, TOP if length > 1 else 0)
-    assert one.tokens("scored") == [] and one.finish_reasons("scored") == ["length"]
+    for name, prompt in prompts.items():
+        assert_right(one, name, prompt, TOP if len(prompt) > 1 else 0)
+        assert one.tokens(name) == [] and one.finish_reasons(name) == ["length"]
     assert one.tokens("beside") == one.expected(prompt_of(20, 3), 12)
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_what_the_prefix_cache_has_is_computed_again(harness: Callable[..., Harness], ours: bool) -> None:
+def test_what_the_prefix_cache_has_is_computed_again(harness: MakeHarness, ours: bool) -> None:
     one = harness(ours=ours, share=True, step_tokens=256)
     prompt = prompt_of(600)
     one.ask("first", prompt, 4)
@@ -130,7 +130,7 @@ def test_what_the_prefix_cache_has_is_computed_again(harness: Callable[..., Harn
     assert one.outputs("scored")[0].cached_tokens == 0 and one.outputs("plain")[0].cached_tokens > 500
 
 
-def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: Callable[..., Harness]) -> None:
+def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: MakeHarness) -> None:
     one = harness(ours=True, share=True, step_tokens=700)
     prompt = prompt_of(600)
     one.ask("first", prompt, 4)
@@ -145,7 +145,7 @@ def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: Callable[...
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_prompt_log_probabilities_are_sent_once_despite_preemption(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
 ) -> None:
     """In the midst of a prompt, to those that press more, and behind it, when pages run out."""
     one = harness(wide_rows(), budget_pages=6, step_tokens=24, lookahead=lookahead, share=share, ours=True)
@@ -172,24 +172,7 @@ def test_prompt_log_probabilities_are_sent_once_despite_preemption(
         assert one.tokens(str(index)) == one.expected(prompt, 60)
 
 
-def test_a_chunk_may_be_scored_in_part(harness: Callable[..., Harness]) -> None:
-    """Begun again alone, chunks are larger than they were, and the tokens that were scored end within one."""
-    one = harness(ours=True, step_tokens=24, max_sequences=2, lookahead=0)
-    prompt = prompt_of(150)
-    one.ask("beside", prompt_of(5, 1), 15)
-    one.step()
-    one.ask("scored", prompt, 3, prompt_logprobs=TOP, priority=1)
-    for _ in range(3):
-        one.step()
-    num_scored = len(told(one, "scored")[0])
-    assert num_scored % 24
-    one.ask("urgent", prompt_of(40, 2), 10)
-    one.run()
-    assert one.engine._scheduler.num_preempted == 1
-    assert_right(one, "scored", prompt)
-
-
-def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[..., Harness]) -> None:
+def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: MakeHarness) -> None:
     one = harness(wide_rows(), ours=True, share=True, step_tokens=64, slots=4, max_sequences=1, lookahead=0)
     prompt = prompt_of(300)
     one.ask("scored", prompt, 3, prompt_logprobs=TOP, priority=1)
@@ -212,7 +195,7 @@ def test_a_preempted_prompt_takes_scored_rows_from_the_cache(harness: Callable[.
     assert_right(one, "scored", prompt)
 
 
-def test_a_model_without_a_head_of_its_own_says_so(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_head_of_its_own_says_so(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
     monkeypatch.setattr(type(one.model), "base_model_prefix", "")
     one.ask("bad", prompt_of(5), 4, prompt_logprobs=1)

@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vmmkv
-from tests.engine.conftest import VOCABULARY, Harness, prompt_of, tiny_model
+from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model
 from vmmkv import KVCache
 from vmmkv.memory.mapper import Mapper
 from vmmkv.server.engine import engine
@@ -83,9 +83,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             names["lifted"] = lifted.count
 
 
-def steady(harness: Callable[..., Harness], sampling: str, **options: Any) -> Harness:
+def steady(harness: MakeHarness, sampling: str, **options: Any) -> Harness:
     """A batch in which all decode, and none ends soon."""
-    one = harness(ours=True, slots=6, share=True, **options)
+    one = harness(ours=True, slots=8, share=True, **options)
     for index in range(5):
         one.ask(str(index), prompt_of(20 + index, index), 300, seed=index, **SAMPLING[sampling])
     for _ in range(10):
@@ -97,7 +97,7 @@ def steady(harness: Callable[..., Harness], sampling: str, **options: Any) -> Ha
 @pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_steady_step_takes_nothing_from_the_host(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, sampling: str, lookahead: int
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, sampling: str, lookahead: int
 ) -> None:
     one = steady(harness, sampling, lookahead=lookahead)
     monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))
@@ -110,14 +110,15 @@ def test_a_steady_step_takes_nothing_from_the_host(
     one.run()
 
 
-def test_a_new_request_takes_three_uploads(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_requests_of_a_step_take_three_uploads(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt is one upload, a batch of other rows another; then there are none again."""
-    one = steady(harness, "sampled")
+    one = steady(harness, "sampled", max_sequences=8)
     before = one.runner.uploads.count
     with watched(monkeypatch) as names:
-        one.ask("new", prompt_of(9), 4)
+        for index in range(2):
+            one.ask(f"new {index}", prompt_of(9, index), 4, temperature=1.0)
         one.engine.step()
-        assert names["pack"] + names["into"] == 2, "how the new one is sampled, and the step with its prompt"
+        assert names["pack"] + names["into"] == 2, "how the new ones are sampled, and the step with their prompts"
         for _ in range(2):
             one.engine.step()
             assert names["pack"] + names["into"] == 3, "the slots that decode now"
@@ -169,7 +170,7 @@ def counted() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-def steady_over_pages(harness: Callable[..., Harness], num_tokens: int, *, share: bool) -> Harness:
+def steady_over_pages(harness: MakeHarness, num_tokens: int, *, share: bool) -> Harness:
     """All decode, with as many tokens and a few, each of them at another place in its page."""
     model = tiny_model(num_key_value_heads=4, head_dim=512)  # a row of 32 KiB
     sizes = {"slots": 2 * SEQUENCES, "max_sequences": SEQUENCES, "budget_pages": 200, "step_tokens": 4096}
@@ -186,7 +187,7 @@ def steady_over_pages(harness: Callable[..., Harness], num_tokens: int, *, share
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_decode_step_makes_the_same_calls_whatever_the_context(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, share: bool
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, share: bool
 ) -> None:
     # What depends on the clock: how far ahead is mapped, how much of it fits into a step, when a report is due.
     monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))

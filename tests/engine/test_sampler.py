@@ -11,7 +11,7 @@ import torch
 
 from vmmkv.kernels.reference import least_kept
 from vmmkv.server.engine.request import Request
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
 from vmmkv.server.engine.uploads import Uploads
 from vmmkv.server.protocol import Generate
 from vmmkv.server.sampling_params import SamplingParams
@@ -292,11 +292,3 @@ def test_a_row_without_numbers_has_no_log_probability_and_touches_no_other() -> 
     logits = torch.tensor([[float("nan"), 1.0], [0.0, 0.0]])
     bad, good = logprobs(logits, torch.tensor([NOT_A_NUMBER, 1]), torch.tensor([0, 1]), 0)[0].tolist()
     assert math.isnan(bad) and good == pytest.approx(math.log(0.5))
-
-
-def test_the_likeliest_come_in_order_and_no_more_than_there_are() -> None:
-    logits = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]]).log()
-    values, tokens = likeliest(logits, 2)
-    assert tokens.tolist() == [[1, 2], [0, 2]]
-    assert values.exp().flatten().tolist() == pytest.approx([0.5, 0.3, 0.6, 0.3])
-    assert likeliest(logits, 9)[1].shape == (2, 3)

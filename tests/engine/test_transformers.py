@@ -1,7 +1,8 @@
 """Of transformers' causal models as they are: those that the engine runs give that library's tokens, the others are refused."""
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.llama import modeling_llama
 
-from tests.engine.conftest import Harness, prompt_of
+from tests.engine.conftest import MakeHarness, prompt_of
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB
 from vmmkv.errors import OutOfPages
@@ -98,13 +99,15 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_tokens_are_those_of_transformers(RIGHT[name](), tmp_path, "cpu")
 
 
-def assert_tokens_are_those_of_transformers(config: PreTrainedConfig, directory: Path, device: str) -> None:
+def assert_tokens_are_those_of_transformers(
+    config: PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
+) -> None:
     model = model_of(config)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(directory)
     model.to(device)
-    prompts = [prompt_of(length, length) for length in LENGTHS]
-    with engine_of(directory, device=device, dtype="float32") as engine:
+    prompts = [prompt_of(length, length) for length in lengths]
+    with engine_of(directory, device=device, dtype="float32", **options) as engine:
         assert engine.ready.implementation == "transformers"
         completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -119,15 +122,7 @@ def test_a_window_in_the_mask_alone_gives_back_the_rows_before_it(tmp_path: Path
         PhimoeConfig, hidden_size=512, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16,
         num_local_experts=2, sliding_window=16,
     )  # fmt: skip
-    model = model_of(config)
-    model.set_attn_implementation("sdpa")
-    model.save_pretrained(tmp_path)
-    prompt = prompt_of(290)
-    with engine_of(tmp_path, max_tokens=400, max_num_batched_tokens=32) as engine:
-        (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=NUM_NEW))
-    ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
-    assert completion.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert_tokens_are_those_of_transformers(config, tmp_path, "cpu", [290], max_tokens=400, max_num_batched_tokens=32)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -153,17 +148,12 @@ def test_a_mask_of_later_tokens_is_refused_even_if_layers_say_causal(tmp_path: P
         pass
 
 
-def test_whatever_stops_the_first_step_is_told_of_the_model(harness: Callable[..., Harness]) -> None:
+def test_an_error_of_the_first_step_is_the_models_but_for_want_of_memory(harness: MakeHarness) -> None:
     model = harness().runner.model
     assert isinstance(model, TransformersModel)
     reason = "LlamaForCausalLM cannot be served: IndexError: list index out of range"
     with pytest.raises(UnsupportedModel, match=reason), model.refusing():
         raise IndexError("list index out of range")
-
-
-def test_what_the_machine_cannot_do_is_not_the_models_fault(harness: Callable[..., Harness]) -> None:
-    model = harness().runner.model
-    assert isinstance(model, TransformersModel)
     for error in (OutOfPages("none is free"), torch.OutOfMemoryError("none is left"), MemoryError()):
         with pytest.raises(type(error)), model.refusing():
             raise error
@@ -194,28 +184,27 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = FAMILIES | {
 FAMILY_LENGTHS = (1, 2, 15, 16, 17, 63, 130)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "transformers"])
-@pytest.mark.parametrize("step_tokens", [11, 4096])
 @pytest.mark.parametrize("family", MODELS)
-def test_families_give_the_tokens_of_transformers(
-    harness: Callable[..., Harness], family: str, step_tokens: int, ours: bool
-) -> None:
-    one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=step_tokens)
-    assert isinstance(one.runner.model, DecoderModel if ours else TransformersModel)
+def test_families_give_the_tokens_of_transformers(harness: MakeHarness, family: str) -> None:
+    """By our decoder and by transformers' own code, in steps of any size."""
+    model = model_of(MODELS[family]())
     prompts = {str(length): prompt_of(length, length) for length in FAMILY_LENGTHS}
-    for name, prompt in prompts.items():
-        one.ask(name, prompt, 20)
-    one.run()
-    for name, prompt in prompts.items():
-        assert one.tokens(name) == one.expected(prompt, 20), name
-    assert len({tuple(one.tokens(name)) for name in prompts}) == len(prompts), "it does not say the same to all"
+    expected: dict[str, list[int]] = {}
+    for ours, step_tokens in itertools.product((True, False), (11, 4096)):
+        one = harness(model, ours=ours, step_tokens=step_tokens)
+        assert isinstance(one.runner.model, DecoderModel if ours else TransformersModel)
+        for name, prompt in prompts.items():
+            one.ask(name, prompt, 20)
+        one.run()
+        expected = expected or {name: one.expected(prompt, 20) for name, prompt in prompts.items()}
+        assert {name: one.tokens(name) for name in prompts} == expected, (ours, step_tokens)
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(prompts), "it does not say the same to all"
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "transformers"])
-@pytest.mark.parametrize("family", ["llama 3 scaling", "mistral, window of 16", "qwen3"])
-def test_and_with_what_is_shared(
-    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, family: str, ours: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "ours"), [("llama 3 scaling", True), ("mistral, window of 16", True), ("mistral, window of 16", False)]
+)
+def test_and_with_what_is_shared(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, family: str, ours: bool) -> None:
     monkeypatch.setattr(scheduler, "_MIN_AWAITED", 2)  # so that so little is waited for
     one = harness(model_of(MODELS[family]()), ours=ours, step_tokens=50, share=True)
     shared = prompt_of(120)
@@ -226,8 +215,6 @@ def test_and_with_what_is_shared(
         assert one.tokens(str(index)) == one.expected([*shared, *prompt_of(3 + index, index)], 20)
     assert sum(output.cached_tokens for output in one.outputs()) >= 3 * len(shared) - 3
 
-
-OURS = ["llama", "llama 3 scaling", "mistral, window of 16", "qwen2, tied", "qwen3", "smollm2"]
 
 OTHERS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "gemma": (lambda: small(GemmaConfig, head_dim=16), "model_type is 'gemma'"),
@@ -243,7 +230,7 @@ def assert_answers(engine: LLM) -> None:
     assert [(each.error, len(each.outputs[0].token_ids)) for each in completions] == [(None, 5)] * 6
 
 
-@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("family", ["smollm2", "mistral, window of 16", "qwen3"])
 def test_our_decoder_runs_what_it_knows(tmp_path: Path, family: str) -> None:
     MODELS[family]().save_pretrained(tmp_path)
     with engine_of(tmp_path, load_format="dummy") as engine:
