@@ -35,9 +35,7 @@ _MAP: Final = "memory_map.json"
 
 DOCS: Final[Mapping[str, str]] = {
     "sequences-that-fit": "memory-efficiency-admitted",
-    "shared-prefix": "prefix-total",
     "serve-rates": "serve-rates-llama-3-1-8b-chat-poisson",
-    "memory-map-slots": "memory-map",
 }
 """Figures that README.md and the documents show: by their names there, how the page's are called behind the device."""
 

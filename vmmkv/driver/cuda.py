@@ -432,7 +432,7 @@ class CudaDriver(DriverBase):
         properties.location = self._location
         if self._exports:
             properties.requestedHandleTypes = self._fd_type
-        # Not gpuDirectRDMACapable: it makes cuMemMap 3.6 us dearer and cuMemUnmap 3.5 (bench/driver_calls.py on an H200).
+        # Not gpuDirectRDMACapable: it makes cuMemMap 3.6 us dearer and cuMemUnmap 3.5 (`bench driver_calls` on an H200).
         return properties
 
     def _make_control_stream(self) -> torch.cuda.Stream:
