@@ -12,10 +12,11 @@ Legend: B rows of the batch (-1 in slots_B: empty), S slots, K kv heads, D head 
 import enum
 import gc
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -323,39 +324,29 @@ class DecodeLoop:
 _CPU_SLACK_US: Final = 3_000.0
 
 
-class StepWork(Protocol):
-    """What a decode step does on the device: append a row for each sequence, attend to its rows, read the weights."""
+class StepWork(ABC):
+    """What a decode step does on the device: append a row for each sequence, attend to its rows, read the weights.
 
-    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
-        """Queue a step: row `lengths_B[b]` of slot `slots_B[b]` is written, then rows up to and with it are read."""
-        ...
-
-    def done(self) -> bool:
-        """Whether the device has finished, and idles."""
-        ...
-
-    def wait(self) -> None:
-        """Until it has."""
-        ...
-
-    def check(self, slot: int, start: int, end: int) -> None:
-        """Are the rows [start, end) of a slot what was appended there? Raises: WrongNumbers."""
-        ...
-
-
-def open_work(cache: KVCache, settings: Settings, num_rows: int, shape: Shape | None = None) -> StepWork:
-    """The work of this device, of a shape or of the settings'. On CUDA kernels are compiled and a graph captured."""
-    shape = shape or settings.shape
-    return _CudaWork(cache, shape, num_rows) if settings.on_gpu else _HostWork(cache, shape)
-
-
-class _Rows:
-    """Rows that name their slot and position, in integers that every dtype holds exactly."""
+    Rows name their slot and position, in integers that every dtype holds exactly.
+    """
 
     def __init__(self, cache: KVCache, shape: Shape) -> None:
         self._cache, self._shape = cache, shape
 
+    @abstractmethod
+    def launch(self, slots_B: Indices, lengths_B: Indices) -> None:
+        """Queue a step: row `lengths_B[b]` of slot `slots_B[b]` is written, then rows up to and with it are read."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the device has finished, and idles."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it has."""
+
     def check(self, slot: int, start: int, end: int) -> None:
+        """Are the rows [start, end) of a slot what was appended there? Raises: WrongNumbers."""
         positions = torch.arange(start, end, device=self._cache.device)
         wanted = self._new(torch.full_like(positions, slot), positions)
         for layer in {0, self._shape.layers - 1}:
@@ -369,8 +360,14 @@ class _Rows:
         return marks[:, None, None].expand(-1, shape.kv_heads, shape.head_dim).to(shape.dtype).contiguous()
 
 
-class _HostWork(_Rows):
-    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms. See StepWork."""
+def open_work(cache: KVCache, settings: Settings, num_rows: int, shape: Shape | None = None) -> StepWork:
+    """The work of this device, of a shape or of the settings'. On CUDA kernels are compiled and a graph captured."""
+    shape = shape or settings.shape
+    return _CudaWork(cache, shape, num_rows) if settings.on_gpu else _HostWork(cache, shape)
+
+
+class _HostWork(StepWork):
+    """Rows are appended when a step is launched, in plain torch; then the device counts as busy for 3 ms."""
 
     _until_us = 0.0
 
@@ -389,8 +386,8 @@ class _HostWork(_Rows):
         time.sleep(max(0.0, self._until_us - now_us()) / 1e6)
 
 
-class _CudaWork(_Rows):
-    """The project's own kernels as one graph, and a sleep for as long as the weights take to be read. See StepWork.
+class _CudaWork(StepWork):
+    """The project's own kernels as one graph, and a sleep for as long as the weights take to be read.
 
     Slots and lengths are tensors on the device: the same graph serves every step.
     """
