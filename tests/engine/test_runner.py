@@ -94,12 +94,11 @@ def steady(harness: MakeHarness, sampling: str, **options: Any) -> Harness:
     return one
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_steady_step_takes_nothing_from_the_host(
-    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, sampling: str, lookahead: int
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, sampling: str
 ) -> None:
-    one = steady(harness, sampling, lookahead=lookahead)
+    one = steady(harness, sampling)
     monkeypatch.setattr(engine, "SNAPSHOT_S", float("inf"))
     uploads = one.runner.uploads.count
     with watched(monkeypatch) as names:
