@@ -18,7 +18,7 @@ import torch
 from vmmkv import GIB, PAGE_BYTES, KVCache, KVLayout, Pool
 from vmmkv.cache import CacheStats
 from vmmkv.driver.host import HostMemory
-from vmmkv.errors import BudgetError, DriverError
+from vmmkv.errors import BudgetError, DriverError, VmmkvError
 from vmmkv.prefix import PrefixCache, PrefixStats
 from vmmkv.server.engine.attention import KVRows
 from vmmkv.units import format_bytes
@@ -229,8 +229,7 @@ class SlotBackend:
         """Raises: BudgetError, DriverError, OutOfPages, naming the option of the server that would help."""
         pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
         slots = config.max_sequences * (1 + (PARKED_SLOTS if config.shares_prefixes else CLOSING_SLOTS))
-        with contextlib.ExitStack() as undo:
-            undo.callback(pool.close)
+        try:
             try:
                 cache = KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens)
             except DriverError as error:
@@ -238,10 +237,11 @@ class SlotBackend:
                     raise
                 message = f"{error}; lower max_num_seqs or max_tokens"
                 raise type(error)(message, call=error.call, code=error.code) from error
-            undo.callback(cache.close)
-            backend = cls(cache, config)
-            undo.pop_all()
-        return backend
+            return cls(cache, config)
+        except BaseException:
+            with contextlib.suppress(VmmkvError):  # the first error matters
+                pool.close()  # with its caches
+            raise
 
     @property
     def budget_bytes(self) -> int:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vmmkv.server.engine import prompt_logprobs
@@ -31,11 +30,10 @@ from vmmkv.server.engine.prefix_groups import GroupTensors, PrefixGroup
 from vmmkv.server.engine.prompt_logprobs import PromptScores, ScoredRows, States
 from vmmkv.server.engine.request import Step
 from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
-from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
+from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Array, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
 from vmmkv.units import round_up
 
 Row = TypeVar("Row")
-Array = TypeVar("Array", torch.Tensor, npt.NDArray[np.int32])
 
 ON_DEVICE: Final = -1
 """Token id of a row whose token only the device knows."""
@@ -96,6 +94,7 @@ class Runner:
         """Can rows of a decode step attend to a common prefix as one problem?"""
         return self._decode.has_groups
 
+    @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """The next decode steps are of these slots; the first ones are the members of the groups, one group after another."""
         self._decode.set_groups(slots, groups)

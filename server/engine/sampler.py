@@ -72,6 +72,7 @@ class Sampler:
         self.num_logprobs: Final = np.full(num_slots, -1)
         """How many of the likeliest tokens come with each of its tokens; -1 if no log-probabilities are wanted."""
 
+    @torch.inference_mode()
     def assign(self, requests: Sequence["Request"]) -> None:
         """Sample by these requests' parameters in their slots from now on.
 

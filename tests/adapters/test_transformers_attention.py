@@ -232,8 +232,7 @@ def test_training_goes_to_sdpa_and_has_its_gradients() -> None:
 def test_attention_from_both_sides_and_arguments_that_are_not_known_go_to_sdpa(window: int | None) -> None:
     """Where mask is None transformers' sdpa would take the queries of a chunk for the first tokens."""
     q, k, v = states(heads=2, kv_heads=1, queries=3, tokens=9, dim=16)
-    module = torch.nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
+    module = torch.nn.Module()  # without num_key_value_groups, which sdpa asks for
     with pytest.warns(DeclinedWarning, match="not causal"):
         out, _ = attention(module, q, k, v, None, scaling=0.2, is_causal=False)
     k2, v2 = (each.repeat_interleave(2, dim=1) for each in (k, v))

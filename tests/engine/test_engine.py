@@ -10,7 +10,7 @@ import torch
 
 from tests.attending import attending_by
 from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
-from vmmkv import DriverError
+from vmmkv import MIB, BudgetError, DriverError, KVCache, KVLayout, Pool
 from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
 from vmmkv.server.engine.engine import EngineDied
@@ -321,3 +321,29 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
 def test_more_token_ids_than_the_host_has_room_for_name_the_options(num_slots: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"[0-9.]+ \w+ of the host's memory.* lower max_num_seqs or max_tokens"):
         RequestTable(num_slots, max_tokens)
+
+
+def test_an_undo_that_fails_does_not_hide_why_the_memory_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: kv_backend.SlotBackend, cache: KVCache, config: kv_backend.BackendConfig) -> None:
+        raise BudgetError("the first error")
+
+    close = Pool.close
+
+    def close_badly(self: Pool) -> None:
+        close(self)
+        raise DriverError("the undo's", call="unmap", code="X")
+
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=32, dtype=torch.float32)
+    config = kv_backend.BackendConfig(
+        layout=layout,
+        device=torch.device("cpu"),
+        max_sequences=2,
+        max_tokens=512,
+        step_tokens=64,
+        shares_prefixes=True,
+        budget_bytes=8 * MIB,
+    )
+    monkeypatch.setattr(kv_backend.SlotBackend, "__init__", refuse)
+    monkeypatch.setattr(Pool, "close", close_badly)
+    with pytest.raises(BudgetError, match="the first error"):
+        kv_backend.SlotBackend.open(config)

@@ -343,6 +343,15 @@ def test_progress_is_shown_when_asked_for_and_not_else(engine: LLM, capsys: pyte
     assert "2 of 2 requests" in shown and "tok/s out" in shown
 
 
+def test_inference_mode_around_a_call_binds_no_later_one(directory: Path) -> None:
+    penalised = SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=0.5)
+    with torch.inference_mode():
+        one = LLM(directory, **OPTIONS)
+        one.generate([[token, 2, 3] for token in range(1, 9)], penalised)  # which makes the state of penalties grow
+    assert [answer.error for answer in one.generate([[1, 2, 3]] * 2, penalised)] == [None, None]
+    one.close()
+
+
 def test_after_close_nothing_is_left_and_nothing_works(directory: Path) -> None:
     one = LLM(directory, **OPTIONS)
     calls = one._open().engine.cache.pool.driver.calls

@@ -224,7 +224,8 @@ class PrefixIndex:
         return min(nodes, key=lambda node: node.stamp, default=None)
 
     def _passed(self, node: Node[Placed]) -> list[Piece[Placed]]:
-        """Pieces of windowed groups whose extent only the tree holds. One that still retires counts once it is unmapped."""
+        """Pieces of windowed groups whose extent only the tree holds. One whose mapping is
+        pending reclaim counts once it is unmapped."""
         return [piece for piece in node.pieces if piece.group in self._windowed and piece.value.extent.holders == 1]
 
     def _is_idle(self, node: Node[Placed]) -> bool:

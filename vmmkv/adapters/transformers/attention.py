@@ -135,9 +135,7 @@ def attention(
     _decline(reason, softcap)
     if causal and attention_mask is None:
         attention_mask = _mask_for_sdpa(query, key, sliding_window)
-    options |= {"is_causal": is_causal}
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs, **options)
-    return out, None
+    return _by_sdpa(query, key, value, attention_mask, is_causal=causal, **kwargs, **options), None
 
 
 def mask(*, allow_is_causal_skip: bool = True, **given: Any) -> Tensor | None:
@@ -293,8 +291,13 @@ def attend_causally(
     _decline(plan, softcap)
     if mask is None:
         mask = _mask_for_sdpa(q_BHND, k_BKTD, window)
-    layer = SimpleNamespace(num_key_value_groups=q_BHND.shape[1] // k_BKTD.shape[1], is_causal=True)
-    out_BNHD: Tensor = sdpa_attention_forward(layer, q_BHND, k_BKTD, v_BKTD, mask, scaling=scale)[0]
+    return _by_sdpa(q_BHND, k_BKTD, v_BKTD, mask, is_causal=True, scaling=scale)
+
+
+def _by_sdpa(q_BHND: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None, *, is_causal: bool, **options: Any) -> Tensor:
+    """[B, N, H, D] by transformers' attention over SDPA, whatever attributes the model's own module has."""
+    layer = SimpleNamespace(num_key_value_groups=q_BHND.shape[1] // k_BKTD.shape[1], is_causal=is_causal)
+    out_BNHD: Tensor = sdpa_attention_forward(layer, q_BHND, k_BKTD, v_BKTD, mask, **options)[0]
     return out_BNHD
 
 
