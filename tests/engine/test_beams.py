@@ -229,7 +229,7 @@ def test_stop_tokens_end_beams(harness: MakeHarness, as_eos: bool, length_penalt
     assert "stop" in {beam.finish_reason for beam in answer(one, "a").beams}
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_long_prompt_is_shared_and_pages_are_crossed(harness: MakeHarness, share: bool) -> None:
     one = harness(wide_rows(), share=share, step_tokens=2048)
     prompt = prompt_of(3 * 256 + 240)
@@ -265,7 +265,7 @@ def test_reordering_copies_what_differs_and_calls_no_driver(harness: MakeHarness
     assert sum(copied) < 60 * 60 / 4, "less than all that was written since the start, each time"
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) -> None:
     one = harness(wide_rows(), share=share, budget_pages=9, step_tokens=2048)
     older = {"first": prompt_of(250, 1), "second": prompt_of(240, 2)}
