@@ -385,6 +385,8 @@ def make_configs(given: Mapping[str, Any], sources: Mapping[str, str], file: Pat
 
 
 def _size(option: Option, given: Any) -> int:
+    if not isinstance(given, int | str) or isinstance(given, bool):
+        raise ValueError(f'{option.flag} is {given!r}; wanted a size, such as "4GiB", or a number of bytes')
     try:
         return parse_bytes(str(given))
     except ValueError as error:

@@ -361,7 +361,8 @@ def _in_daemon_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def work() -> None:
-        result.set_running_or_notify_cancel()
+        if not result.set_running_or_notify_cancel():
+            return
         try:
             value = function()
         except BaseException as error:

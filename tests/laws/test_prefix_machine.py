@@ -278,7 +278,8 @@ class PrefixMachine(LawMachine):
     def rival_takes(self, num_tokens):
         """Another cache of the pool wants pages, or has no more use for its own."""
         if self.rivals and not num_tokens:
-            self.attempt(self.rivals.pop().close)
+            self.attempt(self.rivals[0].close)
+            self.rivals.pop()
             return
         try:
             if not self.rivals:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.fake_engine import READY
 from tests.server.support import Running, eventually, running_server
-from vmmkv.cli.chat import printable
+from vmmkv.cli import printable
 from vmmkv.cli.main import main
 from vmmkv.server.protocol import Generate
 
@@ -137,7 +137,7 @@ class Guarded(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         key = self.headers.get("Authorization", "")
-        body: Any = {"data": [{"id": key}]} if key else {"error": {"message": "no key"}}
+        body: Any = {"data": [{"id": key}]} if key else {"error": {"message": "no \x1b[2Jkey"}}
         self.send_response(200 if key else 401)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
@@ -165,7 +165,7 @@ def test_the_key_is_sent_and_its_lack_is_explained(guarded: str) -> None:
     assert out.startswith("Bearer from-outside at ") and chat.returncode == 0
     with chatting("--url", guarded) as chat:
         _, err = chat.communicate("", timeout=60)
-    assert chat.returncode == 1 and "no key (status 401); give its key with --api-key or VMMKV_API_KEY" in err
+    assert chat.returncode == 1 and "no [2Jkey (status 401); give its key with --api-key or VMMKV_API_KEY" in err
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "mon-clé", "a b"])
@@ -179,6 +179,40 @@ def test_what_a_server_says_cannot_move_the_cursor(guarded: str) -> None:
     with chatting("--url", guarded, "--api-key", "a-key") as chat:
         _, err = chat.communicate("hi\n", timeout=60)
     assert "said [2J" in err and "\x1b" not in err
+
+
+def test_line_separators_of_unicode_do_not_cut_an_answer(listening: Running) -> None:
+    listening.answers("one\u2028two\u0085")
+    with chatting("--url", listening.url) as chat:
+        _, err = chat.communicate("hi\nand?\n", timeout=60)
+    assert err == "" and "one\u2028two\u0085" in prompts(listening)[1]
+
+
+@pytest.mark.parametrize("answer", [b'data: {"choices": [{"delta": {"content": "half"}}]}\n\n', b""], ids=["half", "nothing"])
+def test_an_answer_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, guarded: str, answer: bytes) -> None:
+    def cut(handler: Guarded) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(answer)
+
+    monkeypatch.setattr(Guarded, "do_POST", cut)
+    with chatting("--url", guarded, "--api-key", "a-key") as chat:
+        _, err = chat.communicate("hi\n", timeout=60)
+    assert "the answer has no end: the server went away" in err and chat.returncode == 0
+
+
+def test_an_address_or_an_answer_that_makes_no_sense_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, guarded: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def list_nothing(handler: Guarded) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b'{"data": [{}]}')
+
+    monkeypatch.setattr(Guarded, "do_GET", list_nothing)
+    for url in ("http://localhost:abc", guarded):
+        assert main(["chat", f"--url={url}"]) == 1
+        assert "cannot be used, or names no model" in capsys.readouterr().err
 
 
 def test_what_a_model_says_cannot_move_the_cursor() -> None:

@@ -10,6 +10,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from vmmkv.cli import printable
 from vmmkv.server.config import API_KEY_VARIABLE, URL_VARIABLE
 
 SUMMARY = "talk to a running server, in the terminal"
@@ -40,14 +41,16 @@ def run(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history for `input`)
     base, headers = url.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
+    try:
+        client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
+        model = str(json.loads("".join(_lines(client, "GET", "/v1/models")))["data"][0]["id"])
+    except (httpx.InvalidURL, ImportError, LookupError, TypeError) as error:  # ImportError: of a proxy's protocol
+        raise ValueError(f"{url} cannot be used, or names no model ({error}); is it an OpenAI-compatible server?") from error
     messages = opening = [{"role": "system", "content": system}] if system else []
-    with client, contextlib.suppress(EOFError):
-        if not (models := json.loads("".join(_lines(client, "GET", "/v1/models"))).get("data")):
-            raise ValueError(f"{url} names no model; is it an OpenAI-compatible server?")
+    with contextlib.closing(client), contextlib.suppress(EOFError):
         options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "stream": True}
-        body = {name: value for name, value in options.items() if value is not None} | {"model": models[0]["id"]}
-        _OUT.print(printable(f"{body['model']} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"), style="dim")
+        body = {name: value for name, value in options.items() if value is not None} | {"model": model}
+        _OUT.print(printable(f"{model} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"), style="dim")
         while (said := input("> ").strip()) != "/exit":
             if said == "/reset":
                 messages = opening
@@ -64,17 +67,21 @@ def _exchange(client: httpx.Client, body: dict[str, Any], messages: list[dict[st
     answer = ""
     try:
         for line in _lines(client, "POST", "/v1/chat/completions", body | {"messages": messages}):
-            event = json.loads(line[5:]) if re.match(r"data: ?\{", line) else {}  # else [DONE], or a comment
+            if re.match(r"data: ?\[DONE\]", line):
+                break
+            event = json.loads(line[5:]) if re.match(r"data: ?\{", line) else {}  # else a comment
             if "error" in event:
-                raise ValueError(event["error"].get("message", event["error"]))
+                raise ValueError(printable(str(event["error"].get("message", event["error"]))))
             for choice in event.get("choices", ()):
                 answer += (piece := choice.get("delta", {}).get("content") or "")
                 print(printable(piece), end="", flush=True)
+        else:
+            raise ValueError("the answer has no end: the server went away")
         print()
     except KeyboardInterrupt:
         _OUT.print(" [stopped]", style="dim")
     except ValueError as error:
-        _ERRORS.print(f"{answer and chr(10)}{printable(str(error))}", style="red")
+        _ERRORS.print(f"{answer and chr(10)}{error}", style="red")
         return []
     return [*messages, {"role": "assistant", "content": answer}]
 
@@ -84,17 +91,18 @@ def _lines(client: httpx.Client, method: str, path: str, body: Any = None) -> It
     try:
         with client.stream(method, path, json=body) as response:
             if response.status_code == 200:
-                yield from response.iter_lines()
+                held = ""
+                for text in response.iter_text():  # iter_lines would split at U+2028 too, which JSON does not escape
+                    *lines, held = (held + text).split("\n")
+                    yield from lines
+                yield held
                 return
             text = response.read().decode(errors="replace")
-    except httpx.HTTPError as error:
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise ValueError(f"no server answers at {client.base_url} ({error}); start one with `vmmkv serve`") from error
+    except httpx.HTTPError as error:
+        raise ValueError(f"the connection broke: {error}") from error
     with contextlib.suppress(ValueError, LookupError, TypeError):
         text = json.loads(text)["error"]["message"]
     hint = "; give its key with --api-key or VMMKV_API_KEY" if response.status_code in (401, 403) else ""
-    raise ValueError(f"{text or response.reason_phrase} (status {response.status_code}){hint}")
-
-
-def printable(text: str) -> str:
-    """Drop control characters, by which a model or a server could move the cursor."""
-    return "".join(one for one in text if one.isprintable() or one in "\n\t")
+    raise ValueError(printable(f"{text or response.reason_phrase} (status {response.status_code}){hint}"))

@@ -174,9 +174,11 @@ def make_plan(
             f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
             f"{format_bytes(num_groups * PAGE_BYTES)}, with its unit"
         )
-    limit = model_tokens or _ANY_LENGTH
-    longest = min(layout.tokens_in(memory_pages, guard_tokens), limit)
-    planned = dict.fromkeys(min(num_tokens, limit) for num_tokens in lengths)
+    fitting = layout.tokens_in(memory_pages, guard_tokens)
+    longest = None if fitting == _ANY_LENGTH else fitting
+    if model_tokens is not None:
+        longest = min(fitting, model_tokens)
+    planned = dict.fromkeys(min(num_tokens, model_tokens or num_tokens) for num_tokens in lengths)
     return Plan(
         kv_dtype=str(getattr(dtype, "kind", dtype)).removeprefix("torch."),
         kv_scale=getattr(dtype, "scale", None),
@@ -189,9 +191,9 @@ def make_plan(
         guard_tokens=guard_tokens,
         max_tokens=max_tokens,
         model_tokens=model_tokens,
-        longest_sequence_tokens=None if longest == _ANY_LENGTH else longest,
+        longest_sequence_tokens=longest,
         lengths=tuple(_plan_length(layout, num_tokens, memory_pages, guard_tokens, max_tokens) for num_tokens in planned),
-        lengths_beyond_model=tuple(num_tokens for num_tokens in lengths if num_tokens > limit),
+        lengths_beyond_model=tuple(num_tokens for num_tokens in lengths if num_tokens > (model_tokens or num_tokens)),
     )
 
 
