@@ -1,4 +1,4 @@
-"""The cache's laws on a GPU: growth and retirement around kernels that run, streams, graphs, tenants."""
+"""The cache's laws on a GPU: growth and reclaim around kernels that run, streams, graphs, tenants."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -134,15 +134,15 @@ class World:
         while len(self.known) < SLOTS:
             self.open(1, "blue").park()
 
-    def something_retires(self) -> None:
+    def leave_pages_pending(self) -> None:
         self.open(8, "blue").close()
 
     def foreign_memory_is_free(self) -> None:
-        self.something_retires()
+        self.leave_pages_pending()
         self.cache.map_ahead()
 
-    def retire_under_launch(self) -> None:
-        """The sequence's last pages retire, and a launch keeps them mapped."""
+    def reclaim_under_launch(self) -> None:
+        """The sequence's last pages are pending reclaim, and a launch keeps them mapped."""
         live = self.live(self.sequence)
         self.sequence.grow(self.max_tokens)
         self.write(live, self.max_tokens - 4)
@@ -324,9 +324,9 @@ OPERATIONS = {
     "grow_one_page": of_cache(grows(6)),
     "grow_many_pages": of_cache(grows(14)),
     "grow_into_foreign_memory": of_cache(grows(14), World.foreign_memory_is_free),
-    "grow_over_pending_reclaim": of_cache(grows(14), World.retire_under_launch),
+    "grow_over_pending_reclaim": of_cache(grows(14), World.reclaim_under_launch),
     "grow_evicting": of_cache(grows(12), World.parked_foreign, pages=24, evicts=True),
-    "map_ahead": of_cache(lambda world: world.cache.map_ahead(lookahead_tokens=3), World.something_retires, partial=True),
+    "map_ahead": of_cache(lambda world: world.cache.map_ahead(lookahead_tokens=3), World.leave_pages_pending, partial=True),
     "truncate": of_cache(lambda world: world.sequence.truncate(1)),
     "advance_start": of_cache(World.advance_windows, World.long),
     "park": of_cache(lambda world: world.sequence.park()),

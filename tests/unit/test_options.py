@@ -1,6 +1,7 @@
 """Options of `vmmkv serve`: flags, variables and keys of the file become two validated configurations."""
 
 import dataclasses
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -227,6 +228,10 @@ def test_a_wrong_value_of_the_environment_names_its_variable(
 )
 def test_messages_of_the_engine_name_flags_on_the_command_line(said: str, shown: str) -> None:
     assert with_flags(said) == shown
+
+
+def test_help_has_a_group_for_every_option() -> None:
+    assert sorted(itertools.chain(*serve._PANELS.values())) == sorted(one.field for one in OPTIONS)
 
 
 @pytest.mark.parametrize("option", [one for one in OPTIONS if hasattr(ServeConfig, one.field)], ids=lambda one: one.name)

@@ -1,4 +1,4 @@
-"""Is an attention kernel right on vmmkv memory? For those who write one, or call one.
+"""Is an attention kernel right on vmmkv memory? For authors and callers of kernels.
 
     from vmmkv.testing import conformance
 

@@ -22,7 +22,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S, Settings, WrongNumbers
 from bench.suites.kernels import Inapplicable, Measurer, Metric
-from bench.suites.kernels.memories import BLOCK, MEMORIES, Case, Format, KernelMemory, LayerKV, memories, open_memory, rows_of
+from bench.suites.kernels.memories import (
+    BLOCK,
+    MEMORIES,
+    Case,
+    Format,
+    KernelMemory,
+    TimedLayer,
+    memories,
+    open_memory,
+    rows_of,
+)
 from vmmkv.kernels import reference
 from vmmkv.layout import KVType
 
@@ -112,7 +122,7 @@ class Queries:
         return {round(index) for index in np.linspace(0, count - 1, picked)}
 
 
-Attend = Callable[[LayerKV, torch.Tensor], torch.Tensor]
+Attend = Callable[[TimedLayer, torch.Tensor], torch.Tensor]
 """One layer of one copy: given its planes and memory for the output; gives the output, there or elsewhere."""
 
 
@@ -145,7 +155,7 @@ def bind_fa3(batch: Queries, copy: int) -> Attend:
         0,  # SMs left to others
     )  # fmt: skip
 
-    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: TimedLayer, out: torch.Tensor) -> torch.Tensor:
         contiguous = tables_BC is None
         k, v = (plane[:, : case.longest] if contiguous else plane for plane in (planes.k, planes.v))
         torch.ops._vllm_fa3_C.fwd(
@@ -214,7 +224,7 @@ def bind_reference(batch: Queries, copy: int) -> Attend:
     case, size = batch.case, len(batch.case.lengths)
     layer_of = {id(planes): layer for layer, planes in enumerate(batch.memory.layers)}
 
-    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: TimedLayer, out: torch.Tensor) -> torch.Tensor:
         for b, (length, count) in enumerate(zip(case.lengths, case.queries, strict=True)):
             k_TKD, v_TKD = rows_of(batch.memory, layer_of[id(planes)], copy * size + b, length)
             rows = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
@@ -240,7 +250,7 @@ def _bind_sdpa(batch: Queries, copy: int, backend: SDPBackend | None) -> Attend:
     # [B, H, 1, D], or [1, H, N, D].
     queries = batch.q_NHD[:, :, None] if case.is_decode else batch.q_NHD.transpose(0, 1)[None]
 
-    def attend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
+    def attend(planes: TimedLayer, out: torch.Tensor) -> torch.Tensor:
         keys, values = (
             plane[slots[0] : slots[0] + len(slots), : case.longest].transpose(1, 2) for plane in (planes.k, planes.v)
         )
@@ -254,7 +264,7 @@ def _bind_sdpa(batch: Queries, copy: int, backend: SDPBackend | None) -> Attend:
     if backend is None:
         return attend
 
-    def attend_by_backend(planes: LayerKV, out: torch.Tensor) -> torch.Tensor:
+    def attend_by_backend(planes: TimedLayer, out: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
             return attend(planes, out)
 

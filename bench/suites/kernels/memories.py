@@ -214,7 +214,7 @@ BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKV:
+class TimedLayer:
     """One layer's K and V, [S, T, K, W] or [P, U, K, W]; and their scales, [S, T, K] or [K], where they are quantised."""
 
     k: torch.Tensor
@@ -233,7 +233,7 @@ class KernelMemory:
     def __init__(self, form: Format, device: torch.device) -> None:
         self.form: Final = form
         self.device: Final = device
-        self.layers: list[LayerKV] = []
+        self.layers: list[TimedLayer] = []
 
     def close(self) -> None:
         """Give it back to the device. Idempotent; no view may be used any more."""
@@ -253,7 +253,7 @@ class KernelMemory:
                 k_scale, v_scale = view(layer, SCALES).unbind(-1)
             elif self.form.quantised is not None:
                 k_scale, v_scale = self.form.usual_scale * (0.5 + torch.rand(2, self.form.shape.kv_heads, device=self.device))
-            self.layers.append(LayerKV(k=k, v=v, k_scale=k_scale, v_scale=v_scale))
+            self.layers.append(TimedLayer(k=k, v=v, k_scale=k_scale, v_scale=v_scale))
 
 
 class _TensorMemory(KernelMemory):

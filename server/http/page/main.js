@@ -1,4 +1,4 @@
-// The page: one stream of events from the server, and who shows what of it.
+// The page: one stream of events from the server, and what each panel shows of it.
 
 import { Sparkline } from "./charts.js";
 import { Chat } from "./chat.js";
