@@ -6,8 +6,9 @@ that half obeys a schema is worse than none. Strings are rewritten as patterns t
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final, Literal, TypeAlias
 
 GrammarKind: TypeAlias = Literal["json", "regex", "choice", "ebnf"]
@@ -45,12 +46,8 @@ class Grammar:
 
 def of_schema(schema: dict[str, Any] | bool) -> Grammar:
     """JSON that a schema allows. Raises: GrammarRefused, naming the place and what is not served there."""
-    try:
-        _check_size(schema)
-        _check_schema(schema)
-    except ValueError as error:
-        raise GrammarRefused(str(error)) from error
-    return Grammar("json", json.dumps(_rewritten(schema), ensure_ascii=False, separators=(",", ":")))
+    _check_size(schema)
+    return Grammar("json", json.dumps(_served(schema, ""), ensure_ascii=False, separators=(",", ":")))
 
 
 def of_object() -> Grammar:
@@ -99,18 +96,23 @@ _OF_ANY_TYPE: Final = frozenset[str]().union(*_OF_TYPE.values())
 SERVED: Final = _OF_ANY | _OF_ANY_TYPE
 _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
 _DEFINITIONS: Final = frozenset(["$defs", "definitions"])
-_SCHEMAS_BY_NAME: Final = ("properties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS: Final = ("items", "additionalProperties")
-_IS_OF_TYPE: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
+_SCHEMAS_BY_NAME: Final = frozenset(["properties", "$defs", "definitions"])
+_LISTS_OF_SCHEMAS: Final = frozenset(["anyOf", "oneOf", "allOf", "prefixItems"])
+_SCHEMAS: Final = frozenset(["items", "additionalProperties"])
+_LISTS: Final = frozenset(["enum", "required"])
+_PYTHON_TYPES: Final[Mapping[str, Any]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": int | float,
+    "boolean": bool,
+    "null": NoneType,
 }
+
+
+def _is_of_type(value: Any, name: str) -> bool:
+    return isinstance(value, _PYTHON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
 def _check_size(schema: Any) -> None:
@@ -120,56 +122,73 @@ def _check_size(schema: Any) -> None:
         node, depth = waiting.pop()
         num_nodes += 1
         if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+            raise GrammarRefused(f"it is nested more than {MAX_DEPTH} levels deep")
         if num_nodes > MAX_NODES:
-            raise ValueError(f"it is made of more than {MAX_NODES} values")
+            raise GrammarRefused(f"it is made of more than {MAX_NODES} values")
         parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         waiting.extend((part, depth + 1) for part in parts)
 
 
-def _check_schema(schema: Any) -> None:
-    waiting = [("", schema)]
-    while waiting:
-        place, node = waiting.pop()
-        if isinstance(node, bool):
-            continue
-        where = place or "the schema"
-        if not isinstance(node, dict):
-            raise ValueError(f"{where} is no schema: wanted an object, true or false")
-        _check_node(where, node)
-        waiting.extend((f"{place}/{name}", schema) for name, schema in _subschemas(where, node))
+def _served(node: Any, place: str) -> Any:
+    """The schema at a place, checked, without annotations, its strings as patterns."""
+    if isinstance(node, bool):
+        return node
+    where = place or "the schema"
+    if not isinstance(node, dict):
+        raise GrammarRefused(f"{where} is no schema: wanted an object, true or false")
+    _check_keywords(where, node)
+    served = {keyword: value for keyword, value in node.items() if keyword not in _ANNOTATIONS}
+    if (pattern := _as_pattern(node)) is not None:
+        served = {keyword: value for keyword, value in served.items() if keyword not in ("format", "minLength", "maxLength")}
+        served["pattern"] = pattern
+    for keyword, value in served.items():
+        inner = f"{place}/{keyword}"
+        if keyword in _SCHEMAS_BY_NAME:
+            served[keyword] = {name: _served(part, f"{inner}/{name}") for name, part in value.items()}
+        elif keyword in _LISTS_OF_SCHEMAS:
+            served[keyword] = [_served(part, f"{inner}/{index}") for index, part in enumerate(value)]
+        elif keyword in _SCHEMAS:
+            served[keyword] = _served(value, inner)
+    return served
 
 
-def _check_node(where: str, node: Mapping[str, Any]) -> None:
-    unserved = sorted(node.keys() - SERVED - _ANNOTATIONS)
-    if unserved:
-        raise ValueError(f"{where} has {', '.join(unserved)}, which this server does not enforce; leave it out")
+def _check_keywords(where: str, node: Mapping[str, Any]) -> None:
+    if unserved := sorted(node.keys() - SERVED - _ANNOTATIONS):
+        raise GrammarRefused(f"{where} has {', '.join(unserved)}, which this server does not enforce; leave it out")
+    for keyword, value in node.items():
+        if keyword in _SCHEMAS_BY_NAME and not isinstance(value, dict):
+            raise GrammarRefused(f"{where} has {keyword} that is no object")
+        if keyword in _LISTS_OF_SCHEMAS and not (isinstance(value, list) and value):
+            raise GrammarRefused(f"{where} has {keyword} that is no list of schemas")
+        if keyword in _LISTS and not isinstance(value, list):
+            raise GrammarRefused(f"{where} has {keyword} that is no list")
+        if keyword in _COUNTS and not (_is_of_type(value, "integer") and 0 <= value <= MAX_COUNT):
+            raise GrammarRefused(f"{where} has {keyword} {value!r}; from 0 to {MAX_COUNT} is served")
     if "$ref" in node:
         ref = node["$ref"]
         if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-            raise ValueError(f"{where} has $ref {ref!r}; only references within the schema are served, as #/$defs/name")
-        _check_alone(where, node, "$ref", beside=_DEFINITIONS)
-        return
-    for name in ("const", "enum", "anyOf", "oneOf", "allOf"):
-        if name in node:
-            # Beside these xgrammar looks at no other keyword. A type that says the same again does no harm.
-            _check_alone(where, node, name, beside=_DEFINITIONS | {"type"})
+            raise GrammarRefused(f"{where} has $ref {ref!r}; only references within the schema are served, as #/$defs/name")
+    for name in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
+        # Beside these xgrammar looks at no other keyword. A type that says the same again does no harm, but for $ref.
+        beside = _ANNOTATIONS | _DEFINITIONS | {name} | ({"type"} if name != "$ref" else set())
+        if name in node and (others := sorted(node.keys() - beside)):
+            raise GrammarRefused(f"{where} has {others[0]} beside {name}, which this server does not enforce together")
     if "oneOf" in node:
-        raise ValueError(f"{where} has oneOf, of which this server would enforce anyOf; write that, if they exclude each other")
+        raise GrammarRefused(
+            f"{where} has oneOf, of which this server would enforce anyOf; write that, if they exclude each other"
+        )
     if len(node.get("allOf", ())) > 1:
-        raise ValueError(f"{where} has allOf of several schemas, which this server does not enforce; write one that says all")
+        raise GrammarRefused(
+            f"{where} has allOf of several schemas, which this server does not enforce; write one that says all"
+        )
     _check_type(where, node)
-    for name in _COUNTS:
-        if name in node and not (_IS_OF_TYPE["integer"](node[name]) and 0 <= node[name] <= MAX_COUNT):
-            raise ValueError(f"{where} has {name} {node[name]!r}; from 0 to {MAX_COUNT} is served")
     _check_string(where, node)
-    _check_object(where, node)
-
-
-def _check_alone(where: str, node: Mapping[str, Any], name: str, *, beside: frozenset[str]) -> None:
-    others = sorted(node.keys() - _ANNOTATIONS - beside - {name})
-    if others:
-        raise ValueError(f"{where} has {others[0]} beside {name}, which this server does not enforce together")
+    properties = node.get("properties", {})
+    if "properties" in node and node.get("additionalProperties", False) is not False:
+        # JSON has several ways to write a key, and of two equal keys the second one counts.
+        raise GrammarRefused(f"{where} has properties beside additionalProperties; leave those out, or send false")
+    if missing := [name for name in node.get("required", ()) if not isinstance(name, str) or name not in properties]:
+        raise GrammarRefused(f"{where} has required {missing[0]!r}, which is not in its properties")
 
 
 def _check_type(where: str, node: Mapping[str, Any]) -> None:
@@ -177,56 +196,28 @@ def _check_type(where: str, node: Mapping[str, Any]) -> None:
     given = node.get("type")
     types = given if isinstance(given, list) else [] if given is None else [given]
     if unknown := [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]:
-        raise ValueError(f"{where} has type {unknown[0]!r}; there are {', '.join(_OF_TYPE)}")
+        raise GrammarRefused(f"{where} has type {unknown[0]!r}; there are {', '.join(_OF_TYPE)}")
     keywords = frozenset[str]().union(*(_OF_TYPE[one] for one in types))
     if strays := sorted((node.keys() & _OF_ANY_TYPE) - keywords):
         owner = next(name for name, owned in _OF_TYPE.items() if strays[0] in owned)
-        raise ValueError(f'{where} has {strays[0]} without "type": "{owner}"; say which type it is')
+        raise GrammarRefused(f'{where} has {strays[0]} without "type": "{owner}"; say which type it is')
     values = node.get("enum", [node["const"]] if "const" in node else [])
-    if types and (wrong := [value for value in values if not any(_IS_OF_TYPE[one](value) for one in types)]):
-        raise ValueError(f"{where} has the value {wrong[0]!r}, which is not of its type")
-    if isinstance(given, list) and len(given) > 1 and keywords & node.keys():
-        raise ValueError(
-            f"{where} has several types and {sorted(keywords & node.keys())[0]}; write anyOf, a schema for each type"
-        )
+    if types and (wrong := [value for value in values if not any(_is_of_type(value, one) for one in types)]):
+        raise GrammarRefused(f"{where} has the value {wrong[0]!r}, which is not of its type")
+    if len(types) > 1 and (several := sorted(keywords & node.keys())):
+        raise GrammarRefused(f"{where} has several types and {several[0]}; write anyOf, a schema for each type")
 
 
 def _check_string(where: str, node: Mapping[str, Any]) -> None:
-    if (form := node.get("format")) is not None and form not in FORMATS:
-        raise ValueError(f"{where} has format {form!r}; served are {', '.join(FORMATS)}")
-    if (pattern := node.get("pattern")) is not None:
-        if not isinstance(pattern, str):
-            raise ValueError(f"{where} has a pattern that is no text")
-        _check_pattern(pattern)
+    if (form := node.get("format")) is not None and (not isinstance(form, str) or form not in FORMATS):
+        raise GrammarRefused(f"{where} has format {form!r}; served are {', '.join(FORMATS)}")
+    if "pattern" in node:
+        if not isinstance(node["pattern"], str):
+            raise GrammarRefused(f"{where} has a pattern that is no text")
+        _check_pattern(node["pattern"])
     both = sorted(node.keys() & {"format", "pattern", "minLength", "maxLength"})
     if len(both) > 1 and ("format" in node or "pattern" in node):
-        raise ValueError(f"{where} has {' and '.join(both)}, of which this server would enforce one; write one pattern")
-
-
-def _check_object(where: str, node: Mapping[str, Any]) -> None:
-    properties, required = node.get("properties"), node.get("required", [])
-    if properties is not None and node.get("additionalProperties", False) is not False:
-        # JSON has several ways to write a key, and of two equal keys the second one counts.
-        raise ValueError(f"{where} has properties beside additionalProperties; leave those out, or send false")
-    if not isinstance(required, list):
-        raise ValueError(f"{where} has required that is no list")
-    if missing := [name for name in required if not isinstance(name, str) or name not in (properties or {})]:
-        raise ValueError(f"{where} has required {missing[0]!r}, which is not in its properties")
-
-
-def _subschemas(where: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas within a schema, by their places in it."""
-    for name in _SCHEMAS_BY_NAME:
-        if name in node:
-            if not isinstance(node[name], dict):
-                raise ValueError(f"{where} has {name} that is no object")
-            yield from ((f"{name}/{key}", value) for key, value in node[name].items())
-    for name in _LISTS_OF_SCHEMAS:
-        if name in node:
-            if not isinstance(node[name], list) or not node[name]:
-                raise ValueError(f"{where} has {name} that is no list of schemas")
-            yield from ((f"{name}/{index}", value) for index, value in enumerate(node[name]))
-    yield from ((name, node[name]) for name in _SCHEMAS if name in node)
+        raise GrammarRefused(f"{where} has {' and '.join(both)}, of which this server would enforce one; write one pattern")
 
 
 # Strings as patterns.
@@ -262,7 +253,7 @@ _PART: Final = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\(.)|(.)", 
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raises: ValueError if it asks for characters that JSON would have to escape."""
+    """Raises: GrammarRefused if it asks for characters that JSON would have to escape."""
     in_class = is_negated = False
     parts = list(_PART.finditer(pattern))
     for index, part in enumerate(parts):
@@ -274,24 +265,7 @@ def _check_pattern(pattern: str) -> None:
         character = chr(int(number, 16)) if number else escaped or plain
         is_control = character < " " or (escaped is not None and escaped in "nrtfv0c")
         if (is_control and not (in_class and is_negated)) or (character in '"\\' and not in_class):
-            raise ValueError(f"pattern {pattern!r} asks for {part[0]!r}, which JSON escapes: this is not served")
-
-
-def _rewritten(node: Any) -> Any:
-    """A checked schema without annotations, its strings as patterns."""
-    if not isinstance(node, dict):
-        return node
-    new = {key: value for key, value in node.items() if key not in _ANNOTATIONS}
-    if (pattern := _as_pattern(node)) is not None:
-        new = {key: value for key, value in new.items() if key not in ("format", "minLength", "maxLength")}
-        new["pattern"] = pattern
-    for name in new.keys() & _SCHEMAS_BY_NAME:
-        new[name] = {key: _rewritten(value) for key, value in new[name].items()}
-    for name in new.keys() & _LISTS_OF_SCHEMAS:
-        new[name] = [_rewritten(value) for value in new[name]]
-    for name in new.keys() & _SCHEMAS:
-        new[name] = _rewritten(new[name])
-    return new
+            raise GrammarRefused(f"pattern {pattern!r} asks for {part[0]!r}, which JSON escapes: this is not served")
 
 
 def _as_pattern(node: Mapping[str, Any]) -> str | None:
