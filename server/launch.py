@@ -282,7 +282,7 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
         f"KV budget {format_bytes(ready.budget_bytes)}: {counted(ready.pool_tokens, 'token', ',')}; "
-        f"{counted(ready.max_sequences, 'sequence')} of up to {counted(min(ready.max_tokens, ready.pool_tokens), 'token', ',')}"
+        f"{counted(ready.max_sequences, 'sequence')} of up to {counted(ready.max_request_tokens, 'token', ',')}"
     )
 
 

@@ -54,7 +54,7 @@ from vmmkv.server.protocol import (
     Snapshot,
     unpacked,
 )
-from vmmkv.server.sampling_params import Limits, SamplingParams, unknown_option
+from vmmkv.server.sampling_params import SamplingParams, unknown_option
 from vmmkv.server.structured_output.compiler import GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_structured_outputs
 from vmmkv.server.tokenizer import Detokenizer, PromptError, TemplateVariable, Tokenizer, decode_all
@@ -185,14 +185,7 @@ class LLM:
             progress.close(done=self._loaded is not None)
         self._settle()
         ready = self.ready
-        self._limits = Limits(
-            model=self._model,
-            model_tokens=ready.max_tokens,
-            pool_tokens=ready.pool_tokens,
-            budget_bytes=ready.budget_bytes,
-            max_sequences=ready.max_sequences,
-            vocabulary_size=ready.vocabulary_size,
-        )
+        self._limits = ready.limits(self._model, ready.vocabulary_size)
         log.info("%s: %s on %s, %s implementation", model, ready.dtype, ready.device, ready.implementation)
 
     def __enter__(self) -> Self:

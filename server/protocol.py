@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vmmkv.memory.memory_map import SlotMap
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv.server.sampling_params import Limits, SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -88,6 +88,22 @@ class Ready(Message, frozen=True, kw_only=True):
     """Of its logits."""
     end_tokens: list[int] = []
     """They end an answer."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of one request, prompt and answer together, as the memory allows too."""
+        return min(self.max_tokens, self.pool_tokens)
+
+    def limits(self, model: str, vocabulary_size: int) -> Limits:
+        """What one request can have. `model`: the name that the caller knows."""
+        return Limits(
+            model=model,
+            model_tokens=self.max_tokens,
+            pool_tokens=self.pool_tokens,
+            budget_bytes=self.budget_bytes,
+            max_sequences=self.max_sequences,
+            vocabulary_size=vocabulary_size,
+        )
 
 
 class LoadFailed(Message, frozen=True, kw_only=True):

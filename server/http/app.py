@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,11 +19,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
 
 from vmmkv import __version__
 from vmmkv.server.config import FrontConfig
-from vmmkv.server.engine_client import Dead, EngineClient, EngineDead, EngineNotReady, RequestFailed, Watchdog
+from vmmkv.server.engine_client import Dead, EngineClient, EngineDead, RequestFailed, Watchdog
 from vmmkv.server.http import errors, page
 from vmmkv.server.http.errors import ApiError, ErrorBody, bad_request
 from vmmkv.server.http.generation import (
@@ -65,15 +63,13 @@ from vmmkv.server.http.schemas import (
 )
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Forget, Loading, Managed, Ready, Resize
-from vmmkv.server.sampling_params import InvalidParam, Limits, RequestRefused, SamplingParams
+from vmmkv.server.sampling_params import InvalidParam, RequestRefused, SamplingParams
 from vmmkv.server.tokenizer import Echo, PromptError, TemplateVariable, Tokenizer
 from vmmkv.units import counted
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DEFAULT_COMPLETION_TOKENS: Final = 16
-"""OpenAI's default for /v1/completions. A chat may go on as long as it fits."""
 INLINE_CHARS: Final = 4096
 """Texts of fewer characters together are tokenised in about a millisecond."""
 INLINE_LOGPROBS: Final = 512
@@ -120,13 +116,10 @@ class Service:
                 return Health(status="loading", reason="the tokenizer") if loading else Health(status="ok")
 
     def require(self, model: str | None) -> tuple[Ready, Tokenizer]:
-        """The engine's limits and the tokenizer. Raises: ApiError, 404 for another model, 503 while not ready."""
+        """The engine's limits and the tokenizer. Raises: EngineNotReady, EngineDead; ApiError: 404 for another model, 503."""
         if model is not None and model != self.model:
             raise errors.model_not_found(model, self.model)
-        try:
-            ready = self.engine.require_ready()
-        except (EngineNotReady, EngineDead) as error:
-            raise errors.unavailable(str(error)) from error
+        ready = self.engine.require_ready()
         if self.tokenizer is None:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
         return ready, self.tokenizer
@@ -141,14 +134,20 @@ class Service:
         ready = self.engine.phase
         if not isinstance(ready, Ready):
             return ModelCard(id=self.model, created=self.created)
-        reach = min(ready.max_tokens, ready.pool_tokens)
-        return ModelCard(id=self.model, created=self.created, max_model_len=reach, implementation=ready.implementation)
+        return ModelCard(
+            id=self.model,
+            created=self.created,
+            max_model_len=ready.max_request_tokens,
+            implementation=ready.implementation,
+        )
 
 
 def create_app(service: Service) -> FastAPI:
     """The application over one service."""
-    app = _App(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
+    app = FastAPI(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
+    # Made once: it takes a tenth of a second of the event loop.
+    document = functools.cache(lambda: _document(app, model=service.model, has_keys=service.queue.needs_key))
+    app.openapi = document  # type: ignore[method-assign]
     app.include_router(_generation_routes(service))
     app.include_router(_server_routes(service))
     app.include_router(page.routes(service.engine, service.dashboard, service.queue))
@@ -168,12 +167,12 @@ def _generation_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=Completion)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue each prompt; each has `n` choices of the answer."""
-        return await _answer(service, request, body, functools.partial(_prepare_completion, service, body))
+        return await _answer(service, request, body, CompletionForm)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The assistant's next turn."""
-        return await _answer(service, request, body, functools.partial(_prepare_chat, service, body))
+        return await _answer(service, request, body, ChatForm)
 
     @router.post("/tokenize", response_model=Tokens)
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
@@ -187,8 +186,8 @@ def _generation_routes(service: Service) -> APIRouter:
         try:
             ids = await _present(service, request, work, service.deadline())
         except PromptError as error:
-            raise bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_value") from error
-        limit = min(ready.max_tokens, ready.pool_tokens)
+            raise errors.invalid(param, error) from error
+        limit = ready.max_request_tokens
 
         def write() -> str:
             texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
@@ -206,7 +205,7 @@ def _generation_routes(service: Service) -> APIRouter:
         try:
             return DetokenizedText(prompt=await _present(service, request, work, service.deadline()))
         except PromptError as error:
-            raise bad_request(f"Invalid tokens: {error}.", param="tokens", code="invalid_value") from error
+            raise errors.invalid("tokens", error) from error
 
     return router
 
@@ -263,11 +262,9 @@ def _admin_routes(engine: EngineClient) -> APIRouter:
     async def manage(message: Forget | Resize) -> KVMemory:
         try:
             done: Managed = await engine.manage(message)
-        except (EngineNotReady, EngineDead) as error:
-            raise errors.unavailable(str(error)) from error
         except RequestFailed as error:
             raise bad_request(str(error), param="budget_bytes", code="invalid_value") from error
-        return KVMemory(freed_bytes=done.freed_bytes, budget_bytes=done.budget_bytes, pool_tokens=done.pool_tokens)
+        return KVMemory.model_validate(done, from_attributes=True)
 
     return router
 
@@ -281,54 +278,25 @@ async def _require_administrator(request: Request) -> None:
 # A generation, from its body to its answer.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A request's tokens, and the form of its answer."""
+async def _tokenise(body: GenerationRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[Echo] | None]:
+    """Token ids of each prompt; with `echo` the texts that answers begin with, and their tokens' places if those are scored.
 
-    prompts: list[list[int]]
-    form: ResponseForm
-    prompt_param: str
-    default_tokens: int | None
-    """New tokens if the request does not say; None for as many as fit."""
-    continues: bool = False
-    """Whether the answer goes on in the prompt's text."""
-    echoes: Sequence[Echo] | None = None
-    """The texts that answers begin with, by prompt; with their tokens' places if those are scored."""
-
-
-async def _prepare_completion(service: Service, body: CompletionRequest, tokenizer: Tokenizer) -> _Prepared:
-    """Tokenise the prompts, and place their tokens if they are echoed. Raises: ApiError."""
+    Raises: PromptError, ApiError.
+    """
+    if isinstance(body, ChatRequest):
+        return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs)], None
+    assert isinstance(body, CompletionRequest)
     num_given = sum(map(len, body.prompt))
-    try:
-        prompts = await off_loop(num_given, lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS)
-    except PromptError as error:
-        raise bad_request(f"Invalid prompt: {error}.", param="prompt", code="invalid_prompt") from error
+    prompts = await off_loop(num_given, lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS)
     check_prompt_logprobs(body, prompts)
-    echoes: list[Echo] | None = None
     if body.params.prompt_logprobs is not None:
         num_tokens = sum(map(len, prompts))
         echoes = await off_loop(num_tokens, lambda: list(map(tokenizer.echo, body.prompt, prompts)), inline=INLINE_ECHO_TOKENS)
-    elif body.echo:
+        return prompts, echoes
+    if body.echo:
         texts = await off_loop(num_given, lambda: list(map(tokenizer.text_of, body.prompt)), inline=INLINE_CHARS)
-        echoes = [Echo(text, (), ()) for text in texts]
-    return _Prepared(
-        prompts=prompts,
-        form=CompletionForm(f"cmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts),
-        prompt_param="prompt",
-        default_tokens=DEFAULT_COMPLETION_TOKENS,
-        continues=True,
-        echoes=echoes,
-    )
-
-
-async def _prepare_chat(service: Service, body: ChatRequest, tokenizer: Tokenizer) -> _Prepared:
-    """Tokenise the conversation in the model's template. Raises: ApiError."""
-    try:
-        prompt = await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs)
-    except PromptError as error:
-        raise bad_request(f"Invalid messages: {error}.", param="messages", code="invalid_messages") from error
-    form = ChatForm(f"chatcmpl-{uuid.uuid4().hex}", service.model, tokenizer.texts)
-    return _Prepared(prompts=[prompt], form=form, prompt_param="messages", default_tokens=None)
+        return prompts, [Echo(text, (), ()) for text in texts]
+    return prompts, None
 
 
 async def _encode_chat(
@@ -340,21 +308,19 @@ async def _encode_chat(
     return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=INLINE_CHARS)
 
 
-async def _answer(
-    service: Service,
-    request: Request,
-    body: GenerationRequest,
-    prepare: Callable[[Tokenizer], Coroutine[Any, Any, _Prepared]],
-) -> Response:
-    """Admit a request, prepare it, and answer it whole or as a stream. Raises: ApiError."""
+async def _answer(service: Service, request: Request, body: GenerationRequest, form_type: type[ResponseForm]) -> Response:
+    """Admit a request, and answer it whole or as a stream. Raises: ApiError, EngineNotReady, EngineDead, RequestFailed."""
     state: RequestState = request.state.request
     deadline = service.deadline(body.timeout)
     _, tokenizer = service.require(body.model)
     # Again: a drain may have begun since its headers came.
     check_tokens = state.at_end.enter_context(service.queue.place(body.num_prompts * body.params.num_sequences))
-    prepared = await _present(service, request, prepare(tokenizer), deadline)
-    params = _check(service, body, state, prepared)
-    check_tokens(body.params.num_sequences * sum(map(len, prepared.prompts)))
+    try:
+        prompts, echoes = await _present(service, request, _tokenise(body, tokenizer), deadline)
+    except PromptError as error:
+        raise errors.invalid(body.prompt_param, error, code=f"invalid_{body.prompt_param}") from error
+    params = _check(service, body, state, prompts)
+    check_tokens(body.params.num_sequences * sum(map(len, prompts)))
     namespace = service.queue.namespace(state.caller, body.cache_salt)
     param, asked = body.grammar
     grammar = b""
@@ -363,56 +329,47 @@ async def _answer(
         compiling = service.grammars.compiled(param, asked, ready, namespace=namespace, deadline=deadline)
         grammar = await _present(service, request, compiling, needs_engine=True)
         service.require(body.model)  # again: the engine may have died meanwhile
-    requests = engine_requests(body, prepared.form.id, prepared.prompts, params, grammar=grammar, namespace=namespace)
+    form = form_type(service.model, tokenizer.texts)
+    requests = engine_requests(body, form.id, prompts, params, grammar=grammar, namespace=namespace)
     choices = [
         ChoiceStream(
-            tokenizer.detokenizer(own.stop, prompt if prepared.continues else (), min_tokens=own.min_tokens),
+            tokenizer.detokenizer(own.stop, prompt if body.is_continued else (), min_tokens=own.min_tokens),
             scored=own.logprobs is not None,
-            echo=None if prepared.echoes is None else prepared.echoes[index],
+            echo=None if echoes is None else echoes[index],
         )
-        for index, (prompt, own) in enumerate(zip(prepared.prompts, params, strict=True))
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
         for _ in range(own.n)
     ]
     at_end = not body.stream and not body.stop
     generation = Generation(
         service.engine, service.metrics, requests, choices, num_choices=body.params.n, deadline=deadline, at_end=at_end
     )
+    state.at_end.callback(generation.close)
     state.has_begun = True
     if body.stream:
-        return _EventStream(_events(prepared.form, generation, body, len(choices)), generation.close)
-    try:
-        whole = await _present(service, request, _whole(prepared.form, generation))
-    except (RequestFailed, EngineDead) as error:
-        raise _api_error(error) from error
-    finally:
-        generation.close()
-    return Response(whole, media_type="application/json")
+        events = _events(form, generation, body, len(choices))
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return Response(await _present(service, request, _whole(form, generation)), media_type="application/json")
 
 
-def _check(service: Service, body: GenerationRequest, state: RequestState, prepared: _Prepared) -> list[SamplingParams]:
+def _check(
+    service: Service, body: GenerationRequest, state: RequestState, prompts: Sequence[list[int]]
+) -> list[SamplingParams]:
     """The sampling parameters of each prompt. Raises: ApiError (400) for a request that can never be served here."""
     ready, tokenizer = service.require(body.model)
-    limits = Limits(
-        model=service.model,
-        model_tokens=ready.max_tokens,
-        pool_tokens=ready.pool_tokens,
-        budget_bytes=ready.budget_bytes,
-        max_sequences=ready.max_sequences,
-        vocabulary_size=tokenizer.vocab_size,  # the model may have more rows
-    )
+    limits = ready.limits(service.model, tokenizer.vocab_size)  # the model may have more rows
     if body.priority < 0 and not service.queue.sees_all(state.caller):
-        message = f"Invalid priority: {body.priority} goes before the requests of other keys; send 0, or more to go later."
-        raise bad_request(message, param="priority", code="invalid_value")
+        raise errors.invalid("priority", f"{body.priority} goes before the requests of other keys; send 0, or more to go later")
     params = []
     try:
-        for prompt in prepared.prompts:
-            new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=prepared.default_tokens)
+        for prompt in prompts:
+            new_tokens = limits.fit(len(prompt), body.wanted_tokens, default=body.default_tokens)
             params.append(dataclasses.replace(body.params, max_tokens=new_tokens))
             limits.check(prompt, params[-1], follows_grammar=body.grammar[1] is not None)
     except InvalidParam as error:
-        raise bad_request(f"Invalid {error.param}: it {error.reason}.", param=error.param, code="invalid_value") from error
+        raise errors.invalid(error.param, f"it {error.reason}") from error
     except RequestRefused as error:
-        names = {"prompt": prepared.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
+        names = {"prompt": body.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
         param = names.get(error.param, error.param)
         raise bad_request(str(error).replace("beam_width", param), param=param, code=error.code) from error
     return params
@@ -479,49 +436,16 @@ async def _events(form: ResponseForm, generation: Generation, body: GenerationRe
             yield await chunk(delta, with_usage=body.includes_usage_so_far)
         if body.include_usage:
             yield await chunk(with_usage=True)
-    except (ApiError, RequestFailed, EngineDead) as error:
-        yield f"data: {_api_error(error).body.model_dump_json()}\n\n"
     except Exception as error:
-        log.exception("the stream of request %s failed", current_id.get())
-        yield f"data: {errors.unexpected(error).body.model_dump_json()}\n\n"
+        if not isinstance(error, ApiError | RequestFailed | EngineDead):
+            log.exception("the stream of request %s failed", current_id.get())
+        yield f"data: {errors.from_exception(error).body.model_dump_json()}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _api_error(error: ApiError | RequestFailed | EngineDead) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    return errors.internal_error(str(error)) if isinstance(error, RequestFailed) else errors.unavailable(str(error))
-
-
-class _EventStream(StreamingResponse):
-    """A stream that calls `close` at its end, however it ends: also when its client left before it began."""
-
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
 
 
 # The OpenAPI document.
 
 _ABOUT: Final = "OpenAI's API over one model. Every error has the form of ErrorBody, and every answer an X-Request-Id."
-
-
-class _App(FastAPI):
-    """FastAPI with a document that knows of errors, streams, the model's name and keys."""
-
-    def openapi(self) -> dict[str, Any]:
-        """The answer of /openapi.json, made once: it takes a tenth of a second of the event loop."""
-        if self.openapi_schema is None:
-            service = self.state.service
-            assert isinstance(service, Service)
-            self.openapi_schema = _document(self, model=service.model, has_keys=service.queue.needs_key)
-        return self.openapi_schema
 
 
 def _document(app: FastAPI, *, model: str, has_keys: bool) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from vmmkv.server.engine_client import EngineDead, EngineNotReady, MapUnavailable, RequestFailed
 from vmmkv.units import counted
 
 RETRY_AFTER_S: Final = 1
+_OF_THE_ENGINE: Final = (EngineDead, EngineNotReady, MapUnavailable, RequestFailed)
 
 
 class ErrorDetail(BaseModel):
@@ -55,6 +57,11 @@ class ApiError(Exception):
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the client can mend it."""
     return ApiError(400, message, type="invalid_request_error", param=param, code=code)
+
+
+def invalid(param: str, why: object, *, code: str = "invalid_value") -> ApiError:
+    """400, and what is wrong with the parameter."""
+    return bad_request(f"Invalid {param}: {why}.", param=param, code=code)
 
 
 def model_not_found(given: str, served: str) -> ApiError:
@@ -112,22 +119,30 @@ def not_the_administrator() -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Give every error of `app` this form, also those that FastAPI and Starlette raise themselves."""
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, *_OF_THE_ENGINE, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _response)
 
 
-async def _response(request: Request, error: Exception) -> JSONResponse:
+def from_exception(error: Exception) -> ApiError:
+    """The error that a client gets for an exception."""
     match error:
         case ApiError():
-            return error.response()
+            return error
+        case RequestFailed():
+            return internal_error(str(error))
+        case EngineDead() | EngineNotReady() | MapUnavailable():
+            return unavailable(str(error))
         case RequestValidationError():
-            return _from_validation(error.errors()).response()
-        case HTTPException():
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            refused = ApiError(error.status_code, message, type="invalid_request_error", headers=error.headers)
-            return refused.response()
+            return _from_validation(error.errors())
         case _:
-            return unexpected(error).response()  # Starlette logs the traceback itself
+            return unexpected(error)
+
+
+async def _response(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, type="invalid_request_error", headers=error.headers)
+    return from_exception(error).response()  # Starlette logs the traceback of what is unexpected
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -139,7 +139,7 @@ class GrammarService:
             async with asyncio.timeout(deadline.left_s()):
                 return await compiler.compile(grammar, namespace=namespace)
         except GrammarRefused as error:
-            raise errors.bad_request(f"Invalid {param}: {error}.", param=param, code="invalid_grammar") from error
+            raise errors.invalid(param, error, code="invalid_grammar") from error
         except TimeoutError as error:
             raise deadline.error() from error
         except CompilerBusy as error:

@@ -1,9 +1,10 @@
 """Response bodies: OpenAI's completions and chat completions, whole and as chunks of a stream, and those of other routes."""
 
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, Field
 
@@ -216,9 +217,11 @@ class KVMemory(BaseModel):
 class ResponseForm(ABC):
     """The form of one answer. A stream is `opening`, a chunk for each delta, and a chunk without choices if usage is wanted."""
 
-    def __init__(self, id: str, model: str, tokens: TokenTexts) -> None:
-        self.id = id
-        self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+    id_prefix: ClassVar[str]
+
+    def __init__(self, model: str, tokens: TokenTexts) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokens = tokens
 
     def opening(self, num_choices: int) -> list[TextDelta]:
@@ -236,6 +239,8 @@ class ResponseForm(ABC):
 
 class CompletionForm(ResponseForm):
     """The form of /v1/completions, where a chunk looks like a whole answer."""
+
+    id_prefix = "cmpl"
 
     def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> Completion:
         """New text of choices."""
@@ -269,6 +274,8 @@ class CompletionForm(ResponseForm):
 
 class ChatForm(ResponseForm):
     """The form of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
 
     def opening(self, num_choices: int) -> list[TextDelta]:
         """An empty delta of each choice, which names its role."""

@@ -341,7 +341,9 @@ def _wire_field(param: "dataclasses.Field[Any]") -> Any:
 
 
 if TYPE_CHECKING:
-    _SamplingFields = WireRequest  # its fields are read as `GenerationRequest.params`
+
+    class _SamplingFields(WireRequest):  # other fields are read as `GenerationRequest.params`
+        length_penalty: float
 else:
     _derived = (one for one in dataclasses.fields(SamplingParams) if one.name not in _STATED_OTHERWISE | _OF_OTHER_FORM)
     _SamplingFields = create_model("_SamplingFields", __base__=WireRequest, **{one.name: _wire_field(one) for one in _derived})
@@ -349,6 +351,13 @@ else:
 
 class GenerationRequest(_SamplingFields):
     """What completions and chat completions share: the fields of SamplingParams, and those below. Null means the default."""
+
+    prompt_param: ClassVar[str]
+    """The field with the prompts."""
+    default_tokens: ClassVar[int | None] = None
+    """New tokens if the request does not say; None for as many as fit."""
+    is_continued: ClassVar[bool] = False
+    """Whether the answer goes on in the prompt's text."""
 
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
@@ -411,13 +420,13 @@ class GenerationRequest(_SamplingFields):
                 raise refusal("stream", "a beam search knows its answer at its end only: leave stream out")
         elif self.beam_width is not None:
             raise refusal("beam_width", "beam_width is only for use_beam_search=true")
-        elif self._given("length_penalty") != 1.0:
+        elif self.length_penalty != 1.0:
             raise refusal("length_penalty", "length_penalty is only for use_beam_search=true")
         param, grammar = self.grammar
         if grammar is not None and param == "response_format" and self.structured_outputs is not None:
             raise refusal(param, "response_format and structured_outputs both say what the answer is: send one")
         for name in ("use_beam_search", "ignore_eos", "min_tokens"):
-            if grammar is not None and self._given(name):
+            if grammar is not None and getattr(self, name):
                 raise refusal(
                     name,
                     f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out, or {param}",
@@ -431,14 +440,11 @@ class GenerationRequest(_SamplingFields):
                 f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
             )
 
-    def _given(self, name: str) -> Any:
-        return getattr(self, name)
-
     @functools.cached_property
     def params(self) -> SamplingParams:
         """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
         names = {each.name for each in dataclasses.fields(SamplingParams)} - _STATED_OTHERWISE
-        given = {name: value for name in names if (value := self._given(name)) is not None}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
         given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
         if self.use_beam_search:
@@ -491,6 +497,9 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions: each prompt has `n` choices in the answer, those of the first prompt first."""
 
     unserved: ClassVar[Unserved] = {"suffix": ("",), "best_of": (1,), **_NEUTRAL}
+    prompt_param = "prompt"
+    default_tokens = 16  # OpenAI's
+    is_continued = True
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
@@ -551,6 +560,7 @@ class ChatRequest(GenerationRequest):
         "chat_template": (),
         **_NEUTRAL,
     }
+    prompt_param = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     chat_template_kwargs: TemplateVariables | None = None
     """vLLM's: variables of the model's own chat template, such as `enable_thinking`."""

@@ -19,7 +19,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import StreamingResponse
 
-from vmmkv.server.engine_client import EngineClient, EngineDead, EngineNotReady, MapUnavailable
+from vmmkv.server.engine_client import EngineClient, MapUnavailable
 from vmmkv.server.http import errors
 from vmmkv.server.http.limits import AdmissionQueue
 from vmmkv.server.metrics import Metrics, Rates, Times
@@ -144,7 +144,7 @@ class Dashboard:
             "model": self._model,
             "health": health.model_dump(),
             "device": ready.device if isinstance(ready, Ready) else None,
-            "max_tokens": min(ready.max_tokens, ready.pool_tokens) if isinstance(ready, Ready) else None,
+            "max_tokens": ready.max_request_tokens if isinstance(ready, Ready) else None,
             "memory": memory_of(self._engine.snapshot),
             "rates": self._rates(),
             "first_token_s": self._recent("first", self._engine.first_token_times),
@@ -198,11 +198,8 @@ def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) ->
     @router.get("/kv", dependencies=sees_all)
     async def kv() -> Response:
         """The live memory map: what is mapped under each slot, and the uses of memory."""
-        try:
-            engine.require_ready()
-            found: dict[str, Any] = await engine.maps.get()
-        except (EngineNotReady, EngineDead, MapUnavailable) as error:
-            raise errors.unavailable(str(error)) from error
+        engine.require_ready()
+        found: dict[str, Any] = await engine.maps.get()
         told = {"page_bytes": PAGE_BYTES, "memory": memory_of(engine.snapshot), **found}
         return Response(msgspec.json.encode(told), media_type="application/json")
 
