@@ -2,8 +2,8 @@
 
     compile ── cached? ── queue ── worker: one grammar at a time, COMPILE_S, MEMORY_BYTES ──> text that the engine can read
 
-Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So the worker is a process. It is
-killed when the time is over, and the next grammar starts another. It starts with the first grammar, in some seconds of a core.
+Some grammars take xgrammar minutes or gigabytes, in C++ that only a kill interrupts. So the worker is a process: it is killed
+when the time is over, and the next grammar starts another, in some seconds of a core.
 """
 
 import asyncio
@@ -27,12 +27,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
+import numpy as np
+
+from vmmkv.server.structured_output.matcher import CALL_S, Matcher, Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, GrammarKind, GrammarRefused
 
 if TYPE_CHECKING:
     import xgrammar
-
-    from vmmkv.server.structured_output.matcher import Vocabulary
 
 T = TypeVar("T")
 START_S: Final = 60.0
@@ -112,7 +113,7 @@ class GrammarCompiler:
         self._starting = None
 
     async def _compile(self, key: _Key) -> bytes:
-        grammar = key[1]
+        _, grammar = key
         async with self._turn:
             worker = await self.start()
             try:
@@ -209,8 +210,6 @@ def _prepare_worker() -> None:
 
 def _load_in_worker(model_dir: Path, vocabulary_size: int, end_tokens: Sequence[int]) -> None:
     global _compilation
-    from vmmkv.server.structured_output.matcher import Vocabulary
-
     _compilation = Compilation(Vocabulary.load(model_dir, vocabulary_size, end_tokens))
     in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES,) * 2)
@@ -240,7 +239,7 @@ _TOO_SLOW: Final = "it takes too long to follow; make it simpler"
 class Compilation:
     """xgrammar's compiler for one vocabulary, and checks that the engine can follow what it gives."""
 
-    def __init__(self, vocabulary: "Vocabulary") -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
         self._vocabulary = vocabulary
@@ -249,7 +248,17 @@ class Compilation:
     def compile(self, kind: GrammarKind, source: str) -> bytes:
         """As text, for `CompiledGrammar.deserialize_json`. Raises: ValueError, saying what is wrong with the grammar."""
         try:
-            compiled = self._compiled(kind, source)
+            match kind:
+                case "json":
+                    # Without optional spaces: each would be a choice, and end the text that is forced.
+                    compiled = self._compiler.compile_json_schema(source, any_whitespace=False, separators=(",", ":"))
+                case "regex":
+                    compiled = self._compiler.compile_regex(source)
+                case "choice":
+                    texts = ("".join(map(_escaped, choice)) for choice in json.loads(source))
+                    compiled = self._compiler.compile_grammar("root ::= " + " | ".join(f'"{text}"' for text in texts))
+                case "ebnf":
+                    compiled = self._compiler.compile_grammar(source)
             check_ends(compiled.grammar.serialize_json())
             for prefers_long in (False, True):
                 self._try(compiled, prefers_long=prefers_long)
@@ -259,28 +268,8 @@ class Compilation:
             reason = re.sub(r"^\[[\d:]+\] \S+\.\w+:\d+: ", "", str(error)).strip().rstrip(".")
             raise ValueError(reason or "it cannot be compiled") from error
 
-    def _compiled(self, kind: GrammarKind, source: str) -> "xgrammar.CompiledGrammar":
-        match kind:
-            case "json":
-                # Without optional spaces: each would be a choice, and end the text that is forced.
-                return self._compiler.compile_json_schema(source, any_whitespace=False, separators=(",", ":"))
-            case "regex":
-                return self._compiler.compile_regex(source)
-            case "choice":
-                texts = ("".join(map(_escaped, choice)) for choice in json.loads(source))
-                return self._compiler.compile_grammar("root ::= " + " | ".join(f'"{text}"' for text in texts))
-            case "ebnf":
-                return self._compiler.compile_grammar(source)
-
     def _try(self, compiled: "xgrammar.CompiledGrammar", *, prefers_long: bool) -> None:
-        """Follow random tokens, or the longest ones. A grammar that is slow elsewhere is ended by the engine.
-
-        Raises: ValueError if it is too slow.
-        """
-        import numpy as np
-
-        from vmmkv.server.structured_output.matcher import Matcher
-
+        """Follow random tokens, or the longest ones. Raises: ValueError if it is too slow."""
         vocabulary, numbers = self._vocabulary, np.random.default_rng(0)
         matcher, began_s = Matcher(compiled, vocabulary), time.thread_time()
         for _ in range(TRIAL_TOKENS):
@@ -298,8 +287,6 @@ class Compilation:
 
 def _in_time(call: Callable[..., T], *arguments: object) -> T:
     """Raises: ValueError if a call takes longer than the engine would wait for it."""
-    from vmmkv.server.structured_output.matcher import CALL_S
-
     began_s = time.thread_time()
     found = call(*arguments)
     if time.thread_time() - began_s > CALL_S:
@@ -317,9 +304,7 @@ def check_ends(grammar: str) -> None:
     xgrammar looks for forced text without a limit: it follows `root ::= "a" root` for ever, and a rule that doubles thirty
     times for hours. Raises: ValueError naming the rule.
     """
-    rules = _Rules(grammar)
-    for rule, name in enumerate(rules.names):
-        longest = max(map(rules.min_bytes_of, rules.alternatives(rule)))
+    for name, longest in _Rules(grammar).longest_alternatives():
         if longest == math.inf:
             raise ValueError(f"what follows in its rule {name} never ends")
         if longest > MAX_FORCED_BYTES:
@@ -339,29 +324,29 @@ class _Rules:
         self._expressions: list[tuple[int, list[int]]] = [
             (data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts
         ]
-        self.names: list[str] = [name for name, *_ in read["rules"]]
-        self._bodies: list[int] = [body for _, body, *_ in read["rules"]]
-        self._root: int = read["root_rule_id"]
-        self._min_bytes = [math.inf] * len(self.names)
+        self._rules: list[tuple[str, int]] = [(name, body) for name, body, *_ in read["rules"]]
+        self._min_bytes = [math.inf] * len(self._rules)
         self._patterns: dict[bytes, float] = {}
         users: defaultdict[int, set[int]] = defaultdict(set)
-        for rule, body in enumerate(self._bodies):
+        for rule, (_, body) in enumerate(self._rules):
             for used in self._used(body):
                 users[used].add(rule)
-        waiting = dict.fromkeys(range(len(self.names)))
-        while waiting:  # to the fixed point: a shorter rule may shorten those that use it
+        waiting = dict.fromkeys(range(len(self._rules)))
+        while waiting:  # to the fixed point, the last rules first: a shorter rule may shorten those that use it
             rule, _ = waiting.popitem()
-            min_bytes = self.min_bytes_of(self._bodies[rule])
+            min_bytes = self._min_bytes_of(self._rules[rule][1])
             if min_bytes < self._min_bytes[rule]:
                 self._min_bytes[rule] = min_bytes
                 waiting.update(dict.fromkeys(users[rule]))
+        self.root_min_bytes = self._min_bytes[read["root_rule_id"]]
 
-    def alternatives(self, rule: int) -> Sequence[int]:
-        """The expressions that a rule chooses from."""
-        kind, parts = self._expressions[self._bodies[rule]]
-        return parts if kind == _CHOICES else [self._bodies[rule]]
+    def longest_alternatives(self) -> Iterator[tuple[str, float]]:
+        """For each rule its name, and the shortest text of the alternative for which that is longest, in bytes."""
+        for name, body in self._rules:
+            kind, parts = self._expressions[body]
+            yield name, max(map(self._min_bytes_of, parts if kind == _CHOICES else [body]))
 
-    def min_bytes_of(self, expression: int) -> float:
+    def _min_bytes_of(self, expression: int) -> float:
         kind, parts = self._expressions[expression]
         if kind == _BYTES:
             return len(parts)
@@ -372,9 +357,9 @@ class _Rules:
         if kind == _RULE:
             return self._min_bytes[parts[0]]
         if kind == _SEQUENCE:
-            return sum(map(self.min_bytes_of, parts))
+            return sum(map(self._min_bytes_of, parts))
         if kind == _CHOICES:
-            return min(map(self.min_bytes_of, parts))
+            return min(map(self._min_bytes_of, parts))
         if kind == _REPEAT:
             return self._min_bytes[parts[0]] * parts[1] if parts[1] else 0
         if kind == _REGEX:
@@ -385,8 +370,7 @@ class _Rules:
         import xgrammar
 
         if pattern not in self._patterns:
-            rules = _Rules(xgrammar.Grammar.from_regex(pattern.decode()).serialize_json())
-            self._patterns[pattern] = rules._min_bytes[rules._root]
+            self._patterns[pattern] = _Rules(xgrammar.Grammar.from_regex(pattern.decode()).serialize_json()).root_min_bytes
         return self._patterns[pattern]
 
     def _used(self, expression: int) -> Iterator[int]:

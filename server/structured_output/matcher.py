@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Self, TypeVar
@@ -125,13 +125,17 @@ class Matcher:
         """
         if self._num_masked == len(self._tokens):
             words_GW[row] = self._words[0]
-        else:
-            self._fill(words_GW, row)
+            return
+        if not self._matcher.fill_next_token_bitmask(words_GW, row):
+            words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
+        last_byte = int(self._vocabulary.last_bytes[self._tokens[-1]]) if self._tokens else 0
+        if (after := self._vocabulary.after.get(last_byte)) is not None:
+            words_GW[row] &= after
 
     def mask(self) -> Words:
         """The mask of the next token; a view that the next call overwrites."""
         if self._num_masked != len(self._tokens):
-            self._fill(self._words, 0)
+            self.fill(self._words, 0)
             self._num_masked = len(self._tokens)
         words: Words = self._words[0]
         return words
@@ -150,11 +154,15 @@ class Matcher:
             return []
         # All are accepted, unless the tokenizer changes the text that it is given.
         tokens = list(itertools.takewhile(self.accept, self._tokenised(text)[:max_tokens]))
-        if tokens and len(tokens) < max_tokens and self._could_be_longer(tokens[-1]):
-            self._take_back(1)
-            tokens.pop()
+        if tokens and len(tokens) < max_tokens:
+            last = tokens.pop()
+            self._take_back()
+            longer = self._vocabulary.longer(int(self._vocabulary.num_bytes[last]))
+            if not (self.mask() & longer).any():
+                assert self.accept(last), "it was accepted before"
+                tokens.append(last)
         if len(tokens) == 1:
-            self._take_back(1)
+            self._take_back()
             return []
         return tokens
 
@@ -166,13 +174,6 @@ class Matcher:
             # Forced bytes can begin or end within a character: up to the first such place they are text.
             return bytes(error.object[: error.start]).decode()
 
-    def _fill(self, words_GW: Words, row: int) -> None:
-        if not self._matcher.fill_next_token_bitmask(words_GW, row):
-            words_GW[row] = -1  # all is allowed, and xgrammar may have left the mask as it was
-        last_byte = int(self._vocabulary.last_bytes[self._tokens[-1]]) if self._tokens else 0
-        if (after := self._vocabulary.after.get(last_byte)) is not None:
-            words_GW[row] &= after
-
     def _tokenised(self, text: str) -> list[int]:
         rust = self._vocabulary.rust
         if context := self._tokens[-_CONTEXT_TOKENS:]:
@@ -182,16 +183,9 @@ class Matcher:
         alone: list[int] = rust.encode(text, add_special_tokens=False).ids
         return alone
 
-    def _could_be_longer(self, last: int) -> bool:
-        """May a longer token stand in place of the last one? The text behind the forced text decides."""
-        self._take_back(1)
-        could_be = bool((self.mask() & self._vocabulary.longer(int(self._vocabulary.num_bytes[last]))).any())
-        assert self.accept(last), "it was accepted before"
-        return could_be
-
-    def _take_back(self, count: int) -> None:
-        self._matcher.rollback(count)
-        del self._tokens[len(self._tokens) - count :]
+    def _take_back(self) -> None:
+        self._matcher.rollback(1)
+        self._tokens.pop()
         if len(self._tokens) < self._num_masked:
             self._num_masked = -1  # other tokens may come in their place
 
@@ -257,7 +251,7 @@ class CallThreads:
 
         Where a signal handler raises while this waits, the threads are abandoned and make no further call.
         """
-        batch: _CallBatch[T] = _CallBatch(calls)
+        batch: _CallBatch[T] = _CallBatch(calls, iter(range(len(calls))), {})
         overran: dict[int, CallResult[T]] = {}
         error = CallOverran(f"it takes too long to follow, more than {1000 * self._call_s:g} ms for one step; make it simpler")
         try:
@@ -269,7 +263,11 @@ class CallThreads:
                 for thread in working:
                     thread.begin(batch)
                 for thread in working:
-                    if not self._finishes(thread):
+                    left_s = self._call_s
+                    while left_s > 0 and not thread.wait(left_s):
+                        left_s = thread.left_s(self._call_s)
+                    if left_s <= 0:
+                        self._abandon([thread])
                         overran[thread.index] = CallResult(None, error, self._call_s)
         except BaseException:
             self._abandon(self._threads)
@@ -282,16 +280,6 @@ class CallThreads:
             thread.end()
         self._threads.clear()
 
-    def _finishes(self, thread: "_CallThread") -> bool:
-        """Wait for a thread's part of the batch. False if its call overruns: it is abandoned."""
-        left_s = self._call_s
-        while not thread.wait(left_s):
-            left_s = thread.left_s(self._call_s)
-            if left_s <= 0:
-                self._abandon([thread])
-                return False
-        return True
-
     def _abandon(self, threads: "list[_CallThread]") -> None:
         self._abandoned += threads
         self._threads = [thread for thread in self._threads if thread not in threads]
@@ -299,14 +287,13 @@ class CallThreads:
             thread.end()
 
 
-class _CallBatch(Generic[T]):
+class _CallBatch(NamedTuple, Generic[T]):
     """Calls that several threads take from."""
 
-    def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
-        self.calls = calls
-        self.indices = iter(range(len(calls)))
-        """Of the calls that no thread has taken. `next` of it is one step of the interpreter."""
-        self.outcomes: dict[int, CallResult[T]] = {}
+    calls: Sequence[Callable[[], T]]
+    indices: Iterator[int]
+    """Of the calls that no thread has taken. `next` of it is one step of the interpreter."""
+    outcomes: dict[int, CallResult[T]]
 
 
 class _CallThread:
@@ -374,7 +361,7 @@ class _CallThread:
 
     def _take(self, batch: _CallBatch[Any]) -> int | None:
         with self._taking:
-            index = None if self._ends else next(batch.indices, None)
-            if index is not None:
-                self.index, self._began_s = index, time.thread_time()
+            if self._ends or (index := next(batch.indices, None)) is None:
+                return None
+            self.index, self._began_s = index, time.thread_time()
             return index

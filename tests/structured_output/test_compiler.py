@@ -1,6 +1,7 @@
 """The compiler's worker process: its limits, its end, its replacement; the cache, the queue, and namespaces."""
 
 import asyncio
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -158,56 +159,40 @@ def test_a_compiled_grammar_that_is_too_large_for_the_engine_is_refused(monkeypa
         compiling._compiled_by_worker("choice", '["a"]')
 
 
-def test_a_compiler_that_cannot_start_names_the_error_and_tells_no_path(
-    model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def no_process(*arguments: object) -> NoReturn:
+    raise FileNotFoundError(2, "/a/path is missing")
+
+
+@pytest.mark.parametrize(
+    ("place", "put", "said", "logged"),
+    [
+        (f"{compiling.__name__}._load_in_worker", in_worker.fail_to_load, r"\(OSError\)", "/a/path is missing"),
+        (f"{compiling.__name__}.START_S", 0.05, r"\(not within 0.05 s\)", "not within 0.05 s"),
+        ("multiprocessing.util.spawnv_passfds", no_process, r"\(FileNotFoundError\)", "/a/path is missing"),
+    ],
+    ids=["vocabulary", "time", "process"],
+)
+def test_a_compiler_that_cannot_start_tells_no_path_and_leaves_no_process(
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    put: Any,
+    said: str,
+    logged: str,
 ) -> None:
     async def law() -> None:
         compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
-        with pytest.raises(CompilerUnavailable, match=r"did not start \(OSError\)") as caught:
+        with pytest.raises(CompilerUnavailable, match=f"did not start {said}") as caught:
             await compiler.compile(of_object())
         assert "/a/path" not in str(caught.value)
         await compiler.close()
 
-    monkeypatch.setattr(compiling, "_load_in_worker", in_worker.fail_to_load)
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(place, put)
     asyncio.run(law())
-    assert "/a/path is missing" in caplog.text
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file"), OSError(24, "too many open files")])
-def test_a_worker_for_which_there_is_no_process_is_unavailable(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    def no_process(*arguments: object) -> NoReturn:
-        raise error
-
-    async def law() -> None:
-        compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
-        with pytest.raises(CompilerUnavailable, match=type(error).__name__):
-            await compiler.compile(of_object())
-        await compiler.close()
-
-    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", no_process)
-    asyncio.run(law())
-
-
-def test_a_worker_that_starts_too_slowly_is_unavailable_and_ends(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = list[Any]()
-
-    class Remembered(compiling._Worker):
-        def __init__(self) -> None:
-            super().__init__()
-            workers.append(self)
-
-    async def law() -> None:
-        compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
-        with pytest.raises(CompilerUnavailable, match=r"not within 0.05 s"):
-            await compiler.compile(of_object())
-        await compiler.close()
-
-    monkeypatch.setattr(compiling, "START_S", 0.05)
-    monkeypatch.setattr(compiling, "_Worker", Remembered)
-    asyncio.run(law())
-    assert eventually(lambda: not any(process.is_alive() for process in workers[0]._processes))
+    assert logged in caplog.text
+    assert eventually(lambda: set(multiprocessing.active_children()) <= before)
 
 
 SCRIPT = """
