@@ -49,11 +49,6 @@ many slow choices, none of them over its own limit, would stop the loop for seco
 CROWDED_S: Final = 0.01
 _NAP_S: Final = 0.0005
 """While the loop has nothing else to do. Reading a grammar takes some ten milliseconds."""
-_NO_TOKEN: Final = "the model's vocabulary has no token that the grammar allows here"
-
-
-class TooSlow(Exception):
-    """A grammar takes more time than one answer may have."""
 
 
 class Next(NamedTuple):
@@ -90,7 +85,7 @@ class StructuredOutputManager:
         self._load = load
         self._cache_bytes = cache_bytes
         self._vocabulary: Vocabulary | None = None
-        self._reader: ThreadPoolExecutor | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._opening: dict[str, tuple[Request, Future[Any]]] = {}
         self._compiled: OrderedDict[tuple[Hashable, bytes], tuple[Any, int]] = OrderedDict()
         self._threads = CallThreads()
@@ -103,15 +98,8 @@ class StructuredOutputManager:
         """Requests whose grammars are being read."""
         return len(self._opening)
 
-    @property
-    def is_overloaded(self) -> bool:
-        """Are so many abandoned calls under way that no new answer may begin?"""
-        return self._threads.num_abandoned >= MAX_ABANDONED
-
     def open(self, request: Request) -> None:
         """Have a request's grammar read. The request drops it, since it can have megabytes."""
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         future = self._reader.submit(self._read, request.ask.grammar, request.namespace)
         request.ask = msgspec.structs.replace(request.ask, grammar=b"")
         self._opening[request.ask.request_id] = request, future
@@ -165,7 +153,7 @@ class StructuredOutputManager:
             if isinstance(comes, Exception):
                 followed.refused[index] = _reason(request, "cannot be followed", comes)
             elif comes is None:
-                followed.refused[index] = _NO_TOKEN
+                followed.refused[index] = "the model's vocabulary has no token that the grammar allows here"
             elif comes.must_end or comes.forced:
                 followed.going_on.append((request, comes))
         return followed
@@ -193,11 +181,8 @@ class StructuredOutputManager:
 
     def close(self) -> None:
         """End the threads, one that is at work after its call. Idempotent."""
-        for request_id in list(self._opening):
-            self.cancel(request_id)
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
-            self._reader = None
+        self._opening.clear()
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._threads.close()
 
     def _read(self, data: bytes, namespace: Hashable) -> Any:
@@ -218,7 +203,7 @@ class StructuredOutputManager:
 
     def _forced(self, request: Request) -> list[int]:
         """What an answer begins with. Raises: CallOverran, also while too many calls of others overrun."""
-        if self.is_overloaded:
+        if self._threads.num_abandoned >= MAX_ABANDONED:
             raise CallOverran("others that took too long are still being worked on; try again later")
         assert request.matcher is not None, "its grammar has been read"
         return request.matcher.force(request.ask.params.max_tokens - 1) if request.may_jump else []
@@ -243,7 +228,7 @@ class StructuredOutputManager:
             over_s = request.grammar_s - (ANSWER_S if self._balance_s > 0 else CROWDED_S)
             is_slow = over_s > 0 and over_s > TOKEN_S * request.num_generated  # which costs a look-up
             try:
-                results.append(outcome.get() if not is_slow else TooSlow("it takes too long to follow; make it simpler"))
+                results.append(outcome.get() if not is_slow else CallOverran("it takes too long to follow; make it simpler"))
             except Exception as error:
                 results.append(error)
         return results
