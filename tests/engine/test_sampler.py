@@ -235,6 +235,7 @@ def test_penalties_and_bias_are_as_defined() -> None:
         torch.testing.assert_close(adjusted(sampler, logits, 1), expected)
 
 
+@torch.inference_mode()  # as the runner counts
 def test_tokens_that_are_counted_are_as_tokens_that_were_there() -> None:
     logits = torch.linspace(-3, 3, 20)
     options = {"frequency_penalty": 0.3, "presence_penalty": 0.1, "repetition_penalty": 1.4}
