@@ -7,7 +7,6 @@ when the time is over, and the next grammar starts another, in some seconds of a
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -153,8 +152,12 @@ class _Worker:
     def __init__(self) -> None:
         """Raises: OSError if there can be no process."""
         self._executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
-        with _main_left_alone():
+        # A process that is spawned imports `__main__` again: with `LLM`, a script without a guard would run twice.
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
             self._executor.submit(int)  # starts the process
+        finally:
+            sys.modules["__main__"] = main
         self._processes = list(self._executor._processes.values())
         self._is_killed = False
 
@@ -178,17 +181,6 @@ class _Worker:
         for process in self._processes:  # before Python 3.14 the executor has no method that does
             process.kill()
         self._executor.shutdown(wait, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """A process that is spawned imports the caller's `__main__` again: with `LLM`, a script without a guard would run twice."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 _compilation: "Compilation | None" = None

@@ -124,7 +124,7 @@ class TestWhileItIsCompiled:
         assert (answered.status_code, answered.json()["error"]["code"]) == (503, "service_unavailable")
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_who_goes_away_gives_the_place_back(self, slow: Running, stream: bool) -> None:
+    def test_a_client_that_goes_away_gives_its_place_back(self, slow: Running, stream: bool) -> None:
         body = {"model": "tiny", "messages": HELLO, "structured_outputs": {"regex": "a"}, "stream": stream}
         with asking(slow, CHAT, body):
             assert eventually(lambda: slow.service.queue.num_sequences == 1)
