@@ -19,7 +19,6 @@ import re
 import secrets
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -83,30 +82,27 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._amounts: deque[list[float]] = deque()
-        """[second, amount] for each second with any."""
+        self._amounts: dict[int, float] = {}
+        """By second, the oldest first; none for seconds without any."""
 
     def add(self, amount: float) -> None:
         """So much was finished now."""
         second = math.floor(self._clock())
-        if self._amounts and self._amounts[-1][0] == second:
-            self._amounts[-1][1] += amount
-        else:
-            self._amounts.append([second, amount])
+        self._amounts[second] = self._amounts.get(second, 0) + amount
         self._forget()
 
     def seconds_for(self, amount: float) -> int:
         """How long so much will take, in whole seconds from 1 to MOST_RETRY_S; WINDOW_S if nothing was finished of late."""
         self._forget()
-        total = sum(amount for _, amount in self._amounts)
+        total = sum(self._amounts.values())
         if not total:
             return WINDOW_S
-        span_s = max(1.0, self._clock() - self._amounts[0][0])
+        span_s = max(1.0, self._clock() - next(iter(self._amounts)))
         return min(MOST_RETRY_S, max(1, math.ceil(amount * span_s / total)))
 
     def _forget(self) -> None:
-        while self._amounts and self._amounts[0][0] < self._clock() - WINDOW_S:
-            self._amounts.popleft()
+        while self._amounts and (oldest := next(iter(self._amounts))) < self._clock() - WINDOW_S:
+            del self._amounts[oldest]
 
 
 class AdmissionQueue:

@@ -233,7 +233,7 @@ class ResponseForm(ABC):
         """New text of choices."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> BaseModel:
+    def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> BaseModel:
         """The answer, with each choice as one delta, in order."""
 
 
@@ -246,9 +246,7 @@ class CompletionForm(ResponseForm):
         """New text of choices."""
         return Completion(**self._head, choices=[self._choice(delta) for delta in deltas], usage=usage)
 
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Completion:
-        """Every choice, in the order of the prompts, those of one prompt side by side."""
-        return self.chunk(choices, usage)
+    whole = chunk
 
     def _choice(self, delta: TextDelta) -> CompletionChoice:
         scores = delta.all_scores()
@@ -256,20 +254,18 @@ class CompletionForm(ResponseForm):
         return CompletionChoice(index=delta.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason)
 
     def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:
-        text_of = self._tokens.text_of
-
-        def likeliest(score: Score) -> dict[str, float] | None:
-            if score.logprob is None:
-                return None
-            own = score.token_id, score.logprob
-            return {text_of(token_id): _finite(logprob) for token_id, logprob in (*score.likeliest, own)}
-
         return CompletionLogprobs(
             text_offset=[score.offset for score in scores],
             token_logprobs=[None if score.logprob is None else _finite(score.logprob) for score in scores],
-            tokens=[text_of(score.token_id) for score in scores],
-            top_logprobs=[likeliest(score) for score in scores],
+            tokens=[self._tokens.text_of(score.token_id) for score in scores],
+            top_logprobs=[self._likeliest(score) for score in scores],
         )
+
+    def _likeliest(self, score: Score) -> dict[str, float] | None:
+        if score.logprob is None:
+            return None
+        pairs = (*score.likeliest, (score.token_id, score.logprob))
+        return {self._tokens.text_of(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 
 class ChatForm(ResponseForm):
@@ -286,9 +282,9 @@ class ChatForm(ResponseForm):
         choices = [ChunkChoice(**self._common(delta), delta=_delta(delta)) for delta in deltas]
         return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
 
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
+    def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
         """Every reply."""
-        replies = [ChatChoice(**self._common(choice), message=AssistantMessage(content=choice.text)) for choice in choices]
+        replies = [ChatChoice(**self._common(delta), message=AssistantMessage(content=delta.text)) for delta in deltas]
         return ChatCompletion(**self._head, choices=replies, usage=usage)
 
     def _common(self, delta: TextDelta) -> dict[str, Any]:

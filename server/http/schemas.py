@@ -79,7 +79,7 @@ class WireRequest(BaseModel):
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
-    """An error of several parameters together, naming one of them."""
+    """What is wrong with a field, or with `param` within it."""
     why = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     return PydanticCustomError("combination", "{why}", {"why": why, "param": param})
 
@@ -122,18 +122,13 @@ def _as_prompts(value: Any) -> list[Prompt]:
         if _are_token_ids(value):
             return [value]
         if len(value) > MAX_CHOICES:
-            raise PydanticCustomError(
-                "prompt",
-                "it has {given} prompts and a request may have {limit}; send the others in further requests",
-                {"given": len(value), "limit": MAX_CHOICES},
-            )
+            many = f"it has {len(value)} prompts and a request may have {MAX_CHOICES}; send the others in further requests"
+            raise refusal("", many)
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, list) and _are_token_ids(item) for item in value):
             return value
-    raise PydanticCustomError(
-        "prompt", "it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty"
-    )
+    raise refusal("", "it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
 def _are_token_ids(items: list[Any]) -> bool:
@@ -141,11 +136,14 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 
 def _as_stops(value: Any) -> Any:
-    if value is None:
-        return []
-    if not isinstance(value, str | list):
-        raise PydanticCustomError("stop", "it must be a string, or a list of {limit} at most", {"limit": MAX_STOP_STRINGS})
-    return [value] if isinstance(value, str) else value
+    match value:
+        case None:
+            return []
+        case str():
+            return [value]
+        case list():
+            return value
+    raise refusal("", f"it must be a string, or a list of {MAX_STOP_STRINGS} at most")
 
 
 def _as_text(value: Any) -> Any:
@@ -155,7 +153,7 @@ def _as_text(value: Any) -> Any:
     for part in value:
         is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
         if not is_text or not isinstance(part["text"], str):
-            raise PydanticCustomError("content", 'only parts of the form {"type": "text", "text": "..."} are served')
+            raise refusal("", 'only parts of the form {"type": "text", "text": "..."} are served')
     return "".join(part["text"] for part in value)
 
 
@@ -164,26 +162,21 @@ def _as_biases(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LOGIT_BIASES:
-        raise PydanticCustomError(
-            "logit_bias", "it has {given} tokens and may have {limit}", {"given": len(value), "limit": MAX_LOGIT_BIASES}
-        )
+        raise refusal("", f"it has {len(value)} tokens and may have {MAX_LOGIT_BIASES}")
     strange = next((key for key in value if not re.fullmatch(r"[0-9]{1,10}", str(key))), None)
     if strange is not None:
-        raise PydanticCustomError(
-            "logit_bias", 'its keys must be token ids, as in {"50256": -100}, and {key} is none', {"key": repr(strange)}
-        )
+        raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {strange!r} is none')
     return {int(key): bias for key, bias in value.items()}
 
 
 def _as_variables(value: Any) -> dict[str, TemplateVariable]:
     if not isinstance(value, dict) or len(value) > MAX_TEMPLATE_VARIABLES:
-        limit = {"limit": MAX_TEMPLATE_VARIABLES}
-        raise PydanticCustomError("variables", "it must be an object of {limit} names at most", limit)
+        raise refusal("", f"it must be an object of {MAX_TEMPLATE_VARIABLES} names at most")
     for name, each in value.items():
         if name in RESERVED:
             raise refusal(name, "the server sets this variable of chat templates itself: leave it out")
         if not isinstance(name, str) or not re.fullmatch(_VARIABLE_NAME, name):
-            raise PydanticCustomError("variables", "its names must be those of variables, in 64 characters at most")
+            raise refusal("", "its names must be those of variables, in 64 characters at most")
         if isinstance(each, str):
             is_small = len(each) <= MAX_VARIABLE_CHARS
         else:
@@ -219,12 +212,8 @@ Stops = Annotated[
 
 # Structured outputs.
 
-OLDER_NAMES: Final[Mapping[str, str]] = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+_OLDER_PREFIX: Final = "guided_"
+OLDER_NAMES: Final = tuple(_OLDER_PREFIX + name for name in ("json", "regex", "choice", "grammar"))
 """vLLM's, before it had `structured_outputs`: refused, with the newer name."""
 
 Source = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS)]
@@ -287,21 +276,25 @@ class StructuredOutputs(WireRequest):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(self.model_fields_set) != 1 or not self.param:
+        if len(self.model_fields_set) != 1 or not self._given:
             raise refusal("", "it must have exactly one of json, regex, choice and grammar")
         _ = self.grammar
         return self
 
     @property
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+    @property
     def param(self) -> str:
         """The name of the one that is given."""
-        return next(iter(self.model_dump(by_alias=True, exclude_none=True)), "")
+        return next(iter(self._given))
 
     @functools.cached_property
     def grammar(self) -> Grammar:
         """The grammar of the answer."""
         try:
-            return of_structured_outputs(self.model_dump(by_alias=True, exclude_none=True))
+            return of_structured_outputs(self._given)
         except GrammarRefused as error:
             raise refusal(self.param, str(error)) from error
 
@@ -398,9 +391,10 @@ class GenerationRequest(_SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _older_names_say_the_newer(cls, data: Any) -> Any:
-        given = [name for name in OLDER_NAMES if isinstance(data, dict) and data.get(name) is not None]
-        if given:
-            raise refusal(given[0], f'send "structured_outputs": {{"{OLDER_NAMES[given[0]]}": ...}}, which says the same')
+        for name in OLDER_NAMES:
+            if isinstance(data, dict) and data.get(name) is not None:
+                newer = name.removeprefix(_OLDER_PREFIX)
+                raise refusal(name, f'send "structured_outputs": {{"{newer}": ...}}, which says the same')
         return data
 
     @model_validator(mode="after")

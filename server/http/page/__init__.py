@@ -161,7 +161,7 @@ class Dashboard:
         is_new = not self._snapshots or self._snapshots[-1][1] is not new
         self._snapshots.append((self._engine.snapshot_s if is_new else time.monotonic(), new))
         (first_s, first), (last_s, _) = self._snapshots[0], self._snapshots[-1]
-        return Rates.between(first, new, last_s - first_s) if first is not new else Rates.between(new, new, TICK_S)
+        return Rates.between(first, new, last_s - first_s)
 
     def _recent(self, name: str, times: Times) -> float | None:
         """The mean of the times within the window; None without any."""
