@@ -54,7 +54,7 @@ from vmmkv.server.protocol import (
     Snapshot,
     unpacked,
 )
-from vmmkv.server.sampling_params import SamplingParams, unknown_option
+from vmmkv.server.sampling_params import SEED_MASK, SamplingParams, unknown_option
 from vmmkv.server.structured_output.compiler import GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_structured_outputs
 from vmmkv.server.tokenizer import Detokenizer, PromptError, TemplateVariable, Tokenizer, decode_all
@@ -69,8 +69,6 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 MAX_PRIORITY: Final = 1 << 31
 """Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY), over HTTP too."""
-_SEED_MASK: Final = (1 << 63) - 1
-"""The engine's seeds have 63 bits."""
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are no list of prompts, token ids, parameters or priorities."""
 
@@ -477,7 +475,7 @@ class _PromptRun:
         """The request for the answer of that index, or for the beam search."""
         params = dataclasses.replace(
             self.params,
-            seed=(self.seed + index) & _SEED_MASK,
+            seed=(self.seed + index) & SEED_MASK,
             prompt_logprobs=self.params.prompt_logprobs if index == 0 or not self.params.max_tokens else None,
             structured_outputs=None,
         )

@@ -28,6 +28,8 @@ MAX_CHOICES: Final = 128
 """Sequences that one HTTP request, or one prompt of an LLM, may have."""
 MAX_INDEX: Final = 2**31
 """Token ids and counts of tokens are below it."""
+SEED_MASK: Final = (1 << 63) - 1
+"""The engine's seeds are non-negative numbers of 63 bits."""
 MAX_PROMPT_TOP_LOGPROBS: Final = 1024
 """Likeliest tokens at each place of a prompt: a step of 8192 places takes 100 MiB of the device."""
 

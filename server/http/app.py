@@ -35,7 +35,7 @@ from vmmkv.server.http.generation import (
     engine_requests,
     off_loop,
 )
-from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, current_id
+from vmmkv.server.http.limits import GENERATION_PATHS, OPEN_PATHS, AdmissionQueue, Guard, RequestState, current_id
 from vmmkv.server.http.responses import (
     ChatCompletion,
     ChatForm,
@@ -469,8 +469,8 @@ def _document(app: FastAPI, *, model: str, has_keys: bool) -> dict[str, Any]:
             answers.pop("422", None)
             for status, what in (("4XX", "The request cannot be answered."), ("5XX", "The server cannot answer.")):
                 answers.setdefault(status, {"description": what, "content": {"application/json": {"schema": error}}})
-            if path in ("/v1/completions", "/v1/chat/completions"):
+            if path in GENERATION_PATHS:
                 answers["200"]["content"]["text/event-stream"] = {}  # its events have no schema in OpenAPI 3.1
-            if has_keys and path != "/health":
+            if has_keys and path not in OPEN_PATHS:
                 operation["security"] = [{"key": []}]
     return whole

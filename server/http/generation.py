@@ -20,7 +20,7 @@ from vmmkv.server.http import errors
 from vmmkv.server.http.schemas import GenerationRequest
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready, unpacked
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv.server.sampling_params import SEED_MASK, SamplingParams
 from vmmkv.server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused
 from vmmkv.server.tokenizer import Detokenizer, Echo
@@ -34,8 +34,6 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 17
 _PROMPT_TOKEN_WEIGHT: Final = 4
 """A token of a prompt counts for so many, beside its likeliest: it has a text, a place and a table of its own."""
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="off-loop")
-_SEED_MASK: Final = (1 << 63) - 1
-"""Seeds reach the engine as non-negative numbers of 63 bits."""
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 """Between the seeds of a request's prompts: 2**64 over the golden ratio, odd, so that the consecutive seeds of one prompt's
 choices meet no other's."""
@@ -108,7 +106,7 @@ def engine_requests(
         Generate(
             request_id=f"{base_id}-{prompt_index * num_each + index}",
             prompt=prompt,
-            params=dataclasses.replace(own, seed=(first_seed + prompt_index * _SEED_STEP + index) & _SEED_MASK),
+            params=dataclasses.replace(own, seed=(first_seed + prompt_index * _SEED_STEP + index) & SEED_MASK),
             priority=request.priority,
             cache_salt=namespace,
             grammar=grammar,
@@ -259,9 +257,7 @@ class ChoiceStream:
         reason = outputs[-1].finish_reason
         token_ids = list(chain.from_iterable(output.token_ids for output in outputs))
         if self._scores is not None:
-            logprobs = list(chain.from_iterable(output.logprobs for output in outputs))
-            likeliest = list(chain.from_iterable(output.top_logprobs for output in outputs))
-            self._feed_scored(token_ids, logprobs, likeliest or [()] * len(token_ids))
+            self._feed_scored(token_ids, outputs)
             token_ids = []
         if reason is None:
             self._text += self._detokenizer.feed(token_ids)
@@ -280,9 +276,9 @@ class ChoiceStream:
             self._scores = []
         return delta
 
-    def _feed_scored(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[tuple[int, float]]]
-    ) -> None:
+    def _feed_scored(self, token_ids: Sequence[int], outputs: Sequence[Output]) -> None:
+        logprobs = list(chain.from_iterable(output.logprobs for output in outputs))
+        likeliest = chain.from_iterable(output.top_logprobs or ((),) * len(output.logprobs) for output in outputs)
         assert self._scores is not None and len(logprobs) >= len(token_ids), "the engine sent no log-probabilities"
         # Both can be longer by one: an end token has its own, and is not among the tokens.
         for token_id, logprob, likely in zip(token_ids, logprobs, likeliest, strict=False):

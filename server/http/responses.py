@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, Field
 
 from vmmkv.server.http.generation import Score, TextDelta
+from vmmkv.server.protocol import FinishReason
 from vmmkv.server.tokenizer import TokenTexts
 
 LEAST_LOGPROB: Final = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's number."""
-
-FinishReason = Literal["stop", "length"]
 
 _Sparse = Field(exclude_if=lambda value: value is None)
 """Left out of the answer, rather than null."""
