@@ -23,6 +23,7 @@ import functools
 import itertools
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -70,14 +71,14 @@ class ParkedSlot:
         refuse_copy(self)
 
 
-class _Planes:
+class _Planes(ABC):
     """The planes of a layer by name, over what `view` gives: the rows of a sequence, or of all slots."""
 
     __slots__ = ()
 
+    @abstractmethod
     def view(self, layer: int, plane: str) -> torch.Tensor:
-        """See Sequence.view and KVCache.view."""
-        raise NotImplementedError
+        """One plane of a layer."""
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer: `view(layer, "k")`."""
