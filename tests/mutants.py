@@ -21,7 +21,7 @@ ORDER = "tests/laws/test_order.py"
 CACHE = "tests/laws/test_cache_machine.py::TestOnASimulatedDevice"
 PREFIX = "tests/laws/test_prefix_machine.py::TestOnASimulatedDevice"
 FAILURES = "tests/laws/test_failures.py"
-CACHE_UNIT = "tests/unit/test_cache.py"
+PREFIX_UNIT = "tests/unit/test_prefix.py"
 
 
 class Mutant(NamedTuple):
@@ -237,10 +237,10 @@ MUTANTS = (
         "cache.py",
         "next((slot for slot in self.parked_slots if slot not in pinned), next(iter(self.parked_slots)))",
         "next(iter(self.parked_slots))",
-        ("tests/unit/test_prefix.py",),
+        (PREFIX_UNIT,),
     ),
     Mutant(
-        "pinned slots not spared by a batch", "cache.py", "for spared in (pinned, ()):", "for spared in ((),):", (CACHE_UNIT,)
+        "pinned slots not spared by a batch", "cache.py", "for spared in (pinned, ()):", "for spared in ((),):", (PREFIX_UNIT,)
     ),
     Mutant(
         "mappings inherited by fork",

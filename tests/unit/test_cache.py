@@ -12,12 +12,14 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.support import LAYOUT, ROW_BYTES, TOKENS_PER_PAGE, WINDOWED, Calls, grown, launch_over
 from vmmkv import (
     BudgetError,
     Closed,
@@ -38,16 +40,7 @@ from vmmkv import (
 )
 from vmmkv.kernels.quantise import quantise
 from vmmkv.layout import KVType
-from vmmkv.prefix import PrefixCache
 from vmmkv.units import PAGE_BYTES
-
-# 128 KiB a row: 16 tokens a page.
-LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
-ROW_BYTES = 128 * 1024
-TOKENS_PER_PAGE = 16
-
-# Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens.
-WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
 
 
 @pytest.fixture
@@ -70,14 +63,6 @@ def windowed(pool):
         yield cache
 
 
-def grown(cache, num_tokens, **options):
-    """A sequence with so many tokens."""
-    sequence = cache.open(**options)
-    sequence.grow(num_tokens)
-    sequence.advance(num_tokens)
-    return sequence
-
-
 def written(cache, num_tokens):
     """A sequence with token t's rows full of t."""
     sequence = grown(cache, num_tokens)
@@ -86,28 +71,6 @@ def written(cache, num_tokens):
         sequence.k(layer)[:num_tokens] = numbers
         sequence.v(layer)[:num_tokens] = -numbers
     return sequence
-
-
-def launch_over(driver, cache, sequence):
-    base = cache.k(0)[sequence.slot].data_ptr()
-    return driver.launch([(base, base + 1)])
-
-
-class Calls:
-    """The driver calls since it was made, by name."""
-
-    def __init__(self, driver):
-        self.driver, self.before = driver, driver.calls.copy()
-
-    def made(self):
-        return dict(self.driver.calls - self.before)
-
-
-class StreamOf:
-    """All that a cache asks of a stream."""
-
-    def __init__(self, device):
-        self.device = torch.device(device)
 
 
 # what is refused
@@ -119,6 +82,7 @@ def new(cache, layout=LAYOUT, **sizes):
 
 NO_LAYER = "no layer 4 in this cache; it has [0, 1, 2, 3]"
 NO_NUMBER = "whole number"
+CUDA_STREAM = SimpleNamespace(device=torch.device("cuda:1"))
 REFUSALS = [
     (ValueError, "slots=0, max_tokens=1, guard_tokens=0: slots and", lambda c, s, p: new(c, slots=0)),
     (ValueError, "must be at least 1, guard_tokens at least 0", lambda c, s, p: new(c, max_tokens=0)),
@@ -142,6 +106,7 @@ REFUSALS = [
     (RowsUnmapped, "20 tokens and memory for 32: it cannot advance to 33; grow first", lambda c, s, p: s.advance(13)),
     (ValueError, "slot 1 cannot advance from 20 to 19 tokens", lambda c, s, p: s.advance(-1)),
     (TypeError, NO_NUMBER, lambda c, s, p: s.advance(1.9)),
+    (RowsUnmapped, "no sequence runs in slot 0: it is null", lambda c, s, p: c.advance([1, 0])),
     (RowsUnmapped, "no sequence runs in slot 4: it is free", lambda c, s, p: c.advance([1, 4])),
     (RowsUnmapped, "no sequence runs in slot 2: it is parked", lambda c, s, p: c.advance([1, 2])),
     (ValueError, "there is no slot 99: this cache has slots 1 to 4", lambda c, s, p: c.advance([99])),
@@ -180,7 +145,7 @@ REFUSALS = [
     (ValueError, "lookahead_tokens=-1", lambda c, s, p: c.map_ahead(lookahead_tokens=-1)),
     (TypeError, NO_NUMBER, lambda c, s, p: c.map_ahead(lookahead_tokens=1.5)),
     (TypeError, "stream=None is a NoneType; give a torch.Stream", lambda c, s, p: c.record_stream(None)),
-    (ValueError, "a stream of cuda:1 cannot be recorded", lambda c, s, p: c.record_stream(StreamOf("cuda:1"))),
+    (ValueError, "a stream of cuda:1 cannot be recorded", lambda c, s, p: c.record_stream(CUDA_STREAM)),
     (TypeError, NO_NUMBER, lambda c, s, p: c.pool.resize(16.0 * PAGE_BYTES)),
     (TypeError, "count=1.5 is not a whole number", lambda c, s, p: c.pool.acquire(1.5)),
     (TypeError, "a Sequence can be neither pickled nor copied", lambda c, s, p: copy.copy(s)),
@@ -252,19 +217,6 @@ def test_a_new_sequence_is_empty_and_costs_no_driver_call(cache, driver):
     assert repr(cache) == "<KVCache on cpu: 1 sequence in 4 slots>"
 
 
-def test_a_batch_spares_pinned_slots_while_others_can_be_taken(cache):
-    prefix = PrefixCache(cache)
-    prompts = [[number] * 20 for number in range(4)]
-    for prompt in prompts:
-        attached = prefix.attach(prompt).sequence
-        attached.grow(20)
-        attached.advance(20)
-        prefix.park(attached, prompt)
-    prefix.pin(prompts[0])
-    assert [sequence.slot for sequence in cache.open_batch(2)] == [2, 3]
-    assert prefix.match([*prompts[0], 9]) == 20
-
-
 def test_growing_maps_whole_pages_and_nothing_when_enough_is_mapped(cache, driver):
     sequence = cache.open()
     calls = Calls(driver)
@@ -277,16 +229,6 @@ def test_growing_maps_whole_pages_and_nothing_when_enough_is_mapped(cache, drive
     sequence.advance(32)
     assert calls.made() == {}
     assert cache.limit.tolist() == cache.limits.tolist() == [0, 32, 0, 0, 0]
-
-
-def test_a_limit_ends_with_the_sequence_and_the_guard_is_mapped_past_it(pool, driver):
-    with KVCache(LAYOUT, pool, slots=1, max_tokens=40, guard_tokens=5) as cache:
-        sequence = cache.open()
-        sequence.grow(12)
-        assert sequence.limit == 27  # two pages hold 32 rows
-        sequence.grow(40)
-        assert sequence.limit == sequence.k(0).shape[0] == 40
-        assert driver.is_accessible(sequence.k(0).data_ptr(), 45 * ROW_BYTES)
 
 
 def test_many_slots_advance_at_once_or_none(cache):
@@ -478,43 +420,41 @@ def test_a_tenants_own_memory_is_not_zeroed_again(cache):
 
 def test_a_batch_of_forks_stands_in_adjacent_slots_and_shares_full_pages(pool):
     with KVCache(LAYOUT, pool, slots=8, max_tokens=128) as cache:
-        parents = [written(cache, 2 * TOKENS_PER_PAGE + 3) for _ in range(2)]
-        blocker = cache.open()
+        num_tokens = 2 * TOKENS_PER_PAGE + 3
+        parents = [written(cache, num_tokens) for _ in range(2)]
         parents[1].k(0)[:] += 100
         held = pool.held_bytes
         forks = cache.fork_batch([parents[1], parents[0], parents[1]])
         first = forks[0].slot
         assert [fork.slot for fork in forks] == [first, first + 1, first + 2]
         assert pool.held_bytes == held + 3 * PAGE_BYTES  # the last page of each
-        batch = cache.k(0)[first : first + 3, : forks[0].length, 0, 0]
-        assert batch.tolist() == [[mark + row for row in range(2 * TOKENS_PER_PAGE + 3)] for mark in (100, 0, 100)]
-        for sequence in (*parents, blocker):
-            sequence.close()
+        for parent in parents:
+            parent.close()
+        batch = cache.k(0)[first : first + 3, :num_tokens, 0, 0]
+        assert batch.tolist() == [[mark + row for row in range(num_tokens)] for mark in (100, 0, 100)]
         cache.check()
-        assert batch[1, :4].tolist() == [0, 1, 2, 3]
 
 
-def test_truncating_owned_pages_needs_no_page(pool, driver):
-    with KVCache(LAYOUT, pool, slots=3, max_tokens=128) as cache:
-        sequence = written(cache, 3 * TOKENS_PER_PAGE)
-        (fork,) = cache.fork(sequence)
-        held = pool.held_bytes
-        pool.resize(held)
-        with pytest.raises(OutOfPages):
-            fork.own_from(TOKENS_PER_PAGE + 5)
-        assert (fork.length, pool.held_bytes) == (3 * TOKENS_PER_PAGE, held)
-        pool.resize(held + PAGE_BYTES)
-        fork.own_from(TOKENS_PER_PAGE + 5)
-        assert (fork.length, pool.held_bytes) == (3 * TOKENS_PER_PAGE, held + PAGE_BYTES)
-        assert fork.k(0)[:, 0, 0].tolist() == sequence.k(0)[:, 0, 0].tolist() == list(range(3 * TOKENS_PER_PAGE))
-        calls = Calls(driver)
-        fork.own_from(TOKENS_PER_PAGE + 5)
-        assert calls.made() == {}
-        fork.truncate(TOKENS_PER_PAGE + 5)
-        assert calls.made() == {"write": 1}  # the limit, and neither map nor unmap
-        fork.k(0)[TOKENS_PER_PAGE + 5] = -1
-        assert sequence.k(0)[TOKENS_PER_PAGE + 5, 0, 0] == TOKENS_PER_PAGE + 5
-        cache.check()
+def test_truncating_owned_pages_needs_no_page(cache, driver):
+    sequence = written(cache, 3 * TOKENS_PER_PAGE)
+    (fork,) = cache.fork(sequence)
+    held, cut = cache.pool.held_bytes, TOKENS_PER_PAGE + 5
+    cache.pool.resize(held)
+    with pytest.raises(OutOfPages):
+        fork.own_from(cut)
+    assert (fork.length, cache.pool.held_bytes) == (3 * TOKENS_PER_PAGE, held)
+    cache.pool.resize(held + PAGE_BYTES)
+    fork.own_from(cut)
+    assert (fork.length, cache.pool.held_bytes) == (3 * TOKENS_PER_PAGE, held + PAGE_BYTES)
+    assert fork.k(0)[:, 0, 0].tolist() == sequence.k(0)[:, 0, 0].tolist() == list(range(3 * TOKENS_PER_PAGE))
+    calls = Calls(driver)
+    fork.own_from(cut)
+    assert calls.made() == {}
+    fork.truncate(cut)
+    assert calls.made() == {"write": 1}  # the limit, and neither map nor unmap
+    fork.k(0)[cut] = -1
+    assert sequence.k(0)[cut, 0, 0] == cut
+    cache.check()
 
 
 # ahead of need
@@ -576,25 +516,17 @@ def test_lookahead_follows_from_the_cost_of_mapping_and_the_sequences(windowed):
 # waiting
 
 
-class Clock:
-    """The real one, on which `late_s` more seconds have passed; `read_by` are the threads that looked at it."""
-
-    def __init__(self, monkeypatch):
-        self.late_s, self.read_by = 0, set()
-        self._real_ns = time.perf_counter_ns
-        monkeypatch.setattr(time, "perf_counter_ns", self._now_ns)
-
-    def _now_ns(self):
-        self.read_by.add(threading.current_thread())
-        return self._real_ns() + self.late_s * 10**9
-
-    def hour_passes(self):
-        self.late_s += 3600
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    """The real one, on which `late_s` more seconds have passed; `readers` are the threads that looked at it."""
+    clock, real_ns = SimpleNamespace(late_s=0, readers=set()), time.perf_counter_ns
+
+    def now_ns():
+        clock.readers.add(threading.current_thread())
+        return real_ns() + clock.late_s * 10**9
+
+    monkeypatch.setattr(time, "perf_counter_ns", now_ns)
+    return clock
 
 
 def in_thread(function):
@@ -610,7 +542,7 @@ def test_mapping_is_measured_without_what_finding_pages_took(cache, driver, monk
     cache.pool.resize(8 * PAGE_BYTES)
     fence = cache.memory.mapper.oldest_fence()
     slow = type(fence).wait
-    monkeypatch.setattr(type(fence), "wait", lambda self: (clock.hour_passes(), slow(self)))
+    monkeypatch.setattr(type(fence), "wait", lambda self: (setattr(clock, "late_s", 3600), slow(self)))
     cache.open().grow(16)
     assert clock.late_s and cache.memory.mapper.map_us < 60e6, "some of the hour is in it"
 
@@ -647,14 +579,13 @@ def test_a_blocked_step_is_a_running_sequence_that_waited_for_memory(cache, pool
     with pool.lock:
         thread = in_thread(lambda: sequence.grow(20))
         deadline_s = time.monotonic() + 10
-        while thread not in clock.read_by:
+        while thread not in clock.readers:
             assert time.monotonic() < deadline_s, "it does not look when it begins"
             time.sleep(0.001)
-        clock.hour_passes()
+        clock.late_s += 3600
     thread.join()
-    stats = cache.stats()
-    assert stats.blocked_steps == 1
-    assert stats.blocked_us > 3600e6
+    assert cache.stats().blocked_steps == 1
+    assert cache.stats().blocked_us > 3600e6
     with pool.lock:  # what lacks nothing does not even wait for the lock
         thread = in_thread(lambda: sequence.grow(20))
         thread.join(10.0)
@@ -843,16 +774,6 @@ def test_while_a_graph_is_captured_memory_stays_as_it_is(cache, driver):
     driver.captures = False
     sequence.close()
     cache.drain()
-
-
-def test_a_limit_that_did_not_reach_the_device_is_not_sent_with_the_next(cache, driver):
-    failing, other = cache.open(), cache.open()
-    driver.fail_at = {driver.num_calls + 3}
-    with pytest.raises(DriverError) as error:
-        failing.grow(16)
-    assert error.value.call == "write"
-    other.grow(16)
-    assert cache.limit.tolist() == cache.limits.tolist() == [0, 0, 16, 0, 0]
 
 
 def test_a_rollback_survives_a_synchronize_that_fails(cache, driver, monkeypatch):

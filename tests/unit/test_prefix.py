@@ -1,27 +1,22 @@
-"""Shared prefixes: what each way in and out does and costs, and what is said of bad input."""
+"""Shared prefixes: what each way in and out does and costs, and what is said of bad input.
+
+That rows are right under any order of calls is proved in tests/laws.
+"""
 
 import itertools
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 from tests.engine.conftest import Harness, prompt_of, tiny_model
-from vmmkv import DriverError, KVCache, KVLayout, OutOfPages, Pool, Sequence, SequenceTooLong
+from tests.unit.support import LAYOUT, Calls
+from vmmkv import DriverError, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import LARGE_PAGES
 from vmmkv.prefix import AttachMethod, PrefixCache
-from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
-
-# 128 KiB a row: 16 tokens a page.
-LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
-TOKENS_PER_PAGE = 16
-# 672 KiB a row: token 3 lies in two pages, the first of which is shareable with 4 tokens.
-STRADDLING = KVLayout.uniform(layers=4, kv_heads=8, head_dim=2688, dtype=torch.float32)
 
 PROMPT = [7 * token % 251 for token in range(100)]
 
@@ -47,8 +42,18 @@ def prefix(cache):
 
 
 @pytest.fixture
-def straddling(pool):
-    with KVCache(STRADDLING, pool, slots=4, max_tokens=16) as cache:
+def long_prefix(pool):
+    """Of sequences with up to 1,024 tokens."""
+    with KVCache(LAYOUT, pool, slots=6, max_tokens=1024) as cache:
+        yield PrefixCache(cache)
+        cache.check()
+
+
+@pytest.fixture
+def windowed_prefix(pool):
+    """The same, where every layer sees the last 20 tokens."""
+    layout = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[20] * 4)
+    with KVCache(layout, pool, slots=6, max_tokens=1024) as cache:
         yield PrefixCache(cache)
         cache.check()
 
@@ -65,7 +70,7 @@ def write(sequence, num_tokens):
 
 
 def assert_reads(sequence, num_tokens):
-    """Its rows are what `write` wrote, whoever wrote it."""
+    """Its rows are what `write` wrote, in this sequence or another."""
     assert sequence.length == num_tokens
     rows = slice(0, num_tokens - sequence.start())
     wanted = torch.arange(sequence.start() + 1, num_tokens + 1, dtype=torch.float32).view(-1, 1, 1)
@@ -102,16 +107,6 @@ def pages(sequence):
     return [mapping.extent for mapping in sequence.cache.memory.spans(sequence.slot)[0].live()]
 
 
-class Calls:
-    """The driver calls since it was made, by name."""
-
-    def __init__(self, driver):
-        self.driver, self.before = driver, driver.calls.copy()
-
-    def made(self):
-        return dict(self.driver.calls - self.before)
-
-
 # what hits
 
 
@@ -127,18 +122,6 @@ def test_a_hit_can_end_inside_an_extent(prefix):
     assert_reads(owner, 40)
 
 
-def test_a_row_on_a_page_border_is_copied_in_part(straddling):
-    owner = begin(straddling, PROMPT[:7])
-    third = straddling.attach([*PROMPT[:3], 0, 0], method=AttachMethod.ALIAS).sequence
-    assert not set(pages(third)) & set(pages(owner))  # page 0 has a part of row 3 too
-    fourth = straddling.attach([*PROMPT[:4], 0, 0], method=AttachMethod.ALIAS).sequence
-    assert [each is own for each, own in zip(pages(fourth), pages(owner), strict=False)] == [True, False]
-    for sequence, length in ((third, 3), (fourth, 4)):
-        assert_reads(sequence, length)
-        write(sequence, 6)
-    assert_reads(owner, 7)
-
-
 # the methods
 
 
@@ -152,16 +135,13 @@ def test_adopting_a_parked_slot_costs_no_driver_call_but_the_limits_write(prefix
 
 
 @pytest.mark.parametrize(("num_past", "method"), [(256, AttachMethod.ADOPT), (257, AttachMethod.ALIAS)])
-def test_adopting_loses_at_most_sixteen_pages_of_another_prompt(pool, num_past, method):
+def test_adopting_loses_at_most_sixteen_pages_of_another_prompt(pool, long_prefix, num_past, method):
     pool.resize(64 * PAGE_BYTES)
-    with KVCache(LAYOUT, pool, slots=4, max_tokens=400) as cache:
-        prefix = PrefixCache(cache)
-        prompt = list(range(20 + num_past))
-        park(prefix, prompt)
-        attached = prefix.attach([*prompt[:20], 0])
-        assert (attached.method, attached.num_tokens) == (method, 20)
-        assert prefix.match([*prompt, 0]) == (20 if method is AttachMethod.ADOPT else 20 + num_past)
-        cache.check()
+    prompt = list(range(20 + num_past))
+    park(long_prefix, prompt)
+    attached = long_prefix.attach([*prompt[:20], 0])
+    assert (attached.method, attached.num_tokens) == (method, 20)
+    assert long_prefix.match([*prompt, 0]) == (20 if method is AttachMethod.ADOPT else 20 + num_past)
 
 
 def test_of_less_than_a_page_an_alias_is_a_copy(prefix):
@@ -182,9 +162,7 @@ def test_a_slot_is_not_adopted_when_others_still_need_its_rows(prefix):
 def test_a_slot_is_not_adopted_when_other_prompts_go_on_from_its_tokens(prefix):
     park(prefix, PROMPT[:40])
     other = [*PROMPT[:32], *range(300, 316)]
-    prefix.release(
-        begin(prefix, other, method=AttachMethod.ALIAS)
-    )  # its pages alone are left, behind 32 tokens of the parked slot
+    prefix.release(begin(prefix, other, method=AttachMethod.ALIAS))  # its pages are left, behind 32 tokens of the parked slot
     attached = prefix.attach([*PROMPT[:20], 0])
     assert (attached.method, attached.num_tokens) == (AttachMethod.ALIAS, 20)
     assert prefix.match([*other, 0]) == 48
@@ -199,45 +177,40 @@ def test_an_alias_costs_a_map_and_an_access_call_for_each_extent(prefix, driver)
     assert attached.sequence.limit == 64
 
 
-def test_a_large_extent_is_one_handle(pool, driver):
-    with KVCache(LAYOUT, pool, slots=4, max_tokens=400) as cache:
-        prefix = PrefixCache(cache)
-        prompt = [token % 251 for token in range(256)]
-        owner = prefix.attach(prompt).sequence
-        owner.grow(256)  # at once, as a prompt is laid
-        write(owner, 256)
-        prefix.insert(owner, prompt)
-        calls = Calls(driver)
-        attached = prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
-        assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
-        assert_reads(attached.sequence, 256)
+def test_a_large_extent_is_one_handle(long_prefix, driver):
+    prompt = [token % 251 for token in range(256)]
+    owner = long_prefix.attach(prompt).sequence
+    owner.grow(256)  # at once, as a prompt is laid
+    write(owner, 256)
+    long_prefix.insert(owner, prompt)
+    calls = Calls(driver)
+    attached = long_prefix.attach([*prompt, 0], method=AttachMethod.ALIAS)
+    assert calls.made() == {"map": 1, "set_access": 1, "write": 1}
+    assert_reads(attached.sequence, 256)
 
 
-def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(pool):
-    """250 of 256 tokens: a large extent would end past what they have in common, and nobody could share it."""
+def test_where_prompts_part_in_a_large_extent_the_first_copies_and_others_share(pool, long_prefix):
+    """250 of 256 tokens: a large extent would end past what they have in common, and no other prompt could share it."""
     pool.resize(96 * PAGE_BYTES)
-    with KVCache(LAYOUT, pool, slots=6, max_tokens=512) as cache:
-        prefix = PrefixCache(cache)
-        shared = [7 * token % 251 for token in range(250)]
-        first = prefix.attach([*shared, *range(300, 330)], max_tokens=300).sequence
-        first.grow(280)
-        assert any(extent.num_pages == LARGE_PAGES for extent in pages(first)), "a prompt is laid in large extents"
-        write(first, 280)
-        prefix.insert(first, [*shared, *range(300, 330)])
-        used = [pool.used_bytes]
-        for other in (400, 500, 600):
-            attached = prefix.attach([*shared, other, other + 1])
-            assert attached.num_tokens == 250
-            assert_reads(attached.sequence, 250)
-            used.append(pool.used_bytes)
-        pages_taken = [(after - before) // PAGE_BYTES for before, after in itertools.pairwise(used)]
-        assert pages_taken == [16, 1, 1], "all of it once, then the page that is not full"
-        cache.check()
+    shared = [7 * token % 251 for token in range(250)]
+    first = long_prefix.attach([*shared, *range(300, 330)], max_tokens=300).sequence
+    first.grow(280)
+    assert any(extent.num_pages == LARGE_PAGES for extent in pages(first)), "a prompt is laid in large extents"
+    write(first, 280)
+    long_prefix.insert(first, [*shared, *range(300, 330)])
+    used = [pool.used_bytes]
+    for other in (400, 500, 600):
+        attached = long_prefix.attach([*shared, other, other + 1])
+        assert attached.num_tokens == 250
+        assert_reads(attached.sequence, 250)
+        used.append(pool.used_bytes)
+    pages_taken = [(after - before) // PAGE_BYTES for before, after in itertools.pairwise(used)]
+    assert pages_taken == [16, 1, 1], "all of it once, then the page that is not full"
 
 
 @pytest.mark.parametrize("end", ["run", "park", "release"])
-def test_rows_are_copied_from_whoever_has_them(prefix, driver, end):
-    """From a running slot, from a parked one, or from the tree alone: through a window, at addresses of nobody's slot."""
+def test_rows_are_copied_from_a_slot_or_from_an_extent_of_the_tree(prefix, driver, end):
+    """From a running slot, from a parked one, or from the tree alone: through a window, at addresses of no slot."""
     owner = begin(prefix, PROMPT[:48])
     if end != "run":
         getattr(prefix, end)(owner, PROMPT[:48])
@@ -248,12 +221,6 @@ def test_rows_are_copied_from_whoever_has_them(prefix, driver, end):
     windows = end == "release"
     assert calls.made()["map"] == 3 + windows
     assert calls.made().get("fence", 0) == (end != "run")  # nothing goes before it is read
-
-
-def test_where_a_forced_method_is_impossible_all_is_computed(prefix):
-    begin(prefix, PROMPT[:40])
-    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.COMPUTE  # nobody has parked
-    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.COMPUTE
 
 
 # on
@@ -299,39 +266,6 @@ def test_fork_shares_extents_until_either_writes(prefix, cache, driver):
     assert_reads(parent, 45)
     assert pages(child)[0] is pages(parent)[0]
     assert pages(child)[1] is not pages(parent)[1]
-
-
-READ_ONLY = """
-import torch
-from vmmkv import KVCache, KVLayout, Pool
-from vmmkv.driver.base import Access
-from vmmkv.prefix import PrefixCache
-from vmmkv.prefix import AttachMethod
-from vmmkv.units import MIB
-
-pool = Pool("cpu", 32 * MIB)
-cache = KVCache(KVLayout.uniform(layers=1, kv_heads=1, head_dim=64 * 1024, dtype=torch.float16), pool, slots=2, max_tokens=64)
-cache.memory.mapper.alias_access = Access.READ
-prefix = PrefixCache(cache)
-owner = prefix.attach(range(16)).sequence
-owner.grow(16)
-owner.k(0)[:] = 1.0
-owner.advance(16)
-prefix.insert(owner, range(16))
-sharer = prefix.attach(range(20), method=AttachMethod.ALIAS).sequence
-sharer.grow(20)
-sharer.k(0)[sharer.length] = 2.0
-print(sharer.length, float(sharer.k(0)[3, 0, 0]), "and then", flush=True)
-sharer.k(0)[3] = 2.0
-print("nothing happened")
-"""
-
-
-@pytest.mark.nightly
-def test_a_write_to_what_others_hold_faults_where_aliases_are_read_only():
-    child = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True, timeout=60, check=False)
-    assert child.stdout == "16 1.0 and then\n", child.stderr
-    assert child.returncode == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("act", ["alias", "truncate"])
@@ -382,7 +316,7 @@ def test_what_was_used_least_recently_goes_first(prefix):
     assert [prefix.match([*prompt, 0]) for prompt in prompts] == [32, 0, 0]
 
 
-def test_pages_are_evicted_for_whoever_needs_them(prefix, pool):
+def test_pages_are_evicted_for_a_sequence_that_needs_them(prefix, pool):
     for number in (1, 2, 3):
         park(prefix, [number] * 40)
     pool.resize(10 * PAGE_BYTES)
@@ -411,6 +345,14 @@ def test_a_pool_does_not_shrink_below_what_is_pinned(prefix, pool):
     with pytest.raises(BudgetError, match=r"2\.0 MiB is less than the 8\.0 MiB .* ask for at least 8388608 bytes"):
         pool.resize(PAGE_BYTES)
     pool.resize(8388608)
+
+
+def test_a_batch_spares_pinned_slots_while_others_can_be_taken(prefix, cache):
+    for number in range(4):
+        park(prefix, [number] * 20)
+    prefix.pin([0] * 20)
+    assert [sequence.slot for sequence in cache.open_batch(2)] == [2, 3]
+    assert prefix.match([0] * 21) == 20
 
 
 @pytest.mark.parametrize("namespace", ["red", "blue"])
@@ -453,14 +395,6 @@ def test_a_refused_resize_evicts_nothing(prefix, pool):
     pool.resize(4194304)
 
 
-def test_closing_the_cache_frees_what_is_pinned(pool):
-    with KVCache(LAYOUT, pool, slots=4, max_tokens=128) as cache:
-        prefix = PrefixCache(cache)
-        prefix.release(begin(prefix, PROMPT[:64]))
-        prefix.pin(PROMPT[:64])
-    assert pool.stats().held_bytes == 0
-
-
 def test_an_interrupted_attach_leaves_no_sequence(prefix, cache, driver, monkeypatch):
     park(prefix, PROMPT[:40])
     write = driver.write
@@ -489,27 +423,21 @@ def test_stats_say_what_is_held_and_what_was_done(prefix):
 
 def test_bad_input_is_refused_and_changes_nothing(prefix, cache):
     sequence = begin(prefix, PROMPT[:20])
+    strangers = [cache.open(), *cache.fork(sequence)]
     before = prefix.stats()
-    with pytest.raises(ValueError, match="tokens: none; a prompt has at least 1"):
-        prefix.attach([])
-    with pytest.raises(ValueError, match="wanted integers in"):
-        prefix.attach([-1, 2])
-    with pytest.raises(SequenceTooLong, match="a prompt of 30 tokens is attached to a sequence of max_tokens=20"):
-        prefix.attach(PROMPT[:30], max_tokens=20)
-    with pytest.raises(ValueError, match=r"19 tokens: the sequence in slot 1 has 20, of which 20 were inserted before"):
-        prefix.insert(sequence, PROMPT[:19])
-    with pytest.raises(ValueError, match=r"21 tokens: the sequence in slot 1 has 20"):
-        prefix.insert(sequence, PROMPT[:21])
-    with pytest.raises(ValueError, match="has a prefix cache already"):
-        PrefixCache(cache)
+    for error, message, use in (
+        (ValueError, "tokens: none; a prompt has at least 1", lambda: prefix.attach([])),
+        (ValueError, "wanted integers in", lambda: prefix.attach([-1, 2])),
+        (SequenceTooLong, "a prompt of 30 tokens is .* max_tokens=20", lambda: prefix.attach(PROMPT[:30], max_tokens=20)),
+        (ValueError, "19 tokens: .* slot 1 has 20, of which 20 were inserted", lambda: prefix.insert(sequence, PROMPT[:19])),
+        (ValueError, "21 tokens: the sequence in slot 1 has 20", lambda: prefix.insert(sequence, PROMPT[:21])),
+        (ValueError, "has a prefix cache already", lambda: PrefixCache(cache)),
+        (ValueError, "did not come from attach", lambda: prefix.insert(strangers[0], [])),
+        (ValueError, "did not come from attach", lambda: prefix.insert(strangers[1], [])),
+    ):
+        with pytest.raises(error, match=message):
+            use()
     assert prefix.stats() == before
-
-
-def test_a_sequence_that_did_not_come_from_attach_is_refused(prefix, cache):
-    sequence = begin(prefix, PROMPT[:20])
-    for stranger in (cache.open(), cache.fork(sequence)[0]):
-        with pytest.raises(ValueError, match="has ended, or did not come from attach"):
-            prefix.insert(stranger, [])
     prefix.park(sequence, PROMPT[:20])
     with pytest.raises(ValueError, match="has ended, or did not come"):
         prefix.park(sequence, PROMPT[:20])
@@ -545,70 +473,52 @@ def test_what_lies_below_makes_room_but_for_what_is_copied_from_it(prefix, pool)
 
 # memory that is needed elsewhere
 
-WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[20] * 4)
 LONG = list(range(129))  # 8 pages and a token
 
 
-def prefix_over(pool: Pool, layout: KVLayout = LAYOUT) -> PrefixCache:
-    return PrefixCache(KVCache(layout, pool, slots=6, max_tokens=1024))
-
-
-def compute(prefix: PrefixCache, tokens: list[int], method: AttachMethod | None = None, *, in_pages: bool = False) -> Sequence:
-    """A sequence that has all of a prompt; with `in_pages` there is no large extent."""
+def compute(prefix, tokens, method=None):
+    """A sequence that has all of a prompt, laid at once."""
     sequence = prefix.attach(tokens, method=method).sequence
-    while sequence.length < len(tokens):
-        count = 1 if in_pages else len(tokens) - sequence.length
-        sequence.grow(sequence.length + count)
-        sequence.advance(count)
+    sequence.grow(len(tokens))
+    sequence.advance(len(tokens) - sequence.length)
     return sequence
 
 
-def test_a_parked_slots_own_pages_can_be_had_while_others_run_from_its_prefix(driver: FakeDriver) -> None:
-    pool = Pool("cpu", 20 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool)
-    twins = [compute(prefix, LONG, AttachMethod.COMPUTE) for _ in range(2)]
+def test_a_parked_slots_own_pages_can_be_had_while_others_run_from_its_prefix(pool, long_prefix):
+    pool.resize(20 * PAGE_BYTES)
+    twins = [compute(long_prefix, LONG, AttachMethod.COMPUTE) for _ in range(2)]
     for twin in twins:
-        prefix.park(twin, LONG)
-    sequence = prefix.attach([*LONG, 7], method=AttachMethod.ALIAS).sequence
+        long_prefix.park(twin, LONG)
+    sequence = long_prefix.attach([*LONG, 7], method=AttachMethod.ALIAS).sequence
     assert (sequence.length, pool.spare_pages) == (129, 1)
-    sequence.grow(16 * 12)  # 3 pages more; the second of the twins has 9 that nobody shares
-    prefix.cache.check()
-    pool.close()
+    sequence.grow(16 * 12)  # 3 pages more; the second of the twins has 9 that no other holds
 
 
-def test_what_is_held_only_to_be_read_gives_way_to_computing_it_again(driver: FakeDriver) -> None:
-    pool = Pool("cpu", 9 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool)
-    prefix.park(compute(prefix, LONG), LONG)
+def test_what_is_held_only_to_be_read_gives_way_to_computing_it_again(pool, long_prefix):
+    pool.resize(9 * PAGE_BYTES)
+    long_prefix.park(compute(long_prefix, LONG), LONG)
     assert pool.spare_pages == 0
     prompt = [*LONG[:100], 7, 7, 7]
-    attached = prefix.attach(prompt, method=AttachMethod.ALIAS)  # there is no page for the 4 rows behind the aliased ones
+    attached = long_prefix.attach(prompt, method=AttachMethod.ALIAS)  # no page for the 4 rows behind the aliased ones
     assert (attached.method, attached.num_tokens) == (AttachMethod.COMPUTE, 0)
     attached.sequence.grow(len(prompt))
-    prefix.cache.check()
-    pool.close()
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(
-    pool: Pool, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
-    prefix = prefix_over(pool)
-    prefix.release(compute(prefix, LONG), LONG)
-    (extent, *_) = prefix._index.holders()
+def test_a_window_that_can_neither_be_opened_nor_undone_is_unmapped_later(long_prefix, driver, last):
+    long_prefix.release(compute(long_prefix, LONG), LONG)
+    (extent, *_) = long_prefix._index.holders()
     target = torch.empty(8, dtype=torch.uint8)
     driver.fail_at = {driver.num_calls + 1, driver.num_calls + 1 + last}  # the access call, and the unmap
-    with pytest.raises(Exception, match="told to fail"):
-        prefix._attacher._windows.copy(extent, 0, target.numel(), target.data_ptr())
+    with pytest.raises(DriverError, match="told to fail"):
+        long_prefix._attacher._windows.copy(extent, 0, target.numel(), target.data_ptr())
     driver.fail_at = set()
-    prefix.cache.check()
-    prefix.cache.drain()
-    prefix.cache.check()
+    long_prefix.cache.check()
+    long_prefix.cache.drain()
 
 
-def test_who_finds_no_room_does_not_try_again_in_every_step() -> None:
+def test_a_request_without_room_does_not_try_again_in_every_step():
     one = Harness(tiny_model(), share=True, budget_pages=3, step_tokens=4096)
-    assert one.prefix is not None
     one.ask("large", prompt_of(4000), 40)
     one.ask("waits", prompt_of(3000, 5), 2)
     one.run()
@@ -617,9 +527,9 @@ def test_who_finds_no_room_does_not_try_again_in_every_step() -> None:
     one.close()
 
 
-def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(driver: FakeDriver) -> None:
-    pool = Pool("cpu", 10 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool, WINDOWED)
+def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(pool, windowed_prefix):
+    pool.resize(10 * PAGE_BYTES)
+    prefix = windowed_prefix
     sequence = compute(prefix, LONG)
     prefix.insert(sequence, LONG)
     sequence.advance_start(0)  # of 9 pages it needs 3
@@ -627,17 +537,15 @@ def test_what_a_window_has_passed_can_be_had_while_its_sequence_runs(driver: Fak
     prefix.cache.open().grow(16 * 7)
     prefix.cache.check()
     assert (pool.spare_pages, pool.kept_pages) == (0, 0)
-    assert prefix.match([*LONG, 7]) == 129, "whoever goes on from its end needs its last window only"
+    assert prefix.match([*LONG, 7]) == 129, "a prompt that goes on from its end needs its last window only"
     assert prefix.match([*LONG[:64], 7]) == 0
     prefix.release(sequence, LONG)
     assert prefix.match([*LONG, 7]) == 128
-    prefix.cache.check()
-    pool.close()
 
 
-def test_what_a_window_has_passed_stays_while_another_reads_it_or_wants_it_kept(driver: FakeDriver) -> None:
-    pool = Pool("cpu", 12 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool, WINDOWED)
+def test_what_a_window_has_passed_stays_while_another_reads_it_or_it_is_pinned(pool, windowed_prefix):
+    pool.resize(12 * PAGE_BYTES)
+    prefix = windowed_prefix
     sequence = compute(prefix, LONG)
     prefix.insert(sequence, LONG)
     behind = prefix.attach([*LONG[:64], 7], method=AttachMethod.ALIAS).sequence  # pages 2 and 3
@@ -653,14 +561,11 @@ def test_what_a_window_has_passed_stays_while_another_reads_it_or_wants_it_kept(
     prefix.unpin(LONG[:32])
     behind.close()
     other.grow(16 * 9)
-    prefix.cache.check()
-    pool.close()
 
 
-def test_of_what_windows_have_passed_the_least_recently_used_goes_first(driver: FakeDriver) -> None:
-    pool = Pool("cpu", 30 * PAGE_BYTES, driver=driver)
-    prefix = prefix_over(pool, WINDOWED)
-    template = LONG[:64]
+def test_of_what_windows_have_passed_the_least_recently_used_goes_first(pool, windowed_prefix):
+    pool.resize(30 * PAGE_BYTES)
+    prefix, template = windowed_prefix, LONG[:64]
     prompts = [[*template, *range(first, first + 65)] for first in (300, 900)]
     for prompt in prompts:  # the second is the template's last use
         sequence = compute(prefix, prompt)
@@ -672,5 +577,3 @@ def test_of_what_windows_have_passed_the_least_recently_used_goes_first(driver: 
     assert prefix.match([*prompts[0][:96], 7]) < 96, "the first prompt's own"
     assert prefix.match([*template, 7]) == 64
     other.grow((pool.spare_pages + pool.kept_pages) * 16)
-    prefix.cache.check()
-    pool.close()

@@ -159,7 +159,7 @@ class Growth:
         pool.hold(extent)
         pool.use(extent)
         try:
-            self._mapper.map(target.span, page, extent, self._mapper.alias_access)
+            self._mapper.map(target.span, page, extent)
         finally:
             if page in target.span.mappings:
                 self._new.append(target.span.mappings[page])
@@ -187,8 +187,6 @@ class Mapper:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.alias_access = Access.READ_WRITE
-        """What is allowed through an alias: tests take READ, and then a write to what others hold faults (law 3)."""
         self.pending_pages = 0
         self.map_us = 100.0
         """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
@@ -197,7 +195,7 @@ class Mapper:
         self._pending: dict[Fence, dict[Mapping, None]] = {}
         """By the fence they wait for, the oldest first."""
 
-    def map(self, span: Span, page: int, extent: Extent, access: Access = Access.READ_WRITE) -> Mapping:
+    def map(self, span: Span, page: int, extent: Extent) -> Mapping:
         """Map an extent that the caller holds and uses; both become the mapping's. It is not in the live run yet.
 
         Cost: one map and one access call. On failure nothing is mapped; if even the undoing fails, the mapping
@@ -208,7 +206,7 @@ class Mapper:
         self.pool.driver.map(mapping.address, extent.handle, extent.size_bytes)
         span.mappings[page] = mapping
         try:
-            self.pool.driver.set_access(mapping.address, extent.size_bytes, access)
+            self.pool.driver.set_access(mapping.address, extent.size_bytes, Access.READ_WRITE)
         except BaseException:
             self.unmap(mapping)
             raise

@@ -166,7 +166,7 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
         except BaseException:
             for mapping in new:
                 mapper.unmap(mapping)
-            mapper.map(span, old.page, old.extent, mapper.alias_access).used = old.used
+            mapper.map(span, old.page, old.extent).used = old.used
             raise
     except BaseException:
         for extent in extents:
@@ -210,7 +210,7 @@ class Windows:
         pool.hold(extent)
         pool.use(extent)
         try:
-            mapping = memory.mapper.map(span, 0, extent, memory.mapper.alias_access)
+            mapping = memory.mapper.map(span, 0, extent)
         except BaseException:
             if span.mappings:  # not even the undoing succeeded
                 memory.mapper.reclaim(span.mappings.values(), memory.fence())

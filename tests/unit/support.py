@@ -1,0 +1,40 @@
+"""What the tests of pool, cache and prefix cache share: layouts, sequences with tokens, launches, counts of driver calls."""
+
+from typing import Any
+
+import torch
+
+from vmmkv import KVCache, KVLayout, Sequence
+from vmmkv.testing.fake_driver import FakeDriver, Launch
+
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
+"""128 KiB a row: 16 tokens a page."""
+ROW_BYTES = 128 * 1024
+TOKENS_PER_PAGE = 16
+
+WINDOWED = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32, windows=[None, 40, None, 40])
+"""Two groups of 64 KiB a row, 32 tokens a page; layers 1 and 3 see the last 40 tokens."""
+
+
+def grown(cache: KVCache, num_tokens: int, **options: Any) -> Sequence:
+    """A sequence with so many tokens."""
+    sequence = cache.open(**options)
+    sequence.grow(num_tokens)
+    sequence.advance(num_tokens)
+    return sequence
+
+
+def launch_over(driver: FakeDriver, cache: KVCache, sequence: Sequence) -> Launch:
+    """A kernel that touches a sequence's first row."""
+    base = cache.k(0)[sequence.slot].data_ptr()
+    return driver.launch([(base, base + 1)])
+
+
+class Calls:
+    """The driver calls since it was made, by name."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver, self.before = driver, driver.calls.copy()
+
+    def made(self) -> dict[str, int]:
+        return dict(self.driver.calls - self.before)
