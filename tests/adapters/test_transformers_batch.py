@@ -26,7 +26,8 @@ from tests.adapters.models import (
 from vmmkv import GIB, MIB, KVCache, LayoutError, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
-from vmmkv.adapters.transformers.batch import CachedBatch, Lineage, WindowRows
+from vmmkv.adapters.transformers import cache as cache_module
+from vmmkv.adapters.transformers.batch import Lineage, WindowRows
 from vmmkv.units import PAGE_BYTES
 
 PAGE_TOKENS = 32
@@ -53,13 +54,13 @@ def pages(pool: Pool) -> int:
 
 def drain(cache: VmmCache) -> None:
     """Unmap what is pending reclaim."""
-    for rows in cache._batch.groups:
+    for rows in cache._groups:
         rows.cache.drain()
 
 
 def parents(cache: VmmCache) -> tuple[int, ...]:
-    assert cache._batch._lineage is not None
-    return cache._batch._lineage.parents
+    assert cache._lineage is not None
+    return cache._lineage.parents
 
 
 # memory
@@ -90,9 +91,7 @@ def test_memory_is_mapped_once_a_group_before_any_layer_is_written(pool: Pool, m
     model, grow, written = gemma3(16), WindowRows.grow, []
     with VmmCache(model.config, pool) as cache:
         forward(model, cache, ids_of(0, num_tokens=5))
-        monkeypatch.setattr(
-            WindowRows, "grow", lambda self, tokens: (written.append(len(cache._batch.written)), grow(self, tokens))
-        )
+        monkeypatch.setattr(WindowRows, "grow", lambda self, tokens: (written.append(len(cache._written)), grow(self, tokens)))
         forward(model, cache, ids_of(0, num_tokens=1))
     assert written == [0, 0]
 
@@ -475,13 +474,13 @@ def test_rows_that_a_hook_changes_are_not_shared_if_one_says_so(pool: Pool) -> N
 
 
 def test_a_layer_of_shared_prompts_sends_nothing_to_the_device(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sent, index_of = llama(), [], CachedBatch._index
+    model, sent, index_of = llama(), [], VmmCache._index
 
-    def spy(self: CachedBatch, *arguments: Any) -> torch.Tensor:
+    def spy(self: VmmCache, *arguments: Any) -> torch.Tensor:
         sent.append(index_of(self, *arguments))
         return sent[-1]
 
-    monkeypatch.setattr(CachedBatch, "_index", spy)
+    monkeypatch.setattr(VmmCache, "_index", spy)
     with VmmCache(model.config, pool) as cache:
         for _ in range(2):
             forward(model, cache, ids_of(0, 0, num_tokens=20))
@@ -595,7 +594,7 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
     recorded: list[Any] = []
     monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: recorded.append(stream))
     with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
-        monkeypatch.setattr(batch_module, "_current_stream", lambda device: indices.stream)
+        monkeypatch.setattr(cache_module, "_current_stream", lambda device: indices.stream)
         for layer in range(4):
             cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
         for stream in ("first", "second", "second", "first", "third"):

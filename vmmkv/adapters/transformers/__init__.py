@@ -1,7 +1,7 @@
 """transformers over the memory of vmmkv: a Cache for its models, and attention in them by vmmkv's kernels.
 
 cache       VmmCache, for `model.generate(past_key_values=...)`; read this first
-batch       one batch through its forward passes: where its rows lie, which rows are the same prompt, what is copied
+batch       rows of a batch: which are equal prompts, which sequence each goes on from, where their keys and values lie
 attention   the attention implementation "vmmkv", eager and compiled; importing this package registers it
 """
 

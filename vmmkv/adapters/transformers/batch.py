@@ -1,17 +1,10 @@
-"""One batch of a VmmCache through its forward passes.
-
-    a pass begins       memory follows the batch; windows reclaim the rows that they have passed; memory for new rows is mapped
-    each layer          writes its new rows behind the others, and gets views of all that it sees
-    its last layer      the new tokens count
+"""Rows of a batch: which are equal prompts, which sequence each goes on from, and where their keys and values lie.
 
 A batch of transformers is padded on the left, so all sequences have the same number of rows. They lie in adjacent slots of one
 cache for each window, so that a layer is one strided tensor:
 
     slot first     | p | p | p | p | new |
     slot first + 1 | p | p | p | p | new |
-
-Between passes nothing is copied. A batch that is repeated, selected or reordered changes its parents (`Lineage`) at once;
-memory follows before the next token. A pass that is not finished counts for nothing.
 
 Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads; T tokens; D head dim.
 """
@@ -21,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +22,13 @@ import torch
 from torch import Tensor
 
 from vmmkv.cache import KVCache, Sequence
-from vmmkv.errors import DriverError, LayoutError, OutOfPages, RowsUnmapped
+from vmmkv.errors import DriverError, LayoutError, RowsUnmapped
 from vmmkv.layout import Group, KVLayout, Plane
 from vmmkv.memory import sharing
 from vmmkv.memory.pool import Pool
-from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, counted, format_bytes
+from vmmkv.units import MIB, PAGE_BYTES, TIB, ceil_div, format_bytes
 
 _INT32_END: Final = 2**31
-
-_UNFINISHED = (
-    "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; crop(0) "
-    "takes back what it wrote"
-)
-
 
 # equal prompts
 
@@ -191,23 +178,55 @@ class Lineage:
         return Lineage(self.parents, np.minimum(self.common, num_tokens), min(self.own_from, num_tokens))
 
 
-# rows as torch reads and writes them
+# keys and values as torch reads and writes them
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class LayerViews:
-    """Rows [first, first + count) of each layer: keys and values, [B, K, T, D]. See BatchViews.rows."""
+class _Rows(NamedTuple):
+    """Some rows of each layer: keys and values, [B, K, T, D]."""
 
-    def __init__(self, bounds: tuple[int, int], of_layer: dict[int, tuple[Tensor, Tensor]], slots_B: Tensor | None) -> None:
-        self.bounds: Final = bounds
-        """`first` and `count`."""
-        self.of_layer: Final = of_layer
-        self._slots_B: Final = slots_B
-        self._kinds: Final = [_kind(states) for states in next(iter(of_layer.values()))]
+    of_layer: dict[int, tuple[Tensor, Tensor]]
+    kinds: list[_Kind]
+    """Of keys and of values, in every layer."""
 
-    def write(self, layer: int, *new: Tensor) -> None:
-        """Copy a layer's keys and values here. Cost: two launches. Raises: LayoutError."""
-        places = self.of_layer[layer]
-        for states, kind in zip(new, self._kinds, strict=True):
+
+class BatchViews:
+    """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on.
+
+    A decode step without a graph is bound by the host, where each call of torch costs a microsecond or more. So one call makes
+    the views of all layers, and a pass makes them twice: of the rows to write, and of those that are seen.
+    """
+
+    def __init__(self, cache: KVCache, first_slot: int, num_slots: int) -> None:
+        self._known: dict[tuple[int, int], _Rows] = {}
+        self._planes: list[tuple[tuple[int, ...], list[Tensor]]] = []
+        with torch.inference_mode(False):  # else nothing here could be written under another mode
+            for group in cache.layout.groups:
+                both = [_plane(cache.view(group.layers[0], name), group, first_slot, num_slots) for name in ("k", "v")]
+                self._planes.append((group.layers, both))
+            k_LBKTD = self._planes[0][1][0]
+            span_bytes = (num_slots - 1) * k_LBKTD.stride(1) * k_LBKTD.itemsize + cache.layout.groups[0].row_bytes
+            splits = splits_a_copy(cache.device, span_bytes)
+            self._slots_B = torch.arange(num_slots, device=cache.device) if splits else None
+
+    def rows(self, first: int, count: int) -> _Rows:
+        """Rows [first, first + count) of each layer. Cost: a few calls of torch for each group, on the host alone."""
+        rows = self._known.get((first, count))
+        if rows is None:
+            if len(self._known) == 2:  # those of another pass
+                self._known.clear()
+            of_layer: dict[int, tuple[Tensor, Tensor]] = {}
+            for layers, planes in self._planes:
+                k_LBKTD, v_LBKTD = (plane.narrow(3, first, count).unbind() for plane in planes)
+                of_layer.update(zip(layers, zip(k_LBKTD, v_LBKTD, strict=True), strict=True))
+            rows = self._known[first, count] = _Rows(of_layer, [_kind(states) for states in next(iter(of_layer.values()))])
+        return rows
+
+    def write(self, layer: int, first: int, *new: Tensor) -> None:
+        """Copy keys and values of a layer to its rows from `first` on. Cost: two launches. Raises: LayoutError."""
+        rows = self.rows(first, new[0].shape[2])
+        for states, kind in zip(new, rows.kinds, strict=True):
             if _kind(states) != kind:
                 shape, dtype, device = kind
                 raise LayoutError(
@@ -215,49 +234,19 @@ class LayerViews:
                     f"{list(shape)} {dtype} on {device}: all layers of one window have one shape and type, on the pool's "
                     f"device; another model wants a VmmCache of its own"
                 )
-        for place, states in zip(places, new, strict=True):
+        for place, states in zip(rows.of_layer[layer], new, strict=True):
             if self._slots_B is None:
                 place.copy_(states)
             else:  # the offset along the dimension of the index has 64 bits
                 place.index_copy_(0, self._slots_B, states)
 
 
-class BatchViews:
-    """Keys and values of all layers in `num_slots` adjacent slots of a cache, from `first_slot` on.
-
-    A decode step without a graph is bound by the host, where each call of torch costs a microsecond or more. So one call makes
-    the views of all layers.
-    """
-
-    def __init__(self, cache: KVCache, first_slot: int, num_slots: int) -> None:
-        with torch.inference_mode(False):  # else nothing here could be written under another mode
-            planes = functools.partial(_plane, cache, first_slot, num_slots)
-            self._planes: Final = [(group.layers, planes(group, "k"), planes(group, "v")) for group in cache.layout.groups]
-            _, k_LBKTD, _ = self._planes[0]
-            span_bytes = (num_slots - 1) * k_LBKTD.stride(1) * k_LBKTD.itemsize + cache.layout.groups[0].row_bytes
-            splits = splits_a_copy(cache.device, span_bytes)
-            self._slots_B: Final = torch.arange(num_slots, device=cache.device) if splits else None
-
-    def rows(self, first: int, count: int) -> LayerViews:
-        """Rows [first, first + count) of each layer. Cost: a few calls of torch for each group, on the host alone."""
-        of_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        for layers, k_LBKTD, v_LBKTD in self._planes:
-            both = zip(k_LBKTD.narrow(3, first, count).unbind(), v_LBKTD.narrow(3, first, count).unbind(), strict=True)
-            of_layer.update(zip(layers, both, strict=True))
-        return LayerViews((first, count), of_layer, self._slots_B)
+def _kind(states: Tensor) -> _Kind:
+    return states.shape, states.dtype, states.device
 
 
-def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
-    """Does torch copy in several launches to a view that spans so many bytes?
-
-    Offsets in its CUDA kernels have 32 bits: a larger view is halved until each part fits, down to a launch for each slot.
-    """
-    return device.type == "cuda" and span_bytes > _INT32_END
-
-
-def _plane(cache: KVCache, first_slot: int, num_slots: int, group: Group, name: str) -> Tensor:
-    """A plane of all layers of a group: [L, B, K, T, D]."""
-    first_STKD = cache.view(group.layers[0], name)
+def _plane(first_STKD: Tensor, group: Group, first_slot: int, num_slots: int) -> Tensor:
+    """K or V of all layers of a group, of which the first is given: [L, B, K, T, D]."""
     _, num_tokens, heads, dim = first_STKD.shape
     slot_stride, row_stride, head_stride, _ = first_STKD.stride()
     return first_STKD.as_strided(
@@ -267,8 +256,12 @@ def _plane(cache: KVCache, first_slot: int, num_slots: int, group: Group, name: 
     )
 
 
-def _kind(states: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return states.shape, states.dtype, states.device
+def splits_a_copy(device: torch.device, span_bytes: int) -> bool:
+    """Does torch copy in several launches to a view that spans so many bytes?
+
+    Offsets in its CUDA kernels have 32 bits: a larger view is halved until each part fits, down to a launch for each slot.
+    """
+    return device.type == "cuda" and span_bytes > _INT32_END
 
 
 # the sequences of one window
@@ -302,13 +295,7 @@ class WindowRows:
 
     def _take(self, sequences: list[Sequence], dropped: int) -> None:
         self.sequences, self._dropped = sequences, dropped
-        self._forget_views()
-
-    def _forget_views(self) -> None:
-        """Views are made on first use, and kept for the layers of a pass: of all rows, those to write, those that are seen."""
         self._views: BatchViews | None = None
-        self._places: LayerViews | None = None
-        self._seen: LayerViews | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -362,15 +349,10 @@ class WindowRows:
                 code=error.code,
             ) from error
 
-    def fork(self, parents: Seq[int]) -> "WindowRows":
-        """Other rows in the same cache: a fork of the sequence that each entry names."""
+    def fork(self, parents: Seq[int]) -> list[Sequence]:
+        """Forks of the sequence that each entry names, in adjacent slots."""
         named = self._named(parents)
-        sequences = self.cache.fork_batch(named) if named else []
-        other = copy.copy(self)
-        other._take(sequences, self._dropped)
-        if self._shared is not None:
-            self._shared.num_batches += 1
-        return other
+        return self.cache.fork_batch(named) if named else []
 
     def fork_pages(self, parents: Seq[int]) -> int:
         """Pages that `fork` will ask for."""
@@ -382,15 +364,27 @@ class WindowRows:
     def _named(self, parents: Seq[int]) -> list[Sequence]:
         return [self.sequences[parent] for parent in parents] if self.sequences else []
 
-    def end(self) -> None:
-        """Close the sequences; the cache stays open. Idempotent."""
+    def replace(self, forks: list[Sequence]) -> None:
+        """Close the sequences; these forks of them take their place."""
         for sequence in self.sequences:
             sequence.close()
-        self._take([], 0)
+        self._take(forks, self._dropped)
+
+    def beside(self, forks: list[Sequence]) -> "WindowRows":
+        """The rows of another batch in the same cache, whose sequences are these forks."""
+        other = copy.copy(self)
+        other._take(forks, self._dropped)
+        if self._shared is not None:
+            self._shared.num_batches += 1
+        return other
+
+    def end(self) -> None:
+        """Close the sequences; the cache stays open. Idempotent."""
+        self.replace([])
+        self._dropped = 0
 
     def close(self) -> None:
-        """Close the sequences, and the cache if no other batch has slots in it. Idempotent."""
-        self.end()
+        """After `end`, close the cache if no other batch has slots in it. Idempotent."""
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.num_batches -= 1
@@ -443,21 +437,17 @@ class WindowRows:
         left_out, num_new = max(0, self._dropped - num_tokens), k_BKTD.shape[2]
         if left_out:
             k_BKTD, v_BKTD = (states.narrow(2, left_out, num_new - left_out) for states in (k_BKTD, v_BKTD))
-        self._places = self._rows(self._places, num_tokens - self._dropped + left_out, num_new - left_out)
-        self._places.write(layer, k_BKTD, v_BKTD)
+        self._all_rows().write(layer, num_tokens - self._dropped + left_out, k_BKTD, v_BKTD)
 
     def view(self, layer: int, num_past: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """What a token with `num_past` before it sees of a layer, up to `num_tokens`: keys and values, [B, K, T, D]."""
         first = self.first_token(num_past) - self._dropped
-        self._seen = self._rows(self._seen, first, num_tokens - self._dropped - first)
-        return self._seen.of_layer[layer]
+        return self._all_rows().rows(first, num_tokens - self._dropped - first).of_layer[layer]
 
-    def _rows(self, known: LayerViews | None, first: int, count: int) -> LayerViews:
-        if known is not None and known.bounds == (first, count):
-            return known
+    def _all_rows(self) -> BatchViews:
         if self._views is None:
             self._views = BatchViews(self.cache, self.sequences[0].slot, len(self.sequences))
-        return self._views.rows(first, count)
+        return self._views
 
     def first_token(self, num_past: int) -> int:
         """The first token seen by one with `num_past` before it."""
@@ -476,7 +466,7 @@ class WindowRows:
         Where a copy is split, writing takes an index on the device. Another stream might read it before it is written, or
         torch's allocator reuse its memory on the first stream while the other still reads.
         """
-        self._forget_views()
+        self._views = None
         if not self.closed:
             for stream in streams:
                 if stream is not None:
@@ -524,280 +514,3 @@ class WindowRows:
         """Keep the first `num_tokens` tokens of each sequence, after `own_from`. See Sequence.truncate."""
         for sequence in self.sequences:
             sequence.truncate(max(0, num_tokens - self._dropped))
-
-
-# the batch
-
-
-class CachedBatch:
-    """The tokens of a batch in all layers; `groups` are the rows of the layers of each window.
-
-    `share_prompts`: are equal prompts side by side kept once?
-    """
-
-    def __init__(self, groups: list[WindowRows], *, share_prompts: bool) -> None:
-        self.groups = groups
-        self._share_prompts = share_prompts
-        self.num_tokens = 0
-        """Of each sequence, in all layers."""
-        self.num_new = 0
-        """Of the pass under way, if there is one."""
-        self.written: set[int] = set()
-        """Layers that it has written."""
-        self.record_past = False
-        """Do windows keep the rows that they have passed until `crop`?"""
-        self._lineage: Lineage | None = None
-        """None as long as there are no sequences."""
-        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        """Rows of the lineage on the device: every layer of every pass asks for them."""
-        self._stream: torch.Stream | None = None
-        """The current stream at the last use of the cache, on CUDA."""
-
-    @property
-    def size(self) -> int | None:
-        """Rows of the model's batch, if there is one."""
-        return None if self._lineage is None else len(self._lineage.parents)
-
-    @property
-    def groups(self) -> list[WindowRows]:
-        """The rows of the layers of each window."""
-        return self._groups
-
-    @groups.setter
-    def groups(self, groups: list[WindowRows]) -> None:
-        self._groups = groups
-        self._rows_of = {layer: rows for rows in groups for layer in rows.layers}
-
-    def rows_of(self, layer: int) -> WindowRows:
-        """The rows with this layer. Raises: ValueError naming the layers there are."""
-        rows = self._rows_of.get(layer)
-        if rows is None:
-            raise ValueError(f"layer {layer} keeps no keys and values by the configuration; layers {[*self._rows_of]} do")
-        return rows
-
-    # a pass
-
-    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values of the new tokens; all that these see. The first layer of a pass begins it."""
-        self.rows_of(layer)
-        if layer in self.written:
-            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}")
-        self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
-        if not self.written:
-            self._begin(k_BKTD, v_BKTD)
-        rows = self.rows_of(layer)  # they are others if the batch was forked
-        lineage = self._lineage
-        assert lineage is not None, "a pass has begun"
-        if not rows.sequences:
-            self._open(rows, k_BKTD, v_BKTD, lineage.num_sequences)
-        if lineage.settled:
-            rows.write(layer, self.num_tokens, k_BKTD, v_BKTD)
-        else:
-            leaders = self._index(lineage.leaders, k_BKTD.device)
-            rows.write(layer, self.num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
-        self.written.add(layer)
-        seen = self._seen(rows, layer, self.num_new) if self.num_tokens else (k_BKTD, v_BKTD)
-        if len(self.written) == len(self._rows_of):
-            self._finish()
-        return seen
-
-    def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
-        """Are these of the rows and the tokens of the pass under way, or of one that can begin? Else LayoutError."""
-        num_rows, num_tokens = of_keys[0], of_keys[2]
-        wanted = (self.size, self.num_new) if self.written else (num_rows, num_tokens)
-        if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
-            raise LayoutError(
-                f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
-                f"{of_values[2]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
-                f"all keep the same tokens; use DynamicCache(config=model.config) here"
-            )
-
-    def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
-        self._follow_stream()
-        size, self.num_new = k_BKTD.shape[0], k_BKTD.shape[2]
-        if self._lineage is None or not self.num_tokens:
-            self.reset()  # a first pass may have failed
-            may_share = self._share_prompts and size > 1 and self.num_new > 1
-            self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
-            return
-        if self.size != size:
-            raise ValueError(
-                f"the cache has a batch of {self.size}, and the model computes one of {size}: reset() begins anew, "
-                f"batch_repeat_interleave and batch_select_indices change it"
-            )
-        if not self._lineage.settled and not self._goes_on_together(k_BKTD, v_BKTD, self._lineage):
-            self._settle(self._lineage)
-        if not self.record_past:
-            for rows in self.groups:
-                rows.slide(self.num_tokens)
-        self._grow(self.groups, self.num_tokens + self.num_new)
-
-    def _goes_on_together(self, k_BKTD: Tensor, v_BKTD: Tensor, lineage: Lineage) -> bool:
-        """Are equal prompts still equal? A prompt may come in chunks; with single tokens the answers have begun."""
-        return self.num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents)
-
-    def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
-        later_pages = sum(
-            num_sequences * later.pages_like(k_BKTD, v_BKTD, self.num_new - self._dropped(later))
-            for later in self.groups
-            if later is not rows and not later.sequences
-        )
-        try:
-            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
-            self._grow([rows], self.num_new, later_pages=later_pages)
-        except BaseException:
-            self.reset()  # as before the first pass
-            raise
-
-    def _dropped(self, rows: WindowRows) -> int:
-        """How many first tokens of a first prompt longer than the window are seen in this pass alone."""
-        return 0 if self.record_past else rows.first_token(self.num_new)
-
-    def _grow(self, groups: Seq[WindowRows], num_tokens: int, *, later_pages: int = 0) -> None:
-        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
-
-        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
-        the growth, some rows may have grown when this raises; they keep that.
-        """
-        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
-        for rows in groups:
-            rows.grow(num_tokens)
-
-    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
-        """Can the whole batch have so many pages now? Else OutOfPages."""
-        if not num_pages:
-            return
-        pool = self.groups[0].pool
-        remedy = "give the model fewer rows in a batch, or reset() another cache of this pool"
-        try:
-            with pool.lock:
-                pool.check_room(num_pages, remedy, later_pages=later_pages)
-        except OutOfPages as error:
-            raise OutOfPages(f"a batch of {counted(self.size or 0, 'row')} cannot {what}: {error}") from None
-
-    def _finish(self) -> None:
-        self.num_tokens += self.num_new
-        for rows in self.groups:
-            rows.advance(self.num_tokens)
-        self.written.clear()
-
-    def states(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that the next token sees, [B, K, T, D]: views, unless several rows have one sequence."""
-        self._follow_stream()
-        return self._seen(self.rows_of(layer), layer, 0)
-
-    def _seen(self, rows: WindowRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        assert self._lineage is not None, "there are tokens"
-        k_BKTD, v_BKTD = rows.view(layer, self.num_tokens, self.num_tokens + num_new)
-        if self._lineage.settled:
-            return k_BKTD, v_BKTD
-        parents = self._index(self._lineage.parents, k_BKTD.device)
-        return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
-
-    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
-        index = self._indices.get((rows, device))
-        if index is None:
-            with torch.inference_mode(False):  # it may outlive the mode of this pass
-                index = self._indices[rows, device] = torch.tensor(rows, device=device)
-        return index
-
-    def _follow_stream(self) -> None:
-        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
-        current = _current_stream(self.groups[0].pool.device)
-        if self._stream is not None and current != self._stream:
-            self._indices.clear()
-            for rows in self.groups:
-                rows.change_streams(self._stream, current)
-        self._stream = current
-
-    # between passes
-
-    def crop(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of each sequence; see VmmCache.crop."""
-        self._follow_stream()
-        if not num_tokens:
-            self.reset()
-            return
-        assert self._lineage is not None, "there are tokens"
-        for rows in self.groups:
-            rows.check_kept(num_tokens)
-        for rows in self.groups:
-            rows.own_from(num_tokens)  # all that can fail, before anything is cut
-        self.written.clear()
-        for rows in self.groups:
-            rows.truncate(num_tokens)
-            rows.slide(num_tokens)
-        self.num_tokens, self._lineage = num_tokens, self._lineage.cut(num_tokens)
-
-    def reset(self) -> None:
-        """End all sequences."""
-        self._follow_stream()
-        for rows in self.groups:
-            rows.end()
-        self._forget_tokens()
-
-    def close(self) -> None:
-        """End all sequences, and close the caches in which no other batch has slots. Idempotent."""
-        self._follow_stream()
-        self._forget_tokens()
-        for rows in self.groups:
-            rows.close()
-
-    def _forget_tokens(self) -> None:
-        self.num_tokens, self._lineage = 0, None
-        self.written.clear()
-        self._indices.clear()
-
-    def select(self, rows: Seq[int]) -> None:
-        """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
-        self._check_finished()
-        if self._lineage is None:
-            return
-        if not rows or not all(0 <= row < len(self._lineage.parents) for row in rows):
-            raise ValueError(f"rows {list(rows)} of a batch of {self.size}: they are from 0 on, and at least one")
-        self._lineage = self._lineage.select(rows)
-
-    def fork(self) -> "CachedBatch":
-        """Another batch that has all tokens of this one. Raises: as KVCache.fork_batch."""
-        self._check_finished()
-        self._follow_stream()
-        forked = self._fork(range(0 if self._lineage is None else self._lineage.num_sequences))
-        other = CachedBatch(forked, share_prompts=self._share_prompts)
-        other.num_tokens, other.record_past, other._stream = self.num_tokens, self.record_past, self._stream
-        if self._lineage is not None:
-            self._lineage = other._lineage = self._lineage.share(self.num_tokens)
-        return other
-
-    def _settle(self, lineage: Lineage) -> None:
-        """Let memory follow the batch. All or none, except for copies, which can be made again."""
-        moves = lineage.moves()
-        if moves is not None:
-            for rows in self.groups:
-                rows.copy(*moves, self.num_tokens)
-        else:
-            forked = self._fork(lineage.parents)
-            for rows in self.groups:
-                rows.close()
-            self.groups = forked
-        self._lineage = lineage.settle(self.num_tokens, forked=moves is None)
-        self._indices.clear()
-
-    def _fork(self, parents: Seq[int]) -> list[WindowRows]:
-        self._check_room(sum(rows.fork_pages(parents) for rows in self.groups), "be forked, so that each goes its own way")
-        forked: list[WindowRows] = []
-        try:
-            for rows in self.groups:
-                forked.append(rows.fork(parents))
-        except BaseException:
-            for rows in forked:
-                rows.close()
-            raise
-        return forked
-
-    def _check_finished(self) -> None:
-        if self.written:
-            raise RuntimeError(_UNFINISHED)
-
-
-def _current_stream(device: torch.device) -> torch.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -14,11 +14,25 @@ and other recurrent layers. So are gradients, layers on several devices, offload
 With the attention implementation "vmmkv" a step of `torch.compile(model, dynamic=True)` is one graph. With another one the
 graph breaks at every layer. It also breaks in models that read other layers' rows, keep latents (DeepSeek's), or have attention
 sinks (gpt-oss).
+
+A forward pass:
+
+    begins          memory follows the batch; windows reclaim the rows that they have passed; memory for new rows is mapped
+    each layer      writes its new rows behind the others, and gets views of all that it sees
+    its last layer  the new tokens count
+
+Between passes nothing is copied: a batch that is repeated, selected or reordered changes its `Lineage` at once, and memory
+follows before the next token. A pass that is not finished counts for nothing.
+
+Legend: B rows of the batch; K kv heads; T tokens; D head dim.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,11 +40,17 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache
 
 from vmmkv.adapters.transformers import attention
-from vmmkv.adapters.transformers.batch import CachedBatch, WindowRows
+from vmmkv.adapters.transformers.batch import Lineage, WindowRows, agree, prompts
 from vmmkv.arguments import whole
-from vmmkv.errors import Closed, LayoutError
+from vmmkv.cache import Sequence
+from vmmkv.errors import Closed, LayoutError, OutOfPages
 from vmmkv.memory.pool import Pool
 from vmmkv.units import counted
+
+_UNFINISHED: Final = (
+    "the last forward pass was not finished: it failed, or the model leaves out layers that its configuration has; crop(0) "
+    "takes back what it wrote"
+)
 
 
 class VmmCache(Cache):  # type: ignore[misc]
@@ -57,7 +77,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         if not isinstance(pool, Pool):
             raise TypeError(f"VmmCache(config, pool, ...) takes a Pool, not {type(pool)}")
         _check_pool(pool)
-        layers = layers_of(self, config)
+        super().__init__(layers=layers_of(self, config))
         if max_tokens is None:
             max_tokens = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
             if max_tokens is None:
@@ -66,23 +86,39 @@ class VmmCache(Cache):  # type: ignore[misc]
         if max_tokens < 1 or slots < 1:
             raise ValueError(f"max_tokens={max_tokens}, slots={slots}: both must be at least 1")
         by_window: dict[int | None, list[int]] = {}
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             if isinstance(layer, RowLayer):
                 by_window.setdefault(layer.sliding_window, []).append(index)
-        groups = [
-            WindowRows(tuple(indices), window, pool, slots=slots, max_tokens=max_tokens)
-            for window, indices in by_window.items()
-        ]
-        self._start(layers, CachedBatch(groups, share_prompts=share_prompts), pool, max_tokens, config)
-
-    def _start(self, layers: list[Any], batch: CachedBatch, pool: Pool, max_tokens: int, config: Any) -> None:
-        super().__init__(layers=layers)
-        self._config = config
-        self._number = attention.enter(self)
         self.pool = pool
         self.max_tokens = max_tokens
-        self._batch = batch
+        self._config = config
+        self._share_prompts = share_prompts
+        self._set_groups(
+            [
+                WindowRows(tuple(indices), window, pool, slots=slots, max_tokens=max_tokens)
+                for window, indices in by_window.items()
+            ]
+        )
+        self._num_tokens = 0
+        """Of each sequence, in all layers."""
+        self._num_new = 0
+        """Of the pass under way, if there is one."""
+        self._written: set[int] = set()
+        """Layers that it has written."""
+        self._record_past = False
+        """Do windows keep the rows that they have passed until `crop`?"""
+        self._lineage: Lineage | None = None
+        """None as long as there are no sequences."""
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        """Rows of the lineage on the device: every layer of every pass asks for them."""
+        self._stream: torch.Stream | None = None
+        """The current stream at the last use of the cache, on CUDA."""
+        self._number = attention.enter(self)
         self._closed = False
+
+    def _set_groups(self, groups: list[WindowRows]) -> None:
+        self._groups = groups
+        self._rows_of = {layer: rows for rows in groups for layer in rows.layers}
 
     # a forward pass
 
@@ -102,32 +138,9 @@ class VmmCache(Cache):  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             return self.append(key_states, value_states, layer_idx)
         if self._is_attended_by_vmmkv:
-            num_past = self._batch.num_tokens
-            return attention.PendingRows(key_states, value_states, self._number, layer_idx, num_past), value_states
+            return attention.PendingRows(key_states, value_states, self._number, layer_idx, self._num_tokens), value_states
         seen: tuple[Tensor, Tensor] = self._append_outside(key_states, value_states, layer_idx)
         return seen
-
-    def append(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, num_past: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`update` outside a graph, or when a graph runs: `num_past` is the number of tokens that its positions begin at."""
-        self._check_open()
-        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
-                "outside the capture"
-            )
-        if num_past is not None and num_past != self._batch.num_tokens:
-            raise RuntimeError(
-                f"this graph was entered with {num_past} tokens in the VmmCache, and now there are {self._batch.num_tokens}: "
-                f"what is compiled can run the model once over a cache, and change it in no other way; compile the model, not "
-                f"the loop around it"
-            )
-        return self._batch.append(layer_idx, key_states, value_states)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
-    def _append_outside(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return self.append(*args)
 
     @property
     def _is_attended_by_vmmkv(self) -> bool:
@@ -138,15 +151,186 @@ class VmmCache(Cache):  # type: ignore[misc]
         has_sinks = config.model_type in attention.WITH_SINKS
         return config._attn_implementation == attention.NAME and not (reads_others_rows or keeps_latents or has_sinks)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it maps memory and counts on the host
+    def _append_outside(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return self.append(*args)
+
+    def append(self, k_BKTD: Tensor, v_BKTD: Tensor, layer: int, num_past: int | None = None) -> tuple[Tensor, Tensor]:
+        """`update` outside a graph, or when a graph runs: `num_past` is the number of tokens that its positions begin at."""
+        self._check_open()
+        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a VmmCache maps memory and counts tokens on the host, which a CUDA graph would not do again: run the model "
+                "outside the capture"
+            )
+        if num_past is not None and num_past != self._num_tokens:
+            raise RuntimeError(
+                f"this graph was entered with {num_past} tokens in the VmmCache, and now there are {self._num_tokens}: "
+                f"what is compiled can run the model once over a cache, and change it in no other way; compile the model, not "
+                f"the loop around it"
+            )
+        rows = self._rows(layer)
+        if layer in self._written:
+            raise RuntimeError(f"layer {layer} is written again. {_UNFINISHED}")
+        self._check_shapes(layer, k_BKTD.shape, v_BKTD.shape)
+        lineage = self._lineage if self._written else self._begin(k_BKTD, v_BKTD)
+        assert lineage is not None, "a pass has begun"
+        if not rows.sequences:
+            self._open(rows, k_BKTD, v_BKTD, lineage.num_sequences)
+        if lineage.settled:
+            rows.write(layer, self._num_tokens, k_BKTD, v_BKTD)
+        else:
+            leaders = self._index(lineage.leaders, k_BKTD.device)
+            rows.write(layer, self._num_tokens, k_BKTD.index_select(0, leaders), v_BKTD.index_select(0, leaders))
+        self._written.add(layer)
+        seen = self._seen(rows, layer, self._num_new) if self._num_tokens else (k_BKTD, v_BKTD)
+        if len(self._written) == len(self._rows_of):
+            self._num_tokens += self._num_new
+            for each in self._groups:
+                each.advance(self._num_tokens)
+            self._written.clear()
+        return seen
+
+    def _rows(self, layer: int) -> WindowRows:
+        """The rows with this layer. Raises: ValueError naming the layers there are."""
+        rows = self._rows_of.get(layer)
+        if rows is None:
+            raise ValueError(f"layer {layer} keeps no keys and values by the configuration; layers {[*self._rows_of]} do")
+        return rows
+
+    def _check_shapes(self, layer: int, of_keys: torch.Size, of_values: torch.Size) -> None:
+        """Are these of the rows and the tokens of the pass under way, or of one that can begin? Else LayoutError."""
+        num_rows, num_tokens = of_keys[0], of_keys[2]
+        wanted = (self._size, self._num_new) if self._written else (num_rows, num_tokens)
+        if not (num_rows, num_tokens) == (of_values[0], of_values[2]) == wanted:
+            raise LayoutError(
+                f"layer {layer} gives keys of {num_rows} rows with {num_tokens} tokens and values of {of_values[0]} with "
+                f"{of_values[2]}, and this pass is one of {wanted[0]} with {wanted[1]}: a VmmCache is for models whose layers "
+                f"all keep the same tokens; use DynamicCache(config=model.config) here"
+            )
+
+    def _begin(self, k_BKTD: Tensor, v_BKTD: Tensor) -> Lineage:
+        self._follow_stream()
+        size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
+        if self._lineage is None or not self._num_tokens:
+            self.reset()  # a first pass may have failed
+            may_share = self._share_prompts and size > 1 and self._num_new > 1
+            self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
+            return self._lineage
+        if self._size != size:
+            raise ValueError(
+                f"the cache has a batch of {self._size}, and the model computes one of {size}: reset() begins anew, "
+                f"batch_repeat_interleave and batch_select_indices change it"
+            )
+        if not self._lineage.settled:
+            # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
+            goes_on = self._num_new > 1 and self._lineage.compact and agree(k_BKTD, v_BKTD, self._lineage.parents)
+            if not goes_on:
+                self._lineage = self._settle(self._lineage)
+        if not self._record_past:
+            for rows in self._groups:
+                rows.slide(self._num_tokens)
+        self._grow(self._groups, self._num_tokens + self._num_new)
+        return self._lineage
+
+    def _settle(self, lineage: Lineage) -> Lineage:
+        """Let memory follow the batch. All or none, except for copies, which can be made again."""
+        moves = lineage.moves()
+        if moves is not None:
+            for rows in self._groups:
+                rows.copy(*moves, self._num_tokens)
+        else:
+            for rows, forks in zip(self._groups, self._fork(lineage.parents), strict=True):
+                rows.replace(forks)
+        self._indices.clear()
+        return lineage.settle(self._num_tokens, forked=moves is None)
+
+    def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
+        later_pages = sum(
+            num_sequences * later.pages_like(k_BKTD, v_BKTD, self._num_new - self._dropped(later))
+            for later in self._groups
+            if later is not rows and not later.sequences
+        )
+        try:
+            rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
+            self._grow([rows], self._num_new, later_pages=later_pages)
+        except BaseException:
+            self.reset()  # as before the first pass
+            raise
+
+    def _dropped(self, rows: WindowRows) -> int:
+        """How many first tokens of a first prompt longer than the window are seen in this pass alone."""
+        return 0 if self._record_past else rows.first_token(self._num_new)
+
+    def _grow(self, groups: Seq[WindowRows], num_tokens: int, *, later_pages: int = 0) -> None:
+        """Have memory for `num_tokens` tokens of each row in these groups; none grows if there is too little for all.
+
+        `later_pages` are for groups that this pass opens later. If another thread takes from the pool between the check and
+        the growth, some rows may have grown when this raises; they keep that.
+        """
+        self._check_room(sum(rows.missing_pages(num_tokens) for rows in groups), f"grow to {num_tokens} tokens", later_pages)
+        for rows in groups:
+            rows.grow(num_tokens)
+
+    def _check_room(self, num_pages: int, what: str, later_pages: int = 0) -> None:
+        """Can the whole batch have so many pages now? Else OutOfPages."""
+        if not num_pages:
+            return
+        remedy = "give the model fewer rows in a batch, or reset() another cache of this pool"
+        try:
+            with self.pool.lock:
+                self.pool.check_room(num_pages, remedy, later_pages=later_pages)
+        except OutOfPages as error:
+            raise OutOfPages(f"a batch of {counted(self._size or 0, 'row')} cannot {what}: {error}") from None
+
+    def _fork(self, parents: Seq[int]) -> list[list[Sequence]]:
+        """For each group a fork of the sequence that each entry names. All or none."""
+        self._check_room(sum(rows.fork_pages(parents) for rows in self._groups), "be forked, so that each goes its own way")
+        forked: list[list[Sequence]] = []
+        with ExitStack() as undo:
+            for rows in self._groups:
+                forked.append(rows.fork(parents))
+                for sequence in forked[-1]:
+                    undo.callback(sequence.close)
+            undo.pop_all()
+        return forked
+
+    def _seen(self, rows: WindowRows, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
+        assert self._lineage is not None, "there are tokens"
+        k_BKTD, v_BKTD = rows.view(layer, self._num_tokens, self._num_tokens + num_new)
+        if self._lineage.settled:
+            return k_BKTD, v_BKTD
+        parents = self._index(self._lineage.parents, k_BKTD.device)
+        return k_BKTD.index_select(0, parents), v_BKTD.index_select(0, parents)
+
+    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
+        index = self._indices.get((rows, device))
+        if index is None:
+            with torch.inference_mode(False):  # it may outlive the mode of this pass
+                index = self._indices[rows, device] = torch.tensor(rows, device=device)
+        return index
+
+    def _follow_stream(self) -> None:
+        """If the current stream has changed, memory that is reclaimed waits for both streams, and indices are made anew."""
+        current = _current_stream(self.pool.device)
+        if self._stream is not None and current != self._stream:
+            self._indices.clear()
+            for rows in self._groups:
+                rows.change_streams(self._stream, current)
+        self._stream = current
+
+    # what transformers and its users ask
+
     def states(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that the next token sees, [batch, kv heads, tokens, head dim]: views, to be read only.
 
         A copy while equal prompts are kept once. Valid until the next call of the cache or the model.
         """
         self._check_open()
-        if not self._batch.num_tokens:
+        if not self._num_tokens:
             raise ValueError("the cache has no tokens yet, and so no keys and values")
-        return self._batch.states(layer_idx)
+        self._follow_stream()
+        return self._seen(self._rows(layer_idx), layer_idx, 0)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Of each layer keys, values (see `states`; None before the first token) and window, as a DynamicCache gives them."""
@@ -154,45 +338,47 @@ class VmmCache(Cache):  # type: ignore[misc]
             window = getattr(layer, "sliding_window", None)
             yield layer.keys, layer.values, None if window is None else torch.tensor(window, device=self.pool.device)
 
-    # what transformers asks
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each sequence, padding included, in this layer."""
-        return self._batch.num_tokens + (self._batch.num_new if layer_idx in self._batch.written else 0)
+        return self._num_tokens + (self._num_new if layer_idx in self._written else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys a layer gives the next `query_length` tokens, and the number of the first.
 
         Raises: ValueError for no tokens, which is what generate leaves of a prompt half as long as what the cache holds.
         """
-        num_tokens = self._batch.num_tokens
+        num_tokens = self._num_tokens
         if query_length == 0:
             if not num_tokens:
                 raise ValueError("no token is new, and the cache has none: give the model a prompt")
             raise ValueError(
-                f"no token is new: the cache has a batch of {self._batch.size} with {num_tokens} tokens each, and generate "
+                f"no token is new: the cache has a batch of {self._size} with {num_tokens} tokens each, and generate "
                 f"takes a prompt for these and what follows them. reset() begins anew, with a batch of any size; to go on, "
                 f"give all {num_tokens} tokens and those behind them"
             )
-        first = self._batch.rows_of(layer_idx).first_token(num_tokens)
+        first = self._rows(layer_idx).first_token(num_tokens)
         return num_tokens - first + query_length, first
 
     @property
     def is_initialized(self) -> bool:
         """Has it tokens? Models in which a prompt's tokens see each other both ways ask whether this pass is the first."""
-        return self._batch.num_tokens > 0
+        return self._num_tokens > 0
+
+    @property
+    def _size(self) -> int | None:
+        """Rows of the model's batch, if there is one."""
+        return None if self._lineage is None else len(self._lineage.parents)
 
     @property
     def batch_size(self) -> int:
         """Rows of the model's batch, or -1 if there is none yet, as transformers says it."""
-        size = self._batch.size
-        return -1 if size is None else size
+        return -1 if self._size is None else self._size
 
     def activate_past_recording(self) -> None:
         """From now on windows keep what they have passed until `crop`, so that it can go back there. For drafts of tokens."""
-        self._batch.record_past = True
+        self._record_past = True
 
-    # the batch
+    # between passes
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number, and what an unfinished forward pass wrote.
@@ -202,47 +388,85 @@ class VmmCache(Cache):  # type: ignore[misc]
         token's page is shared and no page is free for a copy.
         """
         self._check_open()
-        removed, num_tokens = whole("tokens_to_remove", tokens_to_remove), self._batch.num_tokens
-        if not -num_tokens <= removed <= 0:
-            raise ValueError(f"crop({removed}): give minus the number of tokens to remove, of {num_tokens} that there are")
-        self._batch.crop(num_tokens + removed)
+        removed = whole("tokens_to_remove", tokens_to_remove)
+        if not -self._num_tokens <= removed <= 0:
+            raise ValueError(
+                f"crop({removed}): give minus the number of tokens to remove, of {self._num_tokens} that there are"
+            )
+        num_tokens = self._num_tokens + removed
+        if not num_tokens:
+            self.reset()
+            return
+        self._follow_stream()
+        assert self._lineage is not None, "there are tokens"
+        for rows in self._groups:
+            rows.check_kept(num_tokens)
+        for rows in self._groups:
+            rows.own_from(num_tokens)  # all that can fail, before anything is cut
+        self._written.clear()
+        for rows in self._groups:
+            rows.truncate(num_tokens)
+            rows.slide(num_tokens)
+        self._num_tokens, self._lineage = num_tokens, self._lineage.cut(num_tokens)
 
     def reset(self) -> None:
         """End all sequences: the memory goes back to the pool, the addresses stay. The next batch may have another size."""
         self._check_open()
-        self._batch.reset()
+        self._end()
+
+    def _end(self) -> None:
+        self._follow_stream()
+        for rows in self._groups:
+            rows.end()
+        self._num_tokens, self._lineage = 0, None
+        self._written.clear()
+        self._indices.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch goes on from row `beam_idx[i]`. Rows that the two do not share are copied before the next token.
 
         Cost: reads the indices, which waits for the device.
         """
-        self._check_open()
-        self._batch.select(beam_idx.tolist())
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times, side by side. Forks before the next token: full pages are shared."""
-        self._check_open()
         repeats = whole("repeats", repeats)
-        self._batch.select([row for row in range(self._batch.size or 0) for _ in range(repeats)])
+        self._select([row for row in range(self._size or 0) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows of the batch: their numbers, or a mask. Cost: as reorder_cache, and forks."""
-        self._check_open()
-        rows = torch.arange(self._batch.size or 0)
-        self._batch.select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
+        rows = torch.arange(self._size or 0)
+        self._select(rows[torch.as_tensor(indices, device="cpu")].tolist() if len(rows) else [])
 
-    # the whole
+    def _select(self, rows: list[int]) -> None:
+        """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
+        self._check_open()
+        self._check_finished()
+        if self._lineage is None:
+            return
+        size = len(self._lineage.parents)
+        if not rows or not all(0 <= row < size for row in rows):
+            raise ValueError(f"rows {rows} of a batch of {size}: they are from 0 on, and at least one")
+        self._lineage = self._lineage.select(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
         self._check_open()
-        memo[id(self)] = other = type(self).__new__(type(self))
-        layers = [
+        self._check_finished()
+        self._follow_stream()
+        lineage = self._lineage
+        forked = self._fork(range(0 if lineage is None else lineage.num_sequences))
+        if lineage is not None:
+            self._lineage = lineage.share(self._num_tokens)
+        memo[id(self)] = other = copy.copy(self)
+        other.layers = [
             RowLayer(other, index, layer.sliding_window) if isinstance(layer, RowLayer) else layer
             for index, layer in enumerate(self.layers)
         ]
-        other._start(layers, self._batch.fork(), self.pool, self.max_tokens, self._config)
+        other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
+        other._written, other._indices = set(), {}
+        other._number = attention.enter(other)
         return other
 
     def close(self) -> None:
@@ -251,11 +475,13 @@ class VmmCache(Cache):  # type: ignore[misc]
         Cost: see KVCache.close.
         """
         self._closed = True
-        self._batch.close()
+        self._end()
+        for rows in self._groups:
+            rows.close()
 
     def check(self) -> None:
         """Recount the laws from scratch, of all arenas and the pool. See KVCache.check."""
-        for rows in self._batch.groups:
+        for rows in self._groups:
             if not rows.closed:
                 rows.cache.check()
 
@@ -264,6 +490,10 @@ class VmmCache(Cache):  # type: ignore[misc]
             raise Closed("this VmmCache is closed; make another")
         _check_pool(self.pool)
 
+    def _check_finished(self) -> None:
+        if self._written:
+            raise RuntimeError(_UNFINISHED)
+
     def __enter__(self) -> "VmmCache":
         return self
 
@@ -271,19 +501,22 @@ class VmmCache(Cache):  # type: ignore[misc]
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not all(rows.closed for rows in self._batch.groups):
+        if not getattr(self, "_closed", True) and not all(rows.closed for rows in self._groups):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         if self._closed or self.pool.closed:
             return f"<VmmCache on {self.pool.device}, closed>"
-        tokens = counted(self._batch.num_tokens, "token")
-        return f"<VmmCache on {self.pool.device}: a batch of {self._batch.size or 0} with {tokens} each>"
+        return f"<VmmCache on {self.pool.device}: a batch of {self._size or 0} with {counted(self._num_tokens, 'token')} each>"
 
 
 def _check_pool(pool: Pool) -> None:
     if pool.closed:
         raise Closed("the pool of this VmmCache is closed; make another, and close it after its caches")
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 # the layers of a model
@@ -321,11 +554,11 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def record_past(self) -> bool:
         """Are rows kept that the window has passed, until `crop`?"""
-        return self._cache._batch.record_past
+        return self._cache._record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._cache._batch.record_past = value
+        self._cache._record_past = value
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         """See VmmCache.update."""
