@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Number
 from os import PathLike
@@ -32,7 +32,6 @@ from typing import Any, Final, Never, Self, TypeAlias
 import numpy as np
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer as RustTokenizer
 
 from vmmkv.errors import Closed
 from vmmkv.server.config import DEFAULT_MODEL, ServeConfig
@@ -54,7 +53,7 @@ from vmmkv.server.protocol import (
     Snapshot,
     unpacked,
 )
-from vmmkv.server.sampling_params import SEED_MASK, SamplingParams, unknown_option
+from vmmkv.server.sampling_params import SEED_MASK, Interval, SamplingParams, unknown_option
 from vmmkv.server.structured_output.compiler import GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_structured_outputs
 from vmmkv.server.tokenizer import Detokenizer, PromptError, TemplateVariable, Tokenizer, decode_all
@@ -67,8 +66,7 @@ Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages, each with a `role` and a `content`."""
 
-MAX_PRIORITY: Final = 1 << 31
-"""Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY), over HTTP too."""
+_PRIORITIES: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are no list of prompts, token ids, parameters or priorities."""
 
@@ -166,13 +164,15 @@ class LLM:
         self._grammars: _Grammars | None = None
         self._messages: deque[FromEngine] = deque()
         """From the engine, read between steps, since reading may abort requests."""
-        directory = resolve(config.model, weights=load_format != "dummy", tokenizer=False)
+        directory = resolve(config.model, weights=config.load_format != "dummy", tokenizer=False)
         self._tokenizer = Tokenizer.load(directory) if has_tokenizer(directory) else None
         console = Console(stderr=True)
         progress = LoadingProgress(console)
 
         def hear(message: FromEngine) -> None:
-            if not isinstance(message, Loading):
+            if isinstance(message, Snapshot):
+                self.snapshot = message
+            elif not isinstance(message, Loading):
                 self._messages.append(message)
             elif console.is_terminal:
                 progress.show(message)
@@ -231,7 +231,7 @@ class LLM:
         Raises: ValueError, before anything runs, naming the prompt that cannot be served; KeyboardInterrupt; Closed;
         RuntimeError if another thread generates.
         """
-        return self._generate(_each_prompt(prompts), sampling_params, priorities, progress)
+        return self._generate(_each_prompt(prompts), self._encoded, sampling_params, priorities, progress)
 
     def chat(
         self,
@@ -247,16 +247,14 @@ class LLM:
         Each message has a `role` and a `content`.
         Raises: as `generate`; ValueError for a conversation that the template refuses.
         """
+
+        def encoded(conversation: Any) -> list[int]:
+            if self._tokenizer is None:
+                raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
+            return self._tokenizer.encode_chat(conversation, chat_template_kwargs)
+
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for index, conversation in enumerate(conversations):
-            try:
-                if self._tokenizer is None:
-                    raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
-                prompts.append(self._tokenizer.encode_chat(conversation, chat_template_kwargs))  # type: ignore[arg-type]
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
-        return self._generate(prompts, sampling_params, priorities, progress, continues=False)
+        return self._generate(conversations, encoded, sampling_params, priorities, progress, continues=False)
 
     def close(self) -> None:
         """Free all memory. Idempotent. Raises: RuntimeError if another thread generates."""
@@ -286,45 +284,62 @@ class LLM:
 
     def _generate(
         self,
-        prompts: list[Any],
+        prompts: Sequence[Any],
+        encoded: Callable[[Any], list[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         priorities: Iterable[int] | None,
         progress: bool | None,
         *,
         continues: bool = True,
     ) -> list[RequestOutput]:
+        """`continues`: the text of an answer continues its prompt's; else it is a turn of its own."""
         self._open()
         if not self._working.acquire(blocking=False):
             raise RuntimeError("this LLM is generating in another thread: give both lists of prompts to one call")
         try:
             if self._broken is not None:
                 raise RuntimeError(f"this LLM is broken and must be closed: {self._broken}")
-            all_params = _each_params(sampling_params, len(prompts))
-            all_priorities = _each_priority(priorities, len(prompts))
-            runs = []
+            if sampling_params is None or isinstance(sampling_params, SamplingParams):
+                all_params = [sampling_params or SamplingParams()] * len(prompts)
+            else:
+                wanted = "SamplingParams, or a list with one for each prompt"
+                all_params = _listed("params", sampling_params, wanted, len(prompts))
+            all_priorities = [0] * len(prompts)
+            if priorities is not None:
+                all_priorities = _listed("priorities", priorities, "a list with a number for each prompt", len(prompts))
+            batch, name = _Batch(), next(self._numbers)
             for index, (prompt, params, priority) in enumerate(zip(prompts, all_params, all_priorities, strict=True)):
                 try:
-                    runs.append(self._prompt_run(prompt, params, priority, continues=continues))
+                    if not isinstance(params, SamplingParams):
+                        raise ValueError(f"its params are {shortened(params)}; wanted SamplingParams")
+                    checked = int(_PRIORITIES.checked("its priority", priority))
+                    batch.add(self._answers(f"{name}-{index}", encoded(prompt), params, checked, continues))
                 except ValueError as error:
                     raise ValueError(f"prompt {index}: {error}") from error
-            batch = _PromptBatch(str(next(self._numbers)), runs, None if self._tokenizer is None else self._tokenizer.rust)
             self._run(batch, shown=Console(stderr=True).is_terminal if progress is None else progress)
-            return batch.outputs()
+            if self._tokenizer is not None:
+                unread = [answer for answer in batch.answers if answer.detokenizer is None]
+                texts = decode_all(self._tokenizer.rust, [(answer.context, answer.output.token_ids) for answer in unread])
+                for answer, text in zip(unread, texts, strict=True):
+                    answer.output.text = text
+            return batch.results
         finally:
             self._working.release()
 
-    def _prompt_run(self, prompt: Prompt, params: SamplingParams, priority: int, *, continues: bool) -> "_PromptRun":
-        """A checked prompt. Raises: ValueError."""
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        """The token ids of a text or of token ids. Raises: PromptError."""
         if not isinstance(prompt, str):
-            token_ids = _token_ids_of(prompt)
-        elif self._tokenizer is None:
+            return _token_ids_of(prompt)
+        if self._tokenizer is None:
             raise PromptError(f"{self._model} has no tokenizer: give token ids")
-        else:
-            token_ids = self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(prompt)
+
+    def _answers(self, name: str, prompt: list[int], params: SamplingParams, priority: int, continues: bool) -> "list[_Answer]":
+        """The answers of a prompt, still empty. Raises: ValueError if it cannot be served."""
         if self._tokenizer is None and (params.stop or params.structured_outputs):
-            name = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
-            raise ValueError(f"{self._model} has no tokenizer, and so no {name}")
-        self._limits.check(token_ids, params, follows_grammar=params.structured_outputs is not None)
+            feature = "stop strings: use stop_token_ids" if params.stop else "structured outputs"
+            raise ValueError(f"{self._model} has no tokenizer, and so no {feature}")
+        self._limits.check(prompt, params, follows_grammar=params.structured_outputs is not None)
         grammar = b""
         if params.structured_outputs is not None:
             try:
@@ -335,8 +350,8 @@ class LLM:
             except GrammarRefused as error:
                 raise ValueError(f"structured_outputs: {error}") from error
         scores, prompt_scores = params.logprobs, params.prompt_logprobs
-        output = RequestOutput(
-            prompt_token_ids=token_ids,
+        result = RequestOutput(
+            prompt_token_ids=prompt,
             outputs=[
                 CompletionOutput(logprobs=None if scores is None else [], top_logprobs=[] if scores else None)
                 for _ in range(params.n)
@@ -345,39 +360,51 @@ class LLM:
             prompt_top_logprobs=[None] if prompt_scores else None,
         )
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        return _PromptRun(params=params, seed=seed, priority=priority, continues=continues, grammar=grammar, output=output)
+        context = prompt if continues else []
+        answers: list[_Answer] = []
+        for index, output in enumerate(result.outputs):
+            of_index = dataclasses.replace(
+                params,
+                seed=(seed + index) & SEED_MASK,
+                prompt_logprobs=prompt_scores if index == 0 or not params.max_tokens else None,
+                structured_outputs=None,
+            )
+            request = Generate(request_id=f"{name}-{index}", prompt=prompt, params=of_index, priority=priority, grammar=grammar)
+            detokenizer = None
+            if params.stop:
+                assert self._tokenizer is not None, "a stop string needs a tokenizer"
+                detokenizer = self._tokenizer.detokenizer(params.stop, context, min_tokens=params.min_tokens)
+            answers.append(_Answer(request, result, output, context, detokenizer))
+        return answers
 
-    def _run(self, batch: "_PromptBatch", *, shown: bool) -> None:
+    def _run(self, batch: "_Batch", *, shown: bool) -> None:
         engine = self._open().engine
-        began_s = time.perf_counter()
-        with DeferredInterrupt() as interrupt, GenerationProgress(len(batch.requests), shown=shown) as bar:
+        began_s, num_requests = time.perf_counter(), len(batch.unfinished)
+        with DeferredInterrupt() as interrupt, GenerationProgress(num_requests, shown=shown) as bar:
             try:
-                for request in batch.requests:
-                    engine.receive(request)
+                for first, *_ in list(batch.unfinished.values()):
+                    engine.receive(first.request)
                 self._read(batch, began_s)
                 while batch.unfinished:
                     interrupt.check()
                     assert engine.has_work, f"the engine has lost {len(batch.unfinished)} requests"
                     engine.step()
                     self._read(batch, began_s)
-                    bar.update(len(batch.requests) - len(batch.unfinished), batch.num_prompt_tokens, batch.num_new_tokens)
+                    bar.update(num_requests - len(batch.unfinished), batch.num_prompt_tokens, batch.num_new_tokens)
             except BaseException as error:
                 self._abandon(batch, error)
                 raise
-            bar.update(len(batch.requests), batch.num_prompt_tokens, batch.num_new_tokens, at_end=True)
+            bar.update(num_requests, batch.num_prompt_tokens, batch.num_new_tokens, at_end=True)
             self._settle()
 
-    def _read(self, batch: "_PromptBatch", began_s: float) -> None:
+    def _read(self, batch: "_Batch", began_s: float) -> None:
         """Take the engine's messages, and abort requests that a stop string has ended."""
         engine, now_s = self._open().engine, time.perf_counter() - began_s
         while self._messages:
-            message = self._messages.popleft()
-            if isinstance(message, Snapshot):
-                self.snapshot = message
-            for request_id in batch.take(message, now_s):
+            for request_id in batch.take(self._messages.popleft(), now_s):
                 engine.receive(Abort(request_id=request_id))
 
-    def _abandon(self, batch: "_PromptBatch", error: BaseException) -> None:
+    def _abandon(self, batch: "_Batch", error: BaseException) -> None:
         """Abort unfinished requests after an error or Ctrl-C. If that fails too, the LLM is broken."""
         engine = self._open().engine
         try:
@@ -393,11 +420,9 @@ class LLM:
             log.exception("the engine could not be brought to rest")
 
     def _settle(self) -> None:
-        """Finish pending unmaps, and read the last snapshot."""
+        """Finish pending unmaps. Nothing that the engine has said is of a request that runs."""
         self._open().engine.settle()
-        while self._messages:
-            if isinstance(message := self._messages.popleft(), Snapshot):
-                self.snapshot = message
+        self._messages.clear()
 
 
 class _Grammars:
@@ -425,11 +450,19 @@ class _Grammars:
 class _Answer:
     """An answer that grows."""
 
-    run: "_PromptRun"
+    request: Generate
+    result: RequestOutput
+    output: CompletionOutput
+    context: list[int]
+    """The tokens that the answer's text continues."""
     detokenizer: Detokenizer | None
     """Only with stop strings; other text is decoded at the end, all at once."""
-    output: CompletionOutput
     has_begun: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Of the answers of its prompt."""
+        return self.output is self.result.outputs[0]
 
     def feed(self, output: Output) -> None:
         """Add tokens, and the end if there is one. A stop string is an end too, and cuts what follows it."""
@@ -452,103 +485,67 @@ class _Answer:
                     del of_tokens[len(own.token_ids) :]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _PromptRun:
-    """A prompt that runs, and its answers."""
+class _Batch:
+    """The answers of one call, in the order of the prompts."""
 
-    params: SamplingParams
-    seed: int
-    """Of the first answer; the others have the next ones."""
-    priority: int
-    continues: bool
-    """Whether the answers' text continues the prompt's; else it is a turn of its own."""
-    grammar: bytes
-    output: RequestOutput
-    answers: list[_Answer] = field(default_factory=list)
-
-    @property
-    def context(self) -> list[int]:
-        """The tokens that the answers' text continues."""
-        return self.output.prompt_token_ids if self.continues else []
-
-    def request(self, request_id: str, index: int) -> Generate:
-        """The request for the answer of that index, or for the beam search."""
-        params = dataclasses.replace(
-            self.params,
-            seed=(self.seed + index) & SEED_MASK,
-            prompt_logprobs=self.params.prompt_logprobs if index == 0 or not self.params.max_tokens else None,
-            structured_outputs=None,
-        )
-        prompt = self.output.prompt_token_ids
-        return Generate(request_id=request_id, prompt=prompt, params=params, priority=self.priority, grammar=self.grammar)
-
-
-class _PromptBatch:
-    """The prompts of one call. `name` is unique within the LLM."""
-
-    def __init__(self, name: str, runs: Sequence[_PromptRun], tokenizer: RustTokenizer | None) -> None:
-        self._runs = runs
-        self._tokenizer = tokenizer
-        self.requests: list[Generate] = []
-        self.unfinished: dict[str, _Answer] = {}
-        """By request id; of a beam search its first answer."""
+    def __init__(self) -> None:
+        self.answers: list[_Answer] = []
+        self.results: list[RequestOutput] = []
+        self.unfinished: dict[str, list[_Answer]] = {}
+        """By id of the engine's request: one answer, or all of a beam search."""
         self.num_new_tokens = 0
         self.num_prompt_tokens = 0
         """Computed, for answers that have begun."""
-        for number, run in enumerate(runs):
-            run.answers = [_Answer(run, self._detokenizer(run), output) for output in run.output.outputs]
-            for index, answer in enumerate(run.answers[:1] if run.params.is_search else run.answers):
-                request = run.request(f"{name}-{number}-{index}", index)
-                self.requests.append(request)
-                self.unfinished[request.request_id] = answer
 
-    def _detokenizer(self, run: _PromptRun) -> Detokenizer | None:
-        if not run.params.stop:
-            return None
-        assert self._tokenizer is not None, "a stop string needs a tokenizer"
-        params = run.params
-        return Detokenizer(self._tokenizer, stops=params.stop, context=run.context, min_tokens=params.min_tokens)
+    def add(self, answers: list[_Answer]) -> None:
+        """Add the answers of one prompt."""
+        self.answers += answers
+        self.results.append(answers[0].result)
+        is_search = answers[0].request.params.is_search
+        for of_request in [answers] if is_search else ([answer] for answer in answers):
+            self.unfinished[of_request[0].request.request_id] = of_request
 
     def take(self, message: FromEngine, now_s: float) -> list[str]:
         """Take a message, `now_s` seconds after the start. Returns the requests to abort, which a stop string ended."""
-        match message:
-            case Outputs(outputs=outputs):
-                return [output.request_id for output in outputs if self._take_output(output, now_s)]
-            case PromptLogprobs(request_id=request_id) if answer := self.unfinished.get(request_id):
-                output = answer.run.output
-                if answer is answer.run.answers[0] and output.prompt_logprobs is not None:
-                    logprobs, likeliest = unpacked(message)
-                    output.prompt_logprobs += logprobs
-                    if output.prompt_top_logprobs is not None:
-                        output.prompt_top_logprobs += map(dict, likeliest)
-            case Beams(request_id=request_id, beams=beams) if answer := self.unfinished.get(request_id):
-                run = answer.run
-                run.output.cached_tokens, run.output.first_token_s = message.cached_tokens, now_s
-                del run.answers[len(beams) :], run.output.outputs[len(beams) :]
-                for one, beam in zip(run.answers, beams, strict=False):
-                    tokens = tuple(beam.token_ids)
-                    one.feed(Output(request_id=request_id, token_ids=tokens, finish_reason=beam.finish_reason))
-                    self.num_new_tokens += len(tokens)
-                self._end(request_id, now_s)
-            case Failed(request_id=request_id, message=error) if answer := self.unfinished.get(request_id):
-                answer.run.output.error = error
-                self._end(request_id, now_s)
+        if isinstance(message, Outputs):
+            return [output.request_id for output in message.outputs if self._take_output(output, now_s)]
+        if not isinstance(message, PromptLogprobs | Beams | Failed) or message.request_id not in self.unfinished:
+            return []
+        answers = self.unfinished[message.request_id]
+        result = answers[0].result
+        if isinstance(message, PromptLogprobs):
+            if answers[0].is_first and result.prompt_logprobs is not None:
+                logprobs, likeliest = unpacked(message)
+                result.prompt_logprobs += logprobs
+                if result.prompt_top_logprobs is not None:
+                    result.prompt_top_logprobs += map(dict, likeliest)
+            return []
+        if isinstance(message, Failed):
+            result.error = message.message
+        else:
+            result.cached_tokens, result.first_token_s = message.cached_tokens, now_s
+            del result.outputs[len(message.beams) :]
+            for answer, beam in zip(answers, message.beams, strict=False):
+                tokens = tuple(beam.token_ids)
+                answer.feed(Output(request_id=message.request_id, token_ids=tokens, finish_reason=beam.finish_reason))
+                self.num_new_tokens += len(tokens)
+        self._end(message.request_id, now_s)
         return []
 
     def _take_output(self, output: Output, now_s: float) -> bool:
         """Add an output. Returns whether a stop string ended the answer before the engine did."""
-        answer = self.unfinished.get(output.request_id)
-        if answer is None:  # aborted before
+        if output.request_id not in self.unfinished:  # aborted before
             return False
-        run = answer.run
+        (answer,) = self.unfinished[output.request_id]
+        result = answer.result
         self.num_new_tokens += len(output.token_ids)
         if not answer.has_begun:
             answer.has_begun = True
-            self.num_prompt_tokens += len(run.output.prompt_token_ids) - output.cached_tokens
-            if answer is run.answers[0]:
-                run.output.cached_tokens = output.cached_tokens
-        if run.output.first_token_s is None and run.params.max_tokens:
-            run.output.first_token_s = now_s
+            self.num_prompt_tokens += len(result.prompt_token_ids) - output.cached_tokens
+            if answer.is_first:
+                result.cached_tokens = output.cached_tokens
+        if result.first_token_s is None and answer.request.params.max_tokens:
+            result.first_token_s = now_s
         answer.feed(output)
         if answer.output.finish_reason is None:
             return False
@@ -556,17 +553,8 @@ class _PromptBatch:
         return output.finish_reason is None
 
     def _end(self, request_id: str, now_s: float) -> None:
-        output = self.unfinished.pop(request_id).run.output
-        output.finished_s = max(output.finished_s, now_s)
-
-    def outputs(self) -> list[RequestOutput]:
-        """The outputs in the order of the prompts."""
-        if self._tokenizer is not None:
-            unread = [answer for run in self._runs for answer in run.answers if answer.detokenizer is None]
-            texts = decode_all(self._tokenizer, [(answer.run.context, answer.output.token_ids) for answer in unread])
-            for answer, text in zip(unread, texts, strict=True):
-                answer.output.text = text
-        return [run.output for run in self._runs]
+        result = self.unfinished.pop(request_id)[0].result
+        result.finished_s = max(result.finished_s, now_s)
 
 
 # Arguments in their many forms. All raise ValueError.
@@ -576,34 +564,8 @@ def _each_prompt(prompts: Any) -> list[Any]:
     """A list of prompts: a text is one prompt, and so is a list that begins with a number."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, np.ndarray | torch.Tensor):
-        prompts = list(prompts) if prompts.ndim == 2 else prompts.tolist()
     listed = _listed("prompts", prompts, "a text, token ids, or a list of those")
     return [listed] if listed and isinstance(listed[0], Number) else listed
-
-
-def _each_params(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [SamplingParams() if params is None else params] * count
-    listed = _listed("params", params, "SamplingParams, or a list with one for each prompt", count)
-    for index, each in enumerate(listed):
-        if not isinstance(each, SamplingParams):
-            raise ValueError(f"prompt {index}: its params are {shortened(each)}; wanted SamplingParams")
-    return listed
-
-
-def _each_priority(priorities: Iterable[int] | None, count: int) -> list[int]:
-    """The priority of each of `count` prompts."""
-    if priorities is None:
-        return [0] * count
-    if isinstance(priorities, np.ndarray | torch.Tensor):
-        priorities = priorities.tolist()
-    listed = _listed("priorities", priorities, "a list with a number for each prompt", count)
-    for index, each in enumerate(listed):
-        if not _is_integer(each) or not -MAX_PRIORITY <= each < MAX_PRIORITY:
-            raise ValueError(f"prompt {index}: its priority is {shortened(each)}; wanted an integer from -2**31 to 2**31 - 1")
-    return list(map(int, listed))
 
 
 def _token_ids_of(prompt: Any) -> list[int]:
@@ -619,19 +581,18 @@ def _token_ids_of(prompt: Any) -> list[int]:
     if set(map(type, ids)) <= {int}:  # the loop below would take longer than admission, for 100,000 ids
         return ids
     for each in ids:
-        if not _is_integer(each):
+        if isinstance(each, bool) or not isinstance(each, Integral):
             raise PromptError(f"{shortened(each)} is not a token id: these are integers")
     return list(map(int, ids))
 
 
 def _listed(name: str, value: Any, wanted: str, count: int | None = None) -> list[Any]:
+    """A list, array or other iterable as a list, of `count` elements if that is given."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        value = value.tolist()
     if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={shortened(value)}: wanted {wanted}")
     listed = list(value)
     if count is not None and len(listed) != count:
         raise ValueError(f"{len(listed)} {name} for {count} prompts: give one for each")
     return listed
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
