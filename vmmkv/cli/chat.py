@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import httpx
-import typer
 from rich.console import Console
+from typer import Option
 
 from vmmkv.cli import printable
 from vmmkv.server.config import API_KEY_VARIABLE, URL_VARIABLE
@@ -25,13 +25,13 @@ _OUT, _ERRORS = (Console(stderr=stderr, highlight=False, markup=False, soft_wrap
 
 
 def run(
-    url: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="the server's address")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(envvar=API_KEY_VARIABLE, help="if the server asks for one", show_default=False)] = "",
-    system: Annotated[str, typer.Option(help="a system message, to begin with", show_default="none")] = "",
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 for the likeliest tokens")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.001, max=1, help="sample from this much of the probability")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer at most")] = None,
-    seed: Annotated[int | None, typer.Option(help="equal seeds give equal answers")] = None,
+    url: Annotated[str, Option(envvar=URL_VARIABLE, help="the server's address")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, Option(envvar=API_KEY_VARIABLE, help="if the server asks for one", show_default=False)] = "",
+    system: Annotated[str, Option(help="a system message, to begin with", show_default="none")] = "",
+    temperature: Annotated[float | None, Option(min=0, max=2, help="0 for the likeliest tokens")] = None,
+    top_p: Annotated[float | None, Option(min=0.001, max=1, help="sample from this much of the probability")] = None,
+    max_tokens: Annotated[int | None, Option(min=1, help="of an answer at most")] = None,
+    seed: Annotated[int | None, Option(help="equal seeds give equal answers")] = None,
 ) -> int:
     """Read messages and print answers until the input ends. Options that are None are the server's."""
     if not re.match(r"https?://[^/]", url):
@@ -40,17 +40,17 @@ def run(
         raise ValueError("--api-key has spaces, or what is no ASCII, in it: no server has such a key")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history for `input`)
+    body: dict[str, Any] = {"stream": True, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     base, headers = url.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_keepalive_connections=0)  # the server would close it while the next message is typed
     try:
-        client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
-        model = str(json.loads("".join(_lines(client, "GET", "/v1/models")))["data"][0]["id"])
+        client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10), limits=limits)
+        body["model"] = str(json.loads("".join(_lines(client, "GET", "/v1/models")))["data"][0]["id"])
     except (httpx.InvalidURL, ImportError, LookupError, TypeError) as error:  # ImportError: of a proxy's protocol
         raise ValueError(f"{url} cannot be used, or names no model ({error}); is it an OpenAI-compatible server?") from error
+    _OUT.print(printable(f"{body['model']} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"), style="dim")
     messages = opening = [{"role": "system", "content": system}] if system else []
     with contextlib.closing(client), contextlib.suppress(EOFError):
-        options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "stream": True}
-        body = {name: value for name, value in options.items() if value is not None} | {"model": model}
-        _OUT.print(printable(f"{model} at {url}; /reset forgets, /exit leaves, Ctrl-C stops an answer"), style="dim")
         while (said := input("> ").strip()) != "/exit":
             if said == "/reset":
                 messages = opening
@@ -58,18 +58,20 @@ def run(
             elif said.startswith("/"):
                 _ERRORS.print(f"there is no {said.split()[0]}; there are /reset and /exit")
             elif said:
-                messages = _exchange(client, body, [*messages, {"role": "user", "content": said}]) or messages
+                messages = _exchange(client, body | {"messages": [*messages, {"role": "user", "content": said}]}) or messages
+        return 0
+    print()  # Ctrl-D leaves the cursor behind the prompt
     return 0
 
 
-def _exchange(client: httpx.Client, body: dict[str, Any], messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]]:
     """Print the answer as it comes. Returns the messages with it; an empty list if the server failed."""
     answer = ""
     try:
-        for line in _lines(client, "POST", "/v1/chat/completions", body | {"messages": messages}):
-            if re.match(r"data: ?\[DONE\]", line):
+        for line in _lines(client, "POST", "/v1/chat/completions", body):
+            if (data := line.removeprefix("data:").strip()) == "[DONE]":
                 break
-            event = json.loads(line[5:]) if re.match(r"data: ?\{", line) else {}  # else a comment
+            event = json.loads(data) if data.startswith("{") else {}  # else a comment
             if "error" in event:
                 raise ValueError(printable(str(event["error"].get("message", event["error"]))))
             for choice in event.get("choices", ()):
@@ -83,26 +85,25 @@ def _exchange(client: httpx.Client, body: dict[str, Any], messages: list[dict[st
     except ValueError as error:
         _ERRORS.print(f"{answer and chr(10)}{error}", style="red")
         return []
-    return [*messages, {"role": "assistant", "content": answer}]
+    return [*body["messages"], {"role": "assistant", "content": answer}]
 
 
 def _lines(client: httpx.Client, method: str, path: str, body: Any = None) -> Iterator[str]:
     """The lines of a response as they come. Raises: ValueError for a server that does not answer, or refuses."""
     try:
         with client.stream(method, path, json=body) as response:
-            if response.status_code == 200:
-                held = ""
-                for text in response.iter_text():  # iter_lines would split at U+2028 too, which JSON does not escape
-                    *lines, held = (held + text).split("\n")
-                    yield from lines
-                yield held
-                return
-            text = response.read().decode(errors="replace")
+            if response.status_code != 200:
+                text = response.read().decode(errors="replace")
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    text = json.loads(text)["error"]["message"]
+                hint = "; give its key with --api-key or VMMKV_API_KEY" if response.status_code in (401, 403) else ""
+                raise ValueError(printable(f"{text or response.reason_phrase} (status {response.status_code}){hint}"))
+            held = ""
+            for text in response.iter_text():  # iter_lines would split at U+2028 too, which JSON does not escape
+                *lines, held = (held + text).split("\n")
+                yield from lines
+            yield held
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise ValueError(f"no server answers at {client.base_url} ({error}); start one with `vmmkv serve`") from error
     except httpx.HTTPError as error:
         raise ValueError(f"the connection broke: {error}") from error
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        text = json.loads(text)["error"]["message"]
-    hint = "; give its key with --api-key or VMMKV_API_KEY" if response.status_code in (401, 403) else ""
-    raise ValueError(printable(f"{text or response.reason_phrase} (status {response.status_code}){hint}"))
