@@ -14,6 +14,7 @@ A flag goes before a variable, that before the file, that before the default. ty
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tomllib
@@ -47,12 +48,20 @@ _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 class Help:
     """What `--help` says of a field."""
 
+    panel: str
+    """The group of options that it stands in."""
     text: str
     metavar: str | None = None
     default: str | None = None
     """In words, where the field's is None or empty."""
     name: str | None = None
     """The option's name, if it is not the field's: options carry no unit, and lists are given one by one."""
+
+
+_MODEL, _MEMORY, _PREFIXES, _ADDRESS, _LIMITS, _LOGS = (
+    functools.partial(Help, panel)
+    for panel in ("Model", "Memory and batches", "Prefix cache", "Address and keys", "Limits", "Logs")
+)
 
 
 _WANTED: Final[Mapping[str, str]] = {
@@ -97,31 +106,33 @@ class ServeConfig:
     Raises: ValueError naming the field, its value and what it may be. `with_flags` turns fields into flags.
     """
 
-    model: Annotated[str, Help("smollm2-135m, a transformers directory, or a hub name", "NAME|DIR")] = DEFAULT_MODEL
-    host: Annotated[str, Help("address to listen on; the default is this machine alone")] = "127.0.0.1"
-    port: Annotated[int, Help("port to listen on, 0 for any that is free")] = 8000
-    device: Annotated[str, Help("auto (a GPU if there is one), cpu, cuda or cuda:INDEX")] = "auto"
-    dtype: Annotated[str, Help("of weights and KV: auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16")] = (
-        "auto"
-    )
-    kv_budget_bytes: Annotated[
-        int | None, Help("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
-    ] = None
-    max_tokens: Annotated[int | None, Help("longest prompt and answer together", "N", "the model's")] = None
-    max_num_seqs: Annotated[int, Help("sequences that run at once; further requests wait", "N")] = 256
-    max_num_batched_tokens: Annotated[
-        int | None, Help("tokens computed in one step; fewer keep answers flowing during long prompts", "N", "by the device")
-    ] = None
-    prefix_cache: Annotated[bool, Help("share the KV cache of common prompt prefixes")] = True
+    model: Annotated[str, _MODEL("smollm2-135m, a transformers directory, or a hub name", "NAME|DIR")] = DEFAULT_MODEL
+    device: Annotated[str, _MODEL("auto (a GPU if there is one), cpu, cuda or cuda:INDEX")] = "auto"
+    dtype: Annotated[
+        str, _MODEL("of weights and KV: auto (float32 on the CPU, else bfloat16), float32, bfloat16 or float16")
+    ] = "auto"
     model_impl: Annotated[
         str,
-        Help("auto (vmmkv for the models that it knows), vmmkv (its own decoder) or transformers (that library's code)"),
+        _MODEL("auto (vmmkv for the models that it knows), vmmkv (its own decoder) or transformers (that library's code)"),
     ] = "auto"
-    load_format: Annotated[str, Help("auto (the model's safetensors), or dummy for random weights, to measure speed")] = "auto"
-    seed: Annotated[int, Help("seed of dummy weights", "N")] = 0
+    load_format: Annotated[str, _MODEL("auto (the model's safetensors), or dummy for random weights, to measure speed")] = (
+        "auto"
+    )
+    seed: Annotated[int, _MODEL("seed of dummy weights", "N")] = 0
     """In the in-process engine also of requests without a seed."""
-    log_level: Annotated[str, Help("debug, info, warning or error")] = "info"
-    log_format: Annotated[str, Help("console, or json for an object a line")] = "console"
+    kv_budget_bytes: Annotated[
+        int | None, _MEMORY("memory for the KV cache, such as 4GiB", "SIZE", "from what is free", "kv_budget")
+    ] = None
+    max_tokens: Annotated[int | None, _MEMORY("longest prompt and answer together", "N", "the model's")] = None
+    max_num_seqs: Annotated[int, _MEMORY("sequences that run at once; further requests wait", "N")] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, _MEMORY("tokens computed in one step; fewer keep answers flowing during long prompts", "N", "by the device")
+    ] = None
+    prefix_cache: Annotated[bool, _PREFIXES("share the KV cache of common prompt prefixes")] = True
+    host: Annotated[str, _ADDRESS("address to listen on; the default is this machine alone")] = "127.0.0.1"
+    port: Annotated[int, _ADDRESS("port to listen on, 0 for any that is free")] = 8000
+    log_level: Annotated[str, _LOGS("debug, info, warning or error")] = "info"
+    log_format: Annotated[str, _LOGS("console, or json for an object a line")] = "console"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -163,41 +174,45 @@ class FrontConfig:
     Raises: ValueError naming the flag, its value and what it may be. No message shows a key.
     """
 
-    api_keys: Annotated[
-        tuple[str, ...],
-        Help(
-            "require this key on every route but /health; repeatable. Other users of this machine see it in the process list",
-            "KEY",
-            "no key needed",
-            "api_key",
-        ),
-    ] = field(default=(), repr=False)
-    api_key_file: Annotated[str | None, Help("a file of API keys, one a line", "FILE")] = None
-    admin_key: Annotated[str | None, Help("enables /kv/reset and /kv/resize, and opens all other routes", "KEY")] = field(
-        default=None, repr=False
-    )
-    admin_key_file: Annotated[str | None, Help("a file with the admin key", "FILE")] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Help(
+        _ADDRESS(
             "accept requests for this host name, besides addresses and localhost; repeatable. With it, other names are refused",
             "NAME",
             "any name, if reachable from other machines",
             "allowed_host",
         ),
     ] = ()
-    max_queued_requests: Annotated[int, Help("sequences in flight beyond --max-num-seqs, before requests get 429", "N")] = 1024
-    max_queued_tokens: Annotated[int, Help("prompt tokens that wait for a first token, before requests get 429", "N")] = 1 << 22
-    max_body_bytes: Annotated[int, Help("largest request body", "SIZE", "16MiB", "max_body_size")] = 16 * MIB
+    api_keys: Annotated[
+        tuple[str, ...],
+        _ADDRESS(
+            "require this key on every route but /health; repeatable. Other users of this machine see it in the process list",
+            "KEY",
+            "no key needed",
+            "api_key",
+        ),
+    ] = field(default=(), repr=False)
+    api_key_file: Annotated[str | None, _ADDRESS("a file of API keys, one a line", "FILE")] = None
+    admin_key: Annotated[str | None, _ADDRESS("enables /kv/reset and /kv/resize, and opens all other routes", "KEY")] = field(
+        default=None, repr=False
+    )
+    admin_key_file: Annotated[str | None, _ADDRESS("a file with the admin key", "FILE")] = None
+    max_queued_requests: Annotated[int, _LIMITS("sequences in flight beyond --max-num-seqs, before requests get 429", "N")] = (
+        1024
+    )
+    max_queued_tokens: Annotated[int, _LIMITS("prompt tokens that wait for a first token, before requests get 429", "N")] = (
+        1 << 22
+    )
+    max_body_bytes: Annotated[int, _LIMITS("largest request body", "SIZE", "16MiB", "max_body_size")] = 16 * MIB
     request_timeout_s: Annotated[
         float | None,
-        Help("a request that takes longer gets 408; it may ask for less", "SECONDS", "no limit", "request_timeout"),
+        _LIMITS("a request that takes longer gets 408; it may ask for less", "SECONDS", "no limit", "request_timeout"),
     ] = None
     drain_timeout_s: Annotated[
-        float, Help("time that requests in flight get after a signal to stop", "SECONDS", name="drain_timeout")
+        float, _LIMITS("time that requests in flight get after a signal to stop", "SECONDS", name="drain_timeout")
     ] = 25.0
     stuck_after_s: Annotated[
-        float, Help("report an engine that has work and makes no step for so long", "SECONDS", name="stuck_after")
+        float, _LIMITS("report an engine that has work and makes no step for so long", "SECONDS", name="stuck_after")
     ] = 120.0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -41,18 +41,6 @@ configuration:
   --no-prefix-cache   VMMKV_PREFIX_CACHE=false   prefix_cache = false
 """
 
-_PANELS: Final = {
-    "Model": ("model", "device", "dtype", "model_impl", "load_format", "seed"),
-    "Memory and batches": ("kv_budget_bytes", "max_tokens", "max_num_seqs", "max_num_batched_tokens"),
-    "Prefix cache": ("prefix_cache",),  # alone: the column of its second flag leaves others too little room
-    "Address and keys": ("host", "port", "allowed_hosts", "api_keys", "api_key_file", "admin_key", "admin_key_file"),
-    "Limits": (
-        "max_queued_requests", "max_queued_tokens", "max_body_bytes", "request_timeout_s", "drain_timeout_s", "stuck_after_s",
-    ),
-    "Logs": ("log_level", "log_format"),
-}  # fmt: skip
-"""Groups of fields in `--help`."""
-
 
 def run(context: typer.Context, config: Path | None, **options: Any) -> int:
     """Serve until a signal. Options that are None were given neither as a flag nor in the environment."""
@@ -88,19 +76,17 @@ def _parameters() -> Iterator[inspect.Parameter]:
     yield inspect.Parameter("context", keyword, annotation=typer.Context)
     file = typer.Option(envvar=CONFIG_VARIABLE, metavar="FILE", help="a TOML file of options; see below")
     yield inspect.Parameter("config", keyword, annotation=Annotated[Path | None, file], default=None)
-    options = {one.field: one for one in OPTIONS}
-    for panel, fields in _PANELS.items():
-        for one in map(options.__getitem__, fields):
-            kind = list[str] if one.kind == tuple[str, ...] else str if one.is_size else one.kind
-            info = typer.Option(
-                "/".join(flags(one)),
-                envvar=one.variable,
-                metavar=one.help.metavar,
-                help=one.help.text,
-                show_default=one.help.default or _shown(one.default),
-                rich_help_panel=panel,
-            )
-            yield inspect.Parameter(one.field, keyword, annotation=Annotated[kind | None, info], default=None)
+    for one in OPTIONS:
+        kind = list[str] if one.kind == tuple[str, ...] else str if one.is_size else one.kind
+        info = typer.Option(
+            "/".join(flags(one)),
+            envvar=one.variable,
+            metavar=one.help.metavar,
+            help=one.help.text,
+            show_default=one.help.default or _shown(one.default),
+            rich_help_panel=one.help.panel,
+        )
+        yield inspect.Parameter(one.field, keyword, annotation=Annotated[kind | None, info], default=None)
 
 
 def _shown(default: Any) -> str:
