@@ -9,9 +9,8 @@ All of it follows from the seed. In a closed loop all requests arrive at once; `
     arxiv_summarization    7059, 12985                               208, 371
 
 Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024, table 2. They left out
-requests of more than 8192 tokens of the first and 16384 of the second. Two quantiles determine a log-normal. It is cut where
-`max_tokens` says, prompt and answer together, by drawing both again; so what is drawn is shorter than what was published, the
-more the smaller `max_tokens` is: only without it are the quantiles those of the table.
+requests of more than 8192 tokens of the first and 16384 of the second. Two quantiles determine a log-normal. Prompt and answer
+of more than `max_tokens` together are drawn again, so a small `max_tokens` gives shorter requests than the published ones.
 """
 
 import math
@@ -84,25 +83,25 @@ def uniform(
     *, seed: int, vocabulary: int, count: int, max_tokens: int, prompt: Range = (100, 1024), out: Range = (100, 1024)
 ) -> Workload:
     """Prompts and answers of any length in a range, each as likely. Raises: ValueError for sizes that cannot be."""
-    rng = _checked(seed, vocabulary, count, prompt, out)
-    ins, outs = _drawn(rng, count, max_tokens, lambda rng, n: (_between(rng, n, prompt), _between(rng, n, out)))
-    return _alone("uniform", f"{_words(prompt)} in, {_words(out)} out", rng, vocabulary, ins, outs)
+    draws = _Draws(seed, vocabulary, count, max_tokens, prompt, out)
+    lengths = draws.pairs(lambda n: (draws.between(n, prompt), draws.between(n, out)))
+    return draws.unrelated("uniform", f"{_words(prompt)} in, {_words(out)} out", *lengths)
 
 
 def chat(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: float = 1.0) -> Workload:
     """Lengths of openchat_sharegpt4: conversations with GPT-4, each turn with what came before as its prompt.
 
-    `scale` times as long: for a model that is too small for them, which then has lengths that are spread alike.
+    `scale` times as long, for a model that is too small for them: the spread stays.
     Raises: ValueError for sizes that cannot be, or of which hardly anything fits into `max_tokens`.
     """
-    rng = _checked(seed, vocabulary, count)
-    return _published("chat", "openchat_sharegpt4", CHAT_PROMPT, CHAT_OUT, rng, vocabulary, count, max_tokens, scale)
+    draws = _Draws(seed, vocabulary, count, max_tokens)
+    return draws.published("chat", "openchat_sharegpt4", CHAT_PROMPT, CHAT_OUT, scale)
 
 
 def long_documents(*, seed: int, vocabulary: int, count: int, max_tokens: int, scale: float = 1.0) -> Workload:
     """Long prompts, short answers: lengths of arxiv_summarization. `scale` and errors: as `chat`."""
-    rng, lengths = _checked(seed, vocabulary, count), (DOCUMENT_PROMPT, DOCUMENT_OUT)
-    return _published("long documents", "arxiv_summarization", *lengths, rng, vocabulary, count, max_tokens, scale)
+    draws = _Draws(seed, vocabulary, count, max_tokens)
+    return draws.published("long documents", "arxiv_summarization", DOCUMENT_PROMPT, DOCUMENT_OUT, scale)
 
 
 def shared_prefix(
@@ -116,15 +115,11 @@ def shared_prefix(
     out: Range = (32, 128),
 ) -> Workload:
     """All prompts begin with the same `prefix_tokens` tokens, a system prompt, and go on with their own."""
-    rng = _checked(seed, vocabulary, count, (prefix_tokens, prefix_tokens), own, out)
-    prefix = _ids(rng, vocabulary, prefix_tokens)
-    owns, outs = _drawn(rng, count, max_tokens - prefix_tokens, lambda rng, n: (_between(rng, n, own), _between(rng, n, out)))
-    asks = [
-        Ask(prompt=np.concatenate((prefix, _ids(rng, vocabulary, num_own))), num_out=num_out)
-        for num_own, num_out in _pairs(owns, outs)
-    ]
-    text = f"{count} requests, {prefix_tokens} shared + {_words(own)} in, {_words(out)} out"
-    return Workload(name="shared prefix", text=text, asks=tuple(asks))
+    draws = _Draws(seed, vocabulary, count, max_tokens - prefix_tokens, (prefix_tokens, prefix_tokens), own, out)
+    prefix = draws.ids(prefix_tokens)
+    lengths = draws.pairs(lambda n: (draws.between(n, own), draws.between(n, out)))
+    text = f"{prefix_tokens} shared + {_words(own)} in, {_words(out)} out"
+    return draws.unrelated("shared prefix", text, *lengths, prefix=prefix)
 
 
 def multi_turn(
@@ -144,30 +139,21 @@ def multi_turn(
     first turns come first, then all second ones. Each turn but the first comes `think_s` after the one before, on average,
     exponentially distributed.
     """
-    rng = _checked(seed, vocabulary, count, (turns, turns), new, out)
+    draws = _Draws(seed, vocabulary, count, max_tokens, (turns, turns), new, out)
     if think_s < 0:
         raise ValueError(f"think_s={think_s}: at least 0")
-
-    def conversations(rng: np.random.Generator, n: int) -> tuple[Lengths, Lengths]:
-        """New tokens of all turns [n, turns], and answers."""
-        return _between(rng, n * turns, new).reshape(n, turns), _between(rng, n * turns, out).reshape(n, turns)
-
-    news, outs = _drawn(rng, count, max_tokens, conversations)
+    news, outs = draws.pairs(  # [count, turns]
+        lambda n: (draws.between(n * turns, new).reshape(n, turns), draws.between(n * turns, out).reshape(n, turns))
+    )
     so_far = [np.empty(0, np.int32)] * count
     asks: list[Ask] = []
     for turn in range(turns):
         for conversation in range(count):
             num_out = int(outs[conversation, turn])
-            prompt = np.concatenate((so_far[conversation], _ids(rng, vocabulary, int(news[conversation, turn]))))
-            asks.append(
-                Ask(
-                    prompt=prompt,
-                    num_out=num_out,
-                    after=len(asks) - count if turn else None,
-                    think_s=float(rng.exponential(think_s)) if turn else 0.0,
-                )
-            )
-            so_far[conversation] = np.concatenate((prompt, _ids(rng, vocabulary, num_out)))
+            prompt = np.concatenate((so_far[conversation], draws.ids(int(news[conversation, turn]))))
+            after, pause_s = (len(asks) - count, float(draws.rng.exponential(think_s))) if turn else (None, 0.0)
+            asks.append(Ask(prompt=prompt, num_out=num_out, after=after, think_s=pause_s))
+            so_far[conversation] = np.concatenate((prompt, draws.ids(num_out)))
     text = f"{count} conversations of {turns} turns, {_words(new)} new tokens and {_words(out)} out each"
     return Workload(name="multi turn", text=text, asks=tuple(asks))
 
@@ -181,118 +167,92 @@ def skewed(
     short: Range = (32, 256),
     long: Range = (2048, 3072),
     out: Range = (32, 512),
-    long_share: float = 1 / 16,
 ) -> Workload:
-    """A few very long prompts (`long_share` of all, one at least) anywhere among many short ones."""
-    rng = _checked(seed, vocabulary, count, short, long, out)
-    if not 0 < long_share <= 1:
-        raise ValueError(f"long_share={long_share}: a share of all requests, more than 0 and at most 1")
-    num_long = max(1, round(count * long_share))
+    """A few very long prompts (a sixteenth of all, one at least) anywhere among many short ones."""
+    draws = _Draws(seed, vocabulary, count, max_tokens, short, long, out)
+    num_long = max(1, round(count / 16))
     ins, outs = np.empty(count, np.int64), np.empty(count, np.int64)
     are_long = np.zeros(count, np.bool_)
-    are_long[rng.choice(count, num_long, replace=False)] = True
+    are_long[draws.rng.choice(count, num_long, replace=False)] = True
     for which, lengths in ((are_long, long), (~are_long, short)):
-
-        def pairs(rng: np.random.Generator, n: int, lengths: Range = lengths) -> tuple[Lengths, Lengths]:
-            return _between(rng, n, lengths), _between(rng, n, out)
-
-        ins[which], outs[which] = _drawn(rng, int(np.count_nonzero(which)), max_tokens, pairs)
+        ins[which], outs[which] = draws.pairs(
+            lambda n, lengths=lengths: (draws.between(n, lengths), draws.between(n, out)), int(np.count_nonzero(which))
+        )
     text = f"{num_long} of {_words(long)} in among {count - num_long} of {_words(short)}, {_words(out)} out"
-    return _alone("skewed", text, rng, vocabulary, ins, outs)
+    return draws.unrelated("skewed", text, ins, outs)
 
 
 def ragged(
     *, seed: int, vocabulary: int, count: int, max_tokens: int, prompt: Range = (100, 1024), mean_out: float = 256.0
 ) -> Workload:
     """Answers that end at very different times: each token is as likely as any to be the last (a geometric distribution)."""
-    rng = _checked(seed, vocabulary, count, prompt)
+    draws = _Draws(seed, vocabulary, count, max_tokens, prompt)
     if mean_out < 1:
         raise ValueError(f"mean_out={mean_out}: an answer has at least 1 token")
-    ins, outs = _drawn(rng, count, max_tokens, lambda rng, n: (_between(rng, n, prompt), rng.geometric(1 / mean_out, n)))
+    lengths = draws.pairs(lambda n: (draws.between(n, prompt), draws.rng.geometric(1 / mean_out, n)))
     text = f"{_words(prompt)} in, {mean_out:g} out on average, geometric, at most {max_tokens} tokens"
-    return _alone("ragged", text, rng, vocabulary, ins, outs)
+    return draws.unrelated("ragged", text, *lengths)
 
 
-def arriving(workload: Workload, rate_per_s: float, burstiness: float = 1.0, *, seed: int) -> Workload:
-    """The same requests, spread out: gaps between arrivals are gamma-distributed, with mean 1 / rate.
+def arriving(workload: Workload, rate_per_s: float, *, seed: int) -> Workload:
+    """The same requests, spread out as a Poisson process.
 
-    `burstiness` is their squared coefficient of variation: 1 is a Poisson process, 4 comes in bursts, near 0 all are alike.
-    A request that waits for another (`after`) has no moment of its own, and keeps 0.0.
-    Raises: ValueError if either is not positive.
+    A request that waits for another (`after`) has no moment of its own, and keeps 0.0. Raises: ValueError unless rate > 0.
     """
-    if not (rate_per_s > 0 and burstiness > 0):
-        raise ValueError(f"rate_per_s={rate_per_s}, burstiness={burstiness}: both are more than 0")
-    rng = np.random.default_rng(seed)
+    if not rate_per_s > 0:
+        raise ValueError(f"rate_per_s={rate_per_s}: more than 0")
     num_free = sum(ask.after is None for ask in workload.asks)
-    moments = iter(np.cumsum(rng.gamma(1 / burstiness, burstiness / rate_per_s, num_free)).tolist())
+    moments = iter(np.cumsum(np.random.default_rng(seed).gamma(1.0, 1 / rate_per_s, num_free)).tolist())
     asks = tuple(replace(ask, arrival_s=next(moments)) if ask.after is None else ask for ask in workload.asks)
-    kind = "Poisson" if burstiness == 1 else f"gamma, burstiness {burstiness:g}"
-    return replace(workload, text=f"{workload.text}; {rate_per_s:g} a second ({kind})", asks=asks)
+    return replace(workload, text=f"{workload.text}; {rate_per_s:g} a second (Poisson)", asks=asks)
 
 
-_Draw = Callable[[np.random.Generator, int], tuple[Lengths, Lengths]]
-"""Lengths of so many prompts, and of their answers; or of all turns of so many conversations."""
+class _Draws:
+    """Draws of one workload. Raises: ValueError for sizes that cannot be."""
 
+    def __init__(self, seed: int, vocabulary: int, count: int, max_tokens: int, *ranges: Range) -> None:
+        if vocabulary < 1 or count < 1:
+            raise ValueError(f"vocabulary={vocabulary}, count={count}: both are at least 1")
+        for least, most in ranges:
+            if not 1 <= least <= most:
+                raise ValueError(f"lengths from {least} to {most}: at least 1, and not more than the most")
+        self.rng: Final = np.random.default_rng(seed)
+        self._vocabulary, self._count, self._max_tokens = vocabulary, count, max_tokens
 
-def _checked(seed: int, vocabulary: int, count: int, *ranges: Range) -> np.random.Generator:
-    if vocabulary < 1 or count < 1:
-        raise ValueError(f"vocabulary={vocabulary}, count={count}: both are at least 1")
-    for least, most in ranges:
-        if not 1 <= least <= most:
-            raise ValueError(f"lengths from {least} to {most}: at least 1, and not more than the most")
-    return np.random.default_rng(seed)
+    def between(self, count: int, lengths: Range) -> Lengths:
+        return self.rng.integers(lengths[0], lengths[1] + 1, count, dtype=np.int64)
 
+    def ids(self, count: int) -> TokenIds:
+        return self.rng.integers(0, self._vocabulary, count, dtype=np.int32)
 
-def _drawn(rng: np.random.Generator, count: int, max_tokens: int, draw: _Draw) -> tuple[Lengths, Lengths]:
-    """`count` pairs that have no more than `max_tokens` together."""
-    first, second = draw(rng, count)
-    for _ in range(_MOST_ROUNDS):
-        tokens = first + second
-        too_long = np.flatnonzero((tokens if tokens.ndim == 1 else tokens.sum(axis=1)) > max_tokens)
-        if not len(too_long):
-            return first, second
-        first[too_long], second[too_long] = draw(rng, len(too_long))
-    raise ValueError(
-        f"{len(too_long)} of {count} requests have more than max_tokens={max_tokens} tokens however often they are drawn; "
-        f"raise it, or make prompts and answers shorter"
-    )
+    def pairs(self, draw: Callable[[int], tuple[Lengths, Lengths]], count: int | None = None) -> tuple[Lengths, Lengths]:
+        """`count` pairs that `draw` gives, none with more than `max_tokens` together; [count] or [count, turns] each."""
+        count = count or self._count
+        first, second = draw(count)
+        for _ in range(_MOST_ROUNDS):
+            too_long = np.flatnonzero((first + second).reshape(count, -1).sum(axis=1) > self._max_tokens)
+            if not len(too_long):
+                return first, second
+            first[too_long], second[too_long] = draw(len(too_long))
+        raise ValueError(
+            f"{len(too_long)} of {count} requests have more than max_tokens={self._max_tokens} tokens however often they are "
+            f"drawn; raise it, or make prompts and answers shorter"
+        )
 
+    def unrelated(self, name: str, text: str, ins: Lengths, outs: Lengths, prefix: TokenIds | None = None) -> Workload:
+        """Prompts that have nothing in common but `prefix`."""
+        shared = np.empty(0, np.int32) if prefix is None else prefix
+        lengths = zip(ins.tolist(), outs.tolist(), strict=True)
+        asks = tuple(Ask(prompt=np.concatenate((shared, self.ids(num_in))), num_out=num_out) for num_in, num_out in lengths)
+        return Workload(name=name, text=f"{len(asks)} requests, {text}", asks=asks)
 
-def _between(rng: np.random.Generator, count: int, lengths: Range) -> Lengths:
-    return rng.integers(lengths[0], lengths[1] + 1, count, dtype=np.int64)
-
-
-def _ids(rng: np.random.Generator, vocabulary: int, count: int) -> TokenIds:
-    return rng.integers(0, vocabulary, count, dtype=np.int32)
-
-
-def _alone(name: str, text: str, rng: np.random.Generator, vocabulary: int, ins: Lengths, outs: Lengths) -> Workload:
-    """Prompts that have nothing to do with each other."""
-    asks = tuple(Ask(prompt=_ids(rng, vocabulary, num_in), num_out=num_out) for num_in, num_out in _pairs(ins, outs))
-    return Workload(name=name, text=f"{len(asks)} requests, {text}", asks=asks)
-
-
-def _pairs(first: Lengths, second: Lengths) -> list[tuple[int, int]]:
-    return list(zip(first.tolist(), second.tolist(), strict=True))
+    def published(self, name: str, dataset: str, prompt: LogNormal, out: LogNormal, scale: float) -> Workload:
+        if scale <= 0:
+            raise ValueError(f"scale={scale}: more than 0")
+        lengths = self.pairs(lambda n: (prompt.draw(self.rng, n, scale), out.draw(self.rng, n, scale)))
+        times = "" if scale == 1 else f" times {scale:g}"
+        return self.unrelated(name, f"lengths of {dataset}{times}, at most {self._max_tokens} tokens", *lengths)
 
 
 def _words(lengths: Range) -> str:
     return f"{lengths[0]}" if lengths[0] == lengths[1] else f"{lengths[0]} to {lengths[1]}"
-
-
-def _published(
-    name: str,
-    dataset: str,
-    prompt: LogNormal,
-    out: LogNormal,
-    rng: np.random.Generator,
-    vocabulary: int,
-    count: int,
-    max_tokens: int,
-    scale: float,
-) -> Workload:
-    if scale <= 0:
-        raise ValueError(f"scale={scale}: more than 0")
-    ins, outs = _drawn(rng, count, max_tokens, lambda rng, n: (prompt.draw(rng, n, scale), out.draw(rng, n, scale)))
-    times = "" if scale == 1 else f" times {scale:g}"
-    return _alone(name, f"lengths of {dataset}{times}, at most {max_tokens} tokens", rng, vocabulary, ins, outs)

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from bench.harness import SHAPES, Recorder, Settings, Shape, WrongNumbers, now_us
 from bench.rows import summarize
-from bench.suites.append import SLACK_SHARE, StepWork, open_work
+from bench.suites.append import SLACK_SHARE, open_work
 from vmmkv import KVCache, KVLayout, OutOfPages, Pool, PrefixCache, Sequence
 from vmmkv.units import GIB, MIB, PAGE_BYTES, format_bytes
 
@@ -43,107 +42,18 @@ Samples = defaultdict[str, list[float]]
 
 def run(recorder: Recorder) -> None:
     """Raises: WrongNumbers if memory did not go where it should, or a row was lost."""
-    cases: list[tuple[str, str] | bool] = [
-        *((kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)),
-        True,
-        False,
-    ]
-    for case in recorder.track(cases):
+    one_pool = [(kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)]
+    for case in recorder.track([*one_pool, "one pool", "a pool of half for each"]):
         if isinstance(case, tuple):
             _measure_one_pool(recorder, *case)
         else:
-            _measure_two_caches(recorder, shared=case)
+            _measure_two_caches(recorder, case)
 
 
 # residents and guests
 
 
-class StepTaken(NamedTuple):
-    """What one step took. `slack_us` is from the launch until the device was done, or the host came to wait for it."""
-
-    step_us: float
-    slack_us: float
-    stalled: bool
-    """Whether memory was mapped for a resident in front of the launch."""
-    late: bool
-    """Whether the device was done before the host came to wait for it."""
-
-
-class Residents:
-    """Sequences of one cache that decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start.
-
-    `ahead`: all that they will ever need is mapped at once, so that what they hold is a constant.
-    """
-
-    def __init__(
-        self, cache: KVCache, work: StepWork, num_sequences: int, start_tokens: int, end_tokens: int, *, ahead: bool
-    ) -> None:
-        self.cache, self.work = cache, work
-        self._end_tokens, self._ahead = end_tokens, ahead
-        self._sequences = [cache.open(max_tokens=end_tokens) for _ in range(num_sequences)]
-        # Not all of one length: they would cross their pages together.
-        self._starts = [start_tokens - index * start_tokens // (2 * num_sequences) for index in range(num_sequences)]
-        for sequence, start in zip(self._sequences, self._starts, strict=True):
-            sequence.grow(end_tokens if ahead else start + 1)
-            sequence.advance(start)
-        self._slots_B = np.array([sequence.slot for sequence in self._sequences], dtype=np.int64)
-        cache.pool.driver.synchronize()
-
-    def make_room(self) -> bool:
-        """Map a row for those without one, in the foreground. Whether there were any."""
-        if int(self.cache.lengths[self._slots_B].max()) >= self._end_tokens:
-            raise WrongNumbers(f"residents have reached their end, {self._end_tokens} tokens, and memory has not arrived yet")
-        short = [sequence for sequence in self._sequences if sequence.length >= sequence.limit]
-        for sequence in short:
-            sequence.grow(sequence.length + 1)
-        return bool(short)
-
-    def launch(self) -> None:
-        """One decode step of all of them."""
-        self.work.launch(self._slots_B, self.cache.lengths[self._slots_B])
-        self.cache.advance(self._slots_B)
-
-    def rewind(self) -> None:
-        """All at their starts again."""
-        for sequence, start in zip(self._sequences, self._starts, strict=True):
-            sequence.truncate(start)
-            if self._ahead:
-                sequence.grow(self._end_tokens)
-
-    def check(self) -> None:
-        """Is every row decoded since the start what was appended? Do the laws hold? Raises: WrongNumbers."""
-        try:
-            self.cache.check()
-        except AssertionError as error:
-            raise WrongNumbers(f"a law is broken: {error}") from error
-        for sequence, start in zip(self._sequences, self._starts, strict=True):
-            self.work.check(sequence.slot, start, sequence.length)
-
-
-def _nothing() -> None:
-    pass
-
-
-def run_step(
-    residents: SequenceOf[Residents], *, in_front: Callable[[], Any] = _nothing, beside: Callable[[], Any] = _nothing
-) -> StepTaken:
-    """One decode step. The device idles during `in_front`, and works during `beside`."""
-    began_us = now_us()
-    stalled = [each.make_room() for each in residents]
-    in_front()
-    for each in residents:
-        each.launch()
-    launched_us = now_us()
-    beside()
-    late = all(each.work.done() for each in residents)
-    for each in residents:
-        each.work.wait()
-    ended_us = now_us()
-    return StepTaken(ended_us - began_us, ended_us - launched_us, any(stalled), late)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guest:
+class Guest(NamedTuple):
     """A sequence, its prompt, and the mark that it writes."""
 
     sequence: Sequence
@@ -151,39 +61,104 @@ class Guest:
     mark: int
 
 
-class Guests:
-    """The guests of one cache, which all end in the same way. `salt` tells the marks of two caches apart: 0 or 1."""
+class Residents(NamedTuple):
+    """So many sequences decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start.
 
-    def __init__(self, cache: KVCache, shape: Shape, kept: str, rng: np.random.Generator, *, salt: int = 0) -> None:
-        self.cache = cache
-        self._layers, self._kept, self._rng = {0, shape.layers - 1}, kept, rng
+    With `ahead` all that they will ever need is mapped at once, so that what they hold is a constant.
+    """
+
+    count: int
+    start_tokens: int
+    end_tokens: int
+    ahead: bool = False
+
+
+class Tenants:
+    """The residents and guests of one cache. Guests all end in the same way, by `kept`.
+
+    `salt` tells the marks of two caches apart: 0 or 1.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        residents: Residents,
+        settings: Settings,
+        shape: Shape,
+        kept: str,
+        rng: np.random.Generator,
+        salt: int = 0,
+    ) -> None:
+        self.cache, self.shape = cache, shape
+        self.work = open_work(cache, settings, residents.count, shape)
+        self._layers, self._kept, self._rng, self._planned = {0, shape.layers - 1}, kept, rng, residents
         self._prefix = PrefixCache(cache) if kept == IN_TREE else None
         self._next_mark = salt
         self._parked: dict[Hashable, tuple[int, int]] = {}
         """By the stamp of a parked slot, its rows and their mark."""
+        # Not all of one length: they would cross their pages together.
+        first = residents.start_tokens
+        starts = [first - index * first // (2 * residents.count) for index in range(residents.count)]
+        self._residents = [(cache.open(max_tokens=residents.end_tokens), start) for start in starts]
+        for sequence, start in self._residents:
+            sequence.grow(residents.end_tokens if residents.ahead else start + 1)
+            sequence.advance(start)
+        self._slots_B = np.array([sequence.slot for sequence, _ in self._residents], dtype=np.int64)
+        cache.pool.driver.synchronize()
 
-    def open(self, num_tokens: int) -> Guest:
-        """A guest without memory, whose tokens no other has."""
+    def make_room(self) -> bool:
+        """Map a row for residents without one, in the foreground. Whether there were any."""
+        if int(self.cache.lengths[self._slots_B].max()) >= self._planned.end_tokens:
+            raise WrongNumbers(f"residents have reached {self._planned.end_tokens} tokens, and memory has not arrived yet")
+        short = [sequence for sequence, _ in self._residents if sequence.length >= sequence.limit]
+        for sequence in short:
+            sequence.grow(sequence.length + 1)
+        return bool(short)
+
+    def launch(self) -> None:
+        """One decode step of all residents."""
+        self.work.launch(self._slots_B, self.cache.lengths[self._slots_B])
+        self.cache.advance(self._slots_B)
+
+    def rewind(self) -> None:
+        """All residents at their starts again."""
+        for sequence, start in self._residents:
+            sequence.truncate(start)
+            if self._planned.ahead:
+                sequence.grow(self._planned.end_tokens)
+
+    def check(self) -> None:
+        """The laws hold, and rows of residents and parked guests are what was written. Raises: WrongNumbers."""
+        try:
+            self.cache.check()
+        except AssertionError as error:
+            raise WrongNumbers(f"a law is broken: {error}") from error
+        for sequence, start in self._residents:
+            self.work.check(sequence.slot, start, sequence.length)
+        for parked in self.cache.parked():
+            self._check_rows(parked.slot, *self._parked[parked.stamp])
+
+    def admit(self, num_tokens: int, grow_us: list[float]) -> Guest:
+        """A guest whose tokens no other has, with its memory; how long that took is appended to `grow_us`."""
         tokens = self._rng.integers(_VOCABULARY, size=num_tokens, dtype=np.int32)
         if self._prefix is None:
             sequence = self.cache.open(max_tokens=num_tokens)
         else:
             sequence = self._prefix.attach(tokens, max_tokens=num_tokens).sequence
+        began_us = now_us()
+        sequence.grow(num_tokens)
+        grow_us.append(now_us() - began_us)
         self._next_mark += 2
-        return Guest(sequence=sequence, tokens=tokens, mark=1 + self._next_mark % _MARKS)
+        return Guest(sequence, tokens, 1 + self._next_mark % _MARKS)
 
     def write_and_check(self, guests: SequenceOf[Guest]) -> None:
-        """All write their marks, and then have them. Raises: WrongNumbers."""
+        """All write their marks, and then have them; so do residents and parked guests. Raises: WrongNumbers."""
         for guest in guests:
             for layer in self._layers:
                 self.cache.k(layer)[guest.sequence.slot, : len(guest.tokens)].fill_(guest.mark)
         for guest in guests:
             self._check_rows(guest.sequence.slot, len(guest.tokens), guest.mark)
-
-    def check_parked(self) -> None:
-        """Parked slots that are left have what their guests wrote. Raises: WrongNumbers."""
-        for parked in self.cache.parked():
-            self._check_rows(parked.slot, *self._parked[parked.stamp])
+        self.check()
 
     def end(self, guests: Iterable[Guest]) -> None:
         """They are over, the eldest first."""
@@ -209,6 +184,34 @@ class Guests:
         for layer in self._layers:
             if not (self.cache.k(layer)[slot, :num_tokens] == mark).all():
                 raise WrongNumbers(f"rows [0, {num_tokens}) of slot {slot} in layer {layer} are not what its guest wrote")
+
+
+def take_step(
+    samples: Samples,
+    tenants: SequenceOf[Tenants],
+    *,
+    in_front: Callable[[], object] = lambda: None,
+    beside: Callable[[], object] = lambda: None,
+) -> None:
+    """One decode step. The device idles during `in_front`, and works during `beside`.
+
+    `slack` is from the launch until the device was done, or the host came to wait for it. A step is `stalled` if memory was
+    mapped for a resident in front of the launch, `late` if the device was done before the host came to wait for it.
+    """
+    began_us = now_us()
+    stalled = [each.make_room() for each in tenants]
+    in_front()
+    for each in tenants:
+        each.launch()
+    launched_us = now_us()
+    beside()
+    late = all(each.work.done() for each in tenants)
+    for each in tenants:
+        each.work.wait()
+    ended_us = now_us()
+    taken = {"step": ended_us - began_us, "slack": ended_us - launched_us, "stalled": any(stalled), "late": late}
+    for name, value in taken.items():
+        samples[name].append(value)
 
 
 def draw_prompts(rng: np.random.Generator, layout: KVLayout, num_pages: int, of_each: tuple[int, int]) -> list[int]:
@@ -239,26 +242,26 @@ _METRICS: Final = {
 
 
 class OnePool:
-    """One cache, whose guests' memory goes and comes; gigabytes on a GPU, megabytes on a CPU. Half the budget is all that
-    residents, of 1,024 to 1,536 tokens or fewer, will ever hold. `samples` is by phase and metric."""
+    """One cache, whose guests' memory goes and comes; gigabytes on a GPU, megabytes on a CPU.
+
+    Half the budget is all that residents, of 1,024 to 1,536 tokens or fewer, will ever hold. `samples` is by phase and metric.
+    """
 
     def __init__(self, settings: Settings, kept: str, way: str, stack: ExitStack) -> None:
         gpu, quick, layout = settings.on_gpu, settings.quick, settings.shape.layout
-        self.num_sequences: Final = settings.sequences or ((8 if quick else 32) if gpu else 4)
-        self.num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
+        self.num_residents: Final = settings.sequences or ((8 if quick else 32) if gpu else 4)
+        self._num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
         self._prompt_pages: Final = (16, 128) if gpu else (1, 20)
-        start_tokens, end_tokens = (1024, 1536) if gpu else (150, 250)
-        self._half_pages: Final = self.num_sequences * layout.pages_for(end_tokens)
+        residents = Residents(self.num_residents, *((1024, 1536) if gpu else (150, 250)))
+        self._half_pages: Final = residents.count * layout.pages_for(residents.end_tokens)
         self.half_bytes: Final = self._half_pages * PAGE_BYTES
         # Residents, guests, and guests of the time before, parked or not yet unmapped. They are addresses only.
-        slots = self.num_sequences + 2 * (2 + self._half_pages // self._prompt_pages[0])
-        max_tokens = max(end_tokens, layout.tokens_in(self._prompt_pages[1]))
+        slots = self.num_residents + 2 * (2 + self._half_pages // self._prompt_pages[0])
+        max_tokens = max(residents.end_tokens, layout.tokens_in(self._prompt_pages[1]))
         self._rng = np.random.default_rng(settings.seed)
         self._pool = stack.enter_context(Pool(settings.device, self.half_bytes))
         self._cache = stack.enter_context(KVCache(layout, self._pool, slots=slots, max_tokens=max_tokens))
-        work = open_work(self._cache, settings, self.num_sequences)
-        self._residents = Residents(self._cache, work, self.num_sequences, start_tokens, end_tokens, ahead=False)
-        self._guests = Guests(self._cache, settings.shape, kept, self._rng)
+        self._tenants = Tenants(self._cache, residents, settings, settings.shape, kept, self._rng)
         self._way = way
         self._slack_us = 0.0
         """Of what runs beside a step; known after the first calm steps."""
@@ -266,18 +269,19 @@ class OnePool:
 
     def calm(self) -> None:
         """Steps beside which nothing is given or taken."""
-        steps = [self._step("calm", beside=self._map_ahead) for _ in range(self.num_calm_steps)]
-        self._slack_us = SLACK_SHARE * summarize([step.slack_us for step in steps]).p50
+        samples = self.samples["calm"]
+        for _ in range(self._num_calm_steps):
+            take_step(samples, [self._tenants], beside=self._map_ahead)
+        self._slack_us = SLACK_SHARE * summarize(samples["slack"][-self._num_calm_steps :]).p50
 
     def shrink(self) -> None:
         """To half the budget, until the device has the memory. Raises: WrongNumbers if it has not got what was given."""
         samples, pool = self.samples["shrink"], self._pool
         created_bytes, taken_bytes, asked_us = pool.created_bytes, self._taken_bytes(), now_us()
         noise_bytes = 0 if self._cache.device.type == "cpu" else _OTHERS_BYTES
-        back_us: float | None = None
+        before = len(samples["step"])
 
         def give_back() -> None:
-            nonlocal back_us
             began_us = now_us()
             self._map_ahead()
             while pool.budget_bytes > self.half_bytes:
@@ -287,36 +291,31 @@ class OnePool:
                     break
             arrived_bytes = taken_bytes - self._taken_bytes()
             if pool.budget_bytes == self.half_bytes and arrived_bytes >= created_bytes - pool.created_bytes - noise_bytes:
-                back_us = now_us() - asked_us
+                samples["until back"].append(now_us() - asked_us)
 
-        steps = 0
-        while back_us is None:
-            self._step("shrink", beside=give_back)
-            steps += 1
+        times_back = len(samples["until back"])
+        while len(samples["until back"]) == times_back:
+            take_step(samples, [self._tenants], beside=give_back)
         given_bytes = created_bytes - pool.created_bytes
         if given_bytes <= 0 or pool.created_bytes > self.half_bytes:
             left = f"{format_bytes(pool.created_bytes)} of {format_bytes(created_bytes)} are left"
             raise WrongNumbers(f"{left} where {format_bytes(self.half_bytes)} were wanted")
-        samples["until back"].append(back_us)
-        samples["steps"].append(steps)
+        samples["steps"].append(len(samples["step"]) - before)
         samples["given back"].append(given_bytes / MIB)
         samples["given back, says the device"].append((taken_bytes - self._taken_bytes()) / MIB)
-        self.check()
+        self._tenants.check()
 
     def regrow(self) -> None:
         """To the whole budget, until guests have all of its memory; then they end."""
-        samples, layout = self.samples["regrow"], self._cache.layout
+        samples, layout, tenants = self.samples["regrow"], self._cache.layout, self._tenants
         # The first guest has one page: how soon it comes is measured.
         prompts = [1, *draw_prompts(self._rng, layout, self._half_pages - layout.pages_for(1), self._prompt_pages)]
-        before, asked_us = len(samples["step"]), now_us()
+        before, grown, asked_us = len(samples["step"]), len(samples["grow"]), now_us()
         self._resize(samples, 2 * self.half_bytes)
         guests: list[Guest] = []
 
         def admit() -> None:
-            guests.append(self._guests.open(prompts[len(guests)]))
-            began_us = now_us()
-            guests[-1].sequence.grow(len(guests[-1].tokens))
-            samples["grow"].append(now_us() - began_us)
+            guests.append(tenants.admit(prompts[len(guests)], samples["grow"]))
             if len(guests) == 1:
                 samples["first page"].append(now_us() - asked_us)
 
@@ -328,39 +327,26 @@ class OnePool:
                 if now_us() - began_us > self._slack_us:
                     break
 
-        grown = len(samples["grow"])
         while len(guests) < len(prompts):
             if self._way == AT_ONCE:
-                self._step("regrow", in_front=admit, beside=self._map_ahead)
+                take_step(samples, [tenants], in_front=admit, beside=self._map_ahead)
             else:
-                self._step("regrow", beside=admit_in_slack)
+                take_step(samples, [tenants], beside=admit_in_slack)
         samples["until all are in"].append(now_us() - asked_us)
         samples["steps"].append(len(samples["step"]) - before)
         mapped_bytes = sum(map(layout.pages_for, prompts)) * PAGE_BYTES
         samples["mapped"].append(mapped_bytes / MIB / (sum(samples["grow"][grown:]) / 1e6))
         for guest in guests:
             guest.sequence.advance(len(guest.tokens))
-        self._guests.write_and_check(guests)
-        self.check()
+        tenants.write_and_check(guests)
         # Guests end and are kept; of those before nothing is, and only that memory is created.
-        self._guests.forget()
-        self._residents.rewind()
+        tenants.forget()
+        tenants.rewind()
         self._cache.drain()
         self._pool.resize(self._pool.held_bytes)
         self._pool.resize(2 * self.half_bytes)
-        self._guests.end(guests)
+        tenants.end(guests)
         self._cache.drain()
-
-    def check(self) -> None:
-        """The laws hold, and residents and parked guests have their rows. Raises: WrongNumbers."""
-        self._residents.check()
-        self._guests.check_parked()
-
-    def _step(self, phase: str, **at: Callable[[], None]) -> StepTaken:
-        step = run_step([self._residents], **at)
-        for name, value in (("step", step.step_us), ("stalled", step.stalled), ("late", step.late)):
-            self.samples[phase][name].append(value)
-        return step
 
     def _map_ahead(self) -> None:
         self._cache.map_ahead(self._slack_us, lookahead_tokens=self._cache.lookahead_tokens(self._slack_us))
@@ -380,20 +366,19 @@ class OnePool:
 
 
 def _measure_one_pool(recorder: Recorder, kept: str, way: str) -> None:
-    settings = recorder.settings
-    repeats = (2 if settings.quick else 12) if settings.on_gpu else (2 if settings.quick else 8)
+    quick = recorder.settings.quick
     with ExitStack() as stack:
-        measured = OnePool(settings, kept, way, stack)
+        measured = OnePool(recorder.settings, kept, way, stack)
         measured.calm()
         measured.regrow()
         measured.samples.clear()  # the first memory of all was never given back
-        for _ in range(repeats):
+        for _ in range(2 if quick else 12 if recorder.settings.on_gpu else 8):
             measured.calm()
             measured.shrink()
             measured.regrow()
     half, full = format_bytes(measured.half_bytes), format_bytes(2 * measured.half_bytes)
     for phase, text in {"shrink": f"shrink: {full} to {half}", "regrow": f"regrow: {half} to {full}"}.items():
-        workload = f"{text}, memory {kept}, {measured.num_sequences} sequences decode on"
+        workload = f"{text}, memory {kept}, {measured.num_residents} sequences decode on"
         samples = measured.samples[phase]
         for metric, unit in _METRICS.items():
             recorder.samples(workload, way, metric, unit, samples[metric])
@@ -404,81 +389,69 @@ def _measure_one_pool(recorder: Recorder, kept: str, way: str) -> None:
 
 # two caches
 
-
-class Side:
-    """One of two caches on one budget, and samples of its busy phases. It keeps ended guests in parked slots."""
-
-    def __init__(self, settings: Settings, shape: Shape, pool: Pool, rng: np.random.Generator, salt: int) -> None:
-        gpu = settings.on_gpu
-        self.shape, self.samples = shape, Samples(list)
-        self.prompt_pages = (16, 192) if gpu else (2, 20)
-        self.num_held_steps = 4 if gpu else 2
-        """At the end of a phase, in which nothing is asked for."""
-        num_sequences, start_tokens = (8, 256) if gpu else (2, 8)
-        # No guest but the last has fewer pages than the fewest, and at most one comes a step.
-        most_guests = 1 + pool.budget_bytes // PAGE_BYTES // self.prompt_pages[0]
-        end_tokens = start_tokens + most_guests + self.num_held_steps
-        max_tokens = max(end_tokens, shape.layout.tokens_in(self.prompt_pages[1]))
-        self.cache = KVCache(shape.layout, pool, slots=num_sequences + 2 * most_guests, max_tokens=max_tokens)
-        work = open_work(self.cache, settings, num_sequences, shape)
-        self.residents = Residents(self.cache, work, num_sequences, start_tokens, end_tokens, ahead=True)
-        self.guests = Guests(self.cache, shape, PARKED, rng, salt=salt)
-
-    def check(self) -> None:
-        """Residents and parked guests have their rows. Raises: WrongNumbers."""
-        self.residents.check()
-        self.guests.check_parked()
+_UNITS: Final = {"first grow": "us", "grow": "us", "until all are in": "us", "mapped": "MiB/s", "step": "us"}
 
 
-def _measure_two_caches(recorder: Recorder, *, shared: bool) -> None:
-    """The guests of a phase need all of the budget that no resident holds."""
-    settings = recorder.settings
-    names = ("llama-3.1-8b", "qwen3-0.6b") if settings.on_gpu else ("wide", "smollm2-135m")
-    budget_bytes = (4 * GIB if settings.quick else 16 * GIB) if settings.on_gpu else 96 * MIB
+def _measure_two_caches(recorder: Recorder, pools: str) -> None:
+    """The guests of a phase need all of the budget that no resident holds. They park at its end."""
+    settings, gpu = recorder.settings, recorder.settings.on_gpu
+    names = ("llama-3.1-8b", "qwen3-0.6b") if gpu else ("wide", "smollm2-135m")
+    budget_bytes = (4 * GIB if settings.quick else 16 * GIB) if gpu else 96 * MIB
+    num_residents, start_tokens, held_steps = (8, 256, 4) if gpu else (2, 8, 2)
+    prompt_pages = (16, 192) if gpu else (2, 20)
     rng = np.random.default_rng(settings.seed)
+    num_pools = 1 if pools == "one pool" else 2
     with ExitStack() as stack:
-        num_pools = 1 if shared else 2
-        pools = [stack.enter_context(Pool(settings.device, budget_bytes // num_pools)) for _ in range(num_pools)]
+        opened = [stack.enter_context(Pool(settings.device, budget_bytes // num_pools)) for _ in range(num_pools)]
         sides = []
-        for salt, (name, pool) in enumerate(zip(names, (pools[0], pools[-1]), strict=True)):
-            sides.append(Side(settings, SHAPES[name], pool, rng, salt))
-            stack.enter_context(sides[-1].cache)
+        for salt, (name, pool) in enumerate(zip(names, (opened[0], opened[-1]), strict=True)):
+            # No guest but the last has fewer pages than the fewest, and at most one comes a step.
+            most_guests = 1 + pool.budget_bytes // PAGE_BYTES // prompt_pages[0]
+            residents = Residents(num_residents, start_tokens, start_tokens + most_guests + held_steps, ahead=True)
+            layout, slots = SHAPES[name].layout, num_residents + 2 * most_guests
+            max_tokens = max(residents.end_tokens, layout.tokens_in(prompt_pages[1]))
+            cache = stack.enter_context(KVCache(layout, pool, slots=slots, max_tokens=max_tokens))
+            tenants = Tenants(cache, residents, settings, SHAPES[name], PARKED, rng, salt)
+            sides.append((tenants, Samples(list)))
         slack_us = 0.0
         for phase in range(4 if settings.quick else 10):
+            (busy, samples), (other, _) = sides[phase % 2], sides[1 - phase % 2]
             if phase == len(sides):  # until now neither had memory that could be handed over
-                for side in sides:
-                    side.samples.clear()
-            slack_us = _hand_over(sides[phase % 2], sides[1 - phase % 2], slack_us, budget_bytes, rng)
-    system = "vmmkv, one pool" if shared else "vmmkv, a pool of half for each"
-    for side, other in (sides, sides[::-1]):
-        workload = (
-            f"two caches: {format_bytes(budget_bytes)}, {side.shape.name} asks while {other.shape.name}'s memory is parked"
-        )
-        units = {"first grow": "us", "grow": "us", "until all are in": "us", "mapped": "MiB/s", "step": "us"}
-        for metric, unit in {**units, "step, undisturbed": "us"}.items():
-            recorder.samples(workload, system, metric, unit, side.samples[metric])
-        possible = summarize(side.samples["possible"]).p50
-        recorder.samples(workload, system, "most of the budget", "%", side.samples["most"], possible)
+                for _, of_side in sides:
+                    of_side.clear()
+            free_pages = (busy.cache.pool.budget_bytes - busy.cache.pool.used_bytes) // PAGE_BYTES
+            prompts = draw_prompts(rng, busy.cache.layout, free_pages, prompt_pages)
+            slack_us = _hand_over(busy, other, samples, prompts, held_steps, slack_us, budget_bytes)
+    for (side, samples), (other, _) in (sides, sides[::-1]):
+        asks = f"{side.shape.name} asks while {other.shape.name}'s memory is parked"
+        workload, system = f"two caches: {format_bytes(budget_bytes)}, {asks}", f"vmmkv, {pools}"
+        for metric, unit in {**_UNITS, "step, undisturbed": "us"}.items():
+            recorder.samples(workload, system, metric, unit, samples[metric])
+        possible = summarize(samples["possible"]).p50
+        recorder.samples(workload, system, "most of the budget", "%", samples["most"], possible)
 
 
-def _hand_over(busy: Side, other: Side, slack_us: float, budget_bytes: int, rng: np.random.Generator) -> float:
+def _hand_over(
+    busy: Tenants,
+    other: Tenants,
+    samples: Samples,
+    prompts: SequenceOf[int],
+    held_steps: int,
+    slack_us: float,
+    budget_bytes: int,
+) -> float:
     """One phase: guests of the busy side come, one a step, until no page is left that could be given up, and park.
 
-    The next phase's slack. Raises: WrongNumbers if a guest finds no memory, or a check fails.
+    At its end `held_steps` pass in which nothing is asked for. Returns the next phase's slack. Raises: WrongNumbers if a guest
+    finds no memory, or a check fails.
     """
-    samples, pool, residents = busy.samples, busy.cache.pool, [busy.residents, other.residents]
-    free_pages = (pool.budget_bytes - pool.used_bytes) // PAGE_BYTES
-    prompts = draw_prompts(rng, busy.cache.layout, free_pages, busy.prompt_pages)
     guests: list[Guest] = []
 
     def admit() -> None:
-        guests.append(guest := busy.guests.open(prompts[len(guests)]))
-        began_us = now_us()
         try:
-            guest.sequence.grow(len(guest.tokens))
+            guests.append(guest := busy.admit(prompts[len(guests)], samples["grow"]))
         except OutOfPages as error:
             raise WrongNumbers(f"a guest of {busy.shape.name} finds no memory though the sum fits: {error}") from error
-        samples["grow"].append(now_us() - began_us)
         guest.sequence.advance(len(guest.tokens))
 
     def unmap() -> None:
@@ -488,7 +461,7 @@ def _hand_over(busy: Side, other: Side, slack_us: float, budget_bytes: int, rng:
 
     mapped_pages, asked_us, before = busy.cache.stats().mapped_pages, now_us(), len(samples["grow"])
     for _ in prompts:
-        samples["step"].append(run_step(residents, in_front=admit, beside=unmap).step_us)
+        take_step(samples, [busy, other], in_front=admit, beside=unmap)
     grow_us = samples["grow"][before:]
     samples["first grow"].append(grow_us[0])
     samples["until all are in"].append(now_us() - asked_us)
@@ -497,13 +470,14 @@ def _hand_over(busy: Side, other: Side, slack_us: float, budget_bytes: int, rng:
     samples["most"].append(100 * (stats.mapped_bytes + stats.pending_reclaim_bytes) / budget_bytes)
     samples["possible"].append(100 * (1 - (others.mapped_bytes - others.parked_bytes) / budget_bytes))
 
-    steps = [run_step(residents, beside=unmap) for _ in range(busy.num_held_steps)]
-    samples["step, undisturbed"].extend(step.step_us for step in steps)
-    busy.guests.write_and_check(guests)
-    busy.check()
+    held = Samples(list)
+    for _ in range(held_steps):
+        take_step(held, [busy, other], beside=unmap)
+    samples["step, undisturbed"] += held["step"]
+    busy.write_and_check(guests)
     other.check()
-    busy.guests.end(guests)
-    for each in residents:
-        each.rewind()
-        each.check()
-    return SLACK_SHARE * summarize([step.slack_us for step in steps]).p50
+    busy.end(guests)
+    for side in (busy, other):
+        side.rewind()
+        side.check()
+    return SLACK_SHARE * summarize(held["slack"]).p50

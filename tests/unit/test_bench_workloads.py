@@ -67,13 +67,12 @@ def test_skewed_and_ragged_have_the_shares_that_were_asked_for() -> None:
     assert np.mean(outs) == pytest.approx(40, rel=0.03)
 
 
-@pytest.mark.parametrize("burstiness", [1.0, 4.0])
-def test_arrivals_have_their_rate_and_burstiness_and_followers_none(burstiness: float) -> None:
+def test_arrivals_are_a_poisson_process_and_followers_have_none() -> None:
     workload = made(workloads.uniform, count=20_000, prompt=(1, 1), out=(1, 1))
-    arrived = workloads.arriving(workload, 20.0, burstiness, seed=1)
+    arrived = workloads.arriving(workload, 20.0, seed=1)
     gaps = np.diff([ask.arrival_s for ask in arrived.asks], prepend=0.0)
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
-    assert gaps.var() / gaps.mean() ** 2 == pytest.approx(burstiness, rel=0.1)
+    assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1, rel=0.1)
     assert "20 a second" in arrived.text
     turns = workloads.arriving(made(workloads.multi_turn, count=4, turns=3), 2.0, seed=0).asks
     assert all((ask.arrival_s > 0) == (ask.after is None) for ask in turns)
@@ -87,7 +86,6 @@ def test_arrivals_have_their_rate_and_burstiness_and_followers_none(burstiness: 
         (workloads.uniform, {"max_tokens": 150}, "max_tokens=150 tokens however often"),
         (workloads.chat, {"scale": 0.0}, "scale=0"),
         (workloads.multi_turn, {"think_s": -1.0}, "think_s=-1"),
-        (workloads.skewed, {"long_share": 0.0}, "long_share=0"),
         (workloads.ragged, {"mean_out": 0.5}, "mean_out=0.5"),
     ],
 )
