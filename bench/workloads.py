@@ -175,9 +175,11 @@ def skewed(
     are_long = np.zeros(count, np.bool_)
     are_long[draws.rng.choice(count, num_long, replace=False)] = True
     for which, lengths in ((are_long, long), (~are_long, short)):
-        ins[which], outs[which] = draws.pairs(
-            lambda n, lengths=lengths: (draws.between(n, lengths), draws.between(n, out)), int(np.count_nonzero(which))
-        )
+
+        def pairs(n: int, lengths: Range = lengths) -> tuple[Lengths, Lengths]:
+            return draws.between(n, lengths), draws.between(n, out)
+
+        ins[which], outs[which] = draws.pairs(pairs, int(np.count_nonzero(which)))
     text = f"{num_long} of {_words(long)} in among {count - num_long} of {_words(short)}, {_words(out)} out"
     return draws.unrelated("skewed", text, ins, outs)
 

@@ -12,12 +12,10 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bench import workloads
@@ -26,7 +24,7 @@ from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memo
 from bench.suites.driver_calls import TimedDriver
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
-from bench.suites.serve.systems import EngineLimits, ServedRun, share_same
+from bench.suites.serve.systems import EngineLimits, ServedRun, share_same, take_turns
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import open_driver
@@ -40,181 +38,122 @@ _NO_SHARING: Final = "none"
 """The engine without a prefix cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixSizes:
-    """In tokens and numbers of things."""
-
-    limits: EngineLimits
-    requests: int
-    """That share one prefix, all there at once."""
-    prefixes: tuple[int, ...]
-    """Lengths of the shared prefix, a workload each."""
-    own: int
-    out: int
-    rounds: int
-    """Each with a new prefix: a cold run, and warm ones with other tokens behind it."""
-    warm_runs: int
-    conversations: int
-    turns: int
-    turn_tokens: tuple[int, int]
-    """The fewest and the most of what is new in a turn."""
-    turn_out: int
-    attach_prefixes: tuple[int, ...]
-    attach_seconds: float
-    """For how long each length is attached each way."""
-    tree_sizes: tuple[int, ...]
-    tree_samples: int
-
-    @classmethod
-    def of(cls, settings: Settings) -> "PrefixSizes":
-        """On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
-        small, quick = settings.small, settings.quick
+def run(recorder: Recorder) -> None:
+    """Every part that is wanted. On a CPU, prefixes of a few pages of the tiny model, and one below a page."""
+    settings = recorder.settings
+    small = settings.small
+    if settings.wants("requests") or settings.wants("chat"):
+        context = Context(recorder, settings.shape)
+        prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
         if small:
             limits = EngineLimits(budget_bytes=64 * MIB, max_tokens=2048, max_num_seqs=8, max_num_batched_tokens=256)
         else:
             limits = EngineLimits(budget_bytes=24 * GIB, max_tokens=8192, max_num_seqs=128, max_num_batched_tokens=8192)
-        tree_sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000)
-        return cls(
-            limits=limits,
-            requests=settings.sequences or (4 if small else 128),
-            prefixes=(1200, 100) if small else (4096, 200, 1000, 4000),
-            own=12 if small else 128,
-            out=4 if small else 64,
-            rounds=1 if small else 2,
-            warm_runs=1 if small else 2,
-            conversations=2 if small else 20,
-            turns=3 if small else 10,
-            turn_tokens=(8, 24) if small else (50, 200),
-            turn_out=3 if small else 64,
-            attach_prefixes=(64, 1024) if small else (1024, 4096, 16384, 65536, 131072),
-            attach_seconds=0.02 if small else 0.7,
-            tree_sizes=tree_sizes if quick or not small else (*tree_sizes, 1_000_000),
-            tree_samples=100 if quick else 2000,
-        )
-
-
-def run(recorder: Recorder) -> None:
-    """Every part that is wanted."""
-    settings, sizes = recorder.settings, PrefixSizes.of(recorder.settings)
-    context = Context(recorder, settings.shape)
-    prefix = "" if context.model.name == _PLAIN else f"{context.model.name} "
-    if settings.wants("requests") or settings.wants("chat"):
         with (
             recorder.guarded(f"{prefix}requests and chat"),
-            opened(context, sizes.limits, systems_on(settings.device), without_prefixes=True) as systems,
+            opened(context, limits, systems_on(settings.device), without_prefixes=True) as systems,
         ):
-            _warm_up(context, sizes, systems)
+            lengths = (1200, 100) if small else (4096, 200, 1000, 4000)
+            rounds = 1 if small else 2
+            # A round without rows: the first creates memory that later ones find.
+            warming = [_wave(context, min(lengths), rounds, number) for number in range(2)]
+            take_turns(recorder, systems, [warming], ["warming up"])
             if settings.wants("requests"):
-                for tokens in recorder.track(sizes.prefixes, lambda tokens: f"{tokens} tokens shared"):
-                    names = [
-                        f"{prefix}{sizes.requests} requests of {tokens} + {sizes.own} tokens, {sizes.out} out, {state}"
-                        for state in ("cold", "warm")
-                    ]
-                    with recorder.guarded(names[0]):
-                        _measure_requests(context, sizes, systems, tokens, names)
+                for tokens in recorder.track(lengths, lambda tokens: f"{tokens} tokens shared"):
+                    _measure_requests(context, systems, tokens, rounds, prefix)
             if settings.wants("chat"):
-                name = f"{prefix}chat: {sizes.conversations} conversations of {sizes.turns} turns"
-                with recorder.guarded(name):
-                    _measure_chat(context, sizes, systems, name)
+                _measure_chat(context, systems, prefix)
     if settings.wants("attach"):
         named = "" if settings.shape.name == _PLAIN else f"{settings.shape.name} "
-        for tokens in recorder.track(sizes.attach_prefixes, lambda tokens: f"attach {tokens} tokens"):
+        prefixes = (64, 1024) if small else (1024, 4096, 16384, 65536, 131072)
+        for tokens in recorder.track(prefixes, lambda tokens: f"attach {tokens} tokens"):
             with recorder.guarded(f"{named}attach {tokens} tokens"):
-                _Attaching(recorder, tokens, sizes.attach_seconds).run(f"{named}attach {tokens} tokens")
+                _Attaching(recorder, tokens, 0.02 if small else 0.7).run(f"{named}attach {tokens} tokens")
             release_memory(settings.device)
     if settings.wants("tree"):
-        _measure_tree(recorder, sizes)
+        _measure_tree(recorder)
 
 
 # requests and conversations, by the engine
 
 
-def _warm_up(context: Context, sizes: PrefixSizes, systems: Sequence[Any]) -> None:
-    """A round of each system with a short prefix, which has no rows: the first creates memory that later ones find."""
-    waves = [_wave(context, sizes, min(sizes.prefixes), sizes.rounds, number) for number in range(2)]
-    for system in systems:
-        context.recorder.note(f"warming up, {system.name}")
-        for number, wave in enumerate(waves):
-            system.run(wave, keep=number > 0)
+def _own_out_requests(settings: Settings) -> tuple[int, int, int]:
+    """Tokens of a prompt behind its prefix, tokens of an answer, and requests of a run."""
+    own, out, requests = (12, 4, 4) if settings.small else (128, 64, 128)
+    return own, out, settings.sequences or requests
 
 
-def _measure_requests(
-    context: Context, sizes: PrefixSizes, systems: Sequence[Any], prefix_tokens: int, names: Sequence[str]
-) -> None:
+def _measure_requests(context: Context, systems: Sequence[Any], prefix_tokens: int, rounds: int, prefix: str) -> None:
     """Cold: nothing is known, and all requests are there at once. Warm: other requests come with the same prefix.
 
     Without sharing each run computes every prompt: one run of each state takes longer than all others, and is enough.
     """
-    recorder, settings = context.recorder, context.settings
-    runs: dict[tuple[str, str], list[ServedRun]] = {}
-    held_bytes: dict[tuple[str, str], int] = {}
-    for round_ in range(sizes.rounds):
-        waves = [_wave(context, sizes, prefix_tokens, round_, number) for number in range(1 + sizes.warm_runs)]
-        if not round_:
-            offs = checked(context, systems, waves[0], 2)
-        for system in systems if round_ % 2 == 0 else reversed(systems):
-            num_waves = len(waves) if system.name != _NO_SHARING else 0 if round_ else 2
-            for number, wave in enumerate(waves[:num_waves]):
-                name = names[number > 0]
-                recorder.note(f"{name}, {system.name}")
-                runs.setdefault((name, system.name), []).append(system.run(wave, keep=number > 0))
-                held_bytes.setdefault((name, system.name), system.held_bytes())
-    for name in names:
-        first = runs[name, systems[0].name]
-        for system in systems:
-            of_system = runs[name, system.name]
-            pairs = zip(of_system, first, strict=system.name != _NO_SHARING)
-            sames = [share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in pairs]
-            recorder.samples(name, system.name, "total", "s", [run.seconds for run in of_system])
-            _add_rows(context, name, system.name, of_system, held_bytes[name, system.name])
-            if system is not systems[0]:
-                recorder.samples(name, system.name, f"same answers as {systems[0].name}", "%", [100 * same for same in sames])
-                recorder.figure(name, system.name, "first tokens off by", "% of other prompts'", 100 * offs[system.name])
+    recorder, settings, first = context.recorder, context.settings, systems[0].name
+    own, out, requests = _own_out_requests(settings)
+    text = f"{prefix}{requests} requests of {prefix_tokens} + {own} tokens, {out} out"
+    names = [f"{text}, {state}" for state in ("cold", "warm")]
+    num_waves = 2 if settings.small else 3
+    with recorder.guarded(names[0]):
+        waves = [[_wave(context, prefix_tokens, round_, number) for number in range(num_waves)] for round_ in range(rounds)]
+        offs = checked(context, systems, waves[0][0], 2)
+
+        def leaves_out(system: str, round_: int, place: int) -> bool:
+            return system == _NO_SHARING and (round_ > 0 or place > 1)
+
+        by_state = take_turns(recorder, systems, waves, names, leaves_out=leaves_out)
+        for name, runs in zip(names, by_state, strict=True):
+            for system, of_system in runs.items():
+                pairs = zip(of_system, runs[first], strict=system != _NO_SHARING)
+                sames = [share_same([run], wanted, strict=not settings.on_gpu) for run, wanted in pairs]
+                recorder.samples(name, system, "total", "s", [run.seconds for run in of_system])
+                _add_rows(recorder, name, system, of_system)
+                if system != first:
+                    recorder.samples(name, system, f"same answers as {first}", "%", [100 * same for same in sames])
+                    recorder.figure(name, system, "first tokens off by", "% of other prompts'", 100 * offs[system])
 
 
-def _wave(context: Context, sizes: PrefixSizes, prefix_tokens: int, round_: int, number: int) -> Workload:
+def _wave(context: Context, prefix_tokens: int, round_: int, number: int) -> Workload:
     """The round's prefix, and other tokens in each run of it."""
 
     def tokens(count: int, *names: int) -> TokenIds:
         rng = np.random.default_rng((context.settings.seed, prefix_tokens, round_, *names))
         return rng.integers(0, context.model.vocabulary, count, dtype=np.int32)
 
+    own, out, requests = _own_out_requests(context.settings)
     prefix = tokens(prefix_tokens)
-    owns = [tokens(sizes.own, 1 + number, index) for index in range(sizes.requests)]
-    asks = tuple(Ask(prompt=np.concatenate((prefix, own)), num_out=sizes.out) for own in owns)
-    return Workload(name="shared prefix", text="", asks=asks)
+    prompts = [np.concatenate((prefix, tokens(own, 1 + number, index))) for index in range(requests)]
+    return Workload(name="shared prefix", text="", asks=tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts))
 
 
-def _measure_chat(context: Context, sizes: PrefixSizes, systems: Sequence[Any], name: str) -> None:
+def _measure_chat(context: Context, systems: Sequence[Any], prefix: str) -> None:
     """All conversations at once; each turn comes when the one before has ended."""
-    longest = sizes.turns * (sizes.turn_tokens[1] + sizes.turn_out)
-    talks = workloads.multi_turn(
-        seed=context.settings.seed,
-        vocabulary=context.model.vocabulary,
-        count=sizes.conversations,
-        max_tokens=longest,
-        turns=sizes.turns,
-        new=sizes.turn_tokens,
-        out=(sizes.turn_out, sizes.turn_out),
-        think_s=0.0,
-    )
-    first: ServedRun | None = None
-    for system in systems:
-        context.recorder.note(f"{name}, {system.name}")
-        run = system.run(talks)
-        first = first or run
-        share_same([run], first, strict=not context.settings.on_gpu)
-        context.recorder.figure(name, system.name, "total", "s", run.seconds)
-        _add_rows(context, name, system.name, [run], system.held_bytes())
+    count, turns, new, out = (2, 3, (8, 24), 3) if context.settings.small else (20, 10, (50, 200), 64)
+    name = f"{prefix}chat: {count} conversations of {turns} turns"
+    with context.recorder.guarded(name):
+        talks = workloads.multi_turn(
+            seed=context.settings.seed,
+            vocabulary=context.model.vocabulary,
+            count=count,
+            max_tokens=turns * (new[1] + out),
+            turns=turns,
+            new=new,
+            out=(out, out),
+            think_s=0.0,
+        )
+        (runs,) = take_turns(context.recorder, systems, [[talks]], [name])
+        for system, (run,) in runs.items():
+            share_same([run], runs[systems[0].name][0], strict=not context.settings.on_gpu)
+            context.recorder.figure(name, system, "total", "s", run.seconds)
+            _add_rows(context.recorder, name, system, [run])
 
 
-def _add_rows(context: Context, name: str, system: str, runs: Sequence[ServedRun], held_bytes: int) -> None:
+def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
     """Memory is what is held behind the first such run, by sequences that have ended too."""
-    add = context.recorder.samples
-    add(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
-    add(name, system, "prompt tokens attached", "%", [100 * run.cached_tokens / run.prompt_tokens for run in runs])
+    recorder.samples(name, system, "first token", "ms", [1e3 * each.first_s for run in runs for each in run.served])
+    attached = [100 * run.cached_tokens / run.prompt_tokens for run in runs]
+    recorder.samples(name, system, "prompt tokens attached", "%", attached)
     if system != _NO_SHARING:
-        context.recorder.figure(name, system, "memory, held", "GiB", held_bytes / GIB)
+        recorder.figure(name, system, "memory, held", "GiB", runs[0].held_bytes / GIB)
 
 
 # attaching
@@ -226,7 +165,6 @@ class _Attaching:
     def __init__(self, recorder: Recorder, num_tokens: int, seconds: float) -> None:
         settings = recorder.settings
         self._recorder, self._device, self._num_tokens, self._seconds = recorder, settings.device, num_tokens, seconds
-        self._layers = settings.shape.layers
         rng = np.random.default_rng((settings.seed, num_tokens))
         self._tokens = rng.integers(0, 100_000, num_tokens + 1, dtype=np.int32)
         self._driver = TimedDriver(open_driver(settings.device))
@@ -237,38 +175,34 @@ class _Attaching:
         self._pool = Pool(settings.device, budget_bytes, driver=self._driver.as_driver())
         self._cache = KVCache(layout, self._pool, slots=8, max_tokens=self._most)
         self._prefix = PrefixCache(self._cache)
+        views = (self._cache.k, self._cache.v)
+        self._planes = [view(layer) for layer in range(settings.shape.layers) for view in views]
 
     def run(self, name: str) -> None:
         """Each way, and its rows."""
+        prefix, known = self._prefix, self._tokens[:-1]
         with self._pool:
-            source = self._prefix.attach(self._tokens, max_tokens=self._most).sequence
+            source = prefix.attach(self._tokens, max_tokens=self._most).sequence
             source.grow(self._num_tokens)
             source.advance(self._num_tokens)
             generator = torch.Generator(self._device).manual_seed(self._recorder.settings.seed)
-            for layer in range(self._layers):
-                for plane in (self._cache.k(layer), self._cache.v(layer)):
-                    plane[source.slot, : self._num_tokens].normal_(generator=generator)
+            for plane in self._planes:
+                plane[source.slot, : self._num_tokens].normal_(generator=generator)
             synchronize(self._device)  # confirmed, and not only launched
-            self._prefix.insert(source, self._tokens[:-1])
-            self._sample(name, "alias", self._tokens, lambda sequence: sequence.close(), source=source.slot)
-            self._sample(name, "compute", np.flip(self._tokens), lambda sequence: sequence.close(), wanted=0)
-            self._prefix.park(source, self._tokens[:-1])
-            self._sample(name, "adopt", self._tokens, lambda sequence: self._prefix.park(sequence, self._tokens[:-1]))
+            prefix.insert(source, known)
+            self._sample(name, "alias", self._num_tokens, lambda sequence: sequence.close(), source=source.slot)
+            self._sample(name, "compute", 0, lambda sequence: sequence.close())
+            prefix.park(source, known)
+            self._sample(name, "adopt", self._num_tokens, lambda sequence: prefix.park(sequence, known))
 
-    def _sample(
-        self,
-        name: str,
-        way: str,
-        tokens: TokenIds,
-        end: Callable[[Any], object],
-        *,
-        wanted: int | None = None,
-        source: int | None = None,
-    ) -> None:
-        """Attach again and again. Raises: WrongNumbers if another number of tokens is attached, or other rows."""
-        wanted = self._num_tokens if wanted is None else wanted
+    def _sample(self, name: str, way: str, wanted: int, end: Callable[[Any], object], source: int | None = None) -> None:
+        """Attach again and again; other tokens where none is `wanted`.
+
+        Raises: WrongNumbers if another number of tokens is attached, or other rows than those of the slot `source`.
+        """
         driver_us: list[float] = []
         whole_us: list[float] = []
+        tokens = self._tokens if wanted else np.flip(self._tokens)
         until_us = now_us() + 1e6 * self._seconds
         while len(driver_us) < 3 or (now_us() < until_us and len(driver_us) < 300):
             synchronize(self._device)
@@ -282,9 +216,8 @@ class _Attaching:
             if attached.num_tokens != wanted:
                 raise WrongNumbers(f"{way}: {attached.num_tokens} tokens are attached, and not {wanted}")
             if source is not None and len(driver_us) == 1:
-                planes = [plane for layer in range(self._layers) for plane in (self._cache.k(layer), self._cache.v(layer))]
                 slot, rows = attached.sequence.slot, slice(0, self._num_tokens)
-                if not all(torch.equal(plane[slot, rows], plane[source, rows]) for plane in planes):
+                if not all(torch.equal(plane[slot, rows], plane[source, rows]) for plane in self._planes):
                     raise WrongNumbers("attached rows differ from those of the prefix")
             end(attached.sequence)
             synchronize(self._device)
@@ -307,8 +240,6 @@ _MOST_CHECKED: Final = 50_000
 _LEAST_MEASURED_BYTES: Final = 4 << 20
 """Of growth of the process: below it, a page of the allocator's is no noise any more."""
 
-_Tokens = npt.NDArray[np.int32]
-
 
 class Talks:
     """Conversations of random turns behind one of a few system prompts; of the same seed the same."""
@@ -321,13 +252,13 @@ class Talks:
         self._begins = rng.integers(0, len(self._text) - _TURN_TOKENS[1], (num_talks, _TURNS), dtype=np.int32)
         self._counts = rng.integers(*_TURN_TOKENS, (num_talks, _TURNS), dtype=np.int32)
 
-    def prompt(self, talk: int, num_turns: int, *more: _Tokens) -> _Tokens:
+    def prompt(self, talk: int, num_turns: int, *more: TokenIds) -> TokenIds:
         """The system prompt, so many turns, and more."""
         places = zip(self._begins[talk, :num_turns].tolist(), self._counts[talk, :num_turns].tolist(), strict=True)
         turns = [self._text[begin : begin + count] for begin, count in places]
         return np.concatenate((self._systems[talk % len(self._systems)], *turns, *more))
 
-    def new_turn(self) -> _Tokens:
+    def new_turn(self) -> TokenIds:
         """A turn that no conversation has."""
         turn = self._rng.integers(0, _VOCABULARY, int(self._rng.integers(*_TURN_TOKENS)), dtype=np.int32)
         turn[0] += _VOCABULARY
@@ -338,13 +269,15 @@ class Talks:
         return [int(talk) for talk in self._rng.integers(0, num_talks, count)]
 
 
-def _measure_tree(recorder: Recorder, sizes: PrefixSizes) -> None:
+def _measure_tree(recorder: Recorder) -> None:
     """One tree that grows from size to size. Conversations are as long in a large tree as in a small one, so figures should
     be the same for all sizes, but for the processor's caches. Python's garbage collector is off while the tree grows."""
-    talks = Talks(max(sizes.tree_sizes) // _TURNS, recorder.settings.seed)
+    quick, on_gpu = recorder.settings.quick, recorder.settings.on_gpu
+    sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000) if on_gpu else (1_000, 10_000, 100_000, 1_000_000)
+    talks = Talks(max(sizes) // _TURNS, recorder.settings.seed)
     tree: RadixTree[int] = RadixTree(itertools.count().__next__)
     empty_bytes, num_talks = _resident_bytes(), 0
-    for size in recorder.track(sizes.tree_sizes, lambda size: f"a tree of {size} nodes"):
+    for size in recorder.track(sizes, lambda size: f"a tree of {size} nodes"):
         name = f"a tree of {size:,} nodes"
         with recorder.guarded(name):
             gc.disable()
@@ -361,7 +294,7 @@ def _measure_tree(recorder: Recorder, sizes: PrefixSizes) -> None:
             if grown_bytes >= _LEAST_MEASURED_BYTES:
                 recorder.figure(name, "radix tree", "memory, a node", "B", grown_bytes / tree.num_nodes, tree.num_nodes)
             gc.collect()
-            for metric, samples_us in _time_tree(tree, talks, num_talks, sizes.tree_samples).items():
+            for metric, samples_us in _time_tree(tree, talks, num_talks, 100 if quick else 2000).items():
                 recorder.samples(name, "radix tree", metric, "us", samples_us)
 
 

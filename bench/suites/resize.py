@@ -42,12 +42,9 @@ Samples = defaultdict[str, list[float]]
 
 def run(recorder: Recorder) -> None:
     """Raises: WrongNumbers if memory did not go where it should, or a row was lost."""
-    one_pool = [(kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)]
-    for case in recorder.track([*one_pool, "one pool", "a pool of half for each"]):
-        if isinstance(case, tuple):
-            _measure_one_pool(recorder, *case)
-        else:
-            _measure_two_caches(recorder, case)
+    cases: list[tuple[str, ...]] = [(kept, way) for kept in (FREE, PARKED, IN_TREE) for way in (AT_ONCE, IN_SLACK)]
+    for case in recorder.track([*cases, ("one pool",), ("a pool of half for each",)]):
+        (_measure_one_pool if len(case) > 1 else _measure_two_caches)(recorder, *case)
 
 
 # residents and guests
@@ -67,7 +64,7 @@ class Residents(NamedTuple):
     With `ahead` all that they will ever need is mapped at once, so that what they hold is a constant.
     """
 
-    count: int
+    number: int
     start_tokens: int
     end_tokens: int
     ahead: bool = False
@@ -90,7 +87,7 @@ class Tenants:
         salt: int = 0,
     ) -> None:
         self.cache, self.shape = cache, shape
-        self.work = open_work(cache, settings, residents.count, shape)
+        self.work = open_work(cache, settings, residents.number, shape)
         self._layers, self._kept, self._rng, self._planned = {0, shape.layers - 1}, kept, rng, residents
         self._prefix = PrefixCache(cache) if kept == IN_TREE else None
         self._next_mark = salt
@@ -98,7 +95,7 @@ class Tenants:
         """By the stamp of a parked slot, its rows and their mark."""
         # Not all of one length: they would cross their pages together.
         first = residents.start_tokens
-        starts = [first - index * first // (2 * residents.count) for index in range(residents.count)]
+        starts = [first - index * first // (2 * residents.number) for index in range(residents.number)]
         self._residents = [(cache.open(max_tokens=residents.end_tokens), start) for start in starts]
         for sequence, start in self._residents:
             sequence.grow(residents.end_tokens if residents.ahead else start + 1)
@@ -253,7 +250,7 @@ class OnePool:
         self._num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
         self._prompt_pages: Final = (16, 128) if gpu else (1, 20)
         residents = Residents(self.num_residents, *((1024, 1536) if gpu else (150, 250)))
-        self._half_pages: Final = residents.count * layout.pages_for(residents.end_tokens)
+        self._half_pages: Final = residents.number * layout.pages_for(residents.end_tokens)
         self.half_bytes: Final = self._half_pages * PAGE_BYTES
         # Residents, guests, and guests of the time before, parked or not yet unmapped. They are addresses only.
         slots = self.num_residents + 2 * (2 + self._half_pages // self._prompt_pages[0])

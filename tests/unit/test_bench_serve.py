@@ -14,7 +14,7 @@ from bench.suites.serve import client, steps
 from bench.suites.serve.models import MODELS, decode_s, padded, requests_s, vocabulary_of
 from bench.suites.serve.steps import KernelSpan, steps_of
 from bench.suites.serve.systems import Served, ServedRun, Turns, alike, share_off, share_same, take_turns
-from bench.workloads import Ask
+from bench.workloads import Ask, Workload
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 
 
@@ -65,16 +65,28 @@ def test_other_answers_are_a_share_or_an_error() -> None:
         share_same([other], wanted, strict=True)
 
 
-def test_systems_take_turns_forward_and_backward() -> None:
-    order: list[str] = []
+def test_systems_take_turns_forward_and_backward_and_later_workloads_keep_the_cache(tmp_path: Path) -> None:
+    order: list[tuple[str, str, bool]] = []
 
     class System:
         def __init__(self, name: str) -> None:
             self.name = name
 
-    runs = take_turns([System("a"), System("b")], 2, lambda system: order.append(system.name) or ServedRun([], 1.0))  # type: ignore[func-returns-value]
-    assert order == ["a", "b", "b", "a"]
-    assert {name: len(of) for name, of in runs.items()} == {"a": 2, "b": 2}
+        def run(self, workload: Workload, *, keep: bool = False) -> ServedRun:
+            order.append((self.name, workload.name, keep))
+            return ServedRun([], 1.0)
+
+    cold, warm = (Workload(name=name, text="", asks=()) for name in ("cold", "warm"))
+
+    def leaves_out(system: str, round_: int, place: int) -> bool:
+        return (system, round_, place) == ("b", 1, 1)
+
+    by_place = take_turns(
+        recorder_in(tmp_path), [System("a"), System("b")], [[cold, warm]] * 2, ["c", "w"], leaves_out=leaves_out
+    )
+    assert [name for name, workload, _ in order if workload == "cold"] == ["a", "b", "b", "a"]
+    assert all(keep == (workload == "warm") for _, workload, keep in order)
+    assert [{name: len(of) for name, of in runs.items()} for runs in by_place] == [{"a": 2, "b": 2}, {"a": 2, "b": 1}]
 
 
 def test_the_engine_as_a_user_has_it_is_checked_and_timed(tmp_path: Path) -> None:

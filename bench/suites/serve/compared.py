@@ -7,7 +7,6 @@ rates      requests arrive at random: how long each waits, and how many are serv
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -36,105 +35,83 @@ _CHECKED_TOKENS: Final = 4
 """Of each answer that is held against the first system's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedSizes:
-    """What the parts ask, by the names that `--cases` chooses from."""
+def limits_of(settings: Settings) -> EngineLimits:
+    """The same for all systems."""
+    if settings.small:
+        return EngineLimits(budget_bytes=16 * MIB, max_tokens=512, max_num_seqs=8, max_num_batched_tokens=256)
+    step_tokens = settings.max_num_batched_tokens
+    return EngineLimits(budget_bytes=24 * GIB, max_tokens=4096, max_num_seqs=256, max_num_batched_tokens=step_tokens)
 
-    limits: EngineLimits
-    workloads: dict[str, dict[str, Workload]]
-    """By part."""
-    first_s: float
-    """What a good request keeps to (goodput, as in DistServe: Zhong et al., OSDI 2024): from its arrival to its first token,"""
-    per_token_s: float
-    """and for each token behind it, on average."""
-    sampled: int
-    """Requests whose first tokens are checked."""
 
-    @classmethod
-    def of(cls, model: ServedModel, settings: Settings) -> "ComparedSizes":
-        """Small ones on a CPU say only that everything works. Chats and documents are scaled to what fits."""
-        small, seed = settings.small, settings.seed
-        longest = 512 if small else 4096
-        common: dict[str, Any] = {"seed": seed, "vocabulary": min(_IDS, model.vocabulary), "max_tokens": longest}
-        if small:
-            limits = EngineLimits(budget_bytes=16 * MIB, max_tokens=longest, max_num_seqs=8, max_num_batched_tokens=256)
-            closed = [
-                workloads.uniform(**common, count=6, prompt=(10, 100), out=(10, 40)),
-                workloads.chat(**common, count=6, scale=0.04),
-                workloads.long_documents(**common, count=3, scale=0.04),
-                workloads.shared_prefix(**common, count=6, prefix_tokens=256, own=(8, 16), out=(8, 16)),
-                workloads.multi_turn(**common, count=2, turns=2, new=(20, 40), out=(10, 20), think_s=0.05),
-                workloads.skewed(**common, count=6, short=(10, 40), long=(300, 400), out=(8, 30)),
-                workloads.ragged(**common, count=6, prompt=(10, 100), mean_out=20),
-            ]
-            outside, rates, duration_s, least = closed, [4.0, 8.0], 1.0, 4
-            chats = workloads.chat(**common, count=8, scale=0.04)
-        else:
-            limits = EngineLimits(
-                budget_bytes=24 * GIB,
-                max_tokens=longest,
-                max_num_seqs=256,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-            )
-            closed = [
-                workloads.uniform(**common, count=128),
-                workloads.chat(**common, count=96),
-                workloads.long_documents(**common, count=48, scale=0.3),
-                workloads.shared_prefix(**common, count=128, prefix_tokens=2048),
-                workloads.multi_turn(**common, count=32, turns=4),
-                workloads.skewed(**common, count=128),
-                workloads.ragged(**common, count=128),
-            ]
-            # Few: some systems outside take minutes.
-            outside = [workloads.uniform(**common, count=32), workloads.chat(**common, count=32)]
-            rates, duration_s, least = [1.0, 2.0, 4.0, 8.0, 16.0], 12.0, 24
-            chats = workloads.chat(**common, count=256)
+def workloads_of(model: ServedModel, settings: Settings, part: str) -> dict[str, Workload]:
+    """What a part asks, by the names that `--cases` chooses from: workloads' own, or rates.
+
+    Small ones on a CPU say only that everything works. Chats and documents are scaled to what fits.
+    """
+    small, seed = settings.small, settings.seed
+    common: dict[str, Any] = {
+        "seed": seed,
+        "vocabulary": min(_IDS, model.vocabulary),
+        "max_tokens": limits_of(settings).max_tokens,
+    }
+    if part == "rates":
+        rates, duration_s, least = ([4.0, 8.0], 1.0, 4) if small else ([1.0, 2.0, 4.0, 8.0, 16.0], 12.0, 24)
+        chats = workloads.chat(**common, count=8, scale=0.04) if small else workloads.chat(**common, count=256)
 
         def arriving(rate: float) -> Workload:
             count = min(len(chats.asks), max(least, round(rate * duration_s)))
             first = Workload(name=chats.name, text=chats.text, asks=chats.asks[:count])
             return workloads.arriving(first, rate, seed=seed)
 
-        return cls(
-            limits=limits,
-            workloads={
-                "closed": {workload.name: workload for workload in closed},
-                "outside": {workload.name: workload for workload in outside},
-                "rates": {f"{rate:g}": arriving(rate) for rate in rates},
-            },
-            first_s=5.0 if small else 1.0,
-            per_token_s=0.5 if small else 0.05,
-            sampled=2 if small else 4,
-        )
-
-    def num_good(self, run: ServedRun) -> int:
-        """Requests that kept to the target."""
-        return sum(each.first_s <= self.first_s and (each.per_token_s or 0.0) <= self.per_token_s for each in run.served)
+        return {f"{rate:g}": arriving(rate) for rate in rates}
+    if small:
+        asked = [
+            workloads.uniform(**common, count=6, prompt=(10, 100), out=(10, 40)),
+            workloads.chat(**common, count=6, scale=0.04),
+            workloads.long_documents(**common, count=3, scale=0.04),
+            workloads.shared_prefix(**common, count=6, prefix_tokens=256, own=(8, 16), out=(8, 16)),
+            workloads.multi_turn(**common, count=2, turns=2, new=(20, 40), out=(10, 20), think_s=0.05),
+            workloads.skewed(**common, count=6, short=(10, 40), long=(300, 400), out=(8, 30)),
+            workloads.ragged(**common, count=6, prompt=(10, 100), mean_out=20),
+        ]
+    elif part == "outside":  # few: some systems outside take minutes
+        asked = [workloads.uniform(**common, count=32), workloads.chat(**common, count=32)]
+    else:
+        asked = [
+            workloads.uniform(**common, count=128),
+            workloads.chat(**common, count=96),
+            workloads.long_documents(**common, count=48, scale=0.3),
+            workloads.shared_prefix(**common, count=128, prefix_tokens=2048),
+            workloads.multi_turn(**common, count=32, turns=4),
+            workloads.skewed(**common, count=128),
+            workloads.ragged(**common, count=128),
+        ]
+    return {workload.name: workload for workload in asked}
 
 
 def case_names(settings: Settings, part: str) -> list[str]:
-    """By which `--cases` chooses among what a part asks: workloads' names, or rates."""
-    return list(ComparedSizes.of(model_of(settings.shape.name, tiny=settings.small), settings).workloads[part])
+    """By which `--cases` chooses among what a part asks."""
+    return list(workloads_of(model_of(settings.shape.name, tiny=settings.small), settings, part))
 
 
 def run(context: Context, part: str) -> None:
     """All systems of a part under each of its workloads, as far as they are wanted."""
-    settings, sizes = context.settings, ComparedSizes.of(context.model, context.settings)
+    settings, limits = context.settings, limits_of(context.settings)
     wanted = settings.cases if settings.parts else ()
-    assert sizes.limits.budget_bytes is not None
-    budget = format_bytes(sizes.limits.budget_bytes)
+    assert limits.budget_bytes is not None
     memories = ["vmmkv"] if part == "outside" else list(systems_on(settings.device))
-    with opened(context, sizes.limits, memories, outside=part == "outside") as systems:
-        for case, workload in sizes.workloads[part].items():
+    with opened(context, limits, memories, outside=part == "outside") as systems:
+        for case, workload in workloads_of(context.model, settings, part).items():
             if wanted and case not in wanted:
                 continue
-            text = f"{case} requests/s, Poisson" if part == "rates" else f"{budget} of rows"
-            sized = workload.name if part == "rates" else f"{workload.name}: {workload.text}"
-            name = context.name(part, f"{sized}, {text}")
+            if part == "rates":
+                name = context.name(part, f"{workload.name}, {case} requests/s, Poisson")
+            else:
+                name = context.name(part, f"{workload.name}: {workload.text}, {format_bytes(limits.budget_bytes)} of rows")
             with context.recorder.guarded(name):
-                for system, runs in _measured(context, name, systems, workload, sizes.sampled).items():
+                for system, runs in _measured(context, name, systems, workload).items():
                     if part == "rates":
-                        _add_open(context, name, system, sizes, runs)
+                        _add_open(context, name, system, runs)
                     else:
                         _add_closed(context, name, system, workload, runs)
                     _add_latencies(context, name, system, runs)
@@ -171,19 +148,12 @@ def opened(
     context.close()  # collects: what captured graphs and weights keep is not free before
 
 
-def _measured(
-    context: Context, name: str, systems: Sequence[System], workload: Workload, count: int
-) -> dict[str, list[ServedRun]]:
+def _measured(context: Context, name: str, systems: Sequence[System], workload: Workload) -> dict[str, list[ServedRun]]:
     """The runs of each system. All are checked before any has rows. Raises: WrongNumbers."""
-    recorder, settings = context.recorder, context.settings
-    offs = checked(context, systems, workload, count)
-
-    def run_one(system: System) -> ServedRun:
-        recorder.note(f"{name}, {system.name}")
-        return system.run(workload)
-
-    runs = take_turns(systems, settings.repeat, run_one)
-    first, strict = runs[systems[0].name][0], not settings.on_gpu
+    recorder, strict = context.recorder, not context.settings.on_gpu
+    offs = checked(context, systems, workload, 2 if context.settings.small else 4)
+    (runs,) = take_turns(recorder, systems, [[workload]] * context.settings.repeat, [name])
+    first = runs[systems[0].name][0]
     sames = {
         system: share_same(of_system if strict else of_system[:1], first, strict=strict) for system, of_system in runs.items()
     }
@@ -236,20 +206,29 @@ def _add_closed(context: Context, name: str, system: str, workload: Workload, ru
     add(name, system, "running at once", "requests", [count for run in runs for count in run.running])
 
 
-def _add_open(context: Context, name: str, system: str, sizes: ComparedSizes, runs: Sequence[ServedRun]) -> None:
-    """What was served until the last request came: what is served after that, with none coming any more, is no rate."""
-    until_s = [max(each.arrival_s for each in run.served) for run in runs]
-    count = len(runs[0].served)
-    tokens = [
-        sum(int(np.searchsorted(each.token_s, last_s, side="right")) for each in run.served) / last_s
-        for run, last_s in zip(runs, until_s, strict=True)
-    ]
-    good = [sizes.num_good(run) for run in runs]
-    context.recorder.figure(name, system, "rate", "requests/s", count / until_s[0], count)
-    add = context.recorder.samples
-    add(name, system, "throughput", "tok/s", tokens)
-    add(name, system, "goodput", "requests/s", [kept / last_s for kept, last_s in zip(good, until_s, strict=True)])
-    add(name, system, "kept to the target", "%", [100 * kept / count for kept in good])
+def _add_open(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:
+    """What was served until the last request came: what is served after that, with none coming any more, is no rate.
+
+    A good request keeps to a target, as in DistServe (Zhong et al., OSDI 2024): from its arrival to its first token, and for
+    each token behind it, on average.
+    """
+    target_s, per_token_s = (5.0, 0.5) if context.settings.small else (1.0, 0.05)
+    add, count = context.recorder.samples, len(runs[0].served)
+    rows: dict[tuple[str, str], list[float]] = {
+        ("throughput", "tok/s"): [],
+        ("goodput", "requests/s"): [],
+        ("kept to the target", "%"): [],
+    }
+    for run in runs:
+        last_s = max(each.arrival_s for each in run.served)
+        if run is runs[0]:
+            context.recorder.figure(name, system, "rate", "requests/s", count / last_s, count)
+        tokens = sum(int(np.searchsorted(each.token_s, last_s, side="right")) for each in run.served)
+        good = sum(each.first_s <= target_s and (each.per_token_s or 0.0) <= per_token_s for each in run.served)
+        for samples, value in zip(rows.values(), (tokens / last_s, good / last_s, 100 * good / count), strict=True):
+            samples.append(value)
+    for (metric, unit), samples in rows.items():
+        add(name, system, metric, unit, samples)
 
 
 def _add_latencies(context: Context, name: str, system: str, runs: Sequence[ServedRun]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from bench.baselines.backend import systems_on
-from bench.harness import Settings, WrongNumbers, synchronize
+from bench.harness import Recorder, Settings, WrongNumbers, synchronize
 from bench.suites.serve.models import ServedModel, Weights
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv.server import LLM, SamplingParams
@@ -82,6 +82,8 @@ class ServedRun:
     """Requests that ran, a sample a step."""
     cached_tokens: int = 0
     """Of all prompts, what the prefix cache had."""
+    held_bytes: int = 0
+    """By the cache behind the run: of sequences that have ended, and of prefixes."""
     likeliest: list[LogProbs] = field(default_factory=list)
     """Of requests for which it was asked: the likeliest first tokens."""
 
@@ -283,7 +285,8 @@ class EngineSystem:
             raise
         self.loop.settle()
         self._said.clear()
-        return ServedRun(run.served, run.seconds, run.running, self._cached_tokens)
+        held_bytes = int(self.loaded.memory.cache.stats().pool_held_bytes)
+        return ServedRun(run.served, run.seconds, run.running, self._cached_tokens, held_bytes)
 
     @property
     def num_running(self) -> int:
@@ -338,10 +341,6 @@ class EngineSystem:
         if any(len(begin.tokens) != num_tokens for begin in begins):
             raise WrongNumbers(f"{self.name} has not answered all prompts with {num_tokens} tokens")
         return begins
-
-    def held_bytes(self) -> int:
-        """Memory held by sequences and the prefix cache."""
-        return int(self.loaded.memory.cache.stats().pool_held_bytes)
 
     def abort(self, count: int) -> None:
         """End requests 0 to `count`, and forget what was said of them."""
@@ -471,10 +470,27 @@ def share_same(runs: Sequence[ServedRun], wanted: ServedRun, *, strict: bool) ->
     return 1 - len(differing) / len(wanted.served)
 
 
-def take_turns(systems: Sequence[Any], repeat: int, run: Callable[[Any], ServedRun]) -> dict[str, list[ServedRun]]:
-    """Runs of each system by its name: once forward, once backward, so that a drift of the machine is no system's."""
-    runs: dict[str, list[ServedRun]] = {system.name: [] for system in systems}
-    for number in range(repeat):
+def take_turns(
+    recorder: Recorder,
+    systems: Sequence[Any],
+    rounds: Sequence[Sequence[Workload]],
+    names: Sequence[str],
+    *,
+    leaves_out: Callable[[str, int, int], bool] = lambda system, round_, place: False,
+) -> list[dict[str, list[ServedRun]]]:
+    """The runs of each place in a round, by system. `names` are those of the places, as rows have them.
+
+    The first workload of a round finds an empty prefix cache, each other what is left. In every other round the systems come
+    backwards, so that a drift of the machine is no system's.
+    """
+    runs: list[dict[str, list[ServedRun]]] = [{system.name: [] for system in systems} for _ in names]
+    for number, round_ in enumerate(rounds):
         for system in systems if number % 2 == 0 else reversed(systems):
-            runs[system.name].append(run(system))
+            for place, workload in enumerate(round_):
+                if leaves_out(system.name, number, place):
+                    continue
+                row = min(place, len(names) - 1)
+                recorder.note(f"{names[row]}, {system.name}")
+                run = system.run(workload, keep=True) if place else system.run(workload)
+                runs[row][system.name].append(run)
     return runs
