@@ -61,14 +61,15 @@ class Shape:
         return KVLayout.uniform(layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype)
 
 
-_SHAPES = (
-    Shape(
-        name="llama-3.1-8b", layers=32, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=16_060_522_496
-    ),
-    Shape(name="qwen3-0.6b", layers=28, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, weight_bytes=1_192_099_840),
-    Shape(name="smollm2-135m", layers=30, heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, weight_bytes=269_030_016),
-    # Rows of 64 KiB in one layer: few steps cross many pages, and a CPU still attends to them in milliseconds.
-    Shape(name="wide", layers=1, heads=32, kv_heads=32, head_dim=256, dtype=torch.float32, weight_bytes=0),
+_SHAPES = tuple(
+    Shape(name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, weight_bytes=weight_bytes)
+    for name, layers, heads, kv_heads, dim, dtype, weight_bytes in (
+        ("llama-3.1-8b", 32, 32, 8, 128, torch.bfloat16, 16_060_522_496),
+        ("qwen3-0.6b", 28, 16, 8, 128, torch.bfloat16, 1_192_099_840),
+        ("smollm2-135m", 30, 9, 3, 64, torch.bfloat16, 269_030_016),
+        # Rows of 64 KiB in one layer: few steps cross many pages, and a CPU still attends to them in milliseconds.
+        ("wide", 1, 32, 32, 256, torch.float32, 0),
+    )
 )
 SHAPES: Final = {shape.name: shape for shape in _SHAPES}
 MODEL_SHAPES: Final = _SHAPES[:3]

@@ -150,8 +150,8 @@ def test_an_instant_belongs_to_the_kernel_that_has_run_longest() -> None:
 def test_bounds_follow_from_bytes_and_operations() -> None:
     llama = MODELS["llama-3.1-8b"]
     assert llama.row_bytes == 131072
-    assert llama.step_weight_bytes == pytest.approx(15.0e9, rel=0.01)
-    assert decode_s(llama, 1, 1000) == pytest.approx((llama.step_weight_bytes + 1000 * 131072) / 4.5e12)
+    assert 2 * llama.step_parameters == pytest.approx(15.0e9, rel=0.01)
+    assert decode_s(llama, 1, 1000) == pytest.approx((2 * llama.step_parameters + 1000 * 131072) / 4.5e12)
     cold, warm = (requests_s(llama, [5000] * 2, [2, 2], shared=4000, known=known) for known in (False, True))
     assert warm < cold < requests_s(llama, [5000] * 2, [2, 2])
 

@@ -17,7 +17,7 @@ import numpy as np
 from bench.harness import Settings
 from bench.suites.serve import Context
 from bench.suites.serve.models import ServedModel, requests_s
-from bench.suites.serve.systems import LogProbs, ServedRun, UserEngine, share_off, share_same
+from bench.suites.serve.systems import ServedRun, UserEngine, share_off, share_same
 from bench.workloads import Ask, Workload
 
 _IDS: Final = 10_001
@@ -45,72 +45,55 @@ def random_tokens(model: ServedModel, seed: int, count: int, *names: int) -> lis
     return random.Random(f"{seed}/{'/'.join(map(str, names))}").choices(range(min(_IDS, model.vocabulary)), k=count)
 
 
-def mixed_stage(model: ServedModel, settings: Settings) -> Stage:
-    """Lengths in and out are drawn alike: a prompt's length, its tokens, its answer's length, and so on."""
-    count, shortest, longest = (10, 8, 40) if settings.small else (256, 100, 1024)
-    draws, most = random.Random(settings.seed), min(_IDS, model.vocabulary) - 1
-    prompts, outs = [], []
-    for _ in range(count):
-        length = draws.randint(shortest, longest)
-        prompts.append([draws.randint(0, most) for _ in range(length)])
-        outs.append(draws.randint(shortest, longest))
-    text = f"{count} requests of {shortest}..{longest} tokens in, as many out"
-    return _stage(model, "mixed", text, prompts, outs, own_tokens=shortest // 2)
-
-
 def stages(model: ServedModel, settings: Settings, part: str) -> list[Stage]:
     """The workloads of a part, each behind the other; of the same seed the same."""
     small, seed = settings.small, settings.seed
-    if part == "mixed":
-        return [mixed_stage(model, settings)]
+
+    def stage(
+        name: str,
+        text: str,
+        prompts: list[list[int]],
+        outs: list[int],
+        *,
+        shared: int = 0,
+        known: bool = False,
+        own_tokens: int = 16,
+    ) -> Stage:
+        asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=out) for prompt, out in zip(prompts, outs, strict=True))
+        bound_s = requests_s(model, list(map(len, prompts)), outs, shared=shared, known=known)
+        return Stage(workload=Workload(name=name, text=text, asks=asks), bound_s=bound_s, own_tokens=own_tokens)
+
+    if part == "mixed":  # a prompt's length, its tokens, its answer's length, and so on: lengths in and out are drawn alike
+        count, shortest, longest = (10, 8, 40) if small else (256, 100, 1024)
+        draws, most = random.Random(seed), min(_IDS, model.vocabulary) - 1
+        prompts, outs = [], []
+        for _ in range(count):
+            length = draws.randint(shortest, longest)
+            prompts.append([draws.randint(0, most) for _ in range(length)])
+            outs.append(draws.randint(shortest, longest))
+        text = f"{count} requests of {shortest}..{longest} tokens in, as many out"
+        return [stage(part, text, prompts, outs, own_tokens=shortest // 2)]
     if part == "single":
         length, out = (64, 12) if small else (1024, 256)
-        prompts = [random_tokens(model, seed, length, 1)]
-        return [_stage(model, part, f"{length} tokens in, {out} out", prompts, [out])]
+        return [stage(part, f"{length} tokens in, {out} out", [random_tokens(model, seed, length, 1)], [out])]
     if part == "first":
         length = 700 if small else min(8192, model.reach - 1)
-        return [_stage(model, part, f"{length} tokens in, 1 out", [random_tokens(model, seed, length, 2)], [1])]
+        return [stage(part, f"{length} tokens in, 1 out", [random_tokens(model, seed, length, 2)], [1])]
     if part == "long":
         count, length, out = (2, 900, 6) if small else (8, min(32768, model.reach - 256), 256)
         prompts = [random_tokens(model, seed, length, 3, index) for index in range(count)]
-        return [_stage(model, part, f"{count} requests of {length} tokens in, {out} out", prompts, [out] * count)]
+        return [stage(part, f"{count} requests of {length} tokens in, {out} out", prompts, [out] * count)]
     count, shared, own, out = (4, 1100, 16, 6) if small else (128, 4096, 128, 64)
     text = f"{count} requests of {shared} shared tokens and {own} own in, {out} out"
     prefix = random_tokens(model, seed, shared, 4)
-    made = []
-    for known, name in enumerate(("shared cold", "shared warm")):
-        prompts = [prefix + random_tokens(model, seed, own, 5 + known, index) for index in range(count)]
-        made.append(_stage(model, name, text, prompts, [out] * count, shared=shared, known=bool(known), own_tokens=own))
-    return made
-
-
-def _stage(
-    model: ServedModel,
-    name: str,
-    text: str,
-    prompts: list[list[int]],
-    outs: list[int],
-    *,
-    shared: int = 0,
-    known: bool = False,
-    own_tokens: int = 16,
-) -> Stage:
-    asks = tuple(Ask(prompt=np.array(prompt, np.int32), num_out=out) for prompt, out in zip(prompts, outs, strict=True))
-    bound_s = requests_s(model, list(map(len, prompts)), outs, shared=shared, known=known)
-    return Stage(workload=Workload(name=name, text=text, asks=asks), bound_s=bound_s, own_tokens=own_tokens)
-
-
-def checked_alone(context: Context, engine: UserEngine, stage: Stage) -> tuple[list[int], list[LogProbs], list[LogProbs]]:
-    """Some requests of a workload, their likeliest first tokens alone, and with other tokens before their own."""
-    asks, own = stage.workload.asks, stage.own_tokens
-    longest = max(len(ask.prompt) for ask in asks)
-    sampled = range(min(2 if context.settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest)))
-    prompts = [asks[index].prompt for index in sampled]
-    others = [
-        np.array([*random_tokens(context.model, context.settings.seed, len(prompt) - own, 6, index), *prompt[-own:]], np.int32)
-        for index, prompt in enumerate(prompts)
+    cold, warm = (
+        [prefix + random_tokens(model, seed, own, name, index) for index in range(count)]  # own tokens of each
+        for name in (5, 6)
+    )
+    return [
+        stage("shared cold", text, cold, [out] * count, shared=shared, own_tokens=own),
+        stage("shared warm", text, warm, [out] * count, shared=shared, known=True, own_tokens=own),
     ]
-    return list(sampled), engine.likeliest(prompts), engine.likeliest(others)
 
 
 def run(context: Context, part: str) -> None:
@@ -134,20 +117,30 @@ class Measured(NamedTuple):
 def timed_runs(context: Context, engine: UserEngine, of_part: Sequence[Stage]) -> list[Measured]:
     """`1 + repeat` runs of all stages: of each run the first from an empty prefix cache, each other from what is left.
 
-    Raises: WrongNumbers.
+    First tokens are held against those of some requests alone. How far they may be off follows from how far they move if all
+    but a prompt's own tokens are others. Raises: WrongNumbers.
     """
     settings = context.settings
-    alone = [checked_alone(context, engine, stage) if len(stage.workload.asks) > 1 else ([], [], []) for stage in of_part]
+    alone = []
+    for stage in of_part:
+        asks, own = stage.workload.asks, stage.own_tokens
+        longest = max(len(ask.prompt) for ask in asks)
+        count = min(2 if settings.small else 4, len(asks), max(1, _MOST_TOKENS // longest)) if len(asks) > 1 else 0
+        prompts = [ask.prompt for ask in asks[:count]]
+        begins = [random_tokens(context.model, settings.seed, len(prompt) - own, 6, n) for n, prompt in enumerate(prompts)]
+        others = [np.array([*begin, *prompt[-own:]], np.int32) for begin, prompt in zip(begins, prompts, strict=True)]
+        alone.append((engine.likeliest(prompts), engine.likeliest(others)))
     runs: list[list[ServedRun]] = [[] for _ in of_part]
     for number in range(1 + settings.repeat):
-        for index, (stage, (sampled, _, _)) in enumerate(zip(of_part, alone, strict=True)):
+        for place, stage in enumerate(of_part):
             context.recorder.note(f"{stage.workload.name}, run {number} of {settings.repeat}")
             # Log-probabilities are asked for in the first run, which is not timed.
-            runs[index].append(engine.run(stage.workload, scored=() if number else sampled, keep=index > 0))
+            num_scored = 0 if number else len(alone[place][0])
+            runs[place].append(engine.run(stage.workload, num_scored=num_scored, keep=place > 0))
     measured = []
-    for (_, wanted, others), of_stage in zip(alone, runs, strict=True):
+    for (wanted, moved), of_stage in zip(alone, runs, strict=True):
         what, given = "first tokens, against requests alone,", of_stage[0].likeliest
-        off = share_off(wanted, given, others, engine.dtype, what) if wanted else None
+        off = share_off(wanted, given, moved, engine.dtype, what) if wanted else None
         measured.append(Measured(of_stage, off, share_same(of_stage, of_stage[0], strict=not settings.on_gpu)))
     return measured
 

@@ -19,8 +19,9 @@ from bench.harness import WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.models import Weights, digest_of, tokenizer_file
 from bench.suites.serve.schemas import SCHEMAS
-from bench.suites.serve.systems import EngineLimits, EngineSystem, generate_message
+from bench.suites.serve.systems import EngineLimits, EngineSystem, params_of
 from vmmkv.server.engine.request import Request
+from vmmkv.server.protocol import Generate
 from vmmkv.server.structured_output.compiler import Compilation
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Matcher, Vocabulary, Words
@@ -164,7 +165,8 @@ class ScriptedEngine(EngineSystem):
             while num_running or len(told) < len(asks):
                 while num_running < at_once and len(told) < len(asks):
                     ask = asks[len(told)]
-                    loop.receive(generate_message(str(len(told)), ask.prompt, ask.max_tokens, grammar=ask.grammar))
+                    params = params_of(ask.max_tokens, ends=bool(ask.grammar))
+                    loop.receive(Generate(request_id=str(len(told)), prompt=ask.prompt, params=params, grammar=ask.grammar))
                     told.append(Told(time.perf_counter()))
                     num_running += 1
                 loop.step()

@@ -18,18 +18,17 @@ from typing import Any, Final
 import torch
 
 from bench.harness import BF16_FLOPS, HBM_BYTES_PER_S
+from vmmkv.cli.plan import KNOWN_CONFIGS
 from vmmkv.server.config import ServeConfig
 from vmmkv.server.engine.loading import ModelSource, choose_dtype
 
-Config = Mapping[str, str | int | float | bool | list[str] | dict[str, str | float] | None]
+Config = Mapping[str, Any]
 """What a config.json holds."""
 
 ITEM_BYTES: Final = 2
 """Of weights, K and V, in bfloat16: bounds are of a GPU."""
 
 _COMMON: Final[Config] = {
-    "head_dim": 128,
-    "num_key_value_heads": 8,
     "hidden_act": "silu",
     "attention_bias": False,
     "initializer_range": 0.02,
@@ -57,48 +56,39 @@ class ServedModel:
     @property
     def vocabulary(self) -> int:
         """Token ids."""
-        return self._count("vocab_size")
+        return int(self.config["vocab_size"])
 
     @property
     def reach(self) -> int:
         """Tokens of the longest sequence."""
-        return self._count("max_position_embeddings")
+        return int(self.config["max_position_embeddings"])
 
     @property
     def layers(self) -> int:
         """Of the decoder."""
-        return self._count("num_hidden_layers")
+        return int(self.config["num_hidden_layers"])
 
     @property
     def attention_width(self) -> int:
         """Elements of all query heads together."""
-        return self._count("num_attention_heads") * self._count("head_dim")
-
-    @property
-    def kv_width(self) -> int:
-        """Elements of all key heads together, or of all value heads."""
-        return self._count("num_key_value_heads") * self._count("head_dim")
+        return int(self.config["num_attention_heads"] * self.config["head_dim"])
 
     @property
     def row_bytes(self) -> int:
         """K and V of a token in all layers."""
-        return 2 * self.layers * self.kv_width * ITEM_BYTES
+        return int(2 * self.layers * self.config["num_key_value_heads"] * self.config["head_dim"] * ITEM_BYTES)
 
     @property
     def layer_parameters(self) -> int:
         """Weights that multiply each token, in all layers: query, key, value and output, gate, up and down."""
-        hidden, mlp = self._count("hidden_size"), self._count("intermediate_size")
-        return self.layers * hidden * (2 * self.attention_width + 2 * self.kv_width + 3 * mlp)
+        kv_width = self.config["num_key_value_heads"] * self.config["head_dim"]
+        widths = 2 * self.attention_width + 2 * kv_width + 3 * self.config["intermediate_size"]
+        return int(self.layers * self.config["hidden_size"] * widths)
 
     @property
-    def head_parameters(self) -> int:
-        """Weights that make logits."""
-        return self.vocabulary * self._count("hidden_size")
-
-    @property
-    def step_weight_bytes(self) -> int:
+    def step_parameters(self) -> int:
         """Weights that a decode step reads. The embedding is not among them, unless the head is tied to it."""
-        return (self.layer_parameters + self.head_parameters) * ITEM_BYTES
+        return int(self.layer_parameters + self.vocabulary * self.config["hidden_size"])
 
     @contextmanager
     def directory(self) -> Iterator[Path]:
@@ -112,71 +102,29 @@ class ServedModel:
                 (Path(folder) / name).write_text(text, encoding="utf-8")
             yield Path(folder)
 
-    def _count(self, key: str) -> int:
-        value = self.config[key]
-        assert isinstance(value, int), f"{key}={value!r} of {self.name} is no number of things"
-        return value
 
-
-def _llama(name: str, **config: str | int | float | bool) -> ServedModel:
-    own: Config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "mlp_bias": False}
-    return ServedModel(name=name, config={**_COMMON, **own, **config, **_rope(config["rope_theta"])})
-
-
-def _qwen3(name: str, **config: str | int | float | bool) -> ServedModel:
-    own: Config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
-    return ServedModel(name=name, config={**_COMMON, **own, **config, **_rope(config["rope_theta"])})
-
-
-def _rope(theta: str | float) -> Config:
-    """As transformers 5 has it, beside the `rope_theta` of those before."""
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
-
-
-_MODELS: Final = (
-    _llama(
-        "llama-3.1-8b",
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_theta=500_000.0,
-        tie_word_embeddings=False,
-        bos_token_id=128000,
-        eos_token_id=128001,
-    ),
-    _qwen3(
-        "qwen3-0.6b",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
-        bos_token_id=151643,
-        eos_token_id=151645,
-    ),
-    _llama(
-        "smollm2-135m",
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        rope_theta=100_000.0,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+_FAMILIES: Final[Mapping[str, Config]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "mlp_bias": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6},
+}
+_FIELDS: Final = (
+    *("hidden_size", "intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
 )
-MODELS: Final = {model.name: model for model in _MODELS}
+_DENSE: Final = {  # family, and the fields above; layers and heads are those of `vmmkv plan`
+    "llama-3.1-8b": ("llama", 4096, 14336, 128_256, 500_000.0, False, 128_000, 128_001),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 151_936, 1_000_000.0, True, 151_643, 151_645),
+    "smollm2-135m": ("llama", 576, 1536, 49_152, 100_000.0, True, 1, 2),
+}
+
+
+def _served(name: str, family: str, *values: Any) -> ServedModel:
+    own = dict(zip(_FIELDS, values, strict=True))
+    # As transformers 5 has it, beside the `rope_theta` of those before.
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": own["rope_theta"]}}
+    return ServedModel(name=name, config={**_COMMON, **_FAMILIES[family], **KNOWN_CONFIGS[name], **own, **rope})
+
+
+MODELS: Final = {name: _served(name, *fields) for name, fields in _DENSE.items()}
 
 _TINY: Final[Config] = {
     "hidden_size": 128,
@@ -196,7 +144,7 @@ _TINY: Final[Config] = {
 
 def model_of(shape_name: str, *, tiny: bool) -> ServedModel:
     """The model of a shape; or of its family, so small that a CPU serves it. A shape that is no model's is Llama's."""
-    model = MODELS.get(shape_name, _MODELS[0])
+    model = MODELS.get(shape_name, MODELS["llama-3.1-8b"])
     return ServedModel(name=f"tiny {model.name}", config={**model.config, **_TINY}) if tiny else model
 
 
@@ -228,14 +176,14 @@ def prefill_s(model: ServedModel, start: int, end: int) -> float:
 
 def decode_s(model: ServedModel, num_sequences: int, num_rows: int) -> float:
     """To compute one token for each sequence, which have so many rows together."""
-    multiply_s = 2 * (model.layer_parameters + model.head_parameters) * num_sequences / BF16_FLOPS
-    weights_s = model.step_weight_bytes / HBM_BYTES_PER_S
+    multiply_s = 2 * model.step_parameters * num_sequences / BF16_FLOPS
+    weights_s = model.step_parameters * ITEM_BYTES / HBM_BYTES_PER_S
     return max(weights_s, multiply_s) + num_rows * model.row_bytes / HBM_BYTES_PER_S
 
 
 def read_s(model: ServedModel, num_rows: int) -> float:
     """To read the weights once, and so many rows of K and V: the byte limit of a decode step."""
-    return (model.step_weight_bytes + num_rows * model.row_bytes) / HBM_BYTES_PER_S
+    return (model.step_parameters * ITEM_BYTES + num_rows * model.row_bytes) / HBM_BYTES_PER_S
 
 
 def requests_s(
@@ -296,7 +244,7 @@ def digest_of(path: Path) -> str:
 
 def vocabulary_of(path: Path) -> int:
     """Its token ids. Raises: ValueError if it is none that can be padded."""
-    return len(_vocabulary(_read(path), path))
+    return len(_read(path)[1])
 
 
 def padded(path: Path, size: int) -> str:
@@ -304,8 +252,7 @@ def padded(path: Path, size: int) -> str:
 
     No merge makes them, so texts become the tokens that they became before. Raises: ValueError if it has more than `size`.
     """
-    tokenizer = _read(path)
-    vocabulary = _vocabulary(tokenizer, path)
+    tokenizer, vocabulary = _read(path)
     if len(vocabulary) > size:
         raise ValueError(f"{path} has {len(vocabulary)} tokens, and the model only {size}; name a smaller one")
     marks = {token["content"] for token in tokenizer.get("added_tokens") or ()}
@@ -316,22 +263,20 @@ def padded(path: Path, size: int) -> str:
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """A tokenizer, and the vocabulary in it, to be read and added to."""
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}; by --tokenizer FILE name a tokenizer.json") from error
-    return tokenizer if isinstance(tokenizer, dict) else {}
+    match tokenizer:
+        case {"model": {"type": "BPE", "vocab": dict(vocabulary)}} if _ids(vocabulary) == set(range(len(vocabulary))):
+            return tokenizer, vocabulary
+    raise ValueError(
+        f"{path} cannot be padded: wanted a tokenizer of byte pairs (BPE) whose ids have no gaps, such as that "
+        f"of {SOURCE}; name one by --tokenizer FILE"
+    )
 
 
-def _vocabulary(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
-    """The one in it, to be read and added to."""
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) and model.get("type") == "BPE" else None
-    ids = {each for each in vocabulary.values() if isinstance(each, int)} if isinstance(vocabulary, dict) else None
-    if not isinstance(vocabulary, dict) or ids != set(range(len(vocabulary))):
-        raise ValueError(
-            f"{path} cannot be padded: wanted a tokenizer of byte pairs (BPE) whose ids have no gaps, such as that "
-            f"of {SOURCE}; name one by --tokenizer FILE"
-        )
-    return vocabulary
+def _ids(vocabulary: dict[str, Any]) -> set[int]:
+    return {each for each in vocabulary.values() if isinstance(each, int)}

@@ -22,7 +22,7 @@ import httpx
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
 from bench.suites.serve.client import Clients, Streamed
-from bench.suites.serve.generate import Measured, Stage, mixed_stage, timed_runs
+from bench.suites.serve.generate import Measured, Stage, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
 from vmmkv.config import KNOWN_VARIABLES, PREFIX
@@ -52,12 +52,12 @@ def run(context: Context, part: str) -> None:
     """Many requests of many lengths, over HTTP and without."""
     recorder, settings = context.recorder, context.settings
     file = tokenizer_file(settings.tokenizer)
-    name = context.name(part, f"{mixed_stage(context.model, settings).workload.text}, tokenizer {digest_of(file)}")
+    name = context.name(part, f"{stages(context.model, settings, 'mixed')[0].workload.text}, tokenizer {digest_of(file)}")
     context.close()  # each engine takes all memory
     bare, context.model = context.model, context.model.with_tokenizer(file)
     try:
         with recorder.guarded(name, SYSTEM), context.model.directory() as directory:
-            stage = mixed_stage(context.model, settings)
+            stage = stages(context.model, settings, "mixed")[0]
             alone = _without_http(context, stage, name)
             limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in alone.runs))
             recorder.note("vmmkv serve starts")

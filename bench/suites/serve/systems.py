@@ -236,16 +236,9 @@ class Begin:
     likeliest: list[LogProbs] = field(default_factory=list)
 
 
-def generate_message(
-    name: str, prompt: list[int], num_out: int, *, num_logprobs: int | None = None, grammar: bytes = b""
-) -> Generate:
-    """A greedy request to the engine's loop. With a grammar, the end token ends the answer."""
-    return Generate(
-        request_id=name,
-        prompt=prompt,
-        params=SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=not grammar, logprobs=num_logprobs),
-        grammar=grammar,
-    )
+def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = False) -> SamplingParams:
+    """Greedy. An end token ends the answer only if `ends`."""
+    return SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=not ends, logprobs=num_logprobs)
 
 
 class EngineSystem:
@@ -295,7 +288,7 @@ class EngineSystem:
 
     def add(self, index: int, prompt: list[int], num_out: int) -> None:
         """See Server."""
-        self.loop.receive(generate_message(str(index), prompt, num_out))
+        self.loop.receive(Generate(request_id=str(index), prompt=prompt, params=params_of(num_out)))
         self._num_open += 1
 
     def wait(self, timeout_s: float) -> Iterable[Said]:
@@ -331,8 +324,9 @@ class EngineSystem:
         """The first tokens of the answer to each prompt, all of them side by side."""
         self.forget()
         begins = [Begin() for _ in prompts]
+        params = params_of(num_tokens, num_logprobs=LIKELIEST)
         for index, prompt in enumerate(prompts):
-            self.loop.receive(generate_message(str(index), prompt.tolist(), num_tokens, num_logprobs=LIKELIEST))
+            self.loop.receive(Generate(request_id=str(index), prompt=prompt.tolist(), params=params))
         while self.loop.has_work:
             self.loop.step()
         for output in self.outputs():
@@ -378,14 +372,12 @@ class UserEngine:
             )
         self.dtype: Final[torch.dtype] = getattr(torch, self._engine.ready.dtype)
 
-    def run(self, workload: Workload, *, scored: Sequence[int] = (), keep: bool = False) -> ServedRun:
-        """See System. `scored`: requests whose likeliest first tokens are wanted; `keep`: prefixes of the run before stay."""
+    def run(self, workload: Workload, *, num_scored: int = 0, keep: bool = False) -> ServedRun:
+        """See System. `num_scored`: the likeliest first tokens of so many; `keep`: prefixes of the run before stay."""
         if not keep:
             self._engine._open().engine.forget()
         params = [
-            SamplingParams(
-                max_tokens=ask.num_out, temperature=0.0, ignore_eos=True, logprobs=LIKELIEST if index in scored else None
-            )
+            params_of(ask.num_out, num_logprobs=LIKELIEST if index < num_scored else None)
             for index, ask in enumerate(workload.asks)
         ]
         prompts = [ask.prompt.tolist() for ask in workload.asks]
@@ -407,13 +399,13 @@ class UserEngine:
             served,
             seconds,
             cached_tokens=sum(completion.cached_tokens for completion in completions),
-            likeliest=[(completions[index].outputs[0].top_logprobs or [{}])[0] for index in scored],
+            likeliest=[(completion.outputs[0].top_logprobs or [{}])[0] for completion in completions[:num_scored]],
         )
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """Of each prompt alone, over an empty cache: what checks hold a batch against."""
         alone = [Workload(name="alone", text="", asks=(Ask(prompt=prompt, num_out=1),)) for prompt in prompts]
-        return [self.run(each, scored=[0]).likeliest[0] for each in alone]
+        return [self.run(each, num_scored=1).likeliest[0] for each in alone]
 
     def close(self) -> None:
         """See System."""
