@@ -7,24 +7,25 @@ from bench.harness import Shape
 from bench.suites.kernels import appending, attention, memories
 from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format
+from tests.kernels.cases import some
 from vmmkv.layout import KVType
 
 SHAPE = Shape(name="small", layers=2, heads=2, kv_heads=1, head_dim=64, dtype=torch.float32, weight_bytes=0)
 PLAIN, INT4 = Format(shape=SHAPE), Format(shape=SHAPE, quantised=KVType("int4"))
 OVER = [("tensor", PLAIN), ("vmmkv-1", PLAIN), ("paged", PLAIN), ("vmmkv", INT4)]
-NAMES = [f"{kind}, {form.name}" for kind, form in OVER]
+
+DECODE = (Case(name="decode", lengths=(33, 7)), attention.bind_decode)
+PREFILL = (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), attention.bind_prefill)
 
 
-@pytest.mark.parametrize(("kind", "form"), OVER, ids=NAMES)
 @pytest.mark.parametrize(
-    ("case", "bind"),
-    [
-        (Case(name="decode", lengths=(33, 7)), attention.bind_decode),
-        (Case(name="prefill", lengths=(33, 7), counts=(17, 1)), attention.bind_prefill),
-    ],
-    ids=["decode", "prefill"],
+    ("kind", "form", "case", "bind"),
+    some(
+        [("vmmkv", INT4, *DECODE), ("paged", PLAIN, *PREFILL)],
+        [*((*over, *DECODE) for over in OVER[:3]), *((*over, *PREFILL) for over in (*OVER[:2], OVER[3]))],
+    ),
 )
-def test_attention(device: torch.device, kind: str, form: Format, case: Case, bind: attention.Bind) -> None:
+def test_attention(kind: str, form: Format, case: Case, bind: attention.Bind, device: torch.device) -> None:
     memory = memories.open_memory(kind, case, 2, form, device)
     try:
         batch = Queries(case, 2, memory, seed=0)
@@ -34,7 +35,7 @@ def test_attention(device: torch.device, kind: str, form: Format, case: Case, bi
 
 
 @pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize(("kind", "form"), OVER, ids=NAMES)
+@pytest.mark.parametrize(("kind", "form"), OVER)
 def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> None:
     case = memories.uniform(3, 16)
     memory = memories.open_memory(kind, case, 1, form, device)

@@ -15,9 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.laws.model import (
     SAMPLE,
-    Kept,
     Live,
-    Rows,
     addresses,
     append,
     attend,
@@ -65,7 +63,7 @@ class LawMachine(RuleBasedStateMachine):
         self.pool = Pool(self.driver.device, pages * PAGE_BYTES, driver=self.driver)
         self.caches: list[KVCache] = []
         self.live: list[Live] = []
-        self.kept: list[Kept] = []
+        self.kept: list[Live] = []
         self.streams: list[torch.Stream] = []
         if isinstance(self.driver, SimulatedDriver):
             self.streams = [self.driver.main, self.driver.new_stream(), self.driver.new_stream()]
@@ -118,7 +116,7 @@ class LawMachine(RuleBasedStateMachine):
     def state(self) -> list[object]:
         """All that a failure leaves alone: everything but what is kept as cache, which may have been evicted on the way."""
         running = [
-            (live.sequence.length, live.sequence.limit, [live.sequence.start(i) for i in range(len(live.rows.starts))])
+            (live.sequence.length, live.sequence.limit, [live.sequence.start(i) for i in range(len(live.starts))])
             for live in self.live
         ]
         stats = [cache.stats() for cache in self.caches]
@@ -201,13 +199,13 @@ class LawMachine(RuleBasedStateMachine):
         try:
             self.attempt(lambda: live.sequence.truncate(num_tokens))
         except RowsUnmapped:
-            assert any(live.rows.starts)
+            assert any(live.starts)
         except OutOfPages:  # a page that others hold too has to be exchanged
             assert self.shares_pages
             self.forget_evicted()
         else:
             self.forget_evicted()
-            del live.rows.stamps[num_tokens:], live.tokens[num_tokens:]
+            del live.stamps[num_tokens:], live.tokens[num_tokens:]
             if live.inserted is not None:
                 live.inserted = min(live.inserted, num_tokens)
 
@@ -221,10 +219,10 @@ class LawMachine(RuleBasedStateMachine):
                 with pytest.raises(ValueError, match="no window"):
                     live.sequence.advance_start(group)
                 continue
-            latest = max(0, live.sequence.length - description.window + 1, live.rows.starts[group])
-            start = max(latest - short, live.rows.starts[group])
+            latest = max(0, live.sequence.length - description.window + 1, live.starts[group])
+            start = max(latest - short, live.starts[group])
             self.attempt(lambda group=group, start=start: live.sequence.advance_start(group, start if short else None))
-            live.rows.starts[group] = start
+            live.starts[group] = start
 
     @precondition(lambda self: self.kept)
     @rule(pick=picks, cut=cuts)
@@ -235,7 +233,7 @@ class LawMachine(RuleBasedStateMachine):
         try:
             sequence = self.attempt(lambda: kept.cache.adopt(kept.parked, num_tokens, tenant=kept.parked.tenant))
         except RowsUnmapped:
-            assert num_tokens and any(kept.rows.starts)
+            assert num_tokens and any(kept.starts)
             return
         except OutOfPages:
             assert self.shares_pages and (cut is not None or kept.is_cut or kept.cache.guard_tokens)
@@ -243,9 +241,9 @@ class LawMachine(RuleBasedStateMachine):
         made = (self.driver.calls - calls).keys()
         assert self.shares_pages or made <= {"write", "fence"}, made  # the fence: where the write failed first
         assert (sequence.slot, sequence.length) == (kept.parked.slot, num_tokens)
-        starts = kept.rows.starts if num_tokens else [0] * len(kept.rows.starts)
-        rows = Rows(kept.rows.owner, kept.rows.stamps[:num_tokens], starts, kept.rows.bases)
-        self.live.append(Live(kept.cache, sequence, rows, tokens=kept.tokens[:num_tokens]))
+        starts = kept.starts if num_tokens else [0] * len(kept.starts)
+        stamps, tokens = kept.stamps[:num_tokens], kept.tokens[:num_tokens]
+        self.live.append(Live(kept.cache, sequence, kept.owner, stamps, starts, kept.bases, tokens=tokens))
         self.forget_evicted()
         self.verify(self.live[-1:])
         with pytest.raises(Evicted):
@@ -260,16 +258,16 @@ class LawMachine(RuleBasedStateMachine):
         try:
             parked = self.attempt(lambda: live.sequence.park(num_tokens))
         except RowsUnmapped:
-            assert any(live.rows.starts)
+            assert any(live.starts)
             return
         self.rests(live, parked)
 
     def rests(self, live: Live, parked: ParkedSlot) -> None:
         """The slot of a sequence is parked."""
         self.ended(live)
-        is_cut = parked.length < len(live.rows.stamps)
-        del live.rows.stamps[parked.length :]
-        self.kept.append(Kept(live.cache, parked, live.rows, tokens=live.tokens[: parked.length], is_cut=is_cut))
+        live.parked, live.is_cut = parked, parked.length < len(live.stamps)
+        del live.stamps[parked.length :], live.tokens[parked.length :]
+        self.kept.append(live)
 
     @precondition(lambda self: self.kept)
     @rule(pick=picks)
@@ -327,8 +325,6 @@ class LawMachine(RuleBasedStateMachine):
     @invariant()
     def laws_hold(self) -> None:
         """The books, recounted."""
-        if not hasattr(self, "pool"):
-            return
         self.forget_evicted()
         mapped_bytes = 0
         for cache in self.caches:
@@ -350,29 +346,29 @@ class LawMachine(RuleBasedStateMachine):
     @invariant()
     def no_work_has_broken_a_law(self) -> None:
         """Not even where an error was suppressed."""
-        broken = getattr(getattr(self, "driver", None), "broken", None)
+        broken = getattr(self.driver, "broken", None)
         if broken is not None:
             raise broken
 
     @invariant()
     def null_pages_stand_whatever_happens_to_sequences(self) -> None:
         """They are mapped, read-only and zero, and no sequence runs there."""
-        for cache in getattr(self, "caches", []):
+        for cache in self.caches:
             bases = addresses(cache, 0)
             assert all(self.driver.is_read_only(base, PAGE_BYTES) for base in bases)
             if self.real_memory:
                 assert not any(wrap(base, PAGE_BYTES, self.driver.device)[::SAMPLE].any() for base in bases)
-        assert all(live.sequence.slot > 0 for live in getattr(self, "live", []))
+        assert all(live.sequence.slot > 0 for live in self.live)
 
     @invariant()
     def rows_are_where_and_what_they_were(self) -> None:
         """Addresses never change (law 6), and what may be written is mapped."""
-        for live in getattr(self, "live", []):
-            assert live.sequence.length == len(live.rows.stamps)
+        for live in self.live:
+            assert live.sequence.length == len(live.stamps)
             limit, guard = live.sequence.limit, live.cache.guard_tokens
-            assert addresses(live.cache, live.sequence.slot) == live.rows.bases
+            assert addresses(live.cache, live.sequence.slot) == live.bases
             for index, group in enumerate(live.cache.layout.groups):
-                base, start, row_bytes = live.rows.bases[index], live.rows.starts[index], group.row_bytes
+                base, start, row_bytes = live.bases[index], live.starts[index], group.row_bytes
                 assert live.sequence.start(index) == start
                 if limit > start:
                     assert self.driver.is_accessible(base + start * row_bytes, (limit + guard - start) * row_bytes)

@@ -23,7 +23,6 @@ from tests.laws.simulated_driver import ZERO, Run, SimulatedDriver
 from vmmkv import Group, KVCache, KVLayout, ParkedSlot, Plane, Sequence
 
 OWNER_SPAN = 60
-NUM_OWNERS = 4
 
 
 def plane(name: str, heads: int, kib: int, dtype: torch.dtype) -> Plane:
@@ -64,44 +63,30 @@ TENANTS = ("red", "blue")
 
 
 @dataclass
-class Rows:
-    """What one slot should hold: `stamps[token]` for the tokens written; of each group, rows from `starts[group]` on."""
-
-    owner: int
-    stamps: list[int]
-    starts: list[int]
-    bases: list[int]
-    """The address of row 0 in each group."""
-
-    def first_number(self) -> int:
-        """The least number of this owner."""
-        return 1 + self.owner * OWNER_SPAN
-
-
-@dataclass
 class Live:
-    """A running sequence and what it should hold."""
+    """A sequence and what its slot should hold: of each group, the rows of its tokens from `starts[group]` on."""
 
     cache: KVCache
     sequence: Sequence
-    rows: Rows
+    owner: int
+    stamps: list[int]
+    """Of each token that was written."""
+    starts: list[int]
+    bases: list[int]
+    """The address of row 0 in each group."""
     stream: torch.Stream | None = None
     """Where it was last worked on, on a simulated device."""
     tokens: list[int] = field(default_factory=list)
     inserted: int | None = None
     """How many of the tokens the prefix cache knows; None if it does not know the sequence."""
-
-
-@dataclass
-class Kept:
-    """A parked slot and what it should hold."""
-
-    cache: KVCache
-    parked: ParkedSlot
-    rows: Rows
-    tokens: list[int] = field(default_factory=list)
+    parked: ParkedSlot | None = None
+    """Its slot, once it has ended there."""
     is_cut: bool = False
-    """Had its sequence more of them? Then the last page can be shared, and is exchanged when the slot is adopted."""
+    """Had it more tokens than were parked? Then the last page can be shared, and is exchanged when the slot is adopted."""
+
+    def first_number(self) -> int:
+        """The least number of this owner."""
+        return 1 + self.owner * OWNER_SPAN
 
 
 class Texts:
@@ -129,7 +114,7 @@ class Texts:
 def opened(cache: KVCache, sequence: Sequence, *, owner: int, stamps: Seq[int] = ()) -> Live:
     """What a new sequence should hold, whose first tokens have these stamps."""
     starts = [sequence.start(group) for group in range(len(cache.layout.groups))]
-    return Live(cache, sequence, Rows(owner, list(stamps), starts, addresses(cache, sequence.slot)))
+    return Live(cache, sequence, owner, list(stamps), starts, addresses(cache, sequence.slot))
 
 
 def addresses(cache: KVCache, slot: int) -> list[int]:
@@ -154,11 +139,11 @@ def planes_of(layout: KVLayout) -> list[tuple[int, int, str]]:
     ]
 
 
-def expected(rows: Rows, tokens: range, layer: int, name: str, like: torch.Tensor) -> torch.Tensor:
+def expected(live: Live, tokens: range, layer: int, name: str, like: torch.Tensor) -> torch.Tensor:
     """What a plane should hold for these tokens: [tokens, heads, dim], different for each token, layer and plane."""
     heads, dim = like.shape[-2:]
     salt = 11 * layer + 5 * len(name) + ord(name[0])
-    numbers = [rows.first_number() + (rows.stamps[token] * 7 + salt) % (OWNER_SPAN - 3) for token in tokens]
+    numbers = [live.first_number() + (live.stamps[token] * 7 + salt) % (OWNER_SPAN - 3) for token in tokens]
     return torch.tensor(numbers, dtype=like.dtype).view(-1, 1, 1) + pattern(heads, dim, like.dtype)
 
 
@@ -174,9 +159,9 @@ def write(live: Live, tokens: range, *, through_arena: bool) -> None:
         if through_arena:
             view = live.cache.view(layer, name)[live.sequence.slot, tokens.start : tokens.stop]
         else:
-            start = live.rows.starts[group]
+            start = live.starts[group]
             view = live.sequence.view(layer, name)[tokens.start - start : tokens.stop - start]
-        view.copy_(expected(live.rows, tokens, layer, name, view))
+        view.copy_(expected(live, tokens, layer, name, view))
 
 
 SAMPLE = 61
@@ -184,35 +169,22 @@ SAMPLE = 61
 
 
 def verify_written(live: Live, every: int = 1) -> None:
-    """Every row that was written and is kept reads as it was written; of each head, every so manieth number."""
+    """Every row that was written and is kept, also in a parked slot, is as it was; of each head, every so manieth number."""
+    slot = live.sequence.slot if live.parked is None else live.parked.slot
     for group, layer, name in planes_of(live.cache.layout):
-        tokens = range(live.rows.starts[group], len(live.rows.stamps))
-        view = live.sequence.view(layer, name)[: len(tokens)]
-        _verify(view, live.rows, tokens, layer, name, every)
-
-
-def verify_parked(kept: Kept) -> None:
-    """The rows of a parked slot that may still be adopted, or copied from, are what was written."""
-    for group, layer, name in planes_of(kept.cache.layout):
-        tokens = range(kept.rows.starts[group], kept.parked.length)
+        tokens = range(live.starts[group], len(live.stamps))
         if len(tokens):
-            view = kept.cache.view(layer, name)[kept.parked.slot, tokens.start : tokens.stop]
-            _verify(view, kept.rows, tokens, layer, name, SAMPLE)
-
-
-def _verify(view: torch.Tensor, rows: Rows, tokens: range, layer: int, name: str, every: int) -> None:
-    view = view.cpu()
-    wanted = expected(rows, tokens, layer, name, view)
-    assert torch.equal(view[..., ::every], wanted[..., ::every]), (
-        f"rows {tokens} of {name} of layer {layer}, owner {rows.owner}, are not what was written"
-    )
+            view = live.cache.view(layer, name)[slot, tokens.start : tokens.stop].cpu()
+            assert torch.equal(view[..., ::every], expected(live, tokens, layer, name, view)[..., ::every]), (
+                f"rows {tokens} of {name} of layer {layer}, owner {live.owner}, are not what was written"
+            )
 
 
 def verify_unwritten(live: Live) -> None:
     """What lies past the length is zero, or was written by the same owner (law 7)."""
     for group, layer, name in planes_of(live.cache.layout):
-        view = live.sequence.view(layer, name)[len(live.rows.stamps) - live.rows.starts[group] :, :, ::SAMPLE].cpu()
-        first = live.rows.first_number()
+        view = live.sequence.view(layer, name)[len(live.stamps) - live.starts[group] :, :, ::SAMPLE].cpu()
+        first = live.first_number()
         foreign = (view != 0) & ((view < first) | (view >= first + OWNER_SPAN))
         assert not foreign.any(), f"slot {live.sequence.slot} can read another owner's bytes in {name} of layer {layer}"
 
@@ -231,8 +203,8 @@ def append(driver: SimulatedDriver, live: Live, tokens: range) -> None:
     Rows below the host's limit must not be: whoever launches counts on them.
     """
     slot, limit, host_limit = live.sequence.slot, live.cache.limit, live.sequence.limit
-    groups, bases, owner = live.cache.layout.groups, live.rows.bases, live.rows.owner
-    stamps = dict(zip(tokens, live.rows.stamps[tokens.start :], strict=False))
+    groups, bases, owner = live.cache.layout.groups, live.bases, live.owner
+    stamps = dict(zip(tokens, live.stamps[tokens.start :], strict=False))
 
     def act() -> None:
         device_limit = int(limit[slot])
@@ -253,25 +225,25 @@ def attend(driver: SimulatedDriver, live: Live) -> None:
 
     Behind them nothing of another owner may be read (law 7), nor what was never written. Nor may the null page be written.
     """
-    cache, rows = live.cache, live.rows
+    cache = live.cache
     end = live.sequence.limit + cache.guard_tokens if live.sequence.limit else 0
-    stamps, starts, groups = list(rows.stamps), list(rows.starts), cache.layout.groups
+    stamps, starts, groups = list(live.stamps), list(live.starts), cache.layout.groups
     null_pages = addresses(cache, 0)
 
     def act() -> None:
         for index, group in enumerate(groups):
             start, row_bytes = starts[index], group.row_bytes
             if start < end:
-                for run in driver.read(rows.bases[index] + start * row_bytes, (end - start) * row_bytes):
+                for run in driver.read(live.bases[index] + start * row_bytes, (end - start) * row_bytes):
                     token, at = start + run.start // row_bytes, run.start % row_bytes
                     if token < len(stamps):
-                        is_right = run.label == Row(rows.owner, stamps[token], index) and run.at == at
+                        is_right = run.label == Row(live.owner, stamps[token], index) and run.at == at
                         is_right = is_right and at + run.size_bytes <= row_bytes
                     else:
-                        is_right = run.label == ZERO or _may_lie_behind(run, at, Row(rows.owner, 0, index), groups)
+                        is_right = run.label == ZERO or _may_lie_behind(run, at, Row(live.owner, 0, index), groups)
                     if not is_right:
                         raise driver.law_broken(
-                            f"row {token} of {len(stamps)}, group {index}, slot {live.sequence.slot}, owner {rows.owner}: {run}"
+                            f"row {token} of {len(stamps)}, group {index}, slot {live.sequence.slot}, owner {live.owner}: {run}"
                         )
             if any(run.label != ZERO for run in driver.read(null_pages[index], row_bytes)):
                 raise driver.law_broken("the null page was written")
@@ -282,7 +254,7 @@ def attend(driver: SimulatedDriver, live: Live) -> None:
 
 def _span(live: Live, index: int, start: int, end: int) -> list[tuple[int, int]]:
     """The addresses of rows [start, end) of a group; none if there are none."""
-    base, row_bytes = live.rows.bases[index], live.cache.layout.groups[index].row_bytes
+    base, row_bytes = live.bases[index], live.cache.layout.groups[index].row_bytes
     return [(base + start * row_bytes, base + end * row_bytes)] if start < end else []
 
 

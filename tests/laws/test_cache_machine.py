@@ -42,7 +42,7 @@ class CacheMachine(LawMachine):
     def opened(self, cache: KVCache, sequence: Sequence) -> Live:
         self.live.append(opened(cache, sequence, owner=self.owner(cache, sequence.tenant)))
         self.forget_evicted()
-        assert (sequence.length, set(self.live[-1].rows.starts)) == (0, {0})
+        assert (sequence.length, set(self.live[-1].starts)) == (0, {0})
         return self.live[-1]
 
     # in
@@ -106,14 +106,14 @@ class CacheMachine(LawMachine):
         if advance:
             sequence.advance(wanted - sequence.length)
         else:  # overrun: written, and never said to be
-            del live.rows.stamps[sequence.length :]
+            del live.stamps[sequence.length :]
 
     def fill(self, live: Live, tokens: range) -> None:
         """Rows are computed; and a row more, which the device drops where it passes the limit."""
         overrun = range(tokens.start, min(tokens.stop + 1, live.sequence.max_tokens))
-        live.rows.stamps += [self.next_stamp() for _ in overrun]
+        live.stamps += [self.next_stamp() for _ in overrun]
         self.compute(live, tokens if self.real_memory else overrun)
-        del live.rows.stamps[tokens.stop :]
+        del live.stamps[tokens.stop :]
 
     @precondition(lambda self: self.live)
     @rule(pick=picks)

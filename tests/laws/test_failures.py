@@ -62,7 +62,7 @@ class World:
 
     def write(self, live: Live, num_tokens: int) -> None:
         """Launch a kernel that appends so many rows."""
-        live.rows.stamps += itertools.islice(self.stamps, num_tokens)
+        live.stamps += itertools.islice(self.stamps, num_tokens)
         append(self.driver, live, range(live.sequence.length, live.sequence.length + num_tokens))
         live.sequence.advance(num_tokens)
 
@@ -76,9 +76,9 @@ class World:
         """Every row that a sequence has is what was written."""
         for live in self.running():
             length = live.sequence.length
-            del live.rows.stamps[length:], live.tokens[length:]
-            live.rows.starts = [live.sequence.start(group) for group in range(len(live.rows.starts))]
-            for group, base, start in zip(self.layout.groups, live.rows.bases, live.rows.starts, strict=True):
+            del live.stamps[length:], live.tokens[length:]
+            live.starts = [live.sequence.start(group) for group in range(len(live.starts))]
+            for group, base, start in zip(self.layout.groups, live.bases, live.starts, strict=True):
                 kept_bytes = (live.sequence.limit - start) * group.row_bytes
                 assert not kept_bytes or self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
             attend(self.driver, live)
@@ -107,7 +107,7 @@ class World:
         """All that a failure leaves alone; with `cached` what is kept for others too."""
         stats = self.cache.stats()
         return [
-            [(live.sequence.length, live.sequence.limit, live.rows.starts) for live in self.running()],
+            [(live.sequence.length, live.sequence.limit, live.starts) for live in self.running()],
             [live.sequence.closed for live in self.known],
             self.cache.limits.tolist(),
             stats.mapped_bytes - (0 if cached else stats.parked_bytes),
@@ -203,7 +203,7 @@ class PrefixWorld(World):
 
     def say(self, live: Live, tokens: list[int]) -> None:
         live.tokens += tokens
-        live.rows.stamps = self.texts.stamps("red", live.tokens)
+        live.stamps = self.texts.stamps("red", live.tokens)
         append(self.driver, live, range(live.sequence.length, len(live.tokens)))
         live.sequence.advance(len(tokens))
 

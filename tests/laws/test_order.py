@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.laws.model import ONE_GROUP, Live, Rows, addresses, append, attend, check_limits
+from tests.laws.model import ONE_GROUP, TENANTS, Live, append, attend, check_limits, opened
 from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import KVCache, Pool
 from vmmkv.prefix import PrefixCache
@@ -22,13 +22,11 @@ class Device:
         self.live = self.opened("red")
 
     def opened(self, tenant: str) -> Live:
-        sequence = self.cache.open(tenant=tenant)
-        owner = ("red", "blue").index(tenant)
-        return Live(self.cache, sequence, Rows(owner, [], [0], addresses(self.cache, sequence.slot)))
+        return opened(self.cache, self.cache.open(tenant=tenant), owner=TENANTS.index(tenant))
 
     def step(self, num_tokens: int) -> None:
         """Launch a kernel that appends so many tokens."""
-        sequence, stamps = self.live.sequence, self.live.rows.stamps
+        sequence, stamps = self.live.sequence, self.live.stamps
         del stamps[sequence.length :]
         stamps += range(100 * len(stamps), 100 * len(stamps) + num_tokens)
         append(self.driver, self.live, range(sequence.length, len(stamps)))
@@ -95,7 +93,7 @@ def test_an_adopted_slot_is_not_written_before_those_who_read_it_are_done(device
     parked = device.live.sequence.park()
     with device.driver.on(device.driver.new_stream()):
         device.live.sequence = device.cache.adopt(parked, 2, tenant="red")
-        device.live.rows.stamps[2:] = []
+        device.live.stamps[2:] = []
         device.step(3)
         device.driver.synchronize_stream(device.driver.current)
 
@@ -127,7 +125,7 @@ def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
     sequence = device.live.sequence
     sequence.grow(9)
     device.step(9)
-    span = device.live.rows.bases[0]
+    span = device.live.bases[0]
     with pytest.raises(LawBroken, match="is unmapped while work may touch it"):
         device.driver.unmap(span, PAGE_BYTES)
     device.driver.broken = None

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.laws.machine import MAX_TOKENS, SLOTS, LawMachine, picks, seeds, walks
-from tests.laws.model import LAYOUTS, PREFIX_LAYOUTS, TENANTS, Live, Texts, large_extents, num_common, opened, verify_parked
+from tests.laws.model import (
+    LAYOUTS,
+    PREFIX_LAYOUTS,
+    SAMPLE,
+    TENANTS,
+    Live,
+    Texts,
+    large_extents,
+    num_common,
+    opened,
+    verify_written,
+)
 from vmmkv import OutOfPages, OutOfSlots, RowsUnmapped, Sequence
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
@@ -117,7 +128,7 @@ class PrefixMachine(LawMachine):
         assert (num_tokens == 0) == (attached.method is AttachMethod.COMPUTE)
         assert method in (None, attached.method) or attached.method is AttachMethod.COMPUTE
         live = self.opened(attached.sequence, prompt[:num_tokens], inserted=num_tokens)
-        for start, group in zip(live.rows.starts, self.cache.layout.groups, strict=True):
+        for start, group in zip(live.starts, self.cache.layout.groups, strict=True):
             latest = self.cache.layout.start_for(group, num_tokens)
             assert start <= latest if attached.method is AttachMethod.ADOPT else start == latest
         self.say(live, prompt[num_tokens:])
@@ -130,7 +141,7 @@ class PrefixMachine(LawMachine):
             if live.inserted and live.sequence.tenant == namespace:
                 common = num_common(live.tokens[: live.inserted], prompt[:-1])
                 starts = [self.cache.layout.start_for(group, common) for group in self.cache.layout.groups]
-                if all(have <= need for have, need in zip(live.rows.starts, starts, strict=True)):
+                if all(have <= need for have, need in zip(live.starts, starts, strict=True)):
                     least = max(least, common)
         return least
 
@@ -160,7 +171,7 @@ class PrefixMachine(LawMachine):
         else:
             for fork in forks:
                 self.opened(fork, live.tokens, inserted=None)
-                assert self.live[-1].rows.starts == live.rows.starts
+                assert self.live[-1].starts == live.starts
 
     # on
 
@@ -182,7 +193,7 @@ class PrefixMachine(LawMachine):
         self.forget_evicted()
         new = range(sequence.length, wanted)
         live.tokens += tokens[: len(new)]
-        live.rows.stamps = self.texts.stamps(sequence.tenant, live.tokens)
+        live.stamps = self.texts.stamps(sequence.tenant, live.tokens)
         self.compute(live, new)
         sequence.advance(len(new))
 
@@ -227,7 +238,7 @@ class PrefixMachine(LawMachine):
         if source is target:
             return
         if source.sequence.tenant != target.sequence.tenant:
-            if not any(source.rows.starts) and not any(target.rows.starts):
+            if not any(source.starts) and not any(target.starts):
                 with pytest.raises(ValueError, match="two tenants"):
                     self.cache.copy_rows([(source.sequence, target.sequence)], 0, 0)
             return
@@ -236,13 +247,13 @@ class PrefixMachine(LawMachine):
         try:
             self.attempt(lambda: self.cache.copy_rows([(source.sequence, target.sequence)], first, end))
         except RowsUnmapped:
-            assert any(source.rows.starts) or any(target.rows.starts)
+            assert any(source.starts) or any(target.starts)
         except ValueError as error:
             assert "shares a page" in str(error)
         else:
             target.tokens = source.tokens[:end]
-            target.rows.stamps = source.rows.stamps[:end]
-            target.rows.starts = [max(pair) for pair in zip(source.rows.starts, target.rows.starts, strict=True)]
+            target.stamps = source.stamps[:end]
+            target.starts = [max(pair) for pair in zip(source.starts, target.starts, strict=True)]
             if target.inserted is not None:
                 target.inserted = min(target.inserted, first)
 
@@ -329,17 +340,15 @@ class PrefixMachine(LawMachine):
 
     @invariant()
     def what_is_kept_for_a_prompt_can_still_be_read(self):
-        if not hasattr(self, "rivals"):
-            return
         assert all(len(live.tokens) == live.sequence.length for live in self.live)
         mapped = [stats.mapped_bytes + stats.pending_reclaim_bytes for stats in (self.cache.stats(), self.rival.stats())]
         assert self.pool.held_bytes <= sum(mapped) + self.prefix.stats().held_bytes
         for kept in self.kept:
-            for group, base, start in zip(self.cache.layout.groups, kept.rows.bases, kept.rows.starts, strict=True):
+            for group, base, start in zip(self.cache.layout.groups, kept.bases, kept.starts, strict=True):
                 kept_bytes = (kept.parked.length - start) * group.row_bytes
                 assert kept_bytes <= 0 or self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
             if self.real_memory:
-                verify_parked(kept)
+                verify_written(kept, SAMPLE)
 
     def teardown(self):
         if hasattr(self, "closing"):

@@ -249,8 +249,6 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_the_model(self):
-        if not hasattr(self, "tree"):
-            return
         self.tree.check()
         nodes = self.nodes()
         assert nodes.keys() == self.marks.keys()
@@ -265,16 +263,13 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_piece_is_held_or_returned_once(self):
-        if not hasattr(self, "tree"):
-            return
         held = {((path[0], path[1][: p.end_token]), p.group): p.value for path, n in self.nodes().items() for p in n.pieces}
         assert held == self.held
         assert self.returned + Counter(held.values()) == Counter(range(self.num_values))
 
     @invariant()
     def what_could_go_is_told_in_its_order(self):
-        if hasattr(self, "tree"):
-            assert [self.path(node) for node in self.tree.evictable()] == self.order()
+        assert [self.path(node) for node in self.tree.evictable()] == self.order()
 
     def teardown(self):
         if not hasattr(self, "tree"):

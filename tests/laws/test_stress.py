@@ -1,16 +1,18 @@
-"""Threads open, write, verify and end sequences of two caches on one pool, with the mapper's thread beside them.
+"""Threads open, write, verify and end sequences of two caches on one pool, while another maps ahead.
 
-In the manner of mimalloc's stress test: each thread follows its own seed, writes a pattern and verifies it before it
-gives the memory up, and hands some of its sequences to others. It is no benchmark. What the threads do is decided by
-the seed; how they interleave is not, and the laws hold whichever way.
+In the manner of mimalloc's stress test: each thread follows its own seed, verifies what it wrote before it gives the memory
+up, and hands some of its sequences to others. The seeds decide what the threads do, and not how they interleave: the laws
+hold whichever way.
 """
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-from vmmkv import KVCache, KVLayout, OutOfPages, OutOfSlots, Pool, Sequence
+from tests.laws.model import Live, opened, verify_unwritten, verify_written, write
+from vmmkv import KVCache, KVLayout, OutOfPages, OutOfSlots, Pool
 from vmmkv.driver.host import HostDriver
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
@@ -18,6 +20,8 @@ from vmmkv.units import PAGE_BYTES
 THREADS = 3
 TURNS = 150
 MAX_TOKENS = 96
+EVERY = 31
+"""One number of so many of each head is verified."""
 
 # 64 KiB and 96 KiB a row: 32 and 21.3 tokens a page.
 LAYOUTS = (
@@ -27,96 +31,73 @@ LAYOUTS = (
 
 
 class Worker:
-    """One thread's sequences, each full of its own number; in `shared`, those that anybody may go on with."""
+    """One thread's sequences; in `shared`, those that any thread may go on with."""
 
-    def __init__(self, seed: int, caches: list[KVCache], shared: list[tuple[KVCache, Sequence, int]], lock: threading.Lock):
-        self.random = random.Random(seed)
-        self.tenant = seed
-        self.caches = caches
+    def __init__(self, seed: int, caches: list[KVCache], shared: list[Live], lock: threading.Lock) -> None:
+        self.random, self.tenant, self.caches = random.Random(seed), seed, caches
         self.shared, self.lock = shared, lock
-        self.held: list[tuple[KVCache, Sequence, int]] = []
-        self.failure: BaseException | None = None
-        self.refused = 0
+        self.held: list[Live] = []
 
     def run(self) -> None:
-        try:
-            for _ in range(TURNS):
-                self.turn()
-            while self.held:
-                self.end(self.held.pop())
-        except BaseException as failure:
-            self.failure = failure
+        for _ in range(TURNS):
+            choice = self.random.random()
+            if choice < 0.35 or not self.held:
+                self.open()
+            elif choice < 0.7:
+                self.append(self.random.choice(self.held))
+            elif choice < 0.85:
+                self.end(self.pick())
+            else:
+                self.swap()
+        while self.held:
+            self.end(self.pick())
 
-    def turn(self) -> None:
-        choice = self.random.random()
-        if choice < 0.35 or not self.held:
-            self.open()
-        elif choice < 0.7:
-            self.append(self.random.choice(self.held), self.random.randint(1, 40))
-        elif choice < 0.85:
-            self.end(self.held.pop(self.random.randrange(len(self.held))))
-        else:
-            self.swap()
+    def pick(self) -> Live:
+        live = self.held.pop(self.random.randrange(len(self.held)))
+        verify_written(live, EVERY)
+        return live
 
     def open(self) -> None:
         cache = self.random.choice(self.caches)
         try:
             sequence = cache.open(tenant=self.tenant)
         except OutOfSlots:
-            self.refused += 1
             return
-        number = 1 + self.tenant * 80 + self.random.randrange(80)
-        self.held.append((cache, sequence, number))
-        self.append(self.held[-1], self.random.randint(1, 40))
+        self.held.append(opened(cache, sequence, owner=self.tenant))
+        self.append(self.held[-1])
 
-    def append(self, held: tuple[KVCache, Sequence, int], num_tokens: int) -> None:
-        cache, sequence, number = held
-        start, end = sequence.length, min(sequence.length + num_tokens, MAX_TOKENS)
+    def append(self, live: Live) -> None:
+        sequence, num_tokens = live.sequence, self.random.randint(1, 40)
+        new = range(sequence.length, min(sequence.length + num_tokens, MAX_TOKENS))
         try:
-            sequence.grow(end)
+            sequence.grow(new.stop)
         except OutOfPages:
-            self.refused += 1
             return
-        for layer in cache.layout.group_of:
-            for plane in ("k", "v"):
-                first = sequence.start(cache.layout.group_of[layer])
-                rows = sequence.view(layer, plane)[start - first : end - first, :, ::31]
-                own = (rows == 0) | ((rows > sequence.tenant * 80) & (rows <= (sequence.tenant + 1) * 80))
-                assert own.all(), "another tenant's bytes"
-                sequence.view(layer, plane)[start - first : end - first] = number
-        sequence.advance(end - start)
-        for group, description in enumerate(cache.layout.groups):
+        verify_unwritten(live)
+        live.stamps += [self.random.randrange(1000) for _ in new]
+        write(live, new, through_arena=bool(num_tokens % 2))
+        sequence.advance(len(new))
+        for group, description in enumerate(live.cache.layout.groups):
             if description.window is not None:
                 sequence.advance_start(group)
+                live.starts[group] = sequence.start(group)
 
-    def verify(self, held: tuple[KVCache, Sequence, int]) -> None:
-        cache, sequence, number = held
-        for layer, group in cache.layout.group_of.items():
-            for plane in ("k", "v"):
-                rows = sequence.view(layer, plane)[: sequence.length - sequence.start(group)]
-                assert (rows == number).all(), f"slot {sequence.slot} lost what was written"
-
-    def end(self, held: tuple[KVCache, Sequence, int]) -> None:
-        self.verify(held)
-        cache, sequence, _ = held
+    def end(self, live: Live) -> None:
         choice = self.random.random()
         if choice < 0.5:
-            sequence.close()
-        elif choice < 0.7:
-            sequence.park(0)
+            live.sequence.close()
         else:
-            sequence.park()
+            live.sequence.park(0 if choice < 0.7 else None)
         if choice > 0.9:
-            cache.check()
+            live.cache.check()
 
     def swap(self) -> None:
-        """Give a sequence to whoever comes, and take what somebody gave."""
-        mine = self.held.pop(self.random.randrange(len(self.held)))
-        self.verify(mine)
+        """Give a sequence to the others, and take one of theirs."""
+        mine = self.pick()
         with self.lock:
             self.shared.append(mine)
             theirs = self.shared.pop(0)
-        self.verify(theirs)
+        verify_written(theirs, EVERY)
         self.held.append(theirs)
 
 
@@ -125,22 +106,17 @@ def test_threads_that_share_a_pool_keep_what_they_wrote_and_leave_nothing():
     driver = FakeDriver(over=below)
     pool = Pool("cpu", 40 * PAGE_BYTES, driver=driver)
     caches = [KVCache(layout, pool, slots=8, max_tokens=MAX_TOKENS, guard_tokens=2) for layout in LAYOUTS]
-    shared: list[tuple[KVCache, Sequence, int]] = []
+    shared: list[Live] = []
     lock = threading.Lock()
-    workers = [Worker(seed, caches, shared, lock) for seed in range(THREADS)]
-    threads = [threading.Thread(target=worker.run) for worker in workers]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        for cache in caches:
-            cache.map_ahead(100.0, lookahead_tokens=20)
-        for thread in threads:
-            thread.join(0.001)
-    for worker in workers:
-        if worker.failure is not None:
-            raise worker.failure
-    for held in shared:
-        workers[0].verify(held)
+    with ThreadPoolExecutor(THREADS) as threads:
+        running = [threads.submit(Worker(seed, caches, shared, lock).run) for seed in range(THREADS)]
+        while wait(running, timeout=0.001).not_done:
+            for cache in caches:
+                cache.map_ahead(100.0, lookahead_tokens=20)
+    for each in running:
+        each.result()
+    for live in shared:
+        verify_written(live, EVERY)
     for cache in caches:
         cache.check()
         cache.close()
