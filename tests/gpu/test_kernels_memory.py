@@ -22,10 +22,9 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 STRAYS = [
     "decode-past",
-    "decode-quantised-past",
     "decode-paged-past",
     "decode-table-past",
-    "window-before-in-a-tile",
+    "decode-window-before",
     "prefill-past",
     "prefill-paged-past",
     "prefill-window-before",

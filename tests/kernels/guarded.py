@@ -8,7 +8,6 @@ a page. tests/gpu/guarded_kernels.py does the same on CUDA addresses.
 """
 
 import ctypes
-import dataclasses
 import mmap
 import os
 import sys
@@ -212,43 +211,32 @@ def write_at_the_limit(memory_of: GuardedMemory, limit: int, kind: Kind | None, 
 def attention_strays(memory_of: GuardedMemory, page: int) -> dict[str, Stray]:
     """Attention and appends that are told to touch the row past the memory's end or before its start, and nothing else is."""
     end = 3 * page
-    window = Span(length=8 * page + 16, window=17)
+    window, window_of_many = Span(length=8 * page + 16, window=17), Span(length=8 * page + 16, window=13, count=5)
 
-    def slot(first: int, last: int, kind: Kind | None = None) -> Slot:
-        return Slot(memory_of, first, last, kind)
-
-    def past(count: int = 0, kind: Kind | None = None, *, paged: bool = False) -> Stray:
-        return lambda: Span(length=end + 1, count=count).attend(slot(0, end, kind), paged=paged)
+    def past(count: int = 0, *, paged: bool = False) -> Stray:
+        return lambda: Span(length=end + 1, count=count).attend(Slot(memory_of, 0, end), paged=paged)
 
     def past_the_table() -> torch.Tensor:
-        one = slot(0, end + page)
+        one = Slot(memory_of, 0, end + page)
         k, v, _ = one.blocks()
         query = Span(length=1).query(one)
         table = one.table(0, end // one.memory_of.block)
         return decode(query, k, v, one.index(end + 1), one.index(0), tables_SC=table)
 
-    def append_past(kind: Kind | None = None, *, entries: int = 0) -> Stray:
-        def run() -> None:
-            one = slot(0, end, kind)
-            write(one, end, end + 1, one.table(0, entries) if entries else None)
-
-        return run
+    def append_past(entries: int = 0) -> None:
+        one = Slot(memory_of, 0, end)
+        write(one, end, end + 1, one.table(0, entries) if entries else None)
 
     return {
         "decode-past": past(),
-        "decode-limit-past": lambda: Span(length=end + 9, limit=end + 1).attend(slot(0, end)),
-        "decode-quantised-past": past(kind="fp8"),
         "decode-paged-past": past(paged=True),
         "decode-table-past": past_the_table,
-        "window-before": lambda: Span(length=27 * page, window=19 * page + 1).attend(slot(8 * page, 27 * page)),
-        "window-before-in-a-tile": lambda: window.attend(slot(8 * page, 9 * page)),
+        "decode-window-before": lambda: window.attend(Slot(memory_of, 8 * page, 9 * page)),
         "prefill-past": past(5),
-        "prefill-quantised-past": past(5, "int8"),
         "prefill-paged-past": past(5, paged=True),
-        "prefill-window-before": lambda: dataclasses.replace(window, count=5, window=13).attend(slot(8 * page, 9 * page)),
-        "append-past": append_past(),
-        "append-quantised-past": append_past("int4"),
-        "append-paged-past": append_past(entries=end // memory_of.block + 1),
+        "prefill-window-before": lambda: window_of_many.attend(Slot(memory_of, 8 * page, 9 * page)),
+        "append-past": append_past,
+        "append-paged-past": lambda: append_past(end // memory_of.block + 1),
     }
 
 
@@ -407,24 +395,11 @@ def stay_within(wide: bool) -> None:
         span.compare(HOST)
 
 
-def by_pointers(name: str) -> None:
-    load_by_pointers()
-    ATTENTION_STRAYS[name]()
-
-
-def append_past_the_table() -> None:
-    slot = Slot(HOST, 0, 64)
-    write(slot, 48, 49, slot.table(0, 3))
-
-
-ATTENTION_STRAYS = attention_strays(HOST, PAGE_ROWS)
 STRAYS: dict[str, Stray] = {
-    **ATTENTION_STRAYS,
-    "decode-past-by-pointers": lambda: by_pointers("decode-past"),
-    "window-before-by-pointers": lambda: by_pointers("window-before-in-a-tile"),
+    **attention_strays(HOST, PAGE_ROWS),
     "cascade-table-past": lambda: PrefixTable(80, border=5).attend(81, 80),
     "cascade-table-before": lambda: PrefixTable(80, border=5).attend(80, 79),
-    "append-table-past": append_past_the_table,
+    "append-table-past": lambda: write(slot := Slot(HOST, 0, 64), 48, 49, slot.table(0, 3)),
     "copy-source-past": lambda: TwoSlots(16, 48, 64).copy_rows(16, 49),
     "copy-target-past": lambda: TwoSlots(16, 64, 48).copy_rows(16, 49),
     "copy-before": lambda: TwoSlots(16, 48, 48).copy_rows(15, 48),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, POISON, Memory, dtypes, index, make_memory, some
+from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, POISON, Memory, index, make_memory, some
 from tests.kernels.test_norm import assert_rounded_alike
 from vmmkv.kernels import reference
 from vmmkv.kernels.attention.append import append
@@ -109,35 +109,24 @@ def test_a_token_whose_block_does_not_exist_is_written_nowhere() -> None:
     assert (memory.bytes_STE == POISON).all()
 
 
-@dtypes
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_rotation_is_that_of_transformers(head_dim: int, dtype: torch.dtype) -> None:
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+@pytest.mark.parametrize(("head_dim", "dtype", "normed"), [(64, FP16, False), (80, FP32, False), (64, FP32, True)])
+def test_rotation_and_norms_are_those_of_transformers(head_dim: int, dtype: torch.dtype, normed: bool) -> None:
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     k_NKD, v_NKD, q_NHD, *_ = make_tokens(3, head_dim, dtype)
     angles, memory = make_angles(head_dim, TOKENS), make_memory((1, TOKENS), 3, head_dim, dtype)
-    tables = (torch.cat([table_TR, table_TR], dim=-1)[None] for table_TR in angles.values())
-    rotated = llama.apply_rotary_pos_emb(*(x_NHD.float().transpose(0, 1)[None] for x_NHD in (q_NHD, k_NKD)), *tables)
-    q_expected_NHD, k_expected_NKD = (x_1HTD[0].transpose(0, 1).to(dtype) for x_1HTD in rotated)
-    append_to_one_slot(k_NKD, v_NKD, memory, q_NHD=q_NHD, **angles)
-    assert torch.equal(memory.k[0], k_expected_NKD)
-    assert torch.equal(memory.v[0], v_NKD)
-    assert torch.equal(q_NHD, q_expected_NHD)
-
-
-def test_norms_are_those_of_transformers() -> None:
-    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
-    k_NKD, v_NKD, q_NHD, *_ = make_tokens(2, 64, FP32)
-    norms, angles, memory = make_norms(64, FP32), make_angles(64, TOKENS), make_memory((1, TOKENS), 2, 64, FP32)
-    normed = []
+    norms = make_norms(head_dim, dtype) if normed else {}
+    given = []
     for name, x_NHD in (("q_norm_D", q_NHD), ("k_norm_D", k_NKD)):
-        module = qwen3.Qwen3RMSNorm(64, eps=1e-6).to(DEVICE)
-        module.weight.data.copy_(norms[name])
-        normed.append(module(x_NHD).detach().transpose(0, 1)[None])
+        module = qwen3.Qwen3RMSNorm(head_dim, eps=1e-6).to(DEVICE)
+        module.weight.data.copy_(norms.get(name, module.weight.data))
+        given.append((module(x_NHD).detach() if normed else x_NHD.float()).transpose(0, 1)[None])
     tables = (torch.cat([table_TR, table_TR], dim=-1)[None] for table_TR in angles.values())
-    q_expected_NHD, k_expected_NKD = (x[0].transpose(0, 1) for x in qwen3.apply_rotary_pos_emb(*normed, *tables))
+    expected = [x_1HTD[0].transpose(0, 1).to(dtype) for x_1HTD in qwen3.apply_rotary_pos_emb(*given, *tables)]
     append_to_one_slot(k_NKD, v_NKD, memory, q_NHD=q_NHD, **angles, **norms)
-    torch.testing.assert_close(memory.k[0], k_expected_NKD, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(q_NHD, q_expected_NHD, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if normed else 0.0
+    for ours, theirs in zip((q_NHD, memory.k[0]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert torch.equal(memory.v[0], v_NKD)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from vmmkv.kernels import linear as module
 from vmmkv.kernels.linear import MAX_ROWS, LinearTiling, linear, linear_tiling
 
 EPS = 1e-5
+Cut = Callable[[LinearTiling], None]
 
 # [outputs, inputs]: of SmolLM2, of Qwen3 cut down, and sizes that no tile divides.
 SHAPES = [(24, 576), (16, 1024), (40, 8), (24, 1544)]
@@ -22,7 +23,7 @@ SPLITS = LinearTiling(dots=True, tile_n=32, tile_k=256, splits=4)
 
 
 @pytest.fixture
-def cut_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[LinearTiling], None]:
+def cut_as(monkeypatch: pytest.MonkeyPatch) -> Cut:
     """Every launch is cut so."""
     return lambda cut: monkeypatch.setattr(module, "linear_tiling", lambda *shape: cut)
 
@@ -89,35 +90,28 @@ def check(problem: dict[str, Any]) -> torch.Tensor:
     return given_MN
 
 
+FORMS = ("plain", "norm bias residual", "gated norm bias")
+
+
 @pytest.mark.parametrize(
-    ("form", "num_rows", "num_outputs", "num_inputs", "dtype"),
+    ("form", "num_rows", "num_outputs", "num_inputs", "dtype", "cut"),
     some(
-        [("plain", 1, 24, 576, FP16), ("norm bias residual", 3, 40, 8, FP16), ("gated norm bias", MAX_ROWS, 16, 1024, FP16),
-         ("gated norm bias", 1, 24, 1544, FP32)],
-        [(form, rows, *shape, dtype) for form in ("plain", "norm bias residual", "gated norm bias") for rows in (1, 3, MAX_ROWS)
-         for shape in SHAPES for dtype in (FP16, FP32)],
+        [("plain", 1, 24, 576, FP16, None), ("norm bias residual", 3, 40, 8, FP16, None),
+         ("gated norm bias", MAX_ROWS, 16, 1024, FP16, None), ("gated norm bias", 1, 24, 1544, FP32, None),
+         ("norm bias residual", 2, 40, 712, FP16, REGISTERS), ("gated norm", 1, 40, 712, FP16, ONE_ROW),
+         ("gated norm", 2, 40, 712, FP32, DOTS), ("norm bias residual", 8, 40, 712, FP16, SPLITS)],
+        [*((form, rows, *shape, dtype, None)
+           for form in FORMS for rows in (1, 3, MAX_ROWS) for shape in SHAPES for dtype in (FP16, FP32)),
+         *((form, rows, 40, 712, dtype, cut) for form in FORMS[1:] for rows in (1, 2, 8)
+           for cut in (REGISTERS, ONE_ROW, DOTS, SPLITS) for dtype in (FP16, FP32))],
     ),
 )  # fmt: skip
-def test_every_form_is_as_exact_as_torch(
-    form: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+def test_every_form_is_as_exact_as_torch_however_it_is_cut(
+    form: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, cut: LinearTiling | None, cut_as: Cut
 ) -> None:
+    if cut is not None:
+        cut_as(cut)
     check(make(num_rows, num_outputs, num_inputs, dtype, form))
-
-
-@pytest.mark.parametrize(
-    ("form", "num_rows", "cut", "dtype"),
-    some(
-        [("norm bias residual", 2, REGISTERS, FP16), ("gated norm", 1, ONE_ROW, FP16), ("gated norm", 2, DOTS, FP32),
-         ("norm bias residual", 8, SPLITS, FP16)],
-        [(form, rows, cut, dtype) for form in ("norm bias residual", "gated norm") for rows in (1, 2, 8)
-         for cut in (REGISTERS, ONE_ROW, DOTS, SPLITS) for dtype in (FP16, FP32)],
-    ),
-)  # fmt: skip
-def test_however_it_is_cut(
-    form: str, num_rows: int, cut: LinearTiling, dtype: torch.dtype, cut_as: Callable[[LinearTiling], None]
-) -> None:
-    cut_as(cut)
-    check(make(num_rows, 40, 712, dtype, form))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +121,7 @@ def test_however_it_is_cut(
         [("gated norm", REGISTERS, FP16), ("norm bias residual", DOTS, FP16), ("gated norm", DOTS, FP32)],
     ),
 )
-def test_a_row_depends_on_no_other(
-    form: str, cut: LinearTiling, dtype: torch.dtype, cut_as: Callable[[LinearTiling], None]
-) -> None:
+def test_a_row_depends_on_no_other(form: str, cut: LinearTiling, dtype: torch.dtype, cut_as: Cut) -> None:
     problem = make(5, 24, 712, dtype, form)
     other = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in problem.items()}
     # Neither on what the others are, nor on their number, nor on its place.
