@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,7 +25,7 @@ from vmmkv import __version__
 from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import Dead, EngineClient, EngineDead, RequestFailed, Watchdog
 from vmmkv.server.http import errors, page
-from vmmkv.server.http.errors import ApiError, ErrorBody, bad_request
+from vmmkv.server.http.errors import ApiError, ErrorBody
 from vmmkv.server.http.generation import (
     ChoiceStream,
     Deadline,
@@ -35,7 +36,7 @@ from vmmkv.server.http.generation import (
     engine_requests,
     off_loop,
 )
-from vmmkv.server.http.limits import GENERATION_PATHS, OPEN_PATHS, AdmissionQueue, Guard, RequestState, current_id
+from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, current_id
 from vmmkv.server.http.responses import (
     ChatCompletion,
     ChatForm,
@@ -115,10 +116,15 @@ class Service:
                 loading = self.tokenizer is None
                 return Health(status="loading", reason="the tokenizer") if loading else Health(status="ok")
 
+    def check_name(self, model: str | None) -> None:
+        """Raises: ApiError (404) for another model, with the name that would work."""
+        if model not in (None, self.model):
+            message = f"The model {model!r} does not exist; this server has {self.model!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def require(self, model: str | None) -> tuple[Ready, Tokenizer]:
         """The engine's limits and the tokenizer. Raises: EngineNotReady, EngineDead; ApiError: 404 for another model, 503."""
-        if model is not None and model != self.model:
-            raise errors.model_not_found(model, self.model)
+        self.check_name(model)
         ready = self.engine.require_ready()
         if self.tokenizer is None:
             raise errors.unavailable("The tokenizer is loading; try again in a while.")
@@ -144,15 +150,17 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     """The application over one service."""
-    app = FastAPI(title="vmmkv", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="vmmkv", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     # Made once: it takes a tenth of a second of the event loop.
-    document = functools.cache(lambda: _document(app, model=service.model, has_keys=service.queue.needs_key))
-    app.openapi = document  # type: ignore[method-assign]
-    app.include_router(_generation_routes(service))
-    app.include_router(_server_routes(service))
-    app.include_router(page.routes(service.engine, service.dashboard, service.queue))
+    app.openapi = functools.cache(lambda: _document(app, service.model))  # type: ignore[method-assign]
+    # For the document alone: keys are checked in Guard.
+    needs_key = [Depends(HTTPBearer(scheme_name="key", auto_error=False))] if service.queue.needs_key else []
+    app.include_router(_health_route(service))
+    app.include_router(_generation_routes(service), dependencies=needs_key)
+    app.include_router(_server_routes(service), dependencies=needs_key)
+    app.include_router(page.routes(service.engine, service.dashboard, service.queue), dependencies=needs_key)
     if service.front.admin_key is not None:
-        app.include_router(_admin_routes(service.engine))
+        app.include_router(_admin_routes(service.engine), dependencies=needs_key)
     errors.install(app)
     if service.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=service.hosts, www_redirect=False)
@@ -164,12 +172,12 @@ def create_app(service: Service) -> FastAPI:
 def _generation_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=Completion)
+    @router.post("/v1/completions", response_model=Completion, responses=_STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue each prompt; each has `n` choices of the answer."""
         return await _answer(service, request, body, CompletionForm)
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The assistant's next turn."""
         return await _answer(service, request, body, ChatForm)
@@ -210,7 +218,7 @@ def _generation_routes(service: Service) -> APIRouter:
     return router
 
 
-def _server_routes(service: Service) -> APIRouter:
+def _health_route(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
@@ -219,6 +227,12 @@ def _server_routes(service: Service) -> APIRouter:
         state = service.health()
         return JSONResponse(state.model_dump(), status_code=200 if state.status == "ok" else 503)
 
+    return router
+
+
+def _server_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
     @router.get("/version")
     async def version() -> Version:
         """Of the package."""
@@ -226,7 +240,7 @@ def _server_routes(service: Service) -> APIRouter:
 
     sees_all = [Depends(service.queue.require_sees_all)]
 
-    @router.get("/metrics", response_class=PlainTextResponse, dependencies=sees_all)
+    @router.get("/metrics", response_class=Response, responses=_METRICS, dependencies=sees_all)
     async def metrics() -> Response:
         """For Prometheus; answers in every state."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -239,8 +253,7 @@ def _server_routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
         """The one model, by its name."""
-        if name != service.model:
-            raise errors.model_not_found(name, service.model)
+        service.check_name(name)
         return service.describe()
 
     return router
@@ -263,7 +276,7 @@ def _admin_routes(engine: EngineClient) -> APIRouter:
         try:
             done: Managed = await engine.manage(message)
         except RequestFailed as error:
-            raise bad_request(str(error), param="budget_bytes", code="invalid_value") from error
+            raise ApiError(400, str(error), param="budget_bytes", code="invalid_value") from error
         return KVMemory.model_validate(done, from_attributes=True)
 
     return router
@@ -371,7 +384,7 @@ def _check(
     except RequestRefused as error:
         names = {"prompt": body.prompt_param, "beam_width": "beam_width" if body.beam_width else "n"}
         param = names.get(error.param, error.param)
-        raise bad_request(str(error).replace("beam_width", param), param=param, code=error.code) from error
+        raise ApiError(400, str(error).replace("beam_width", param), param=param, code=error.code) from error
     return params
 
 
@@ -395,7 +408,7 @@ async def _present(
         if working.done():
             return working.result()
         if leaving.done():
-            raise errors.client_left()
+            raise ApiError(499, "The client went away.", code="client_closed_request")  # the status is nginx's
         service.require(None)
         assert deadline is not None, "nothing else has ended"
         raise deadline.error()
@@ -431,10 +444,10 @@ async def _events(form: ResponseForm, generation: Generation, body: GenerationRe
 
     try:
         for delta in form.opening(num_choices):
-            yield await chunk(delta, with_usage=body.includes_usage_so_far)
+            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
         async for delta in generation.deltas():
-            yield await chunk(delta, with_usage=body.includes_usage_so_far)
-        if body.include_usage:
+            yield await chunk(delta, with_usage=bool(body.stream_counts.continuous_usage_stats))
+        if body.stream_counts.include_usage:
             yield await chunk(with_usage=True)
     except Exception as error:
         if not isinstance(error, ApiError | RequestFailed | EngineDead):
@@ -446,31 +459,20 @@ async def _events(form: ResponseForm, generation: Generation, body: GenerationRe
 # The OpenAPI document.
 
 _ABOUT: Final = "OpenAI's API over one model. Every error has the form of ErrorBody, and every answer an X-Request-Id."
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be answered."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
+}
+_METRICS: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
+"""Events have no schema in OpenAPI 3.1."""
 
 
-def _document(app: FastAPI, *, model: str, has_keys: bool) -> dict[str, Any]:
+def _document(app: FastAPI, model: str) -> dict[str, Any]:
+    """The OpenAPI document, with the one model that a body may name."""
     whole: dict[str, Any] = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
-    schemas: dict[str, Any] = whole.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    of_errors = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(of_errors.pop("$defs"))
-    schemas["ErrorBody"] = of_errors
-    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
-        given = schemas[name]["properties"]["model"]
-        names = [model, None] if "anyOf" in given else [model]
-        schemas[name]["properties"]["model"] = {"enum": names, "title": given["title"]}
-    if has_keys:
-        whole["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    error = {"$ref": "#/components/schemas/ErrorBody"}
-    for path, operations in whole["paths"].items():
-        for operation in operations.values():
-            answers = operation["responses"]
-            answers.pop("422", None)
-            for status, what in (("4XX", "The request cannot be answered."), ("5XX", "The server cannot answer.")):
-                answers.setdefault(status, {"description": what, "content": {"application/json": {"schema": error}}})
-            if path in GENERATION_PATHS:
-                answers["200"]["content"]["text/event-stream"] = {}  # its events have no schema in OpenAPI 3.1
-            if has_keys and path not in OPEN_PATHS:
-                operation["security"] = [{"key": []}]
+    for schema in whole["components"]["schemas"].values():
+        if schema["title"].endswith("Request") and (given := schema["properties"].get("model")):
+            names = [model, None] if "anyOf" in given else [model]
+            schema["properties"]["model"] = {"enum": names, "title": given["title"]}
     return whole

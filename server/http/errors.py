@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from vmmkv.server.engine_client import EngineDead, EngineNotReady, MapUnavailable, RequestFailed
 from vmmkv.units import counted
 
-RETRY_AFTER_S: Final = 1
 _OF_THE_ENGINE: Final = (EngineDead, EngineNotReady, MapUnavailable, RequestFailed)
 
 
@@ -39,7 +38,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str,
+        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -54,20 +53,9 @@ class ApiError(Exception):
         return JSONResponse(self.body.model_dump(), status_code=self.status, headers=self.headers)
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the client can mend it."""
-    return ApiError(400, message, type="invalid_request_error", param=param, code=code)
-
-
 def invalid(param: str, why: object, *, code: str = "invalid_value") -> ApiError:
     """400, and what is wrong with the parameter."""
-    return bad_request(f"Invalid {param}: {why}.", param=param, code=code)
-
-
-def model_not_found(given: str, served: str) -> ApiError:
-    """404, with the name that would work."""
-    message = f"The model {given!r} does not exist; this server has {served!r}."
-    return ApiError(404, message, type="invalid_request_error", param="model", code="model_not_found")
+    return ApiError(400, f"Invalid {param}: {why}.", param=param, code=code)
 
 
 def internal_error(message: str) -> ApiError:
@@ -75,12 +63,7 @@ def internal_error(message: str) -> ApiError:
     return ApiError(500, message, type="server_error", code="internal_error")
 
 
-def unexpected(error: Exception) -> ApiError:
-    """500 for a bug: the client gets the kind of error and none of the server's insides."""
-    return internal_error(f"The server failed on this request ({type(error).__name__}); its log has the details.")
-
-
-def unavailable(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+def unavailable(message: str, *, retry_after_s: int = 1) -> ApiError:
     """503: the engine is loading or gone, or the server is about to stop."""
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, type="server_error", code="service_unavailable", headers=headers)
@@ -92,29 +75,15 @@ def too_many(message: str, *, of: Literal["requests", "tokens"], retry_after_s: 
     return ApiError(429, message, type=of, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
 
 
-def too_late(seconds: float) -> ApiError:
-    """408: the request's time is over. OpenAI's client would send it again by itself, and is told not to."""
-    message = f"The answer was not finished within {seconds:g} s."
-    return ApiError(408, message, type="timeout", code="request_timeout", headers={"x-should-retry": "false"})
-
-
-def client_left() -> ApiError:
-    """499, nginx's status for a client that closed the connection."""
-    return ApiError(499, "The client went away.", type="invalid_request_error", code="client_closed_request")
-
-
-def no_key() -> ApiError:
-    """401."""
-    message = "This server wants an API key that it knows: send 'Authorization: Bearer KEY'."
-    # Two headers, told apart by case until they are sent in one: Chromium reads only the first scheme of each.
-    headers = {"WWW-Authenticate": "Bearer", "www-authenticate": 'Basic realm="vmmkv"'}
-    return ApiError(401, message, type="invalid_request_error", code="invalid_api_key", headers=headers)
+def too_late(message: str, headers: Mapping[str, str]) -> ApiError:
+    """408: the request, or its answer, took too long."""
+    return ApiError(408, message, type="timeout", code="request_timeout", headers=headers)
 
 
 def not_the_administrator() -> ApiError:
     """403: an API key does not open the administrator's routes."""
     message = "This route is for the administrator: send the server's admin key as 'Authorization: Bearer KEY'."
-    return ApiError(403, message, type="invalid_request_error", code="insufficient_permissions")
+    return ApiError(403, message, code="insufficient_permissions")
 
 
 def install(app: FastAPI) -> None:
@@ -123,8 +92,15 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _response)
 
 
+async def _response(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, headers=error.headers)
+    return from_exception(error).response()  # Starlette logs the traceback of what is unexpected
+
+
 def from_exception(error: Exception) -> ApiError:
-    """The error that a client gets for an exception."""
+    """The error that a client gets for an exception. For a bug it names the kind, and none of the server's insides."""
     match error:
         case ApiError():
             return error
@@ -133,39 +109,30 @@ def from_exception(error: Exception) -> ApiError:
         case EngineDead() | EngineNotReady() | MapUnavailable():
             return unavailable(str(error))
         case RequestValidationError():
-            return _from_validation(error.errors())
+            return _from_validation(error.errors()[0])  # OpenAI's form has room for one
         case _:
-            return unexpected(error)
+            return internal_error(f"The server failed on this request ({type(error).__name__}); its log has the details.")
 
 
-async def _response(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, message, type="invalid_request_error", headers=error.headers)
-    return from_exception(error).response()  # Starlette logs the traceback of what is unexpected
-
-
-def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's complaints; OpenAI's form has room for one."""
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return bad_request(
-            f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json"
-        )
-    path = [str(part) for part in first["loc"][1:]]
-    own = first.get("ctx", {}).get("param")
-    param = ".".join([*path, own] if own else path) or None
-    match first["type"]:
+def _from_validation(error: Mapping[str, Any]) -> ApiError:
+    """One of pydantic's complaints."""
+    context = error.get("ctx", {})
+    path = [str(part) for part in error["loc"][1:]]
+    param = ".".join([*path, *filter(None, [context.get("param")])]) or None
+    match error["type"]:
+        case "json_invalid":
+            return ApiError(400, f"The body is not valid JSON: {context.get('error', error['msg'])}.", code="invalid_json")
         case "extra_forbidden":
-            return bad_request(f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
+            message, code = f"Unknown parameter: {param!r}.", "unknown_parameter"
         case "missing" | "model_attributes_type" if not path:  # no body, or one that is no object
-            return bad_request("The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body")
+            message, code = "The body must be a JSON object, sent with Content-Type: application/json.", "invalid_body"
         case "missing":
-            return bad_request(f"Missing required parameter: {param!r}.", param=param, code="missing_required_parameter")
+            message, code = f"Missing required parameter: {param!r}.", "missing_required_parameter"
         case "unsupported_parameter":
-            return bad_request(first["msg"], param=param, code="unsupported_parameter")
+            message, code = error["msg"], "unsupported_parameter"
         case _:
-            return bad_request(f"Invalid {param or 'body'}: {_in_words(first)}.", param=param, code="invalid_value")
+            message, code = f"Invalid {param or 'body'}: {_in_words(error)}.", "invalid_value"
+    return ApiError(400, message, param=param, code=code)
 
 
 def _in_words(error: Mapping[str, Any]) -> str:

@@ -53,22 +53,18 @@ class Deadline:
     def __init__(self, arrived_s: float, timeout_s: float | None) -> None:
         self.arrived_s = arrived_s
         self.timeout_s = timeout_s
-        self._spared_s = 0.0
-
-    def spare(self, seconds: float) -> None:
-        """Move the end: what took so long is not the client's to pay for."""
-        self._spared_s += seconds
+        self.spared_s = 0.0
+        """Added to the time: what was not the client's to wait for."""
 
     def left_s(self) -> float | None:
         """Seconds that are left; None for any number."""
         if self.timeout_s is None:
             return None
-        return self.arrived_s + self._spared_s + self.timeout_s - time.perf_counter()
+        return self.arrived_s + self.spared_s + self.timeout_s - time.perf_counter()
 
     def error(self) -> errors.ApiError:
-        """408."""
-        assert self.timeout_s is not None
-        return errors.too_late(self.timeout_s)
+        """408. OpenAI's client would send the request again by itself, and is told not to."""
+        return errors.too_late(f"The answer was not finished within {self.timeout_s:g} s.", {"x-should-retry": "false"})
 
 
 def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
@@ -78,12 +74,11 @@ def check_prompt_logprobs(request: GenerationRequest, prompts: Sequence[list[int
     each = _PROMPT_TOKEN_WEIGHT + request.params.prompt_logprobs
     num_tokens = request.params.n * sum(map(len, prompts))
     if each * num_tokens > MAX_PROMPT_LOGPROBS:
-        message = (
-            f"Invalid logprobs: with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of "
-            f"{num_tokens} tokens of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or "
-            "choices in a request."
+        why = (
+            f"with echo this request counts for {each * num_tokens} log-probabilities, {each} for each of {num_tokens} tokens "
+            f"of prompts, and {MAX_PROMPT_LOGPROBS} is the most: lower logprobs, or send fewer prompts or choices in a request"
         )
-        raise errors.bad_request(message, param="logprobs", code="too_many_logprobs")
+        raise errors.invalid("logprobs", why, code="too_many_logprobs")
 
 
 def engine_requests(
@@ -133,7 +128,7 @@ class GrammarService:
         try:
             if not compiler.knows(grammar, namespace=namespace):
                 await compiler.start()
-                deadline.spare(time.perf_counter() - began_s)
+                deadline.spared_s += time.perf_counter() - began_s
             async with asyncio.timeout(deadline.left_s()):
                 return await compiler.compile(grammar, namespace=namespace)
         except GrammarRefused as error:

@@ -19,12 +19,13 @@ import re
 import secrets
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmmkv.server.config import FrontConfig
@@ -82,23 +83,21 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._amounts: dict[int, float] = {}
+        self._amounts: defaultdict[int, float] = defaultdict(float)
         """By second, the oldest first; none for seconds without any."""
 
     def add(self, amount: float) -> None:
         """So much was finished now."""
-        second = math.floor(self._clock())
-        self._amounts[second] = self._amounts.get(second, 0) + amount
+        self._amounts[math.floor(self._clock())] += amount
         self._forget()
 
     def seconds_for(self, amount: float) -> int:
         """How long so much will take, in whole seconds from 1 to MOST_RETRY_S; WINDOW_S if nothing was finished of late."""
         self._forget()
-        total = sum(self._amounts.values())
-        if not total:
+        if not self._amounts:
             return WINDOW_S
         span_s = max(1.0, self._clock() - next(iter(self._amounts)))
-        return min(MOST_RETRY_S, max(1, math.ceil(amount * span_s / total)))
+        return min(MOST_RETRY_S, max(1, math.ceil(amount * span_s / sum(self._amounts.values()))))
 
     def _forget(self) -> None:
         while self._amounts and (oldest := next(iter(self._amounts))) < self._clock() - WINDOW_S:
@@ -210,8 +209,16 @@ class AdmissionQueue:
         was_served = False
 
         def check_tokens(num_prompt_tokens: int) -> None:
+            """Raises: ApiError (429) if so many more tokens of prompts are too many to wait. One request is always let in."""
             nonlocal was_served
-            self._check_tokens(num_prompt_tokens)
+            waiting, most = self._engine.waiting_tokens, self._config.max_queued_tokens
+            if waiting and waiting + num_prompt_tokens > most:
+                raise errors.too_many(
+                    f"The queue is full: prompts of {waiting} tokens wait, those of this request have {num_prompt_tokens}, "
+                    f"and {most} is the most.",
+                    of="tokens",
+                    retry_after_s=self._begun.seconds_for(waiting + num_prompt_tokens - most),
+                )
             was_served = True
 
         self.num_sequences += num_sequences
@@ -222,24 +229,13 @@ class AdmissionQueue:
             if was_served:
                 self._ended.add(num_sequences)
 
-    def _check_tokens(self, num_prompt_tokens: int) -> None:
-        """Raises: ApiError (429) if so many more tokens of prompts are too many to wait. One request is always let in."""
-        waiting, most = self._engine.waiting_tokens, self._config.max_queued_tokens
-        if waiting and waiting + num_prompt_tokens > most:
-            raise errors.too_many(
-                f"The queue is full: prompts of {waiting} tokens wait, those of this request have {num_prompt_tokens}, "
-                f"and {most} is the most.",
-                of="tokens",
-                retry_after_s=self._begun.seconds_for(waiting + num_prompt_tokens - most),
-            )
-
     def check_body(self, size_bytes: int, *, held_bytes: int) -> None:
         """Raises: ApiError if a body of this size, of which `held_bytes` are here, is too large, or all together are."""
         most = self._config.max_body_bytes
         if size_bytes > most:
             message = f"The body is larger than {format_bytes(most)}, the most that is taken here."
             # Closed, because the client may go on sending for hours.
-            raise ApiError(413, message, type="invalid_request_error", code="body_too_large", headers={"Connection": "close"})
+            raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         if self.held_bytes - held_bytes + size_bytes > MAX_BODIES * most:
             raise errors.too_many("Other requests hold all the memory there is for bodies.", of="requests", retry_after_s=1)
 
@@ -284,19 +280,15 @@ class Guard:
             await send(message)
 
         try:
-            if scope["method"] == "HEAD":
-                await self._head(scope, headers, send_named)
-            else:
-                await self._pass(scope, headers, receive, send_named)
-        except ApiError as error:
-            await error.response()(scope, receive, send_named)
-        except _ClientLeft:
-            pass
+            await (self._head if scope["method"] == "HEAD" else self._pass)(scope, headers, receive, send_named)
+        except ClientDisconnect:
+            pass  # before its body was complete
         except Exception as error:
-            if has_started:
-                raise
-            log.exception("request %s failed", name)
-            await errors.unexpected(error).response()(scope, receive, send_named)
+            if not isinstance(error, ApiError):
+                if has_started:
+                    raise
+                log.exception("request %s failed", name)
+            await errors.from_exception(error).response()(scope, receive, send_named)
         finally:
             current_id.reset(token)
 
@@ -306,21 +298,24 @@ class Guard:
         size_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
         if size_bytes > MAX_HEADER_BYTES:
             message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
-            raise ApiError(431, message, type="invalid_request_error", code="headers_too_large")
+            raise ApiError(431, message, code="headers_too_large")
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         caller = ANONYMOUS if is_open else self._queue.identify(headers.get(b"authorization"))
         if caller is None:
-            raise errors.no_key()
+            message = "This server wants an API key that it knows: send 'Authorization: Bearer KEY'."
+            # Two headers, told apart by case until they are sent in one: Chromium reads only the first scheme of each.
+            wanted = {"WWW-Authenticate": "Bearer", "www-authenticate": 'Basic realm="vmmkv"'}
+            raise ApiError(401, message, code="invalid_api_key", headers=wanted)
         if path in GENERATION_PATHS and scope["method"] == "POST":
             self._queue.check_room()
         with contextlib.ExitStack() as at_end:
             if b"content-length" in headers or b"transfer-encoding" in headers:
                 self._queue.check_body(int(headers.get(b"content-length", b"0")), held_bytes=0)
-                receive = await self._read_body(receive, at_end)
+                receive = await self._read_body(scope, receive, at_end)
             scope.setdefault("state", {})["request"] = RequestState(caller, at_end)
             await self._app(scope, receive, send)
 
-    async def _head(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
+    async def _head(self, scope: Scope, headers: dict[bytes, bytes], _: Receive, send: Send) -> None:
         """The headers that GET would get. A stream ends there."""
         ended = asyncio.Event()
 
@@ -336,31 +331,22 @@ class Guard:
 
         await self._pass({**scope, "method": "GET"}, headers, _with_body(b"", receive_end), send_head)
 
-    async def _read_body(self, receive: Receive, at_end: contextlib.ExitStack) -> Receive:
+    async def _read_body(self, scope: Scope, receive: Receive, at_end: contextlib.ExitStack) -> Receive:
         """Read all of a body, counted in the queue until the end; returns what the route receives."""
-        data, num_bytes = bytearray(), 0
+        data = bytearray()
 
         def release() -> None:
-            self._queue.held_bytes -= num_bytes
+            self._queue.held_bytes -= len(data)
 
         at_end.callback(release)
         try:
             async with asyncio.timeout(BODY_S):
-                has_more = True
-                while has_more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientLeft
-                    chunk: bytes = message.get("body", b"")
-                    self._queue.check_body(num_bytes + len(chunk), held_bytes=num_bytes)
-                    num_bytes += len(chunk)
-                    self._queue.held_bytes += len(chunk)
+                async for chunk in Request(scope, receive).stream():
+                    self._queue.check_body(len(data) + len(chunk), held_bytes=len(data))
                     data += chunk
-                    has_more = message.get("more_body", False)
+                    self._queue.held_bytes += len(chunk)
         except TimeoutError as error:
-            text = f"The body did not come within {BODY_S:g} s."
-            headers = {"Connection": "close"}
-            raise ApiError(408, text, type="timeout", code="request_timeout", headers=headers) from error
+            raise errors.too_late(f"The body did not come within {BODY_S:g} s.", {"Connection": "close"}) from error
         return _with_body(bytes(data), receive)
 
     def _count(self, scope: Scope, status: int) -> None:
@@ -368,10 +354,6 @@ class Guard:
         state = scope.get("state", {}).get("request")
         if is_counted and status >= 400 and status != 499 and not (state is not None and state.has_begun):
             self._on_refused(status)
-
-
-class _ClientLeft(Exception):
-    """The client went away before its body was complete."""
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:

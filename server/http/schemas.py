@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -84,26 +84,8 @@ def refusal(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("combination", "{why}", {"why": why, "param": param})
 
 
-# Values with several forms, and their place in the OpenAPI document.
+# Values with several forms.
 
-_TOKEN_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT_FORMS: Final = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_CHOICES},
-    ]
-}
-_STOP: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_STOP_FORMS: Final = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
-_TEXT_PART: Final = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CONTENT_FORMS: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
 _VARIABLE_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 RESERVED: Final = frozenset(
     ("self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -116,34 +98,25 @@ RESERVED: Final = frozenset(
 
 def _as_prompts(value: Any) -> list[Prompt]:
     """A list of prompts from any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
-    if isinstance(value, str):
+    if isinstance(value, str) or (value and _are_token_ids(value)):
         return [value]
     if isinstance(value, list) and value:
-        if _are_token_ids(value):
-            return [value]
         if len(value) > MAX_CHOICES:
             many = f"it has {len(value)} prompts and a request may have {MAX_CHOICES}; send the others in further requests"
             raise refusal("", many)
-        if all(isinstance(item, str) for item in value):
-            return value
-        if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+        if all(isinstance(item, str) for item in value) or all(map(_are_token_ids, value)):
             return value
     raise refusal("", "it must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
-def _are_token_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _as_stops(value: Any) -> Any:
-    match value:
-        case None:
-            return []
-        case str():
-            return [value]
-        case list():
-            return value
-    raise refusal("", f"it must be a string, or a list of {MAX_STOP_STRINGS} at most")
+    if not isinstance(value, str | list | None):
+        raise refusal("", f"it must be a string, or a list of {MAX_STOP_STRINGS} at most")
+    return [value] if isinstance(value, str) else value or []
 
 
 def _as_text(value: Any) -> Any:
@@ -151,9 +124,10 @@ def _as_text(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for part in value:
-        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-        if not is_text or not isinstance(part["text"], str):
-            raise refusal("", 'only parts of the form {"type": "text", "text": "..."} are served')
+        match part:
+            case {"type": "text", "text": str(), **others} if not others:
+                continue
+        raise refusal("", 'only parts of the form {"type": "text", "text": "..."} are served')
     return "".join(part["text"] for part in value)
 
 
@@ -163,9 +137,9 @@ def _as_biases(value: Any) -> Any:
         return value
     if len(value) > MAX_LOGIT_BIASES:
         raise refusal("", f"it has {len(value)} tokens and may have {MAX_LOGIT_BIASES}")
-    strange = next((key for key in value if not re.fullmatch(r"[0-9]{1,10}", str(key))), None)
-    if strange is not None:
-        raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {strange!r} is none')
+    for key in value:
+        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
+            raise refusal("", f'its keys must be token ids, as in {{"50256": -100}}, and {key!r} is none')
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -175,46 +149,49 @@ def _as_variables(value: Any) -> dict[str, TemplateVariable]:
     for name, each in value.items():
         if name in RESERVED:
             raise refusal(name, "the server sets this variable of chat templates itself: leave it out")
-        if not isinstance(name, str) or not re.fullmatch(_VARIABLE_NAME, name):
+        if not re.fullmatch(_VARIABLE_NAME, name):
             raise refusal("", "its names must be those of variables, in 64 characters at most")
-        if isinstance(each, str):
-            is_small = len(each) <= MAX_VARIABLE_CHARS
-        else:
-            is_small = each is None or isinstance(each, int) or (isinstance(each, float) and math.isfinite(each))
-        if not is_small:
+        is_small_text = isinstance(each, str) and len(each) <= MAX_VARIABLE_CHARS
+        is_number = isinstance(each, int) or (isinstance(each, float) and math.isfinite(each))
+        if not (each is None or is_small_text or is_number):
             wanted = f"it must be null, true, false, a number, or a text of {MAX_VARIABLE_CHARS} characters at most"
             raise refusal(name, wanted)
     return value
 
 
-TemplateVariables = Annotated[
-    dict[str, TemplateVariable],
-    PlainValidator(_as_variables),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": MAX_TEMPLATE_VARIABLES,
-            "propertyNames": {"pattern": f"^{_VARIABLE_NAME}$", "not": {"enum": sorted(RESERVED)}},
-            "additionalProperties": {"type": ["null", "boolean", "number", "string"], "maxLength": MAX_VARIABLE_CHARS},
-        }
-    ),
-]
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_INDEX)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    BeforeValidator(_as_stops),
-    Field(max_length=MAX_STOP_STRINGS),
-    WithJsonSchema(_STOP_FORMS),
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_UpToMost = Field(min_length=1, max_length=MAX_CHOICES)
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(
+        _as_prompts, json_schema_input_type=str | Annotated[list[str], _UpToMost] | _Ids | Annotated[list[_Ids], _UpToMost]
+    ),
 ]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
+Stops = Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops | None)]
+_TEXT_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+Content = Annotated[
+    str, BeforeValidator(_as_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]})
+]
+_VARIABLES: Final = {
+    "type": "object",
+    "maxProperties": MAX_TEMPLATE_VARIABLES,
+    "propertyNames": {"pattern": f"^{_VARIABLE_NAME}$", "not": {"enum": sorted(RESERVED)}},
+    "additionalProperties": {"type": ["null", "boolean", "number", "string"], "maxLength": MAX_VARIABLE_CHARS},
+}
+TemplateVariables = Annotated[dict[str, TemplateVariable], PlainValidator(_as_variables), WithJsonSchema(_VARIABLES)]
 
 
 # Structured outputs.
-
-_OLDER_PREFIX: Final = "guided_"
-OLDER_NAMES: Final = tuple(_OLDER_PREFIX + name for name in ("json", "regex", "choice", "grammar"))
-"""vLLM's, before it had `structured_outputs`: refused, with the newer name."""
 
 Source = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS)]
 
@@ -244,22 +221,22 @@ class ResponseFormat(WireRequest):
             raise refusal("", f"it must be an object whose type is {types}")
         return data
 
-    @model_validator(mode="after")
-    def _schema_goes_with_its_type(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
-        _ = self.grammar
-        return self
-
     @functools.cached_property
     def grammar(self) -> Grammar | None:
         """The grammar of the answer; None for plain text."""
+        if self.json_schema is not None:
+            return of_schema(self.json_schema.schema_)
+        return of_object() if self.type == "json_object" else None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("json_schema", 'a json_schema goes with "type": "json_schema", and no other')
         try:
-            if self.json_schema is not None:
-                return of_schema(self.json_schema.schema_)
+            _ = self.grammar
         except GrammarRefused as error:
             raise refusal("json_schema.schema", str(error)) from error
-        return of_object() if self.type == "json_object" else None
+        return self
 
 
 class StructuredOutputs(WireRequest):
@@ -274,29 +251,21 @@ class StructuredOutputs(WireRequest):
     grammar_: Annotated[Source | None, Field(alias="grammar")] = None
     """GBNF, with a rule `root`."""
 
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if len(self.model_fields_set) != 1 or not self._given:
+    @functools.cached_property
+    def grammar(self) -> tuple[str, Grammar]:
+        """The grammar of the answer, after the name of the field that has it."""
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        if len(self.model_fields_set) != 1 or not given:
             raise refusal("", "it must have exactly one of json, regex, choice and grammar")
+        try:
+            return next(iter(given)), of_structured_outputs(given)
+        except GrammarRefused as error:
+            raise refusal(next(iter(given)), str(error)) from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         _ = self.grammar
         return self
-
-    @property
-    def _given(self) -> dict[str, Any]:
-        return self.model_dump(by_alias=True, exclude_none=True)
-
-    @property
-    def param(self) -> str:
-        """The name of the one that is given."""
-        return next(iter(self._given))
-
-    @functools.cached_property
-    def grammar(self) -> Grammar:
-        """The grammar of the answer."""
-        try:
-            return of_structured_outputs(self._given)
-        except GrammarRefused as error:
-            raise refusal(self.param, str(error)) from error
 
 
 # Generation.
@@ -312,6 +281,7 @@ class StreamOptions(WireRequest):
     """vLLM's: every chunk counts tokens so far."""
 
 
+_PARAMS: Final = SamplingParams.__dataclass_fields__
 _STATED_OTHERWISE: Final = frozenset(["max_tokens", "logprobs", "prompt_logprobs", "beam_width", "structured_outputs"])
 """Sampling parameters that follow from other fields of a request, see `GenerationRequest.params`."""
 _OF_OTHER_FORM: Final = frozenset(["n", "stop", "stop_token_ids", "logit_bias"])
@@ -338,8 +308,8 @@ if TYPE_CHECKING:
     class _SamplingFields(WireRequest):  # other fields are read as `GenerationRequest.params`
         length_penalty: float
 else:
-    _derived = (one for one in dataclasses.fields(SamplingParams) if one.name not in _STATED_OTHERWISE | _OF_OTHER_FORM)
-    _SamplingFields = create_model("_SamplingFields", __base__=WireRequest, **{one.name: _wire_field(one) for one in _derived})
+    _derived = {name: _wire_field(_PARAMS[name]) for name in _PARAMS if name not in _STATED_OTHERWISE | _OF_OTHER_FORM}
+    _SamplingFields = create_model("_SamplingFields", __base__=WireRequest, **_derived)
 
 
 class GenerationRequest(_SamplingFields):
@@ -390,54 +360,52 @@ class GenerationRequest(_SamplingFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _older_names_say_the_newer(cls, data: Any) -> Any:
-        for name in OLDER_NAMES:
-            if isinstance(data, dict) and data.get(name) is not None:
-                newer = name.removeprefix(_OLDER_PREFIX)
-                raise refusal(name, f'send "structured_outputs": {{"{newer}": ...}}, which says the same')
+    def _refuse_guided(cls, data: Any) -> Any:
+        """vLLM's names before it had `structured_outputs`."""
+        for name in ("json", "regex", "choice", "grammar"):
+            if isinstance(data, dict) and data.get(f"guided_{name}") is not None:
+                raise refusal(f"guided_{name}", f'send "structured_outputs": {{"{name}": ...}}, which says the same')
         return data
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        self._check()
+        for param, why in self._conflicts():
+            raise refusal(param, why)
         _ = self.params
         return self
 
-    def _check(self) -> None:
-        """Raises: PydanticCustomError naming a parameter that does not go with the others."""
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        """Parameters that do not go with the others, and why; the first one is reported."""
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "stream_options is only for stream=true")
-        if self.includes_usage_so_far and not self.include_usage:
-            raise refusal("stream_options", "continuous_usage_stats is only for include_usage=true")
-        if self.use_beam_search:
-            if self.stream:
-                raise refusal("stream", "a beam search knows its answer at its end only: leave stream out")
-        elif self.beam_width is not None:
-            raise refusal("beam_width", "beam_width is only for use_beam_search=true")
-        elif self.length_penalty != 1.0:
-            raise refusal("length_penalty", "length_penalty is only for use_beam_search=true")
+            yield "stream_options", "stream_options is only for stream=true"
+        if self.stream_counts.continuous_usage_stats and not self.stream_counts.include_usage:
+            yield "stream_options", "continuous_usage_stats is only for include_usage=true"
+        if self.use_beam_search and self.stream:
+            yield "stream", "a beam search knows its answer at its end only: leave stream out"
+        if not self.use_beam_search and self.beam_width is not None:
+            yield "beam_width", "beam_width is only for use_beam_search=true"
+        if not self.use_beam_search and self.length_penalty != 1.0:
+            yield "length_penalty", "length_penalty is only for use_beam_search=true"
         param, grammar = self.grammar
-        if grammar is not None and param == "response_format" and self.structured_outputs is not None:
-            raise refusal(param, "response_format and structured_outputs both say what the answer is: send one")
+        if param == "response_format" and self.structured_outputs is not None:
+            yield param, "response_format and structured_outputs both say what the answer is: send one"
         for name in ("use_beam_search", "ignore_eos", "min_tokens"):
             if grammar is not None and getattr(self, name):
-                raise refusal(
-                    name,
-                    f"an answer that follows a grammar is sampled, and ends where that ends: leave {name} out, or {param}",
-                )
+                why = "an answer that follows a grammar is sampled, and ends where that ends"
+                yield name, f"{why}: leave {name} out, or {param}"
         param, each = ("n", self.n or 1) if self.beam_width is None else ("beam_width", self.beam_width)
-        if each * self.num_prompts > MAX_CHOICES:
+        if (num_sequences := each * self.num_prompts) > MAX_CHOICES:
             prompts = f" for each of {self.num_prompts} prompts" if self.num_prompts > 1 else ""
-            raise refusal(
+            yield (
                 param,
-                f"{param}={each}{prompts} makes {each * self.num_prompts} sequences, and a request may have {MAX_CHOICES}: "
+                f"{param}={each}{prompts} makes {num_sequences} sequences, and a request may have {MAX_CHOICES}: "
                 f"lower {param} to {MAX_CHOICES // self.num_prompts} and send further requests for the others",
             )
 
     @functools.cached_property
     def params(self) -> SamplingParams:
         """Of each choice, or of the beam search; without a limit in the request, `max_tokens` is as large as it can be."""
-        names = {each.name for each in dataclasses.fields(SamplingParams)} - _STATED_OTHERWISE
+        names = _PARAMS.keys() - _STATED_OTHERWISE
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["max_tokens"] = MAX_INDEX - 1 if self.wanted_tokens is None else self.wanted_tokens
         given["logprobs"], given["prompt_logprobs"] = self._num_logprobs()
@@ -455,7 +423,8 @@ class GenerationRequest(_SamplingFields):
         if self.response_format is not None and self.response_format.grammar is not None:
             return "response_format", self.response_format.grammar
         if self.structured_outputs is not None:
-            return f"structured_outputs.{self.structured_outputs.param}", self.structured_outputs.grammar
+            param, grammar = self.structured_outputs.grammar
+            return f"structured_outputs.{param}", grammar
         return "", None
 
     @property
@@ -473,14 +442,9 @@ class GenerationRequest(_SamplingFields):
         return None, None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk that counts tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def includes_usage_so_far(self) -> bool:
-        """Whether every chunk counts tokens."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def stream_counts(self) -> StreamOptions:
+        """Which chunks of a stream count tokens."""
+        return self.stream_options or StreamOptions()
 
 
 _NEUTRAL: Final[Unserved] = {"skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "store": (False,)}
@@ -494,7 +458,7 @@ class CompletionRequest(GenerationRequest):
     prompt_param = "prompt"
     default_tokens = 16  # OpenAI's
     is_continued = True
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_FORMS)]
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 asks for the log-probabilities of the prompt alone, by `echo` and `logprobs`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -502,13 +466,12 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     """Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."""
 
-    def _check(self) -> None:
-        super()._check()
-        if self.max_tokens == 0:
-            if not self.echo or self.logprobs is None:
-                raise refusal("max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise")
-            if param := self.grammar[0]:
-                raise refusal("max_tokens", f"max_tokens=0 leaves nothing that {param} could be followed by: raise it")
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super()._conflicts()
+        if self.max_tokens == 0 and (not self.echo or self.logprobs is None):
+            yield "max_tokens", "max_tokens=0 is only for echo=true with logprobs; send at least 1 otherwise"
+        if self.max_tokens == 0 and (param := self.grammar[0]):
+            yield "max_tokens", f"max_tokens=0 leaves nothing that {param} could be followed by: raise it"
 
     @property
     def num_prompts(self) -> int:
@@ -523,15 +486,11 @@ class ChatMessage(WireRequest):
     """One turn of a conversation."""
 
     unserved: ClassVar[Unserved] = {
-        "refusal": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "audio": (),
-        "annotations": ([],),
+        **dict.fromkeys(("refusal", "tool_call_id", "function_call", "audio"), ()),
+        **dict.fromkeys(("tool_calls", "annotations"), ([],)),
     }
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text), WithJsonSchema(_CONTENT_FORMS)]
+    content: Content
     name: Text | None = None
     """Taken without effect: chat templates see the role and the content."""
 
@@ -540,18 +499,11 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     unserved: ClassVar[Unserved] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call", "reasoning_effort"), ("none",)),
+        **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
         "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none",),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": (),
-        "web_search_options": (),
-        "chat_template": (),
         **_NEUTRAL,
     }
     prompt_param = "messages"
@@ -574,12 +526,12 @@ class ChatRequest(GenerationRequest):
             return {name: value for name, value in data.items() if name not in unused}
         return data
 
-    def _check(self) -> None:
-        super()._check()
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from super()._conflicts()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise refusal("max_tokens", "max_tokens and max_completion_tokens mean the same: send one")
+            yield "max_tokens", "max_tokens and max_completion_tokens mean the same: send one"
         if self.top_logprobs and not self.logprobs:
-            raise refusal("top_logprobs", "top_logprobs is only for logprobs=true")
+            yield "top_logprobs", "top_logprobs is only for logprobs=true"
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -191,7 +191,7 @@ def routes(engine: EngineClient, dashboard: Dashboard, queue: AdmissionQueue) ->
     @router.get("/page/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in FILES:
-            raise errors.ApiError(404, f"There is no {name!r} here.", type="invalid_request_error", code="not_found")
+            raise errors.ApiError(404, f"There is no {name!r} here.", code="not_found")
         content, media_type = FILES[name]
         return Response(content, media_type=media_type, headers=_HEADERS)
 
