@@ -9,16 +9,16 @@ from vmmkv.config import KNOWN_VARIABLES, read_environment
 
 
 def test_defaults_follow_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert read_environment({}).cache_dir == Path("/home/somebody/.cache/vmmkv")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read_environment({}).cache_dir == Path("/home/me/.cache/vmmkv")
     assert read_environment({"XDG_CACHE_HOME": "/var/cache"}).cache_dir == Path("/var/cache/vmmkv")
-    assert read_environment({"XDG_CACHE_HOME": "relative"}).cache_dir == Path("/home/somebody/.cache/vmmkv")
+    assert read_environment({"XDG_CACHE_HOME": "relative"}).cache_dir == Path("/home/me/.cache/vmmkv")
 
 
 def test_own_variables_win_and_empty_ones_count_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/me")
     settings = read_environment({"VMMKV_CACHE_DIR": "~/models", "XDG_CACHE_HOME": "/var/cache"})
-    assert settings.cache_dir == Path("/home/somebody/models")
+    assert settings.cache_dir == Path("/home/me/models")
     assert read_environment({"VMMKV_CACHE_DIR": ""}) == read_environment({})
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_variable_is_an_error_that_names_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in KNOWN_VARIABLES)
 
 
-def test_a_variable_that_somebody_else_reads_is_none_of_its_business() -> None:
+def test_a_variable_that_is_read_elsewhere_is_ignored() -> None:
     assert read_environment({"VMMKV_PORT": "x"}, others=["VMMKV_PORT"]) == read_environment({})
     with pytest.raises(ValueError, match="VMMKV_PROT; vmmkv knows VMMKV_CACHE_DIR, VMMKV_PORT"):
         read_environment({"VMMKV_PROT": "1"}, others=["VMMKV_PORT"])

@@ -3,15 +3,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.laws.driver_laws import PRELUDE, ROOT, DriverLaws, put, refused, run_child
-from vmmkv.driver import Access, Driver, host, open_driver
-from vmmkv.driver import host as host_module
+from vmmkv.driver import Access, Driver, host
 from vmmkv.driver.base import MemoryInfo
 from vmmkv.driver.host import HostDriver, HostMemory
 from vmmkv.errors import Closed, DriverError, OutOfDeviceMemory, OutOfMappings
@@ -35,20 +35,6 @@ def file_bytes(driver: HostDriver) -> int:
 class TestHostDriverLaws(DriverLaws):
     def test_what_is_not_mapped_cannot_be_unmapped(self, driver: Driver) -> None:
         refused("unmap", driver.unmap, driver.reserve(PAGE_BYTES), PAGE_BYTES)
-
-
-@pytest.mark.nightly
-def test_open_driver_gives_the_host_driver_without_loading_cuda() -> None:
-    source = """
-import sys
-from vmmkv.driver import open_driver
-driver = open_driver("cpu")
-assert type(driver).__name__ == "HostDriver" and driver.creates_zeroed
-assert "vmmkv.driver.cuda" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", source], cwd=Path(__file__).parents[2], check=True)
-    with pytest.raises(ValueError, match="choose 'cpu'"):
-        open_driver("meta")
 
 
 # memory
@@ -91,11 +77,8 @@ def test_a_handle_is_of_no_use_after_its_release(driver: HostDriver) -> None:
 def test_a_create_that_the_kernel_refuses_changes_nothing(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     with monkeypatch.context() as patch:
-        patch.setattr(host, "fallocate", refuse)
+        patch.setattr(host, "fallocate", mock.Mock(side_effect=OSError(number, os.strerror(number))))
         with pytest.raises(OutOfDeviceMemory, match="do not fit") as caught:
             driver.create(PAGE_BYTES)
     assert caught.value.code == errno.errorcode[number]
@@ -107,7 +90,7 @@ def test_a_create_that_the_kernel_refuses_changes_nothing(
 def test_create_leaves_headroom_and_says_the_budget_that_would_work(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver._memory, "read", lambda: MemoryInfo(host_module.HEADROOM_BYTES + 4 * MIB, 8 * GIB))
+    monkeypatch.setattr(driver._memory, "read", lambda: MemoryInfo(host.HEADROOM_BYTES + 4 * MIB, 8 * GIB))
     driver.release(driver.create(4 * MIB))
     with pytest.raises(OutOfDeviceMemory, match=re.escape("6.0 MiB do not fit: 132.0 MiB of 8.0 GiB")) as caught:
         driver.create(6 * MIB)
@@ -155,16 +138,8 @@ def test_what_is_not_whole_pages_or_not_reserved_is_refused(driver: HostDriver) 
 def test_a_failed_map_leaves_the_addresses_reserved_and_free(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux may take the old mapping away before it fails; here it does."""
     address, handle = driver.reserve(3 * PAGE_BYTES), driver.create(PAGE_BYTES)
-    real = host.mmap
-
-    def fail_shared(at: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
-        if flags & host.MAP_SHARED:
-            host.munmap(at, size_bytes)
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return real(at, size_bytes, protection, flags, fd, offset_bytes)
-
     with monkeypatch.context() as patch:
-        patch.setattr(host, "mmap", fail_shared)
+        fail_mmap(patch, host.MAP_SHARED, then=host.munmap)
         assert refused("map", driver.map, address + PAGE_BYTES, handle, PAGE_BYTES).code == "ENOMEM"
     assert not host.close_hole(address + PAGE_BYTES, PAGE_BYTES)
     put(driver, address + PAGE_BYTES, handle).fill_(1)
@@ -174,20 +149,28 @@ def test_a_failed_unmap_changes_nothing(driver: HostDriver, monkeypatch: pytest.
     address, handle = driver.reserve(PAGE_BYTES), driver.create(PAGE_BYTES)
     memory = put(driver, address, handle)
     memory.fill_(6)
-    real = host.mmap
-
-    def fail(at: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
-        if flags & host.MAP_FIXED:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return real(at, size_bytes, protection, flags, fd, offset_bytes)
-
     with monkeypatch.context() as patch:
-        patch.setattr(host, "mmap", fail)
+        fail_mmap(patch, host.MAP_FIXED)
         error = refused("unmap", driver.unmap, address, PAGE_BYTES)
     assert type(error) is DriverError
     assert bool((memory == 6).all())
     assert driver.calls["unmap"] == 0
     driver.unmap(address, PAGE_BYTES)
+
+
+def fail_mmap(
+    patch: pytest.MonkeyPatch, failing: int, then: Callable[[int, int], object] = lambda at, size_bytes: None
+) -> None:
+    """Every mmap with one of these flags does `then` and fails."""
+    real = host.mmap
+
+    def mmap(at: int, size_bytes: int, protection: int, flags: int, fd: int = -1, offset_bytes: int = 0) -> int:
+        if flags & failing:
+            then(at, size_bytes)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(at, size_bytes, protection, flags, fd, offset_bytes)
+
+    patch.setattr(host, "mmap", mmap)
 
 
 @pytest.mark.nightly

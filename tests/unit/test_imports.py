@@ -4,13 +4,13 @@ Proven on the syntax trees of all files, so that an import inside a function cou
 """
 
 import ast
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,8 +43,7 @@ def imports(path: Path, module: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            source = ".".join(filter(None, [base, node.module]))
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             yield from (name if (name := f"{source}.{alias.name}") in MODULES else source for alias in node.names)
 
 
@@ -130,9 +129,7 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def what_started() -> dict[str, Any]:
-    """What `import vmmkv`, and all that it offers, leave behind in a process of their own."""
+def test_importing_vmmkv_starts_no_thread_no_logging_and_no_cuda() -> None:
     child = subprocess.run(
         [sys.executable, "-c", WHAT_STARTED],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -142,45 +139,22 @@ def what_started() -> dict[str, Any]:
         timeout=120,
     )
     assert child.returncode == 0, child.stderr
-    started: dict[str, Any] = json.loads(child.stdout)
-    return started
+    started = json.loads(child.stdout)
+    modules = started.pop("modules")
+    assert started == {"threads": 0, "handlers": [], "cuda": False}
+    assert not [name for name in modules if name.startswith("cuda.bindings")]
+    assert not {name.split(".")[0] for name in modules} & {"transformers", "triton", *SERVER_EXTRA}
 
 
-def test_importing_vmmkv_starts_no_thread(what_started: dict[str, Any]) -> None:
-    assert what_started["threads"] == 0
-
-
-def test_importing_vmmkv_starts_no_logging(what_started: dict[str, Any]) -> None:
-    assert what_started["handlers"] == []
-
-
-def test_importing_vmmkv_starts_no_cuda(what_started: dict[str, Any]) -> None:
-    assert what_started["cuda"] is False
-    assert [name for name in what_started["modules"] if name.startswith("cuda.bindings")] == []
-
-
-def test_importing_vmmkv_brings_no_server_nor_model_library(what_started: dict[str, Any]) -> None:
-    roots = {name.split(".")[0] for name in what_started["modules"]}
-    assert roots & {"transformers", "triton", "fastapi", "pydantic", "zmq", "msgspec"} == set()
-
-
-SERVER_EXTRA = {
-    "fastapi",
-    "jinja2",
-    "msgspec",
-    "prometheus_client",
-    "pydantic",
-    "structlog",
-    "tokenizers",
-    "transformers",
-    "zmq",
-}
+SERVER_EXTRA = {"fastapi", "jinja2", "msgspec", "prometheus_client", "pydantic", "structlog", "tokenizers"}
+SERVER_EXTRA |= {"transformers", "zmq"}
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
         ("vmmkv", {"torch"}),
+        ("vmmkv.driver", {"vmmkv.driver.cuda", "vmmkv.driver.host"}),
         ("vmmkv.cli.main", {"torch", *SERVER_EXTRA}),
         ("vmmkv.server", {"torch", *SERVER_EXTRA}),
         ("vmmkv.server.llm", {"pydantic", "fastapi", "starlette", "uvicorn", "zmq"}),

@@ -42,13 +42,6 @@ def test_rows_of_known_models(dtype: Any, llama_8b: int, smollm2: int) -> None:
     assert KVLayout.from_config(SimpleNamespace(**SMOLLM2), dtype).row_bytes == smollm2
 
 
-def test_80_layers_of_8_heads_of_128_in_fp16() -> None:
-    layout = uniform(layers=80, kv_heads=8, head_dim=128)
-    assert layout.row_bytes == 327_680
-    assert layout.token_bytes(4096) == 1_342_177_280
-    assert layout.pages_for(4096) * 256 * PAGE_BYTES == 320 * 2**30
-
-
 TINY = {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -91,13 +84,6 @@ def test_planes_stand_in_order_each_aligned() -> None:
     assert group.plane("v").size_bytes == 512
 
 
-def test_a_latent_model_has_a_single_plane() -> None:
-    latent = Plane(name="latent", heads=1, dim=576, dtype=torch.bfloat16)
-    layout = KVLayout(groups=(Group(layers=tuple(range(60)), planes=(latent,)),))
-    assert layout.row_bytes == 60 * 1152
-    assert layout.groups[0].plane("latent") is latent
-
-
 def test_scales_trail_behind_all_payloads() -> None:
     """SmolLM2's heads in int4: 3 heads of 32 bytes, and 3 pairs of float16."""
     layout = uniform(layers=2, kv_heads=3, head_dim=64, dtype=KVType("int4"))
@@ -116,34 +102,15 @@ def test_scales_trail_behind_all_payloads() -> None:
     assert group.mixes_dtypes
 
 
-def test_heads_of_int4_begin_where_a_kernel_can_load_them() -> None:
-    """A head of 80 is 40 bytes in int4, and takes 48."""
-    plane = uniform(kv_heads=3, head_dim=80, dtype=KVType("int4")).groups[0].plane("k")
-    assert (plane.dim, plane.head_stride, plane.size_bytes) == (40, 48, 144)
-
-
-def test_static_scales_are_in_no_row() -> None:
-    group = uniform(dtype=KVType("fp8", "head")).groups[0]
-    assert [(plane.name, plane.dtype) for plane in group.planes] == [("k", torch.float8_e4m3fn), ("v", torch.float8_e4m3fn)]
-    assert not group.mixes_dtypes
-    with pytest.raises(LayoutError, match="no plane 'scales' in this group; it has k, v"):
-        group.offset_bytes(0, "scales")
-
-
-def test_windows_and_narrow_values_are_quantised_too() -> None:
+def test_quantised_planes_have_the_width_that_kernels_load() -> None:
     layout = uniform(layers=4, head_dim=192, value_dim=128, windows=[None, 100] * 2, dtype=KVType("int4"))
     assert [(group.window, group.layers) for group in layout.groups] == [(None, (0, 2)), (100, (1, 3))]
     assert [layout.groups[1].plane(name).dim for name in ("k", "v")] == [96, 64]
-
-
-def parts(group: Group) -> list[tuple[int, int]]:
-    """[start, end) of every plane of every layer, in the order of the row."""
-    return sorted(
-        (start, start + plane.size_bytes)
-        for layer in group.layers
-        for plane in group.planes
-        for start in [group.offset_bytes(layer, plane.name)]
-    )
+    plane = uniform(kv_heads=3, head_dim=80, dtype=KVType("int4")).groups[0].plane("k")
+    assert (plane.dim, plane.head_stride, plane.size_bytes) == (40, 48, 144), "a head of 80 is 40 bytes in int4, and takes 48"
+    static = uniform(dtype=KVType("fp8", "head")).groups[0]
+    assert [(plane.name, plane.dtype) for plane in static.planes] == [(name, torch.float8_e4m3fn) for name in ("k", "v")]
+    assert not static.mixes_dtypes
 
 
 @given(
@@ -156,7 +123,12 @@ def parts(group: Group) -> list[tuple[int, int]]:
 def test_the_law_of_quantised_rows(kind: str, layers: int, kv_heads: int, half_dim: int, half_value_dim: int | None) -> None:
     value_dim = None if half_value_dim is None else 2 * half_value_dim
     (group,) = uniform(layers, kv_heads, 2 * half_dim, value_dim=value_dim, dtype=KVType(kind)).groups
-    places = parts(group)
+    places = sorted(
+        (start, start + plane.size_bytes)
+        for layer in group.layers
+        for plane in group.planes
+        for start in [group.offset_bytes(layer, plane.name)]
+    )
     assert places[0][0] == 0 and places[-1][1] <= group.row_bytes
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "two planes overlap"
     scales_start = min(group.offset_bytes(layer, "scales") for layer in group.layers)
@@ -172,25 +144,13 @@ def test_the_law_of_quantised_rows(kind: str, layers: int, kv_heads: int, half_d
         assert sectors == math.ceil(scale_bytes / SECTOR_BYTES), "scales lie in more sectors than they must"
 
 
-def test_what_cannot_fit_in_a_page_says_how_many_layers_can_with_their_scales() -> None:
-    options = {"kv_heads": 32, "head_dim": 128, "dtype": KVType("int8")}  # 8192 + 128 bytes a layer, 252 in a page
-    with pytest.raises(LayoutError, match="at most 252 layers"):
-        uniform(layers=253, **options)
-    assert uniform(layers=252, **options).row_bytes <= PAGE_BYTES
-
-
-def test_rows_straddle_pages() -> None:
+def test_rows_straddle_pages_and_a_slot_is_a_whole_number_of_both() -> None:
     group = KVLayout.from_config(SMOLLM2, torch.bfloat16).groups[0]  # 91.02 rows in a page
     assert group.tokens_under(1) == 91
     assert [group.pages_between(0, end) for end in (0, 1, 91, 92, 182, 183)] == [0, 1, 1, 2, 2, 3]
     assert group.pages_between(91, 92) == 2  # this row lies in two pages
     assert group.pages_between(92, 92) == 0
     assert group.pages_between(92, 93) == 1
-
-
-def test_a_slot_is_a_whole_number_of_pages_and_rows() -> None:
-    group = KVLayout.from_config(SMOLLM2, torch.bfloat16).groups[0]
-    assert math.lcm(PAGE_BYTES, group.row_bytes) == 4096 * group.row_bytes
     assert [group.slot_tokens(num_tokens) for num_tokens in (1, 4096, 4097, 8192)] == [4096, 4096, 8192, 8192]
 
 
@@ -260,6 +220,7 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: Group(layers=(0,), planes=(K, K)), "one name"),
         (lambda: Group(layers=(0,), planes=(K,), window=0), "at least 1 token"),
         (lambda: uniform(layers=200, kv_heads=32, head_dim=128), "at most 128 layers"),
+        (lambda: uniform(layers=253, kv_heads=32, head_dim=128, dtype=KVType("int8")), "at most 252 layers"),
         (lambda: uniform(layers=1, kv_heads=4096, head_dim=256), "smaller head count"),
         (lambda: KVLayout(groups=()), "at least one group"),
         (lambda: KVLayout(groups=(Group(layers=(0, 1), planes=(K,)), Group(layers=(1,), planes=(K,)))), r"two groups: \[1\]"),
@@ -267,6 +228,7 @@ K = Plane(name="k", heads=1, dim=8, dtype=torch.float16)
         (lambda: uniform(layers=2, windows=[None]), "1 window for 2 layers"),
         (lambda: uniform().groups[0].offset_bytes(0, "q"), "no plane 'q'.*k, v"),
         (lambda: uniform().groups[0].offset_bytes(2, "k"), "no layer 2 in this group; it has 0, 1"),
+        (lambda: uniform(dtype=KVType("fp8", "head")).groups[0].offset_bytes(0, "scales"), "no plane 'scales'.*it has k, v"),
         (lambda: KVType("int3"), "kind='int3'.*fp8, int8, int4"),
         (lambda: KVType("fp8", "row"), "scale='row'.*token or to a head"),
         (lambda: KVType("int4", "head"), "int4 has no range.*scale='token' works, or kind='fp8'"),

@@ -1,15 +1,13 @@
 """The map of a slot is what is mapped there: every page once, in its state, with its holders."""
 
 import pytest
-import torch
 
-from vmmkv import KVCache, KVLayout, Pool
+from tests.unit.support import LAYOUT
+from vmmkv import KVCache, Pool
 from vmmkv.memory.memory_map import MappedRun, RunState, SlotMap, SlotState
 from vmmkv.prefix import AttachMethod, PrefixCache
 from vmmkv.units import PAGE_BYTES
 
-# 128 KiB a row: 16 tokens a page.
-LAYOUT = KVLayout.uniform(layers=4, kv_heads=8, head_dim=512, dtype=torch.float32)
 PROMPT = list(range(100))
 
 
@@ -53,7 +51,7 @@ def test_what_lies_past_the_rows_is_ahead(cache: KVCache) -> None:
     assert look(cache, sequence.slot)[:3] == (sequence.slot, SlotState.LIVE, 33)
 
 
-def test_a_closed_sequence_retires_and_then_there_is_nothing(cache: KVCache) -> None:
+def test_a_closed_sequence_is_pending_reclaim_and_then_there_is_nothing(cache: KVCache) -> None:
     sequence = cache.open()
     sequence.grow(512)  # two large extents
     sequence.close()

@@ -18,10 +18,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Folders at the top, and the packages that they are.
-TOP_FOLDERS = {"vmmkv": "vmmkv", "kernels": "vmmkv.kernels", "server": "vmmkv.server"}
+from tests.unit.test_imports import MODULES, ROOT
 
 LOOK = """
 import importlib, importlib.resources, importlib.util, json, sys
@@ -34,19 +31,8 @@ print(json.dumps({
 }))
 """
 
-
-def modules_by_file() -> dict[str, str]:
-    """The module that each source file is, by the file's path; `__init__` files are their packages."""
-    found = {}
-    for folder, package in TOP_FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if folder != "vmmkv" or parts[0] not in ("kernels", "server"):
-                found[str(path.relative_to(ROOT))] = ".".join([package, *(part for part in parts if part != "__init__")])
-    return found
-
-
-MODULES = modules_by_file()
+MODULE_OF = {str(path.relative_to(ROOT)): module for module, path in MODULES.items()}
+"""The module that each source file is, by the file's path; `__init__` files are their packages."""
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -68,7 +54,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 def look(python: str | Path, cwd: Path, **environment: str) -> dict[str, Any]:
     """What an interpreter finds of vmmkv."""
-    seen: dict[str, Any] = json.loads(run(python, "-c", LOOK, *MODULES.values(), cwd=cwd, **environment).splitlines()[-1])
+    seen: dict[str, Any] = json.loads(run(python, "-c", LOOK, *MODULES, cwd=cwd, **environment).splitlines()[-1])
     assert seen["missing"] == []
     assert seen["typed"]
     return seen
@@ -113,7 +99,7 @@ def install(python: Path, *what: str | Path) -> None:
 
 def test_every_folder_with_modules_is_declared() -> None:
     declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    packages = {name if file.endswith("__init__.py") else name.rpartition(".")[0] for file, name in MODULES.items()}
+    packages = {name if file.endswith("__init__.py") else name.rpartition(".")[0] for file, name in MODULE_OF.items()}
     assert packages - declared == set(), "add them to [tool.setuptools] packages in pyproject.toml"
 
 
@@ -128,7 +114,7 @@ def test_the_wheel_holds_each_module_once_and_nothing_at_the_top(built: Path) ->
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"vmmkv", "vmmkv-0.1.0.dist-info"}
-    expected = {f"vmmkv/{file}" if not file.startswith("vmmkv/") else file for file in MODULES}
+    expected = {f"vmmkv/{file}" if not file.startswith("vmmkv/") else file for file in MODULE_OF}
     assert {name for name in names if name.endswith(".py")} == expected
     assert "vmmkv/py.typed" in names
     page = {f"vmmkv/server/http/page/{path.name}" for path in (ROOT / "server" / "http" / "page").iterdir() if path.is_file()}
@@ -142,24 +128,17 @@ def test_the_sdist_holds_files_and_no_links(built: Path) -> None:
         members = archive.getmembers()
     assert [member.name for member in members if member.issym() or member.islnk()] == []
     files = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert MODULES.keys() <= files
+    assert MODULE_OF.keys() <= files
     assert {"LICENSE", "README.md", "Makefile", "constraints.txt", "vmmkv/py.typed", "tests/unit/test_packaging.py"} <= files
 
 
-def test_the_wheel_of_the_sdist_works(built: Path, environment: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    install(environment, wheel)
+@pytest.mark.parametrize("of", ["wheel", "checkout"])
+def test_an_install_works(of: str, built: Path, checkout: Path, environment: Path, tmp_path: Path) -> None:
+    install(environment, *built.glob("*.whl") if of == "wheel" else [checkout])
     seen = look(environment, tmp_path)
     assert Path(seen["where"]).is_relative_to(environment.parent.parent)
     assert seen["leaked"] == []
     assert run(environment.parent / "vmmkv", "--version", cwd=tmp_path) == "vmmkv 0.1.0\n"
-
-
-def test_pip_install_of_the_checkout_works(checkout: Path, environment: Path, tmp_path: Path) -> None:
-    install(environment, checkout)
-    seen = look(environment, tmp_path)
-    assert Path(seen["where"]).is_relative_to(environment.parent.parent)
-    assert seen["leaked"] == []
 
 
 def test_an_editable_install_works_from_elsewhere_and_from_the_root(checkout: Path, environment: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.unit.support import launch_over
 from vmmkv import BudgetError, Closed, DriverError, KVCache, KVLayout, OutOfPages, Pool
 from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import MIB, PAGE_BYTES
@@ -40,11 +41,6 @@ def opened(cache, num_pages, **options):
     sequence.grow(num_pages * TOKENS_PER_PAGE)
     sequence.advance()  # else it would be blank when parked
     return sequence
-
-
-def launch_over(driver, cache, sequence):
-    base = cache.k(0)[sequence.slot].data_ptr()
-    return driver.launch([(base, base + 1)])
 
 
 def counts(pool):
@@ -140,20 +136,6 @@ def test_an_acquire_that_fails_midway_leaves_nothing_behind(pool, driver):
 
 
 # resizing
-
-
-def test_resize_gives_free_memory_back_and_takes_it_again(pool, driver):
-    cache = new_cache(pool)
-    sequence = opened(cache, 3)
-    opened(cache, 8).close()
-    cache.map_ahead()
-    assert counts(pool) == (11, 3, 8)
-    pool.resize(4 * PAGE_BYTES)
-    assert counts(pool) == (4, 3, 1)
-    assert driver.used_bytes == (4 + NULL_PAGES) * PAGE_BYTES
-    pool.resize(20 * PAGE_BYTES)
-    sequence.grow(32)
-    assert counts(pool) == (8, 8, 0)
 
 
 def test_resize_evicts_the_oldest_parked_as_far_as_needed_or_nothing(pool):
