@@ -765,7 +765,7 @@ class KVCache(_Planes):
                 assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
             if self.prefix is not None:
                 self.prefix.check()
-            self.pool.recount()
+        self.pool.check()
 
     def __enter__(self) -> "KVCache":
         return self

@@ -19,6 +19,7 @@ import torch
 from vmmkv.driver.base import Access, Fence, Handle
 from vmmkv.errors import DriverError
 from vmmkv.testing.fake_driver import FakeDriver, LawBroken, write_to
+from vmmkv.units import PAGE_BYTES
 
 T = TypeVar("T")
 
@@ -314,7 +315,7 @@ class SimulatedDriver(FakeDriver):
         at = 0
         while at < size_bytes:
             place = address + at
-            start = self._pages.get(place // self.page_bytes * self.page_bytes)
+            start = self._pages.get(place // PAGE_BYTES * PAGE_BYTES)
             mapped = None if start is None else self._mapped[start]
             if start is None or mapped is None or mapped.access not in allowed:
                 raise self.law_broken(f"work touches {place:#x}, which it may not: {mapped.access if mapped else 'not mapped'}")

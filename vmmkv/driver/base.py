@@ -104,7 +104,6 @@ def span_text(address: int, size_bytes: int) -> str:
 class DriverBase:
     """What the drivers of devices share: the count of calls, the process that they belong to, and refusals."""
 
-    page_bytes = PAGE_BYTES
     _invalid = "EINVAL"
     """The driver's own name for a bad argument."""
     _forked = ""
@@ -137,13 +136,12 @@ class DriverBase:
 class Driver(Protocol):
     """A device's virtual memory: addresses are reserved, handles created, and one put under the other.
 
-    Addresses and sizes are multiples of `page_bytes`, in bytes. Every method raises DriverError, with `call` the
+    Addresses and sizes are multiples of PAGE_BYTES, in bytes. Every method raises DriverError, with `call` the
     method's name, if the driver refuses, and then has changed nothing. Methods may be called from any thread, but
     not from two at once (the pool's lock sees to that).
     """
 
     device: torch.device
-    page_bytes: int
     creates_zeroed: bool
     """Does `create` give zeroes? If not, the memory must be zeroed before its first use."""
     calls: Counter[str]

@@ -345,7 +345,21 @@ class Pool:
     def check(self) -> None:
         """Recount law 1 from what the caches hold; AssertionError says how it is broken."""
         with self.lock:
-            self.recount()
+            held = sum((cache.holders() for cache in self._caches), Counter[Extent]())
+            free = [extent for extents in self._free.values() for extent in extents]
+            assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
+            assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
+            assert len(set(free)) == len(free), "an extent is free twice"
+            used = sum((cache.memory.users() for cache in self._caches), Counter[Extent]())
+            assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
+            assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
+            assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
+            assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
+            assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
+            calls = self.driver.calls
+            null_pages = self.null_page.handle is not None
+            handles = calls["create"] + calls["import_fd"] - calls["release"]
+            assert null_pages + len(free) + len(held) <= handles, "a handle was lost"
 
     def __enter__(self) -> "Pool":
         return self
@@ -378,24 +392,6 @@ class Pool:
             free_bytes=self.free_bytes,
             driver_calls=dict(self.driver.calls),
         )
-
-    def recount(self) -> None:
-        """See check."""
-        held = sum((cache.holders() for cache in self._caches), Counter[Extent]())
-        free = [extent for extents in self._free.values() for extent in extents]
-        assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
-        assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
-        assert len(set(free)) == len(free), "an extent is free twice"
-        used = sum((cache.memory.users() for cache in self._caches), Counter[Extent]())
-        assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
-        assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
-        assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
-        assert self.free_bytes == sum(extent.size_bytes for extent in free), "free bytes are miscounted"
-        assert self.created_bytes <= self.budget_bytes, "the budget is exceeded"
-        calls = self.driver.calls
-        null_pages = self.null_page.handle is not None
-        handles = calls["create"] + calls["import_fd"] - calls["release"]
-        assert null_pages + len(free) + len(held) <= handles, "a handle was lost"
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""

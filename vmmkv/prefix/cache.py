@@ -24,8 +24,8 @@ from vmmkv.cache import KVCache, Sequence
 from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
-from vmmkv.prefix.index import PrefixIndex, Running
-from vmmkv.prefix.radix_tree import Tokens, pack
+from vmmkv.prefix.index import Placed, PrefixIndex
+from vmmkv.prefix.radix_tree import Node, Tokens, pack
 from vmmkv.units import counted, format_bytes
 
 
@@ -117,7 +117,7 @@ class PrefixCache:
                     raise SequenceTooLong(f"a prompt of {len(tokens)} tokens is attached to a sequence of max_tokens={end}")
                 attached = self._attacher.attach(tokens, namespace, method=method, end=end)
                 slot, num_tokens = attached.sequence.slot, attached.num_tokens
-                self._index.running[slot] = Running(namespace, None, 0)
+                self._index.running[slot] = None
                 if num_tokens:  # copied rows are shared at once, for they are copies of confirmed ones
                     self._index.extend(slot, tokens[:num_tokens], is_known=attached.method is AttachMethod.ADOPT)
                 self._attached[attached.method] += 1
@@ -146,16 +146,15 @@ class PrefixCache:
         """End a sequence: insert its tokens, and keep its slot to be adopted by a prompt that goes on from there."""
         with self.cache.pool.lock:
             self.cache.check_capture()
-            running = self._insert(sequence, tokens)
-            if running.node is None:
+            node, slot = self._insert(sequence, tokens), sequence.slot
+            if node is None:
                 self.cache.end_sequence(sequence)
                 return
-            node, slot = running.node, sequence.slot
             del self._index.running[slot]  # else parking would take its rows for gone
             try:
-                self.cache.park_sequence(sequence, running.num_tokens)
+                self.cache.park_sequence(sequence, node.end)
             except BaseException:
-                self._index.running[slot] = running
+                self._index.running[slot] = node
                 raise
             self._index.tree.unlock(node)
             self._index.parked_at[slot] = node
@@ -172,26 +171,26 @@ class PrefixCache:
             if not sequence.closed:
                 self.cache.end_sequence(sequence)
 
-    def _insert(self, sequence: Sequence, tokens: Tokens) -> Running:
-        running = self._index.running.get(sequence.slot)
-        if running is None or self.cache.sequences.get(sequence.slot) is not sequence:
+    def _insert(self, sequence: Sequence, tokens: Tokens) -> Node[Placed] | None:
+        """The node where the tokens end; None for no tokens."""
+        slot = sequence.slot
+        if slot not in self._index.running or self.cache.sequences.get(slot) is not sequence:
             raise ValueError(
                 f"{sequence!r} has ended, or did not come from attach() of this prefix cache; what came from open() or fork() "
                 "is no prefix's, and ends by close()"
             )
         tokens = _checked(tokens)
-        num_tokens = len(tokens)
-        if not running.num_tokens <= num_tokens <= sequence.length:
+        num_tokens, num_inserted = len(tokens), self._index.num_inserted(slot)
+        if not num_inserted <= num_tokens <= sequence.length:
             raise ValueError(
-                f"{num_tokens} tokens: the sequence in slot {sequence.slot} has {sequence.length}, of which "
-                f"{running.num_tokens} were inserted before; what was inserted stays so, and rows that have been written count "
-                f"after advance()"
+                f"{num_tokens} tokens: the sequence in slot {slot} has {sequence.length}, of which {num_inserted} were "
+                f"inserted before; what was inserted stays so, and rows that have been written count after advance()"
             )
-        if num_tokens > running.num_tokens:
-            self._index.extend(sequence.slot, tokens)
+        if num_tokens > num_inserted:
+            self._index.extend(slot, tokens)
         else:
-            self._index.known_path(sequence.slot, tokens)
-        return running
+            self._index.known_path(slot, tokens)
+        return self._index.running[slot]
 
     # pins, and the rest
 

@@ -10,8 +10,7 @@ The caller holds the pool's lock.
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from vmmkv.cache import KVCache, ParkedSlot
@@ -40,24 +39,13 @@ def end_token(group: Group, end_page: int) -> int:
     return ceil_div(end_page * PAGE_BYTES, group.row_bytes)
 
 
-@dataclass(eq=False, slots=True)
-class Running:
-    """What the index knows of a running sequence."""
-
-    namespace: Hashable
-    node: Node[Placed] | None
-    """Where its confirmed tokens end in the tree, locked; None for none."""
-    num_tokens: int
-    """Of those."""
-
-
 class PrefixIndex:
     """The prefix tree of one cache, and the slots that share its extents. The cache asks it what to evict."""
 
     def __init__(self, cache: KVCache) -> None:
         self.tree: RadixTree[Placed] = RadixTree(cache.pool.tick)
-        self.running: dict[int, Running] = {}
-        """By slot."""
+        self.running: dict[int, Node[Placed] | None] = {}
+        """By slot: where the confirmed tokens of a running sequence end in the tree, locked; None for no tokens."""
         self.parked_at: dict[int, Node[Placed]] = {}
         """By slot: where the rows of a parked slot end in the tree."""
         self.source: int | None = None
@@ -74,20 +62,24 @@ class PrefixIndex:
 
     # what is known
 
+    def num_inserted(self, slot: int) -> int:
+        """How many tokens of a running sequence are confirmed."""
+        node = self.running[slot]
+        return 0 if node is None else node.end
+
     def known_path(self, slot: int, tokens: Tokens) -> Match[Placed]:
         """The match of tokens that begin with those inserted for a slot. Raises: ValueError if they do not."""
-        running = self.running[slot]
-        match = self.tree.match(running.namespace, tokens)
-        if running.node is not None and (running.node not in match.path or match.num_tokens < running.num_tokens):
-            raise ValueError(f"slot {slot}: other tokens were inserted for its first {running.num_tokens} rows")
+        node = self.running[slot]
+        match = self.tree.match(self._memory.tenants[slot], tokens)
+        if node is not None and (node not in match.path or match.num_tokens < node.end):
+            raise ValueError(f"slot {slot}: other tokens were inserted for its first {node.end} rows")
         return match
 
     def extend(self, slot: int, tokens: Tokens, *, is_known: bool = False) -> None:
         """Rows of a running sequence are confirmed up to the end of these tokens; `is_known`: the tree has all its extents."""
-        running, num_tokens, tree = self.running[slot], len(tokens), self.tree
         match = self.known_path(slot, tokens)
-        pieces = [] if is_known else _uncovered(self._pieces_of(slot, running.num_tokens, num_tokens), match)
-        inserted = tree.insert(running.namespace, tokens, pieces)
+        pieces = [] if is_known else _uncovered(self._pieces_of(slot, self.num_inserted(slot), len(tokens)), match)
+        inserted = self.tree.insert(self._memory.tenants[slot], tokens, pieces)
         returned = {piece.value.extent for piece in inserted.duplicates}
         for piece in pieces:
             extent = piece.value.extent
@@ -99,7 +91,7 @@ class PrefixIndex:
                 self.duplicate_pages += extent.num_pages
         for node in inserted.node.path():
             node.add_resident(slot)
-        self._move_lock(running, inserted.node)
+        self._move_lock(slot, inserted.node)
 
     def _pieces_of(self, slot: int, after: int, num_tokens: int) -> list[Piece[Placed]]:
         """The extents of a slot that can be shared with `num_tokens` tokens and could not with `after`."""
@@ -224,8 +216,7 @@ class PrefixIndex:
         return min(nodes, key=lambda node: node.stamp, default=None)
 
     def _passed(self, node: Node[Placed]) -> list[Piece[Placed]]:
-        """Pieces of windowed groups whose extent only the tree holds. One whose mapping is
-        pending reclaim counts once it is unmapped."""
+        """Pieces of windowed groups whose extent only the tree holds: no mapping is live or pending reclaim."""
         return [piece for piece in node.pieces if piece.group in self._windowed and piece.value.extent.holders == 1]
 
     def _is_idle(self, node: Node[Placed]) -> bool:
@@ -253,8 +244,8 @@ class PrefixIndex:
     def check(self) -> None:
         """Recount everything; AssertionError says what is broken."""
         self.tree.check()
-        known: dict[int, Node[Placed]] = dict(self.parked_at)
-        known.update({slot: running.node for slot, running in self.running.items() if running.node is not None})
+        running = {slot: node for slot, node in self.running.items() if node is not None}
+        known = self.parked_at | running
         residents: Counter[int] = Counter()
         for node in self.tree.nodes():
             residents.update(node.residents)
@@ -264,7 +255,7 @@ class PrefixIndex:
         held_bytes = sum(extent.size_bytes * count for extent, count in self.holders().items())
         assert held_bytes == self.held_bytes, "held bytes are miscounted"
         assert residents == Counter({slot: len(node.path()) for slot, node in known.items()}), "residents are miscounted"
-        locks = Counter(running.node for running in self.running.values() if running.node is not None)
+        locks = Counter(running.values())
         assert all(node.locks == locks[node] for node in self.tree.nodes()), "locks are miscounted"
         assert self.parked_at.keys() <= self._cache.parked_slots.keys(), "a slot of the tree is not parked"
         for slot, node in self.parked_at.items():
@@ -274,8 +265,7 @@ class PrefixIndex:
 
     def shorten(self, slot: int, num_tokens: int, *, discard: bool = False) -> None:
         """A slot is no resident past `num_tokens`; with `discard` the nodes past it, which are its alone, are removed."""
-        running = self.running.get(slot)
-        last = running.node if running is not None else self.parked_at[slot]
+        last = self.running[slot] if slot in self.running else self.parked_at[slot]
         if last is None or last.end <= num_tokens:
             return
         left = [node for node in reversed(last.path()) if node.end > num_tokens]
@@ -286,8 +276,8 @@ class PrefixIndex:
             stays = top.parent if num_tokens else None
         for node in left:
             node.remove_resident(slot)
-        if running is not None:
-            self._move_lock(running, stays)
+        if slot in self.running:
+            self._move_lock(slot, stays)
         elif stays is not None:
             self.parked_at[slot] = stays
         for node in left:
@@ -296,12 +286,12 @@ class PrefixIndex:
             else:
                 self._tidy(node)
 
-    def _move_lock(self, running: Running, node: Node[Placed] | None) -> None:
+    def _move_lock(self, slot: int, node: Node[Placed] | None) -> None:
         if node is not None:
             self.tree.lock(node)
-        if running.node is not None:
-            self.tree.unlock(running.node)
-        running.node, running.num_tokens = node, 0 if node is None else node.end
+        if (before := self.running[slot]) is not None:
+            self.tree.unlock(before)
+        self.running[slot] = node
 
     def _tidy(self, node: Node[Placed]) -> None:
         """Cut a leaf without residents back to where its extents end, remove it if it has none, and go on with its parent."""

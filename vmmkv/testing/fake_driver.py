@@ -80,7 +80,6 @@ class FakeDriver:
     over: Driver | None = None
     memory_bytes: int = 64 * GIB
     fail_at: set[int] = field(default_factory=set)
-    page_bytes: int = PAGE_BYTES
     creates_zeroed: bool = False
     calls: Counter[str] = field(default_factory=Counter)
     num_calls: int = 0
@@ -151,7 +150,7 @@ class FakeDriver:
             return self._reservations.take(size_bytes, new) if self.over is None else self.over.reserve(size_bytes)
 
         def new(size_bytes: int) -> int:
-            address, self._next_address = self._next_address, self._next_address + size_bytes + self.page_bytes
+            address, self._next_address = self._next_address, self._next_address + size_bytes + PAGE_BYTES
             return address
 
         address = self._call("reserve", reserve)
@@ -199,7 +198,7 @@ class FakeDriver:
             raise LawBroken(f"a handle of {self._handles[handle].size_bytes} bytes was mapped in part: {size_bytes} bytes")
         if not self._is_reserved(address, size_bytes):
             raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is not inside one reservation")
-        pages = range(address, address + size_bytes, self.page_bytes)
+        pages = range(address, address + size_bytes, PAGE_BYTES)
 
         def map_() -> None:
             if any(page in self._pages for page in pages):
@@ -224,7 +223,7 @@ class FakeDriver:
         self._idle(address, size_bytes, "unmapped")
         self._pass_on("unmap", address, size_bytes)
         del self._mapped[address]
-        for page in range(address, address + size_bytes, self.page_bytes):
+        for page in range(address, address + size_bytes, PAGE_BYTES):
             del self._pages[page]
         self._handles[mapped.handle].num_mappings -= 1
         self._forget_if_gone(mapped.handle)
@@ -308,8 +307,8 @@ class FakeDriver:
 
     def _accesses(self, address: int, size_bytes: int) -> set[Access | None]:
         """What may be done with the pages of [address, address + size_bytes); None for one that is not mapped."""
-        first = address // self.page_bytes * self.page_bytes
-        pages = range(first, round_up(address + size_bytes, self.page_bytes), self.page_bytes)
+        first = address // PAGE_BYTES * PAGE_BYTES
+        pages = range(first, round_up(address + size_bytes, PAGE_BYTES), PAGE_BYTES)
         return {self._mapped[self._pages[page]].access if page in self._pages else None for page in pages}
 
     def _is_reserved(self, address: int, size_bytes: int) -> bool:
@@ -329,8 +328,8 @@ class FakeDriver:
         self._call(name, lambda: None if self.over is None else getattr(self.over, name)(*arguments))
 
     def _pages_only(self, *values: int) -> None:
-        if any(value <= 0 or value % self.page_bytes for value in values):
-            raise LawBroken(f"{values} are not all positive multiples of a page, {self.page_bytes} bytes")
+        if any(value <= 0 or value % PAGE_BYTES for value in values):
+            raise LawBroken(f"{values} are not all positive multiples of a page, {PAGE_BYTES} bytes")
 
     def _live(self, handle: Handle) -> _Allocation:
         if handle not in self._handles or self._handles[handle].released:
