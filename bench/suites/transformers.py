@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -39,51 +39,8 @@ ATTENDING: Final = ", vmmkv attention"
 COMPILED: Final = ", compiled"
 """Behind a system's name: attention by vmmkv's kernels, and not by torch's SDPA; compiled decode steps."""
 
-_PUBLISHED_TOKENS: Final = 4096
-"""The most that a request of `chat` has where its lengths are those that were published."""
-_FILL_TOKENS: Final = 4096
-"""That one pass writes for each sequence where no model runs."""
-_SINGLE_TOKENS: Final = 64
-"""Of these then come one by one."""
-_MEMORY_BATCH: Final = 8
-_MIXED_PASS_TOKENS: Final = 16
-"""Of an answer, written at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSizes:
-    """In tokens and numbers of things. Of `decode`, but for the last three."""
-
-    batch: int
-    contexts: tuple[int, ...]
-    """Tokens of each sequence when decoding begins."""
-    compiled: tuple[int, ...]
-    """Contexts at which compiled steps are measured too: compiling takes a minute."""
-    chunk_tokens: int
-    """Of a prompt that one pass computes, for each sequence."""
-    warm_steps: int
-    """Not timed: torch compiles one, compiles the next for any length or records it, and replays the one behind."""
-    steps: int
-    memory_contexts: tuple[int, ...]
-    mixed_budget_bytes: int
-    mixed_max_tokens: int
-    """Of a request, prompt and answer: what a StaticCache must be sized for, since no answer's length is known."""
-
-    @classmethod
-    def of(cls, settings: Settings) -> "CacheSizes":
-        """On one H200 `decode` takes some 200 s, the other parts a minute together; on a CPU all is done in seconds."""
-        small = settings.small
-        return cls(
-            batch=settings.sequences or (1 if small else 8),
-            contexts=(64, 256) if small else (1024, 8192, 32768),
-            compiled=() if small else (32768,),
-            chunk_tokens=48 if small else 2048,
-            warm_steps=2 if small else 6,
-            steps=settings.steps or ((8 if settings.quick else 32) if small else 16),
-            memory_contexts=(512,) if small else (1024, 8192, 32768),
-            mixed_budget_bytes=64 * MIB if small else 4 * GIB,
-            mixed_max_tokens=64 if small else _PUBLISHED_TOKENS,
-        )
+_PASS_TOKENS: Final = 4096
+"""That one pass writes for each sequence where no model runs. The most that a request of `chat` has as it was published."""
 
 
 def absent(settings: Settings) -> dict[str, str]:
@@ -99,7 +56,7 @@ def run(recorder: Recorder) -> None:
     wanted = [name for name in PARTS if settings.wants(name) and name not in absent(settings)]
     with torch.no_grad():
         for name in recorder.track(wanted):
-            parts[name](recorder, CacheSizes.of(settings))
+            parts[name](recorder)
 
 
 def _config_of(model: ServedModel) -> Any:
@@ -198,65 +155,59 @@ class Rows:
     All layers see windows of one random tensor, so that nothing is allocated while they are written.
     """
 
-    def __init__(self, model: ServedModel, device: torch.device, *, batch: int, pass_tokens: int, seed: int) -> None:
-        self.layers: Final = model.layers
-        self.batch: Final = batch
+    def __init__(self, model: ServedModel, device: torch.device, *, batch: int, seed: int) -> None:
+        self._layers = model.layers
         self.token_bytes: Final = batch * model.row_bytes
         """Of a token of every sequence, in all layers."""
         self._seed = seed % 2**20
         self._generator = torch.Generator(device)
-        kv_heads, head_dim = (cast(int, model.config[key]) for key in ("num_key_value_heads", "head_dim"))
-        size = (batch, kv_heads, pass_tokens + self.layers, head_dim)
+        size = (batch, model.config["num_key_value_heads"], _PASS_TOKENS + self._layers, model.config["head_dim"])
         self._planes: Final = [torch.empty(size, dtype=torch.bfloat16, device=device) for _ in ("k", "v")]
-
-    def draw(self, number: int, num_tokens: int) -> None:
-        """The rows of this pass, for `of_layer`."""
-        self._generator.manual_seed(self._seed * 2**20 + number)
-        for plane in self._planes:
-            plane[:, :, : num_tokens + self.layers].normal_(generator=self._generator)
-
-    def of_layer(self, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer in the pass that was drawn last, [B, K, T, D]."""
-        k_BKTD, v_BKTD = (plane[:, :, layer : layer + num_tokens] for plane in self._planes)
-        return k_BKTD, v_BKTD
 
     def write(self, cache: Any, plan: Sequence[int], *, first: int = 0) -> None:
         """Passes of so many tokens each through all layers; the number of the first is `first`."""
-        for number, num_tokens in enumerate(plan, first):
-            self.draw(number, num_tokens)
-            for layer in range(self.layers):
-                cache.update(*self.of_layer(layer, num_tokens), layer)
+        for _, layer, k_BKTD, v_BKTD in self._passes(plan, first):
+            cache.update(k_BKTD, v_BKTD, layer)
 
     def check(self, cache: Any, plan: Sequence[int], *, first: int = 0) -> None:
         """Has it every row of these passes? Raises: WrongNumbers naming the first that is another."""
+        for tokens, layer, *wanted in self._passes(plan, first):
+            kept = cache.layers[layer]
+            if not all(
+                torch.equal(given[:, :, tokens], of_pass)
+                for given, of_pass in zip((kept.keys, kept.values), wanted, strict=True)
+            ):
+                raise WrongNumbers(f"layer {layer}, tokens {tokens.start} to {tokens.stop}: not what was written")
+
+    def _passes(self, plan: Sequence[int], first: int) -> Iterator[tuple[slice, int, torch.Tensor, torch.Tensor]]:
+        """By pass and layer: which tokens, the layer, and its K and V [B, K, T, D]."""
         start = 0
         for number, num_tokens in enumerate(plan, first):
-            self.draw(number, num_tokens)
-            for layer in range(self.layers):
-                kept = cache.layers[layer]
-                for given, wanted in zip((kept.keys, kept.values), self.of_layer(layer, num_tokens), strict=True):
-                    if not torch.equal(given[:, :, start : start + num_tokens], wanted):
-                        raise WrongNumbers(f"layer {layer}, tokens {start} to {start + num_tokens}: not what was written")
+            self._generator.manual_seed(self._seed * 2**20 + number)
+            for plane in self._planes:
+                plane[:, :, : num_tokens + self._layers].normal_(generator=self._generator)
+            for layer in range(self._layers):
+                k_BKTD, v_BKTD = (plane[:, :, layer : layer + num_tokens] for plane in self._planes)
+                yield slice(start, start + num_tokens), layer, k_BKTD, v_BKTD
             start += num_tokens
 
 
-def plan_of(num_tokens: int, *, chunk_tokens: int, steps: int) -> list[int]:
-    """A prompt in chunks, then `steps` single tokens; `num_tokens` in all, or fewer single ones if it is so short."""
-    steps = min(steps, num_tokens)
-    chunks, rest = divmod(num_tokens - steps, chunk_tokens)
-    return [chunk_tokens] * chunks + [rest] * bool(rest) + [1] * steps
+def chunks_of(num_tokens: int, chunk_tokens: int) -> list[int]:
+    """Passes of so many tokens, and one of the rest."""
+    chunks, rest = divmod(num_tokens, chunk_tokens)
+    return [chunk_tokens] * chunks + [rest] * bool(rest)
 
 
 # memory, mixed
 
 
-def _run_memory(recorder: Recorder, sizes: CacheSizes) -> None:
+def _run_memory(recorder: Recorder) -> None:
     settings = recorder.settings
-    model = model_of(settings.shape.name, tiny=False)
-    rows = Rows(model, settings.device, batch=_MEMORY_BATCH, pass_tokens=_FILL_TOKENS, seed=settings.seed)
-    for num_tokens, system in itertools.product(sizes.memory_contexts, SYSTEMS):
-        name = f"{model.name} memory: {rows.batch} sequences of {num_tokens} + {_SINGLE_TOKENS} tokens"
-        plan = plan_of(num_tokens + _SINGLE_TOKENS, chunk_tokens=_FILL_TOKENS, steps=_SINGLE_TOKENS)
+    model, batch, single_tokens = model_of(settings.shape.name, tiny=False), 8, 64
+    rows = Rows(model, settings.device, batch=batch, seed=settings.seed)
+    for num_tokens, system in itertools.product((512,) if settings.small else (1024, 8192, 32768), SYSTEMS):
+        name = f"{model.name} memory: {batch} sequences of {num_tokens} + {single_tokens} tokens"
+        plan = [*chunks_of(num_tokens, _PASS_TOKENS), *[1] * single_tokens]
         needed_bytes = sum(plan) * rows.token_bytes
         recorder.note(f"{name}, {system}")
         # A budget that nothing here comes near: what is taken is measured, and not forced.
@@ -264,7 +215,7 @@ def _run_memory(recorder: Recorder, sizes: CacheSizes) -> None:
             recorder.guarded(name, system),
             Caches(system, _config_of(model), settings.device, 2 * needed_bytes) as caches,
         ):
-            cache = caches.open(rows.batch, sum(plan))
+            cache = caches.open(batch, sum(plan))
             with Meter(settings.device) as meter:
                 rows.write(cache, plan)
                 peak_bytes, taken_bytes = meter.peak_bytes + caches.own_bytes, meter.taken_bytes + caches.own_bytes
@@ -275,45 +226,44 @@ def _run_memory(recorder: Recorder, sizes: CacheSizes) -> None:
             recorder.figure(name, system, "waste at the peak", "% of the rows' bytes", waste, 1, 0.0)
 
 
-def _run_mixed(recorder: Recorder, sizes: CacheSizes) -> None:
-    """How many requests each system holds at once, taken in one order until one does not fit."""
+def _run_mixed(recorder: Recorder) -> None:
+    """How many requests each system holds at once, taken in one order until one does not fit.
+
+    A StaticCache must be sized for the longest request, since no answer's length is known.
+    """
     settings = recorder.settings
-    chat = workloads.chat(
-        seed=settings.seed,
-        vocabulary=32_000,
-        count=1024,
-        max_tokens=sizes.mixed_max_tokens,
-        scale=min(1.0, sizes.mixed_max_tokens / _PUBLISHED_TOKENS),
-    )
-    requests = [(len(ask.prompt), ask.num_out) for ask in chat.asks]
+    budget_bytes, max_tokens = (64 * MIB, 64) if settings.small else (4 * GIB, _PASS_TOKENS)
+    common: Any = {"seed": settings.seed, "vocabulary": 32_000, "count": 1024, "max_tokens": max_tokens}
+    chat = workloads.chat(**common, scale=max_tokens / _PASS_TOKENS)
     model = model_of(settings.shape.name, tiny=False)
-    rows = Rows(model, settings.device, batch=1, pass_tokens=sizes.mixed_max_tokens, seed=settings.seed)
-    budget_bytes = sizes.mixed_budget_bytes
+    rows = Rows(model, settings.device, batch=1, seed=settings.seed)
     name = f"{model.name} mixed: {chat.text}, in {format_bytes(budget_bytes)}"
-    sums = itertools.accumulate(rows.token_bytes * (prompt + out) for prompt, out in itertools.cycle(requests))
+    sums = itertools.accumulate(rows.token_bytes * (len(ask.prompt) + ask.num_out) for ask in itertools.cycle(chat.asks))
     most = sum(1 for _ in itertools.takewhile(lambda sum_bytes: sum_bytes <= budget_bytes, sums))
     for system in SYSTEMS:
         recorder.note(f"{name}, {system}")
         with recorder.guarded(name, system), Caches(system, _config_of(model), settings.device, budget_bytes) as caches:
-            admitted = _admitted(caches, rows, requests, sizes, settings.device)
+            admitted = _admitted(caches, rows, chat.asks, settings.device, budget_bytes, max_tokens)
             if admitted > most:
                 raise WrongNumbers(f"{admitted} sequences were admitted, and the budget has rows for {most}")
             recorder.figure(name, system, "admitted sequences", "sequences", admitted, most, most)
 
 
-def _admitted(caches: Caches, rows: Rows, requests: list[tuple[int, int]], sizes: CacheSizes, device: torch.device) -> int:
+def _admitted(
+    caches: Caches, rows: Rows, asks: Sequence[workloads.Ask], device: torch.device, budget_bytes: int, max_tokens: int
+) -> int:
     """Raises: WrongNumbers if what was written for one of them is something else in the end."""
     running: list[tuple[Any, list[int], int]] = []
     first = 0
-    with Meter(device, sizes.mixed_budget_bytes) as meter:
-        for prompt, out in itertools.cycle(requests):
-            plan = [prompt, *plan_of(out, chunk_tokens=_MIXED_PASS_TOKENS, steps=0)]
-            cache = caches.open(1, sizes.mixed_max_tokens)
+    with Meter(device, budget_bytes) as meter:
+        for ask in itertools.cycle(asks):
+            plan = [len(ask.prompt), *chunks_of(ask.num_out, 16)]
+            cache = caches.open(1, max_tokens)
             try:
                 rows.write(cache, plan, first=first)
             except (OutOfPages, torch.OutOfMemoryError):
                 break
-            if meter.taken_bytes + caches.own_bytes > sizes.mixed_budget_bytes:
+            if meter.taken_bytes + caches.own_bytes > budget_bytes:
                 break
             running.append((cache, plan, first))
             first += len(plan)
@@ -325,15 +275,9 @@ def _admitted(caches: Caches, rows: Rows, requests: list[tuple[int, int]], sizes
 # decode
 
 
-class ErrorBounds(NamedTuple):
-    """The most by which something may be off: the length of the difference from the first system's, over that one's length."""
-
-    logits: float
-    row: float
-
-
-BOUNDS: Final = {torch.float32: ErrorBounds(1e-3, 1e-3), torch.bfloat16: ErrorBounds(0.1, 0.5)}
-"""By the model's type. What has nothing in common is off by 1.4: a row of another token, or logits behind another prompt.
+BOUNDS: Final = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 0.5)}
+"""By the model's type, the most by which logits and a row may be off: the length of the difference from the first system's,
+over that one's length. What has nothing in common is off by 1.4: a row of another token, or logits behind another prompt.
 
 Adding up in another order changes bfloat16 by 0.4 % at a time, in each layer; of half a million rows the worst counts.
 """
@@ -350,11 +294,14 @@ class Expected:
     rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """K and V of the first and the last layer, by the number of tokens."""
 
-    def check(self, name: str, step: int, logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> "Compared":
-        """Step 0 is the prompt. Raises: WrongNumbers; in float32 the likeliest tokens must be the same."""
+    def check(self, name: str, step: int, logits_BV: torch.Tensor, tokens_B: torch.Tensor) -> tuple[float, float]:
+        """By how much logits are off, and the share of tokens that are the same. Step 0 is the prompt.
+
+        Raises: WrongNumbers; in float32 the likeliest tokens must be the same.
+        """
         if step == len(self.logits_BV):
             self.logits_BV.append(logits_BV.clone())
-        expected_BV, bound = self.logits_BV[step], BOUNDS[self.dtype].logits
+        expected_BV, (bound, _) = self.logits_BV[step], BOUNDS[self.dtype]
         off = _most_off(logits_BV, expected_BV)
         same = float((tokens_B == expected_BV.argmax(-1)).float().mean())
         where = f"{name}, {step} tokens behind the prompt"
@@ -362,7 +309,7 @@ class Expected:
             raise WrongNumbers(f"{where}: logits are off by {off:.2g} of their length, over {bound}")
         if self.dtype == torch.float32 and same < 1:
             raise WrongNumbers(f"{where}: {100 * same:.0f} % of the tokens are those that a DynamicCache gives")
-        return Compared(off, same)
+        return off, same
 
     def check_rows(self, cache: Any, num_tokens: int) -> None:
         """Raises: WrongNumbers for a row that is another's."""
@@ -370,7 +317,7 @@ class Expected:
         planes = [plane for layer in layers for plane in (cache.layers[layer].keys, cache.layers[layer].values)]
         rows = [plane[:, :, :num_tokens] for plane in planes]
         for number, (given, wanted) in enumerate(zip(rows, self.rows.setdefault(num_tokens, rows), strict=True)):
-            what, bound = f"{'KV'[number % 2]} of layer {layers[number // 2]}", BOUNDS[self.dtype].row
+            what, (_, bound) = f"{'KV'[number % 2]} of layer {layers[number // 2]}", BOUNDS[self.dtype]
             if given.shape != wanted.shape or wanted.shape[2] != num_tokens:
                 raise WrongNumbers(f"{what}: rows {list(given.shape)}, and {num_tokens} tokens were written")
             off = _most_off(given, wanted)
@@ -378,17 +325,38 @@ class Expected:
                 raise WrongNumbers(f"{what}: a row is off by {off:.2g} of its length, over {bound}")
 
 
-class Compared(NamedTuple):
-    """One step of a system against that of the first: by how much logits are off, and the share of tokens that are the same."""
-
-    off: float
-    same: float
-
-
 def _most_off(given: torch.Tensor, wanted: torch.Tensor) -> float:
     """Of vectors in the last dimension, the one that is off most."""
     wanted = wanted.float()
     return float(((given.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSizes:
+    """In tokens and numbers of things. On one H200 `decode` takes some 200 s, the other parts a minute together."""
+
+    batch: int
+    contexts: tuple[int, ...]
+    """Tokens of each sequence when decoding begins."""
+    compiled: tuple[int, ...]
+    """Contexts at which compiled steps are measured too: compiling takes a minute."""
+    chunk_tokens: int
+    """Of a prompt that one pass computes, for each sequence."""
+    warm_steps: int
+    """Not timed: torch compiles one, compiles the next for any length or records it, and replays the one behind."""
+    steps: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> "DecodeSizes":
+        """On a CPU all is done in seconds."""
+        batch, steps = settings.sequences, settings.steps
+        if settings.small:
+            steps = steps or (8 if settings.quick else 32)
+            return cls(batch=batch or 1, contexts=(64, 256), compiled=(), chunk_tokens=48, warm_steps=2, steps=steps)
+        contexts = (1024, 8192, 32768)
+        return cls(
+            batch=batch or 8, contexts=contexts, compiled=contexts[2:], chunk_tokens=2048, warm_steps=6, steps=steps or 16
+        )
 
 
 class StepKind(NamedTuple):
@@ -399,11 +367,11 @@ class StepKind(NamedTuple):
     again: bool = False
 
 
-def _run_decode(recorder: Recorder, sizes: CacheSizes) -> None:
+def _run_decode(recorder: Recorder) -> None:
     """All systems at all contexts. Where the first system fails, there is nothing to hold the others against."""
     from transformers import AutoModelForCausalLM
 
-    settings, device = recorder.settings, recorder.settings.device
+    settings, device, sizes = recorder.settings, recorder.settings.device, DecodeSizes.of(recorder.settings)
     served = model_of(settings.shape.name, tiny=settings.small)
     torch.manual_seed(settings.seed)
     with device:
@@ -416,13 +384,13 @@ def _run_decode(recorder: Recorder, sizes: CacheSizes) -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     for num_tokens in sizes.contexts:
         name = f"{served.name} decode: {num_tokens} tokens, batch {sizes.batch}"
-        ids_BT = torch.randint(served.vocabulary, (sizes.batch, num_tokens), generator=generator)
+        ids_BT = torch.randint(served.vocabulary, (sizes.batch, num_tokens), generator=generator).to(device)
         with recorder.guarded(name, DYNAMIC):
             expected = Expected(dtype)
             for system in SYSTEMS:
                 recorder.note(f"{name}, {system}")
                 with recorder.guarded(name, system) if system != DYNAMIC else nullcontext():
-                    _measure_decode(recorder, sizes, served, name, system, model, ids_BT.to(device), expected)
+                    _measure_decode(recorder, sizes, served, name, system, model, ids_BT, expected)
         if num_tokens in sizes.compiled:
             torch.compiler.reset()  # else a StaticCache of another length is compiled for any length
     del model
@@ -431,7 +399,7 @@ def _run_decode(recorder: Recorder, sizes: CacheSizes) -> None:
 
 def _measure_decode(
     recorder: Recorder,
-    sizes: CacheSizes,
+    sizes: DecodeSizes,
     served: ServedModel,
     name: str,
     system: str,
@@ -439,13 +407,14 @@ def _measure_decode(
     prompt_BT: torch.Tensor,
     expected: Expected,
 ) -> None:
+    """One way after the other, behind one prompt. Those that fail leave the rows of the ways before."""
     device, (batch, num_tokens) = prompt_BT.device, prompt_BT.shape
     ways = _ways(model, system, on_gpu=recorder.settings.on_gpu, compiled=num_tokens in sizes.compiled)
     per_way = sizes.warm_steps + sizes.steps
     total = num_tokens + per_way * sum(not way.again for way in ways)
     token_bytes = batch * served.row_bytes // ITEM_BYTES * model.dtype.itemsize
     step_us: defaultdict[str, list[float]] = defaultdict(list)
-    compared: defaultdict[str, list[Compared]] = defaultdict(list)
+    compared: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def compared_us(way_name: str, step: int, run: Callable[[], torch.Tensor]) -> float:
         """How long it takes. No logits outlive it: the next step may run in a CUDA graph that reuses their memory."""
