@@ -22,17 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.harness import (
-    HBM_BYTES_PER_S,
-    Recorder,
-    Settings,
-    Shape,
-    WrongNumbers,
-    capture,
-    device_sleep,
-    now_us,
-    sleep_cycles,
-)
+from bench.harness import HBM_BYTES_PER_S, Recorder, Settings, Shape, WrongNumbers, capture, device_sleep, now_us, sleep_cycles
 from bench.rows import summarize
 from bench.suites.driver_calls import TimedDriver
 from vmmkv import KVCache, Pool, Sequence
@@ -116,12 +106,18 @@ def run(recorder: Recorder) -> None:
         if not (together and mode is Mode.ADOPTED)
     ]
     with Pool(settings.device, pages * PAGE_BYTES, driver=driver.as_driver()) as pool:
-        static: DecodeLoop | None = None
+        static_us: dict[str, float] = {}
         for workload, together, mode in recorder.track(cases, lambda case: f"{case[0]}, {case[2].value}"):
-            loop = _measure(settings, sizes, pool, driver, mode, together, None if mode is Mode.STATIC else static)
-            static = loop if mode is Mode.STATIC else static
-            assert static is not None, "the static mode is the first"
-            _add_rows(recorder, loop, static, workload)
+            samples = _measure(settings, sizes, pool, driver, mode, together, static_us.get("slack", 0.0))
+            if mode is Mode.STATIC:  # the first of each workload
+                static_us = {metric: summarize(samples[metric]).p50 for metric in ("step", "slack")}
+            for metric, unit in _TIMES.items():
+                recorder.samples(workload, mode.value, metric, unit, samples[metric])
+                if metric == "step":
+                    more_us = summarize(samples["step"]).p50 - static_us["step"]
+                    recorder.figure(workload, mode.value, "step, over static", unit, more_us, len(samples["step"]))
+            for metric in _COUNTS:
+                recorder.figure(workload, mode.value, metric, "steps", sum(samples[metric]), len(samples["step"]))
 
 
 def _measure(
@@ -131,8 +127,9 @@ def _measure(
     driver: TimedDriver,
     mode: Mode,
     together: bool,
-    static: "DecodeLoop | None",
-) -> "DecodeLoop":
+    static_slack_us: float,
+) -> dict[str, list[float]]:
+    """The samples of a loop. `static_slack_us` is what the static mode leaves beside a step; it maps nothing itself."""
     rng = np.random.default_rng(settings.seed)  # the same requests in every mode
     with KVCache(settings.shape.layout, pool, slots=sizes.slots, max_tokens=sizes.max_tokens) as cache:
         if mode is Mode.STATIC:
@@ -143,9 +140,7 @@ def _measure(
                 sequence.park(0)
         work = open_work(cache, settings, sizes.sequences)
         requests = _requests(rng, sizes)
-        loop = DecodeLoop(cache, driver, work, mode, requests, sizes.sequences)
-        if static is not None:
-            loop.slack_us = SLACK_SHARE * summarize(static.samples["slack"]).p50
+        loop = DecodeLoop(cache, driver, work, mode, requests, sizes.sequences, SLACK_SHARE * static_slack_us)
         for row in range(sizes.sequences):
             if together:
                 loop.begin(Lengths(prompt_tokens=sizes.most, end_tokens=sizes.max_tokens), row, sizes.most)
@@ -162,18 +157,7 @@ def _measure(
                 loop.samples.clear()
             loop.step()
         loop.check()
-    return loop
-
-
-def _add_rows(recorder: Recorder, loop: "DecodeLoop", static: "DecodeLoop", workload: str) -> None:
-    mode, num_steps = loop.mode.value, len(loop.samples["step"])
-    for metric, unit in _TIMES.items():
-        recorder.samples(workload, mode, metric, unit, loop.samples[metric])
-        if metric == "step":
-            more_us = summarize(loop.samples["step"]).p50 - summarize(static.samples["step"]).p50
-            recorder.figure(workload, mode, "step, over static", unit, more_us, num_steps)
-    for metric in _COUNTS:
-        recorder.figure(workload, mode, metric, "steps", sum(loop.samples[metric]), num_steps)
+    return loop.samples
 
 
 class Lengths(NamedTuple):
@@ -193,12 +177,19 @@ class DecodeLoop:
     """An engine's decode loop with nothing in it but memory. `samples` has a list for each metric."""
 
     def __init__(
-        self, cache: KVCache, driver: TimedDriver, work: "StepWork", mode: Mode, requests: Iterator[Lengths], num_rows: int
+        self,
+        cache: KVCache,
+        driver: TimedDriver,
+        work: "StepWork",
+        mode: Mode,
+        requests: Iterator[Lengths],
+        num_rows: int,
+        slack_us: float,
     ) -> None:
         self.mode = mode
         self._parks, self._maps_ahead = mode in (Mode.STATIC, Mode.ADOPTED), mode in (Mode.SLACK, Mode.ADOPTED)
         self.samples: dict[str, list[float]] = defaultdict(list)
-        self.slack_us = 0.0
+        self._slack_us = slack_us
         """How long memory is mapped beside a step."""
         self._cache, self._driver, self._work, self._requests = cache, driver, work, requests
         self._sequences: dict[int, Sequence] = {}  # by row
@@ -294,10 +285,10 @@ class DecodeLoop:
         """Memory for the steps to come, then for newcomers, while there is slack."""
         began_us, before_us = now_us(), self._driver.spent_us
         if self._maps_ahead:
-            pages = self._cache.map_ahead(self.slack_us, lookahead_tokens=self._cache.lookahead_tokens(self.slack_us))
+            pages = self._cache.map_ahead(self._slack_us, lookahead_tokens=self._cache.lookahead_tokens(self._slack_us))
             self.samples["pumped"].append(pages)
         for row in list(self._waiting):
-            if self._maps_ahead and now_us() - began_us > self.slack_us:
+            if self._maps_ahead and now_us() - began_us > self._slack_us:
                 break
             self._admit(row)
         if self._maps_ahead:

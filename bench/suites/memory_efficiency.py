@@ -97,7 +97,7 @@ def run(recorder: Recorder) -> None:
         for shape, workload, system in recorder.track(cases, lambda case: f"{case[0].name} {case[1].name}"):
             name = f"{shape.name} {workload.name}: {workload.text}, {format_bytes(sizes.budget_bytes)}"
             with recorder.guarded(name):
-                simulation = Simulation(open_system(system, shape, sizes), workload, shape, sizes, settings.seed)
+                simulation = Simulation(CountedSystem(system, shape, sizes), workload, shape, sizes, settings.seed)
                 simulation.run()
                 _add_rows(recorder, name, sizes.budget_bytes, simulation)
     if settings.wants("map"):
@@ -113,27 +113,40 @@ def run(recorder: Recorder) -> None:
 
 _COUNTED: Final = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, dtype=torch.float16)
 """Rows of 4 bytes: baselines take all memory at once, and here nothing is written to it."""
+_CPU: Final = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CountedSystem:
-    """A cache of a fixed budget, and its arithmetic. A baseline's rows have fewer bytes than they stand for: `scale` times."""
+    """One of SYSTEMS: a cache of a fixed budget, and its arithmetic.
 
-    name: str
-    cache: Any
-    """See engine.kv_backend.EngineCache."""
-    row_bytes: int
-    unit_rows: float
-    """Rows of the smallest piece of memory: of a page, a block, a slot."""
-    unfilled_rows: float
-    """Rows that the last piece of a sequence of any length has free, on average; 0 of static slots, whose waste is all that."""
-    table_bytes: int = 0
-    """Of a sequence's block table."""
+    `unit_rows` are those of its smallest piece of memory: of a page, a block, a slot. `unfilled_rows` of the last piece of a
+    sequence of any length are free on average; 0 of static slots, whose waste is all that. `table_bytes` are of a sequence's
+    block table. A baseline's rows have fewer bytes than they stand for: `scale` times.
+    """
 
-    @property
-    def scale(self) -> float:
-        """Of bytes that the cache counts."""
-        return self.row_bytes / float(self.cache.layout.row_bytes)
+    def __init__(self, name: str, shape: Shape, sizes: OccupancySizes) -> None:
+        self.name: Final = name
+        self.row_bytes = row_bytes = shape.layout.row_bytes
+        self.cache: Any
+        """See engine.kv_backend.EngineCache."""
+        self.table_bytes = 0
+        if name == SYSTEMS[0]:
+            driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget
+            pool = Pool("cpu", sizes.budget_bytes, driver=driver)
+            self.cache = KVCache(shape.layout, pool, slots=sizes.slots, max_tokens=MAX_TOKENS)
+            self.unit_rows = PAGE_BYTES / row_bytes
+            # What lies behind the last row is a multiple of what rows and pages have in common, each as likely.
+            self.unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
+        elif name == SYSTEMS[1]:
+            num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
+            self.cache = PagedCache(_COUNTED, _CPU, num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
+            self.unit_rows, self.unfilled_rows = float(BLOCK_ROWS), (BLOCK_ROWS - 1) / 2
+            self.table_bytes = 4 * ceil_div(MAX_TOKENS, BLOCK_ROWS)
+        else:
+            num_slots = sizes.budget_bytes // (MAX_TOKENS * row_bytes)
+            self.cache = StaticCache(_COUNTED, _CPU, slots=num_slots, max_tokens=MAX_TOKENS)
+            self.unit_rows, self.unfilled_rows = float(MAX_TOKENS), 0.0
+        self.scale: Final = row_bytes / float(self.cache.layout.row_bytes)
 
     def laid_bytes(self, rows: Rows) -> float:
         """What sequences of so many rows hold if nothing is mapped ahead: by arithmetic, not by the allocator."""
@@ -151,34 +164,6 @@ class CountedSystem:
 
 
 SYSTEMS: Final = ("vmmkv", f"paged {BLOCK_ROWS}", f"static {MAX_TOKENS}")
-
-
-def open_system(name: str, shape: Shape, sizes: OccupancySizes) -> CountedSystem:
-    """One of SYSTEMS."""
-    row_bytes, cpu = shape.layout.row_bytes, torch.device("cpu")
-    if name == "vmmkv":
-        driver = FakeDriver(memory_bytes=sizes.budget_bytes + 16 * MIB)  # the null page is beyond the budget
-        pool = Pool("cpu", sizes.budget_bytes, driver=driver)
-        slots = KVCache(shape.layout, pool, slots=sizes.slots, max_tokens=MAX_TOKENS)
-        # What lies behind the last row is a multiple of what rows and pages have in common, each as likely.
-        unfilled_rows = (PAGE_BYTES - gcd(PAGE_BYTES, row_bytes)) / 2 / row_bytes
-        unit_rows = PAGE_BYTES / row_bytes
-        return CountedSystem(name=name, cache=slots, row_bytes=row_bytes, unit_rows=unit_rows, unfilled_rows=unfilled_rows)
-    if name == SYSTEMS[1]:
-        num_blocks = sizes.budget_bytes // (BLOCK_ROWS * row_bytes)
-        paged = PagedCache(_COUNTED, cpu, num_blocks=num_blocks, slots=sizes.slots, max_tokens=MAX_TOKENS)
-        unfilled_rows, table_bytes = (BLOCK_ROWS - 1) / 2, 4 * ceil_div(MAX_TOKENS, BLOCK_ROWS)
-        return CountedSystem(
-            name=name,
-            cache=paged,
-            row_bytes=row_bytes,
-            unit_rows=BLOCK_ROWS,
-            unfilled_rows=unfilled_rows,
-            table_bytes=table_bytes,
-        )
-    num_slots = sizes.budget_bytes // (MAX_TOKENS * row_bytes)
-    static = StaticCache(_COUNTED, cpu, slots=num_slots, max_tokens=MAX_TOKENS)
-    return CountedSystem(name=name, cache=static, row_bytes=row_bytes, unit_rows=MAX_TOKENS, unfilled_rows=0.0)
 
 
 # the simulation

@@ -89,7 +89,7 @@ def test_a_miscounting_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = memory_efficiency.OccupancySizes.of(SETTINGS)
     shape = SHAPES["qwen3-0.6b"]
     asks = tuple(Ask(prompt=np.zeros(100, np.int32), num_out=50) for _ in range(4))
-    system = memory_efficiency.open_system("paged 16", shape, sizes)
+    system = memory_efficiency.CountedSystem("paged 16", shape, sizes)
     real = type(system.cache).stats
     monkeypatch.setattr(type(system.cache), "stats", lambda self: halved(real(self)))
     with pytest.raises(WrongNumbers, match="paged 16 counts"):

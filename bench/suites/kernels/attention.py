@@ -11,7 +11,7 @@ K kv heads, D head dim.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -65,7 +65,6 @@ class Queries:
         self.starts = np.cumsum([0, *case.queries])
         """[B + 1] on the host: sequence b's queries are [starts[b], starts[b + 1])."""
         self.query_starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        self._wanted: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
 
     def slots(self, copy: int) -> list[int]:
         """Slots of a copy, by sequence."""
@@ -89,18 +88,17 @@ class Queries:
 
     def check(self, outputs: list[torch.Tensor]) -> None:
         """Hold some queries of the first and the last output against the reference. Raises WrongNumbers."""
-        for index, picked_N, wanted in self._expected():
+        for index, picked_N, wanted in self._expected:
             given = outputs[index][picked_N].float()
             error = ((given - wanted).norm() / wanted.norm()).item()
             if not error <= TOLERANCE[self.shape.dtype]:  # NaN is not
                 raise WrongNumbers(f"output {index} of {len(outputs)} is off by {error:.3g} of its length")
 
+    @cached_property
     def _expected(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Index of an output, queries, and what they should give; computed once, for all systems."""
-        if self._wanted is None:
-            last = self.copies * len(self.memory.layers) - 1
-            self._wanted = [(index, *self._reference(index)) for index in sorted({0, last})]
-        return self._wanted
+        last = self.copies * len(self.memory.layers) - 1
+        return [(index, *self._reference(index)) for index in sorted({0, last})]
 
     def _reference(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         copy, layer = divmod(index, len(self.memory.layers))
@@ -321,17 +319,16 @@ def over_memory(
 ) -> dict[str, float]:
     """Rows of the systems over one memory; `suffix` behind their names. Medians in us of a layer, by system."""
     medians_us: dict[str, float] = {}
-    pass_bytes = case.bytes_per_layer(form.token_bytes) * form.shape.layers
+    pass_bytes = sum(case.lengths) * form.token_bytes * form.shape.layers
     copies = case.copies(pass_bytes) if measurer.settings.on_gpu else 1
     with measurer.recorder.guarded(measurer.workload, f"{kind} memory of {form.name}"):
         memory = open_memory(kind, case, copies, form, measurer.settings.device)
         try:
             batch = Queries(case, copies, memory, measurer.settings.seed)
             calls = copies * len(memory.layers)
-            metrics = (decode_metrics if case.is_decode else prefill_metrics)(case, form, calls)
             for name, bind in offered.items():
                 system = f"{name}, {memory.name}{suffix}"
-                median_us = measurer.measure(system, partial(_checked, batch, bind), metrics)
+                median_us = measurer.measure(system, partial(_checked, batch, bind), _metrics(case, form, calls))
                 if median_us is not None:
                     medians_us[system] = median_us / calls
         finally:
@@ -346,20 +343,16 @@ def _checked(batch: Queries, bind: Bind) -> Pass:
     return run_pass
 
 
-def decode_metrics(case: Case, form: Format, calls: int) -> list[Metric]:
-    """Of a pass of so many calls, each over one layer. Bounded by bytes; those of queries and outputs are not counted."""
-    size_bytes = case.bytes_per_layer(form.token_bytes)
-    floor_us = size_bytes / HBM_BYTES_PER_S * 1e6
-    return [
-        Metric(name="layer", unit="us", amount=calls, rate=False, bound=floor_us),
-        Metric(name="bandwidth", unit="GB/s", amount=calls * size_bytes / 1e3, rate=True, bound=HBM_BYTES_PER_S / 1e9),
-    ]
+def _metrics(case: Case, form: Format, calls: int) -> list[Metric]:
+    """Of a pass of so many calls, each over one layer.
 
-
-def prefill_metrics(case: Case, form: Format, calls: int) -> list[Metric]:
-    """Of a pass of so many calls, each over one layer. Bounded by operations, of which masked ones are not counted."""
-    flops = case.flops_per_layer(form.shape)
-    return [
-        Metric(name="layer", unit="us", amount=calls, rate=False, bound=flops / BF16_FLOPS * 1e6),
-        Metric(name="throughput", unit="TFLOP/s", amount=calls * flops / 1e6, rate=True, bound=BF16_FLOPS / 1e12),
-    ]
+    Decode is bounded by bytes; those of queries and outputs are not counted. Prefill is bounded by operations, of which masked
+    ones are not counted.
+    """
+    if case.is_decode:
+        amount, peak = float(sum(case.lengths) * form.token_bytes), HBM_BYTES_PER_S
+        rate = Metric(name="bandwidth", unit="GB/s", amount=calls * amount / 1e3, rate=True, bound=peak / 1e9)
+    else:
+        amount, peak = case.flops_per_layer(form.shape), BF16_FLOPS
+        rate = Metric(name="throughput", unit="TFLOP/s", amount=calls * amount / 1e6, rate=True, bound=peak / 1e12)
+    return [Metric(name="layer", unit="us", amount=calls, rate=False, bound=amount / peak * 1e6), rate]

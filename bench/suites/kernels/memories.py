@@ -14,7 +14,8 @@ R rows of a chunk.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -41,12 +42,6 @@ class Case:
     lengths: tuple[int, ...]
     counts: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.queries) != len(self.lengths):
-            raise ValueError(f"{self.name}: {len(self.queries)} counts of queries for {len(self.lengths)} sequences")
-        if not all(1 <= count <= length for count, length in zip(self.queries, self.lengths, strict=True)):
-            raise ValueError(f"{self.name}: a sequence asks with at least 1 token, and with no more than it has")
-
     @property
     def queries(self) -> tuple[int, ...]:
         """Queries of each sequence."""
@@ -66,15 +61,6 @@ class Case:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(self.lengths)
-
-    def bytes_per_layer(self, token_bytes: int) -> int:
-        """Bytes of K and V that a layer reads at least; `token_bytes` are those of one token in one layer."""
-        return self.num_tokens * token_bytes
 
     def copies(self, pass_bytes: int) -> int:
         """How many such batches a pass goes over, by turns, so that none of it is found in L2; 1 for a large one."""
@@ -98,7 +84,7 @@ def uniform(count: int, length: int) -> Case:
 SKEWED: Final = Case(name="skewed", lengths=(*(KIB,) * 40, 64 * KIB, *(KIB,) * 23))
 """One of 64K among 63 of 1K; not the last, nor the first."""
 
-TWIN: Final = Case(name="64x2032", lengths=(math.ceil(SKEWED.num_tokens / 64),) * 64)
+TWIN: Final = Case(name="64x2032", lengths=(math.ceil(sum(SKEWED.lengths) / 64),) * 64)
 """The same bytes as SKEWED in sequences of one length: 127 K rows / 64 = 2032."""
 
 
@@ -178,15 +164,12 @@ class Filler:
 
     def fill(self, rows_TE: torch.Tensor, number: int) -> None:
         """Write the rows of slot `number`, uint8; slots of other groups have other numbers. Cost: a launch for each chunk."""
-        for start, end, source in self._pieces(rows_TE.shape[0], number * _STRIDE_ROWS % len(self._rows_RE)):
-            rows_TE[start:end].copy_(self._rows_RE[source : source + end - start])
-
-    def _pieces(self, num_rows: int, source: int) -> Iterator[tuple[int, int, int]]:
+        source = number * _STRIDE_ROWS % len(self._rows_RE)
         start = 0
-        while start < num_rows:
-            end = min(num_rows, start + len(self._rows_RE) - source)
-            yield start, end, source
-            start, source = end, 0
+        while start < len(rows_TE):
+            chunk_RE = self._rows_RE[source : source + len(rows_TE) - start]
+            rows_TE[start : start + len(chunk_RE)].copy_(chunk_RE)
+            start, source = start + len(chunk_RE), 0
 
 
 def _random(form: Format, plane: Plane, like: torch.Tensor) -> torch.Tensor:
@@ -234,15 +217,14 @@ class KernelMemory:
         self.form: Final = form
         self.device: Final = device
         self.layers: list[TimedLayer] = []
+        self._stack = ExitStack()
+        """Closes what is not a view in `layers`."""
 
     def close(self) -> None:
         """Give it back to the device. Idempotent; no view may be used any more."""
         self.layers = []
-        self._give_back()
+        self._stack.close()
         release_memory(self.device)
-
-    def _give_back(self) -> None:
-        """What is not a view in `layers`."""
 
     def _add_layers(self, view: Callable[[int, str], torch.Tensor]) -> None:
         """All layers, by the views of their planes."""
@@ -263,7 +245,7 @@ class _TensorMemory(KernelMemory):
     a kernel that keeps to the lengths does not notice. The longest lies last, so that every place has T rows behind it.
     """
 
-    def __init__(self, case: Case, copies: int, form: Format, device: torch.device) -> None:
+    def __init__(self, kind: str, case: Case, copies: int, form: Format, device: torch.device) -> None:
         super().__init__(form, device)
         self.name = "cudaMalloc" if device.type == "cuda" else "malloc"
         lengths = case.lengths * copies
@@ -294,21 +276,20 @@ class _TensorMemory(KernelMemory):
 class _VmmkvMemory(KernelMemory):
     """A cache of slots that adjoin, mapped to the end of each sequence and its guard."""
 
-    def __init__(
-        self, case: Case, copies: int, form: Format, device: torch.device, *, layers_per_row: int, aliased: bool = False
-    ) -> None:
+    def __init__(self, kind: str, case: Case, copies: int, form: Format, device: torch.device) -> None:
         super().__init__(form, device)
+        aliased, layers_per_row = kind == "vmmkv-aliased", 1 if kind == "vmmkv-1" else form.shape.layers
         some = "all layers" if layers_per_row == form.shape.layers else "1 layer"
         self.name = "vmmkv, aliased" if aliased else f"vmmkv, {some} a page"
         layout = form.layout(layers_per_row)
         lengths = case.lengths * copies
         pages = sum(layout.pages_for(length, GUARD_TOKENS) for length in lengths)
         # Each group's pad is a page more, and one of the guard's may be.
-        self._pool = Pool(device, (pages + 2 * len(layout.groups)) * PAGE_BYTES)
-        try:
-            self._cache = cache = KVCache(
-                layout, self._pool, slots=len(lengths), max_tokens=case.longest, guard_tokens=GUARD_TOKENS
-            )
+        pool = Pool(device, (pages + 2 * len(layout.groups)) * PAGE_BYTES)
+        with ExitStack() as stack:
+            stack.callback(pool.close)
+            sizes = {"slots": len(lengths), "max_tokens": case.longest, "guard_tokens": GUARD_TOKENS}
+            cache = KVCache(layout, pool, **sizes)
             if aliased:
                 source = cache.open()
                 source.grow(case.longest)
@@ -328,21 +309,16 @@ class _VmmkvMemory(KernelMemory):
                 for slot, length in zip(self.slots[:1] if aliased else self.slots, lengths, strict=not aliased):
                     filler.fill(rows_STE[slot, :length].view(torch.uint8), slot + group.layers[0] * len(rows_STE))
             self._add_layers(cache.view)
-        except BaseException:
-            self._pool.close()
-            raise
-
-    def _give_back(self) -> None:
-        self._pool.close()
+            self._stack = stack.pop_all()
 
 
 class _PagedMemory(KernelMemory):
     """Blocks `[blocks, 16, kv_heads, head_dim]` for K and for V of each layer, given to sequences in no order."""
 
-    def __init__(self, case: Case, copies: int, form: Format, device: torch.device, *, shared: bool = False) -> None:
-        if form.quantised is not None:
-            raise ValueError(f"blocks are of plain K and V only, not {form.name}")
+    def __init__(self, kind: str, case: Case, copies: int, form: Format, device: torch.device) -> None:
+        assert form.quantised is None, "blocks are of plain K and V only"
         super().__init__(form, device)
+        shared = kind == "paged-shared"
         self.name = f"paged {BLOCK}, shared" if shared else f"paged {BLOCK}"
         shape = form.shape
         counts = [ceil_div(length, BLOCK) for length in case.lengths * copies]
@@ -370,12 +346,8 @@ def memories(shape: Shape) -> tuple[str, ...]:
 
 def open_memory(kind: str, case: Case, copies: int, form: Format, device: torch.device) -> KernelMemory:
     """Memory of a kind, filled. Cost: on CUDA vmmkv's takes some 80 us a page, 3 s for 69 GB."""
-    if kind == "tensor":
-        return _TensorMemory(case, copies, form, device)
-    if kind.startswith("paged"):
-        return _PagedMemory(case, copies, form, device, shared=kind == "paged-shared")
-    layers_per_row = 1 if kind == "vmmkv-1" else form.shape.layers
-    return _VmmkvMemory(case, copies, form, device, layers_per_row=layers_per_row, aliased=kind == "vmmkv-aliased")
+    opened = {"tensor": _TensorMemory, "paged": _PagedMemory, "vmmkv": _VmmkvMemory}[kind.partition("-")[0]]
+    return opened(kind, case, copies, form, device)
 
 
 def rows_of(memory: KernelMemory, layer: int, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
