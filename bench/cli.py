@@ -1,4 +1,4 @@
-"""The command line: `python -m bench run|report|compare`; `python -m bench SUITE...` is short for `run --suite SUITE...`.
+"""The command line: `python -m bench SUITE...`, and `python -m bench report|compare`.
 
 A suite is a module of bench/suites with a function `run(recorder)`. It may also have `PARTS`, the names that `--parts` chooses
 from; `check(settings)`, which raises ValueError for settings that cannot be run; and `absent(settings)`, which says what is
@@ -36,16 +36,11 @@ SUITES: Final = {
 
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "alloc": ("driver_calls", "append", "resize"),
-    "all": tuple(
-        name for name in SUITES if name != "quality"
-    ),  # which needs a model and minutes, and says nothing of a machine
+    # Without quality, which needs a model and minutes, and says nothing of a machine.
+    "all": tuple(name for name in SUITES if name != "quality"),
 }
 
-_COMMANDS: Final = {
-    "run": "measure",
-    "report": "a page and figures of rows",
-    "compare": "two sets of rows by median and spread",
-}
+_COMMANDS: Final = ("report", "compare")
 
 
 def _list(texts: Mapping[str, str]) -> str:
@@ -60,15 +55,11 @@ What says something where:
                    GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
   anywhere         memory_efficiency, which counts bytes; quality, but for speed
   more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
-                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md"""
+                   (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md
 
-_EXAMPLES: Final = """examples:
-  python -m bench run --quick --device cpu        every suite, to see that it works; some minutes on two cores
-  python -m bench run --suite alloc serve         a group, and a suite
-  python -m bench kernels --parts decode          the short form of run --suite kernels
-  python -m bench report                          rows to one HTML page
-  python -m bench compare bench/results bench/out what has changed
-"""
+other commands (each has --help):
+  python -m bench report     rows to one HTML page, and figures
+  python -m bench compare    two sets of rows by median and spread"""
 
 _DEVICE: Final = re.compile(r"cpu|cuda(:(?P<index>\d+))?")
 
@@ -88,29 +79,18 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 1 if a suite failed, 2 for a wrong command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command, behind = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if command in ("-h", "--help"):
-        usage = "usage: python -m bench COMMAND ... | SUITE... [options of run]"
-        print(f"{usage}\n\ncommands (each has --help):\n{_list(_COMMANDS)}\n\n{_SUITE_LIST}\n\n{_EXAMPLES}")
-        return 0
-    if command in ("report", "compare"):
+    if arguments and arguments[0] in _COMMANDS:
         try:
-            command_main: Callable[[Sequence[str]], int] = import_module(f"bench.{command}").main
+            command_main: Callable[[Sequence[str]], int] = import_module(f"bench.{arguments[0]}").main
         except ModuleNotFoundError as error:
-            print(f"python -m bench {command}: no package {error.name}; `pip install -e '.[bench]'` brings it", file=sys.stderr)
+            help_ = f"no package {error.name}; `pip install -e '.[bench]'` brings it"
+            print(f"python -m bench {arguments[0]}: {help_}", file=sys.stderr)
             return 1
-        return command_main(behind)
-    if command != "run" and not command.startswith("-") and command not in SUITES and command not in GROUPS:
-        known = f"commands: {', '.join(_COMMANDS)}; suites: {', '.join([*SUITES, *GROUPS])}"
-        Parser(prog="python -m bench").refuse(f"no command or suite {command}; {known}")
-    parser = _parser(short=command != "run")
-    given, left = parser.parse_known_args(behind if command == "run" else arguments)
-    if command == "run" and left and all(word in SUITES or word in GROUPS for word in left):
-        parser.refuse(f"suites are named by an option: --suite {' '.join(left)}")
-    if left:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        return command_main(arguments[1:])
+    parser = _parser()
+    given = parser.parse_args(arguments or ["--help"])
     try:
-        names, settings = _chosen(given.suites or ["all"]), _settings(given)
+        names, settings = _chosen(given.suites), _settings(given)
         _check(settings, names)
     except (ValueError, RuntimeError) as error:
         parser.refuse(str(error))
@@ -153,9 +133,9 @@ def _run(suites: Sequence[str], settings: Settings, out: Path, commit: str | Non
 def _chosen(names: Sequence[str]) -> list[str]:
     """The suites that these names stand for, each once. Raises: ValueError, naming what there is."""
     if unknown := sorted(set(names) - SUITES.keys() - GROUPS.keys()):
-        raise ValueError(f"no suite {', '.join(unknown)}; there are {', '.join([*SUITES, *GROUPS])}")
-    wanted = dict.fromkeys(suite for name in names for suite in GROUPS.get(name, (name,)))
-    return [name for name in SUITES if name in wanted] if "all" in names else list(wanted)
+        there_are = f"suites: {', '.join([*SUITES, *GROUPS])}; commands: {', '.join(_COMMANDS)}"
+        raise ValueError(f"no suite or command {', '.join(unknown)}; {there_are}")
+    return list(dict.fromkeys(suite for name in names for suite in GROUPS.get(name, (name,))))
 
 
 def _check(settings: Settings, names: Sequence[str]) -> None:
@@ -178,19 +158,12 @@ def _check(settings: Settings, names: Sequence[str]) -> None:
             module.check(settings)
 
 
-def _parser(*, short: bool) -> Parser:
+def _parser() -> Parser:
     parser = Parser(
-        prog="python -m bench" if short else "python -m bench run",
-        description=f"Measure. {_SUITE_LIST}",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench", description=f"Measure. {_SUITE_LIST}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = "which to run: suites, groups, or all"
-    if short:
-        parser.add_argument("suites", nargs="+", metavar="SUITE", help=what)
-    else:
-        parser.add_argument("--suite", dest="suites", nargs="+", action="extend", metavar="SUITE", help=f"{what} (default)")
     add = parser.add_argument
+    add("suites", nargs="+", metavar="SUITE", help="suites, groups, or all")
     add("--quick", action="store_true", help="to see that everything works, in minutes on two cores; the figures are noise")
     add("--device", default="auto", help="cpu, cuda, cuda:N, or auto, the default: the GPU if torch sees one")
     add("--out", type=Path, default=OUT, metavar="DIR", help="where SUITE.jsonl is appended to")

@@ -223,7 +223,7 @@ def read(sources: Sequence[Path], commit: str | None = None) -> list[Recorded]:
     rows: list[Recorded] = []
     for source in sources:
         if not source.exists():
-            raise ValueError(f"{source}: no such file or folder; `python -m bench run` writes rows to bench/out")
+            raise ValueError(f"{source}: no such file or folder; `python -m bench SUITE` writes rows to bench/out")
         for path in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
             rows += _read_file(path)
     there_are = ", ".join(dict.fromkeys(one.provenance.commit[:12] for one in rows)) or "none"
@@ -233,7 +233,7 @@ def read(sources: Sequence[Path], commit: str | None = None) -> list[Recorded]:
         if not rows:
             raise ValueError(f"no row of commit {commit!r} in {names}; there are {there_are}")
     if not rows:
-        raise ValueError(f"no row in {names}; `python -m bench run` writes some to bench/out")
+        raise ValueError(f"no row in {names}; `python -m bench SUITE` writes some to bench/out")
     return rows
 
 
@@ -271,7 +271,7 @@ def _recorded(record: Any, where: str) -> Recorded:
     wanted = (*_NAMES, *_PERCENTILES, *_PROVENANCE)
     absent = [name for name in wanted if name not in record] if isinstance(record, dict) else wanted
     if absent:
-        raise ValueError(f"{where}: not a row: it has no {', '.join(absent[:5])}; `python -m bench run` writes rows")
+        raise ValueError(f"{where}: not a row: it has no {', '.join(absent[:5])}; `python -m bench SUITE` writes rows")
     if not_numbers := [name for name in _PERCENTILES if not isinstance(record[name], int | float)]:
         raise ValueError(f"{where}: not a row: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
     summary = Summary(**{name: record[name] for name in _PERCENTILES})

@@ -142,24 +142,12 @@ class BaselineCache:
         """`counts` are other fields; what is not named is 0."""
         num_tokens = int(self.lengths[list(self.sequences)].sum())
         token_bytes = num_tokens * self.layout.row_bytes
-        known = {
-            "reserved_bytes": budget_bytes,
-            "mapped_bytes": mapped_bytes,
-            "token_bytes": token_bytes,
-            "waste_bytes": mapped_bytes - token_bytes,
-            "pool_created_bytes": budget_bytes,
-            "pool_held_bytes": held_bytes,
-            "pool_used_bytes": used_bytes,
-            "pool_free_bytes": budget_bytes - held_bytes,
-            "pool_budget_bytes": budget_bytes,
-            "num_tokens": num_tokens,
-            "num_sequences": len(self.sequences),
-            "num_slots": self.num_slots,
-            "driver_calls": {},
-        }
-        zeroes = dict.fromkeys((each.name for each in fields(CacheStats)), 0)
-        all_fields: dict[str, Any] = {**zeroes, **known, **counts}
-        return CacheStats(**all_fields)
+        given: dict[str, Any] = dict.fromkeys((each.name for each in fields(CacheStats)), 0)
+        given |= {"mapped_bytes": mapped_bytes, "token_bytes": token_bytes, "waste_bytes": mapped_bytes - token_bytes}
+        given |= dict.fromkeys(("reserved_bytes", "pool_created_bytes", "pool_budget_bytes"), budget_bytes)
+        given |= {"pool_held_bytes": held_bytes, "pool_used_bytes": used_bytes, "pool_free_bytes": budget_bytes - held_bytes}
+        given |= {"num_tokens": num_tokens, "num_sequences": len(self.sequences), "num_slots": self.num_slots}
+        return CacheStats(**given | {"driver_calls": {}} | counts)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

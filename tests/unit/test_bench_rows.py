@@ -116,9 +116,7 @@ def test_compare_names_what_is_worse_and_exits_with_1_if_told(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing"], "no command or suite nothing; commands: run, report, compare; suites: driver_calls, append"),
-        (["run", "append"], "suites are named by an option: --suite append"),
-        (["run", "--suite", "x"], "no suite x; there are driver_calls"),
+        (["nothing"], "no suite or command nothing; suites: driver_calls, append"),
         (["append", "--device", "tpu"], "no such device; there are cpu, cuda"),
         (["append", "--steps", "0"], "--steps 0: at least 1"),
         (["append", "--parts", "decode"], "--parts: append have none"),
@@ -145,7 +143,7 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["append", "--help"], ["compare", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["append", "--help"], ["compare", "--help"]])
 def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main(arguments) == 0

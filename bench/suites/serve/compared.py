@@ -179,15 +179,17 @@ def checked(context: Context, systems: Sequence[System], workload: Workload, cou
     for system in systems[1:]:
         if isinstance(system, EngineSystem):
             pairs: list[tuple[LogProbs, LogProbs]] = [
-                (one.likeliest[place], other.likeliest[place])
-                for one, other in zip(begins, system.begins(prompts, _CHECKED_TOKENS), strict=True)
+                (of_first[place], of_other[place])
+                for (tokens, of_first), (others_tokens, of_other) in zip(
+                    begins, system.begins(prompts, _CHECKED_TOKENS), strict=True
+                )
                 for place in range(_CHECKED_TOKENS)
-                if one.tokens[:place] == other.tokens[:place]
+                if tokens[:place] == others_tokens[:place]
             ]
             if len(pairs) <= len(prompts):
                 raise WrongNumbers(f"{system.name} answers with other tokens than {first.name}")
         else:
-            pairs = list(zip([begin.likeliest[0] for begin in begins], system.likeliest(prompts), strict=True))
+            pairs = list(zip([likeliest[0] for _, likeliest in begins], system.likeliest(prompts), strict=True))
         wanted, given = zip(*pairs, strict=True)
         # What other prompts change is seen at first tokens.
         shifts = [changed[index % len(changed)] for index in range(len(pairs))]

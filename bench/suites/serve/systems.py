@@ -45,6 +45,8 @@ _IDLE_S: Final = 1.0
 """After which a silent server is asked whether it still runs."""
 
 LogProbs = Mapping[int, float]
+Begin = tuple[list[int], list[LogProbs]]
+"""Of an answer: its first tokens, and at each the likeliest ones."""
 
 
 # runs
@@ -228,14 +230,6 @@ class EngineLimits:
         return cls(max_num_seqs=16 if settings.small else 256, max_num_batched_tokens=settings.max_num_batched_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Of an answer: its first tokens, and at each the likeliest ones."""
-
-    tokens: list[int] = field(default_factory=list)
-    likeliest: list[LogProbs] = field(default_factory=list)
-
-
 def params_of(num_out: int, *, num_logprobs: int | None = None, ends: bool = False) -> SamplingParams:
     """Greedy. An end token ends the answer only if `ends`."""
     return SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=not ends, logprobs=num_logprobs)
@@ -318,21 +312,22 @@ class EngineSystem:
 
     def likeliest(self, prompts: Sequence[TokenIds]) -> list[LogProbs]:
         """See System."""
-        return [begin.likeliest[0] for begin in self.begins(prompts, 1)]
+        return [likeliest[0] for _, likeliest in self.begins(prompts, 1)]
 
     def begins(self, prompts: Sequence[TokenIds], num_tokens: int) -> list[Begin]:
         """The first tokens of the answer to each prompt, all of them side by side."""
         self.forget()
-        begins = [Begin() for _ in prompts]
+        begins: list[Begin] = [([], []) for _ in prompts]
         params = params_of(num_tokens, num_logprobs=LIKELIEST)
         for index, prompt in enumerate(prompts):
             self.loop.receive(Generate(request_id=str(index), prompt=prompt.tolist(), params=params))
         while self.loop.has_work:
             self.loop.step()
         for output in self.outputs():
-            begins[int(output.request_id)].tokens.extend(output.token_ids)
-            begins[int(output.request_id)].likeliest.extend(map(dict, output.top_logprobs))
-        if any(len(begin.tokens) != num_tokens for begin in begins):
+            tokens, likeliest = begins[int(output.request_id)]
+            tokens += output.token_ids
+            likeliest += map(dict, output.top_logprobs)
+        if any(len(tokens) != num_tokens for tokens, _ in begins):
             raise WrongNumbers(f"{self.name} has not answered all prompts with {num_tokens} tokens")
         return begins
 
