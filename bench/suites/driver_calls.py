@@ -69,58 +69,54 @@ def run(recorder: Recorder) -> None:
     # Beside a thread each call waits for Python's lock, 5 ms a time.
     num_lives = 30 if settings.quick else 500
     conditions: list[tuple[str, Beside, int]] = [
-        ("alone", _alone, num_lives),
+        ("alone", lambda: nullcontext(_nothing), num_lives),
         ("beside a busy thread", _beside_thread, 3 if settings.quick else 60),
     ]
     if settings.on_gpu:
         conditions.append(("beside a kernel", lambda: _beside_kernel(settings.device), num_lives))
     cases = [(size_bytes, *condition) for size_bytes in HANDLE_BYTES for condition in conditions]
+    limits = torch.zeros(256, dtype=torch.int32, device=settings.device)
     for size_bytes, beside, condition, count in recorder.track(cases, lambda case: f"{name}, {case[1]}"):
-        life = Life(driver, size_bytes)
-        life.live()  # first calls load code
-        life.samples_us.clear()
+        address, samples_us = driver.reserve(size_bytes), defaultdict[str, list[float]](list)
+        live(driver, address, size_bytes, limits, samples_us)  # first calls load code
+        samples_us.clear()
         with condition() as keep_busy:
             for _ in range(count):
                 keep_busy()
-                life.live()
-        for call, samples in life.samples_us.items():
+                live(driver, address, size_bytes, limits, samples_us)
+        for call, samples in samples_us.items():
             recorder.samples(f"{format_bytes(size_bytes)} handle, {beside}", name, call, "us", samples)
 
 
-class Life:
-    """The life of a handle, again and again at one address. `samples_us` has the microseconds of each call, by its name."""
+def live(
+    driver: Driver, address: int, size_bytes: int, limits: torch.Tensor, samples_us: defaultdict[str, list[float]]
+) -> None:
+    """The life of a handle at one address, from create to release. `samples_us` gets the microseconds of each call, by name.
 
-    def __init__(self, driver: Driver, size_bytes: int) -> None:
-        self.samples_us: dict[str, list[float]] = defaultdict(list)
-        self._driver, self._size_bytes = driver, size_bytes
-        self._address = driver.reserve(size_bytes)
-        self._limits = torch.zeros(256, dtype=torch.int32, device=driver.device)
-        self._all_limits = dict.fromkeys(range(256), 1)
+    It leaves nothing behind but a page of reserved addresses.
+    """
 
-    def live(self) -> None:
-        """Once from create to release, each call timed. Leaves nothing behind but a page of reserved addresses."""
-        driver, address, size_bytes = self._driver, self._address, self._size_bytes
-        self._timed("reserve", lambda: driver.reserve(PAGE_BYTES))
-        handle = self._timed("create", lambda: driver.create(size_bytes))
-        self._timed("map", lambda: driver.map(address, handle, size_bytes))
-        self._timed("set_access", lambda: driver.set_access(address, size_bytes, Access.READ_WRITE))
-        self._timed("zero (launch)", lambda: driver.zero(address, size_bytes))
-        self._timed("write 1 limit (launch)", lambda: driver.write(self._limits, {1: 1}))
-        self._timed("write 256 limits (launch)", lambda: driver.write(self._limits, self._all_limits))
-        self._timed("order", driver.order)
-        fence = self._timed("fence", driver.fence)
-        self._timed("fence.done", fence.done)
-        self._timed("synchronize", driver.synchronize)  # the zeroes are written, so that the page can be unmapped
-        os.close(self._timed("export_fd", lambda: driver.export_fd(handle)))
-        self._timed("unmap", lambda: driver.unmap(address, size_bytes))
-        self._timed("release", lambda: driver.release(handle))
-        self._timed("memory", driver.memory)
-
-    def _timed(self, name: str, call: Callable[[], _Answer]) -> _Answer:
+    def timed(name: str, call: Callable[..., _Answer], *arguments: object) -> _Answer:
         began_us = now_us()
-        answer = call()
-        self.samples_us[name].append(now_us() - began_us)
+        answer = call(*arguments)
+        samples_us[name].append(now_us() - began_us)
         return answer
+
+    timed("reserve", driver.reserve, PAGE_BYTES)
+    handle = timed("create", driver.create, size_bytes)
+    timed("map", driver.map, address, handle, size_bytes)
+    timed("set_access", driver.set_access, address, size_bytes, Access.READ_WRITE)
+    timed("zero (launch)", driver.zero, address, size_bytes)
+    timed("write 1 limit (launch)", driver.write, limits, {1: 1})
+    timed("write 256 limits (launch)", driver.write, limits, dict.fromkeys(range(256), 1))
+    timed("order", driver.order)
+    fence = timed("fence", driver.fence)
+    timed("fence.done", fence.done)
+    timed("synchronize", driver.synchronize)  # the zeroes are written, so that the page can be unmapped
+    os.close(timed("export_fd", driver.export_fd, handle))
+    timed("unmap", driver.unmap, address, size_bytes)
+    timed("release", driver.release, handle)
+    timed("memory", driver.memory)
 
 
 def _check(driver: Driver) -> None:
@@ -144,10 +140,6 @@ def _check(driver: Driver) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _alone() -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(_nothing)
 
 
 @contextmanager

@@ -40,6 +40,6 @@ def test_append(device: torch.device, kind: str, form: Format, rope: bool) -> No
     case = memories.uniform(3, 16)
     memory = memories.open_memory(kind, case, 1, form, device)
     try:
-        appending.Append(memory, case, appending.AppendedRows(6, case, SHAPE, device, seed=0), rope).prepare()
+        appending.prepare_append(memory, case, appending.AppendedRows(6, case, SHAPE, device, seed=0), rope)
     finally:
         memory.close()

@@ -8,7 +8,7 @@ Workloads are three words: shape, part, case, as in `llama-3.1-8b decode 64x8K`.
 a CPU decode and prefill run by the reference and torch's SDPA, and the other parts are absent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -24,39 +24,46 @@ from vmmkv.units import KIB
 PARTS: Final = {**dict.fromkeys(("decode", "prefill", "shared", "quantised"), "attention"), "append": "appending"}
 """The module whose function `run_PART` measures each."""
 FA3: Final = "FlashAttention-3"
-APPENDS: Final = {"1": (1, 1024), "256": (256, 64), "8192": (1, 8192)}
-"""By tokens appended: sequences, and their lengths behind it."""
+
+
+def _chunk(name: str, length: int, count: int) -> Case:
+    return Case(name=name, lengths=(length,), counts=(count,))
+
 
 _SECONDS: Final = 0.2
 """For how long a system is replayed in one row."""
 _SECONDS_QUICK: Final = 0.02
-
-_DECODE: Final = (
-    *(uniform(1, 1 * KIB), uniform(1, 8 * KIB), uniform(1, 128 * KIB), uniform(16, 4 * KIB), uniform(64, 8 * KIB)),
-    *(uniform(256, 2 * KIB), uniform(8, 64 * KIB), SKEWED, TWIN),
-)
 _MIXED: Final = Case(
     name="mixed",
     lengths=(2048, 8192, 3000, 129, *range(1024, 1024 + 60 * 37, 37)),
     counts=(2048, 1024, 777, 129, *(1,) * 60),
 )
 """Four chunks of several lengths beside sixty rows that decode."""
-_PREFILL: Final = (
-    Case(name="8192", lengths=(8192,), counts=(8192,)),
-    Case(name="2048-of-32768", lengths=(32768,), counts=(2048,)),
-    _MIXED,
-)
-_QUICK_DECODE: Final = (uniform(1, 1 * KIB), uniform(16, 1 * KIB))
-_QUICK_PREFILL: Final = (
-    Case(name="512", lengths=(512,), counts=(512,)),
-    Case(name="mixed", lengths=(300, 700), counts=(40, 1)),
-)
-_CPU: Final = {
-    "decode": (Case(name="2x96", lengths=(96, 96)), Case(name="skewed", lengths=(1, 17, 128, 63))),
-    "prefill": (
-        Case(name="64", lengths=(64,), counts=(64,)),
-        Case(name="mixed", lengths=(48, 64, 7), counts=(5, 64, 1)),
+_FULL: Final[Mapping[str, Sequence[Case]]] = {
+    "decode": (
+        *(uniform(1, 1 * KIB), uniform(1, 8 * KIB), uniform(1, 128 * KIB), uniform(16, 4 * KIB), uniform(64, 8 * KIB)),
+        *(uniform(256, 2 * KIB), uniform(8, 64 * KIB), SKEWED, TWIN),
     ),
+    "prefill": (_chunk("8192", 8192, 8192), _chunk("2048-of-32768", 32768, 2048), _MIXED),
+    "shared": (uniform(128, 4 * KIB),),
+    "quantised": (uniform(64, 8 * KIB), uniform(16, 4 * KIB)),
+    # By tokens appended: at the end of a sequence, of each of 256, and as a whole one.
+    "append": (
+        replace(uniform(1, 1024), name="1"),
+        replace(uniform(256, 64), name="256"),
+        replace(uniform(1, 8192), name="8192"),
+    ),
+}
+_QUICK: Final[Mapping[str, Sequence[Case]]] = {
+    "decode": (uniform(1, 1 * KIB), uniform(16, 1 * KIB)),
+    "prefill": (_chunk("512", 512, 512), Case(name="mixed", lengths=(300, 700), counts=(40, 1))),
+    "shared": (uniform(16, 1 * KIB),),
+    "quantised": (uniform(16, 1 * KIB),),
+    "append": (replace(uniform(16, 32), name="16"),),
+}
+_CPU: Final[Mapping[str, Sequence[Case]]] = {
+    "decode": (Case(name="2x96", lengths=(96, 96)), Case(name="skewed", lengths=(1, 17, 128, 63))),
+    "prefill": (_chunk("64", 64, 64), Case(name="mixed", lengths=(48, 64, 7), counts=(5, 64, 1))),
 }
 _ONCE: Final = ("quantised", "shared")
 """Parts that are measured for the first shape only: their question is not one of shapes."""
@@ -64,24 +71,7 @@ _ONCE: Final = ("quantised", "shared")
 
 def cases(settings: Settings, part: str) -> Sequence[Case]:
     """All that this machine can run of a part."""
-    if not settings.on_gpu:
-        return _CPU.get(part, ())
-    quick: dict[str, Sequence[Case]] = {
-        "decode": _QUICK_DECODE,
-        "prefill": _QUICK_PREFILL,
-        "shared": _QUICK_DECODE[1:],
-        "quantised": _QUICK_DECODE[1:],
-        "append": (replace(uniform(16, 32), name="16"),),
-    }
-    full: dict[str, Sequence[Case]] = {
-        "decode": _DECODE,
-        "prefill": _PREFILL,
-        "shared": (uniform(128, 4 * KIB),),
-        "quantised": (uniform(64, 8 * KIB), uniform(16, 4 * KIB)),
-        # By tokens appended: at the end of a sequence, of each of 256, and as a whole one.
-        "append": tuple(replace(uniform(*size), name=name) for name, size in APPENDS.items()),
-    }
-    return (quick if settings.quick else full)[part]
+    return (_CPU if not settings.on_gpu else _QUICK if settings.quick else _FULL).get(part, ())
 
 
 def check(settings: Settings) -> None:

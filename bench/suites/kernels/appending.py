@@ -4,7 +4,6 @@ Legend: L layers, N tokens, S slots, T rows of a slot, H query heads, K kv heads
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -49,62 +48,47 @@ class AppendedRows:
         return reference.rotate(x_NHD, self.positions_N, self.cos_TR, self.sin_TR)
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
-    """One append to every layer of a memory, and its check."""
+def prepare_append(memory: KernelMemory, case: Case, new: AppendedRows, rope: bool) -> Callable[[], object]:
+    """An append to every layer of a memory, run once and found right.
 
-    memory: KernelMemory
-    case: Case
-    new: AppendedRows
-    rope: bool
+    The queries are rotated again by every pass, which keeps their lengths.
+    """
+    from vmmkv.kernels.attention.append import append
 
-    def prepare(self) -> Callable[[], object]:
-        """Run once and found right. The queries are rotated again by every pass, which keeps their lengths."""
-        self.new.renew()
-        before = self.new.q_LNHD[-1].clone()
-        run_pass = self._pass()
-        run_pass()
-        quantised = self.memory.form.quantised
-        kind = quantised.kind if quantised else "rope" if self.rope else ""
-        for layer in (0, len(self.memory.layers) - 1):
-            k_NKD = self.new.k_LNKD[layer]
-            self._compare(layer, 0, self.new.rotated(k_NKD) if self.rope else k_NKD.float(), _TOLERANCE[kind])
-            self._compare(layer, 1, self.new.v_LNKD[layer].float(), _TOLERANCE[kind])
-        if self.rope:
-            _check_near("the rotated queries", self.new.q_LNHD[-1].float(), self.new.rotated(before), _TOLERANCE["rope"])
-        return run_pass
+    new.renew()
+    queries_before = new.q_LNHD[-1].clone()
+    slots_N = torch.tensor(memory.slots, dtype=torch.int32, device=new.positions_N.device)[new.sequences_N]
+    num_slots = len(memory.layers[0].k if memory.tables_SC is None else memory.tables_SC)
+    limit_S = slots_N.new_full((num_slots,), case.longest)
 
-    def _compare(self, layer: int, plane: int, wanted_NKD: torch.Tensor, tolerance: float) -> None:
-        """The first and the last sequence's rows, of K or of V."""
-        for index in (0, len(self.case.lengths) - 1):
-            rows_TKD = rows_of(self.memory, layer, index, self.case.longest)[plane]
-            here = self.new.sequences_N == index
-            given = rows_TKD[self.new.positions_N[here].long()]
-            _check_near(f"layer {layer}, {'kv'[plane]}", given, wanted_NKD[here], tolerance)
+    def run_pass() -> None:
+        for layer, planes in enumerate(memory.layers):
+            append(
+                *(new.k_LNKD[layer], new.v_LNKD[layer], planes.k, planes.v, slots_N, new.positions_N),
+                limit_S=limit_S,
+                tables_SC=memory.tables_SC,
+                q_NHD=new.q_LNHD[layer] if rope else None,
+                cos_TR=new.cos_TR if rope else None,
+                sin_TR=new.sin_TR if rope else None,
+                k_scale=planes.k_scale,
+                v_scale=planes.v_scale,
+            )
 
-    def _pass(self) -> Callable[[], object]:
-        from vmmkv.kernels.attention.append import append
-
-        new, memory = self.new, self.memory
-        slots = torch.tensor(memory.slots, dtype=torch.int32, device=new.positions_N.device)
-        slots_N = slots[new.sequences_N]
-        num_slots = len(memory.layers[0].k if memory.tables_SC is None else memory.tables_SC)
-        limit_S = slots.new_full((num_slots,), self.case.longest)
-
-        def run_pass() -> None:
-            for layer, planes in enumerate(memory.layers):
-                append(
-                    *(new.k_LNKD[layer], new.v_LNKD[layer], planes.k, planes.v, slots_N, new.positions_N),
-                    limit_S=limit_S,
-                    tables_SC=memory.tables_SC,
-                    q_NHD=new.q_LNHD[layer] if self.rope else None,
-                    cos_TR=new.cos_TR if self.rope else None,
-                    sin_TR=new.sin_TR if self.rope else None,
-                    k_scale=planes.k_scale,
-                    v_scale=planes.v_scale,
-                )
-
-        return run_pass
+    run_pass()
+    quantised = memory.form.quantised
+    tolerance = _TOLERANCE[quantised.kind if quantised else "rope" if rope else ""]
+    for layer in (0, len(memory.layers) - 1):
+        k_NKD, v_NKD = new.k_LNKD[layer], new.v_LNKD[layer]
+        wanted = (new.rotated(k_NKD) if rope else k_NKD.float(), v_NKD.float())
+        for index in (0, len(case.lengths) - 1):  # the first and the last sequence's rows
+            here = new.sequences_N == index
+            rows = rows_of(memory, layer, index, case.longest)
+            for name, rows_TKD, wanted_NKD in zip("kv", rows, wanted, strict=True):
+                given = rows_TKD[new.positions_N[here].long()]
+                _check_near(f"layer {layer}, {name}", given, wanted_NKD[here], tolerance)
+    if rope:
+        _check_near("the rotated queries", new.q_LNHD[-1].float(), new.rotated(queries_before), _TOLERANCE["rope"])
+    return run_pass
 
 
 def run_append(measurer: Measurer, case: Case) -> None:
@@ -121,7 +105,7 @@ def run_append(measurer: Measurer, case: Case) -> None:
                 try:
                     for rope in (False, True) if form is plain else (False,):
                         what = "append" if form is plain and not rope else "append, rope" if rope else f"append {form.name}"
-                        prepare = Append(memory, case, new, rope).prepare
+                        prepare = partial(prepare_append, memory, case, new, rope)
                         measurer.measure(f"{what}, {memory.name}", prepare, _append_metrics(form, num_tokens, rope=rope))
                 finally:
                     memory.close()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -82,9 +82,8 @@ def _without_http(context: Context, stage: Stage, name: str) -> Measured:
         context.close()
     for run in measured.runs:
         _check_cached(stage, run.cached_tokens)
-    timed = measured.runs[1:]
-    firsts_ms = [1e3 * each.first_s for run in timed for each in run.served]
-    _add_times(context, name, stage, UserEngine.name, [run.seconds for run in timed], firsts_ms)
+    timed = [(run.seconds, [each.first_s for each in run.served]) for run in measured.runs[1:]]
+    _add_times(context, name, stage, UserEngine.name, timed)
     count = len(stage.workload.asks)
     context.recorder.figure(name, UserEngine.name, "same answers in all runs", "%", 100 * measured.same, count)
     return measured
@@ -153,21 +152,25 @@ def _check_texts(
 
 
 def _add_rows(context: Context, name: str, stage: Stage, served: list[list[Streamed]], share: float) -> None:
-    seconds = [max(each["ended_s"] for each in run) - min(each["begun_s"] for each in run) for run in served[1:]]
-    firsts_ms = [1e3 * (each["first_s"] - each["begun_s"]) for run in served[1:] for each in run]
-    _add_times(context, name, stage, SYSTEM, seconds, firsts_ms)
+    timed = [
+        (
+            max(each["ended_s"] for each in run) - min(each["begun_s"] for each in run),
+            [each["first_s"] - each["begun_s"] for each in run],
+        )
+        for run in served[1:]
+    ]
+    _add_times(context, name, stage, SYSTEM, timed)
     chunks, count = sum(each["chunks"] for run in served[1:] for each in run), len(stage.workload.asks)
-    context.recorder.figure(name, SYSTEM, "tokens a chunk", "tokens", stage.num_out * len(seconds) / chunks, count)
+    context.recorder.figure(name, SYSTEM, "tokens a chunk", "tokens", stage.num_out * len(timed) / chunks, count)
     context.recorder.figure(name, SYSTEM, f"same answers as {UserEngine.name}", "%", 100 * share, count)
 
 
-def _add_times(
-    context: Context, name: str, stage: Stage, system: str, seconds: Sequence[float], firsts_ms: Sequence[float]
-) -> None:
-    rates = [stage.num_out / each for each in seconds]
-    context.recorder.samples(name, system, "throughput", "tok/s", rates, stage.num_out / stage.bound_s)
-    context.recorder.samples(name, system, "total", "s", seconds, stage.bound_s)
-    context.recorder.samples(name, system, "first token", "ms", firsts_ms)
+def _add_times(context: Context, name: str, stage: Stage, system: str, timed: Sequence[tuple[float, Sequence[float]]]) -> None:
+    """Of each timed run the seconds of all of it, and to each first token."""
+    add, seconds = context.recorder.samples, [each for each, _ in timed]
+    add(name, system, "throughput", "tok/s", [stage.num_out / each for each in seconds], stage.num_out / stage.bound_s)
+    add(name, system, "total", "s", seconds, stage.bound_s)
+    add(name, system, "first token", "ms", [1e3 * each for _, firsts_s in timed for each in firsts_s])
 
 
 @contextmanager
@@ -177,26 +180,15 @@ def vmmkv_serve(model: Path, settings: Settings) -> Iterator[httpx.Client]:
     Raises: WrongNumbers, with the server's log, if it does not start. A failure in the block gets the log's end as a note.
     """
     limits, admin_key = EngineLimits.of(settings), secrets.token_hex(16)
-    options: list[Any] = [
-        "--model",
-        model,
-        "--load-format",
-        "dummy",
-        "--device",
-        settings.device,
-        "--seed",
-        settings.seed,
-        "--port",
-        0,
-    ]
-    options += ["--max-num-seqs", limits.max_num_seqs]
+    options = f"--load-format dummy --device {settings.device} --seed {settings.seed} --port 0".split()
+    options += ["--max-num-seqs", str(limits.max_num_seqs)]
     if limits.max_num_batched_tokens is not None:
-        options += ["--max-num-batched-tokens", limits.max_num_batched_tokens]
+        options += ["--max-num-batched-tokens", str(limits.max_num_batched_tokens)]
     # Without variables that set options of `vmmkv serve`: the engine in this process reads none of them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KNOWN_VARIABLES}
     with TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vmmkv", "serve", *map(str, options)],
+            [sys.executable, "-m", "vmmkv", "serve", "--model", str(model), *options],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**environment, "VMMKV_ADMIN_KEY": admin_key},
