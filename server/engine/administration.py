@@ -62,7 +62,6 @@ class MapMaker:
         self._cache = cache if isinstance(cache, KVCache) else None
         self._request_in = request_in
         self._send = send
-        self._slot_pages = [] if self._cache is None else self._cache.slot_pages
         self._is_wanted = False
         self._left: list[int] | None = None
         """Slots still to be read, in order; None if no map is being made."""
@@ -85,11 +84,10 @@ class MapMaker:
         if self._left is None:
             if began_s < self._rest_until_s and budget_us < float("inf"):
                 return
-            self._left, self._took_us = [] if self._cache is None else self._cache.taken_slots(), 0.0
-            self._slot_us = 0.0
+            self._left = [] if self._cache is None else self._cache.taken_slots()
+            self._slots, self._requests, self._took_us, self._slot_us = [], {}, 0.0, 0.0
         until_s, some_began_s = began_s + budget_us / 1e6, began_s
-        while self._left:
-            assert self._cache is not None, "there are no slots"
+        while self._left and self._cache is not None:
             left_us = (until_s - some_began_s) * 1e6
             count = max(1, int(min(_AT_ONCE, left_us / self._slot_us))) if self._slot_us else 1
             some, self._left = self._left[:count], self._left[count:]
@@ -109,15 +107,11 @@ class MapMaker:
 
     def _finish(self) -> None:
         cache, began_s = self._cache, time.perf_counter()
-        slots, requests = self._slots, self._requests
-        self._slots, self._requests, self._left, self._is_wanted = [], {}, None, False
+        self._left, self._is_wanted = None, False
+        num_slots, slot_pages = (0, []) if cache is None else (cache.num_slots, cache.slot_pages)
         self._send(
             MemoryMap(
-                num_slots=0 if cache is None else cache.num_slots,
-                slot_pages=self._slot_pages,
-                slots=slots,
-                requests=requests,
-                took_us=self._took_us,
+                num_slots=num_slots, slot_pages=slot_pages, slots=self._slots, requests=self._requests, took_us=self._took_us
             )
         )
         now_s = time.perf_counter()

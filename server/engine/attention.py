@@ -52,21 +52,15 @@ class AttentionMetadata:
     """Of a decode step on a GPU; None without prefix groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """float32 cosines and sines by position, for elements j and j + D / 2: [T, R]."""
-
-    cos_TR: torch.Tensor
-    sin_TR: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryParams:
     """What is done to queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
 
     q_NHD: torch.Tensor
     """Changed in place."""
-    rope: Rope
+    cos_TR: torch.Tensor
+    """float32, by position, for elements j and j + D / 2."""
+    sin_TR: torch.Tensor
     q_norm_D: torch.Tensor | None
     k_norm_D: torch.Tensor | None
     norm_eps: float
@@ -101,7 +95,7 @@ class KVRows:
         else:
             append(
                 k_NKD, v_NKD, *places, tables_SC=self.tables_SC,
-                q_NHD=rotary.q_NHD, cos_TR=rotary.rope.cos_TR, sin_TR=rotary.rope.sin_TR,
+                q_NHD=rotary.q_NHD, cos_TR=rotary.cos_TR, sin_TR=rotary.sin_TR,
                 q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
             )  # fmt: skip
 
@@ -152,14 +146,16 @@ class KVRows:
 class CachedAttention:
     """Attention that a model calls in each of its layers, between `begin` of a step and the next.
 
-    `rope` rotates queries and keys; None for a model that rotates them itself. `windows` has the layers that attend to their
-    last rows only, with their number, as the layout has: rows before them are unmapped.
+    `rope` is the float32 cosines and sines [T, R] that rotate queries and keys; None for a model that rotates them itself.
+    `windows` has the layers that attend to their last rows only, with their number: rows before them are unmapped.
     """
 
-    def __init__(self, rows: KVRows, *, rope: Rope | None = None, windows: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, rows: KVRows, *, rope: tuple[torch.Tensor, torch.Tensor] | None = None, windows: Mapping[int, int]
+    ) -> None:
         self._rows = rows
         self._rope = rope
-        self._windows = dict(windows or {})
+        self._windows = windows
         self._step: AttentionMetadata | None = None
 
     def begin(self, step: AttentionMetadata) -> None:
@@ -186,7 +182,10 @@ class CachedAttention:
         assert step is not None, "no step has begun"
         rotary = None
         if self._rope is not None:
-            rotary = RotaryParams(q_NHD=q_NHD, rope=self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
+            cos_TR, sin_TR = self._rope
+            rotary = RotaryParams(
+                q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps
+            )
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
             if step.query_starts is not None:
@@ -212,7 +211,7 @@ def norm_and_rotate(rotary: RotaryParams, k_NKD: torch.Tensor, positions_N: torc
     if rotary.q_norm_D is not None and rotary.k_norm_D is not None:
         q_NHD = rms_norm(q_NHD, rotary.q_norm_D, rotary.norm_eps)
         k_NKD = rms_norm(k_NKD, rotary.k_norm_D, rotary.norm_eps)
-    cos_N1R, sin_N1R = (table[positions_N, None].to(q_NHD.dtype) for table in (rotary.rope.cos_TR, rotary.rope.sin_TR))
+    cos_N1R, sin_N1R = (table[positions_N, None].to(q_NHD.dtype) for table in (rotary.cos_TR, rotary.sin_TR))
     return rotate(q_NHD, cos_N1R, sin_N1R), rotate(k_NKD, cos_N1R, sin_N1R)
 
 

@@ -149,15 +149,13 @@ class Engine:
             elif self._structured is not None:
                 self._structured.cancel(message.request_id)
             return
-        params, end_ids = message.params, frozenset(message.params.stop_token_ids) | self._eos_ids
-        vocabulary_size = self._limits.vocabulary_size
-        suppressed_ids = (
-            frozenset(each for each in end_ids if each < vocabulary_size) if params.min_tokens else frozenset[int]()
-        )
+        params, own_ids = message.params, frozenset(message.params.stop_token_ids)
+        ids = range(self._limits.vocabulary_size)
+        suppressed_ids = frozenset(each for each in own_ids | self._eos_ids if params.min_tokens and each in ids)
         if (reason := self._why_refused(message, len(suppressed_ids))) is not None:
             self._send(Failed(request_id=message.request_id, message=reason))
             return
-        request = Request(message, frozenset(params.stop_token_ids) if params.ignore_eos else end_ids, suppressed_ids)
+        request = Request(message, own_ids if params.ignore_eos else own_ids | self._eos_ids, suppressed_ids)
         if message.grammar:
             assert self._structured is not None, "it was refused"
             self._structured.open(request)
@@ -247,9 +245,7 @@ class Engine:
             forwarded = self._runner.forward(step)
             step.readback = self._runner.sample(forwarded, self._masks(step))
         except Exception as error:
-            log.exception("a step failed")
-            self._check_device()
-            self._fail(self._live_requests(step), f"the step failed: {error}")
+            self._fail_step(step, error)
         else:
             if not self.in_flight:
                 self._read_s = time.perf_counter()  # the device was idle until now: no step took that time
@@ -271,9 +267,7 @@ class Engine:
         try:
             results = step.readback.wait()
         except Exception as error:
-            log.exception("a step failed")
-            self._check_device()
-            self._fail(self._live_requests(step), f"the step failed: {error}")
+            self._fail_step(step, error)
             return
         now_s = time.perf_counter()
         self._step_us += 0.1 * ((now_s - self._read_s) * 1e6 - self._step_us)
@@ -296,11 +290,14 @@ class Engine:
         except DriverError:
             log.exception("nothing was mapped ahead")  # the request that needs it asks again, and fails with the reason
 
-    def _live_requests(self, step: Step) -> list[Request]:
-        """The requests of a step that run since."""
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        """End the requests of a step that run since. Raises: EngineDied."""
+        log.error("a step failed", exc_info=error)
+        self._check_device()
         live = step.slots[self._table.epochs[step.slots] == step.epochs]
         decoding = [request for slot in live.tolist() if (request := self._table.requests[slot]) is not None]
-        return list(dict.fromkeys([*decoding, *(chunk.request for chunk in step.chunks if chunk.is_live)]))
+        chunked = [chunk.request for chunk in step.chunks if chunk.is_live]
+        self._fail(list(dict.fromkeys(decoding + chunked)), f"the step failed: {error}")
 
     # ------------------------------------------------------------------ results
 

@@ -230,17 +230,13 @@ class SlotBackend:
         pool = Pool(config.device, config.budget_bytes or _least_bytes(config))
         slots = config.max_sequences * (1 + (PARKED_SLOTS if config.shares_prefixes else CLOSING_SLOTS))
         try:
-            try:
-                cache = KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens)
-            except DriverError as error:
-                if error.call != "reserve":
-                    raise
-                message = f"{error}; lower max_num_seqs or max_tokens"
-                raise type(error)(message, call=error.call, code=error.code) from error
-            return cls(cache, config)
-        except BaseException:
+            return cls(KVCache(config.layout, pool, slots=slots, max_tokens=config.max_tokens), config)
+        except BaseException as error:
             with contextlib.suppress(VmmkvError):  # the first error matters
                 pool.close()  # with its caches
+            if isinstance(error, DriverError) and error.call == "reserve":
+                message = f"{error}; lower max_num_seqs or max_tokens"
+                raise type(error)(message, call=error.call, code=error.code) from error
             raise
 
     @property

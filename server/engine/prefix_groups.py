@@ -19,8 +19,8 @@ import torch
 
 from vmmkv.server.engine.attention import SharedPrefixes
 from vmmkv.server.engine.kv_backend import Slots, TokenIds
-from vmmkv.server.engine.request import RequestTable
-from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.engine.request import RequestTable, num_common
+from vmmkv.server.engine.uploads import Uploads, aligned_parts, packed_size
 
 MAX_GROUPS: Final = 8
 _MIN_COMMON: Final = 256
@@ -108,10 +108,7 @@ def _num_common(one: Prompt, other: Prompt) -> int:
     least = 4 * _MIN_COMMON
     if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
         return 0
-    length = min(len(one.tokens), len(other.tokens))
-    differs = one.tokens[:length] != other.tokens[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
+    return num_common(one.tokens, other.tokens)
 
 
 class BatchOrder:
@@ -152,39 +149,22 @@ class GroupTensors:
     """The groups of the next batch, on the device, at addresses that do not change."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._starts_G1 = torch.zeros(MAX_GROUPS + 4, dtype=torch.int32, device=device)  # each tensor begins aligned
-        self._leaders_G, self._num_rows_G = torch.zeros(2, MAX_GROUPS, dtype=torch.int32, device=device)
-        self._firsts_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._sizes = MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS, max_rows
+        self._packed = torch.zeros(packed_size(self._sizes), dtype=torch.int32, device=device)
 
     def tensors(self, num_rows: int) -> SharedPrefixes:
         """Of a batch of so many rows."""
-        return SharedPrefixes(
-            starts_G1=self._starts_G1[: MAX_GROUPS + 1],
-            leaders_G=self._leaders_G,
-            num_rows_G=self._num_rows_G,
-            firsts_B=self._firsts_B[:num_rows],
-        )
-
-    def clear(self) -> None:
-        """No groups."""
-        for tensor in (self._starts_G1, self._leaders_G, self._num_rows_G, self._firsts_B):
-            tensor.zero_()
+        starts_G1, leaders_G, num_rows_G, firsts_B = aligned_parts(self._packed, self._sizes)
+        return SharedPrefixes(starts_G1=starts_G1, leaders_G=leaders_G, num_rows_G=num_rows_G, firsts_B=firsts_B[:num_rows])
 
     def upload(self, slots: Slots, groups: Sequence[PrefixGroup], uploads: Uploads) -> None:
         """The first rows of the batch, whose slots these are, are the members of the first group, then of the next."""
-        starts, leaders, num_rows = (np.zeros(size, np.int32) for size in (MAX_GROUPS + 1, MAX_GROUPS, MAX_GROUPS))
-        firsts = np.zeros(len(self._firsts_B), np.int32)
-        row = 0
+        packed = np.zeros(len(self._packed), np.int32)
+        starts, leaders, num_rows, firsts = aligned_parts(packed, self._sizes)
+        begin = 0
         for index, group in enumerate(groups):
-            leaders[index], num_rows[index] = slots[row], group.num_common
-            firsts[row : row + len(group.members)] = group.num_common
-            row += len(group.members)
-            starts[index + 1] = row
-        starts[len(groups) + 1 :] = row
-        for tensor, values in (
-            (self._starts_G1[: MAX_GROUPS + 1], starts),
-            (self._leaders_G, leaders),
-            (self._num_rows_G, num_rows),
-            (self._firsts_B, firsts),
-        ):
-            uploads.into(tensor, values)
+            end = begin + len(group.members)
+            leaders[index], num_rows[index] = slots[begin], group.num_common
+            firsts[begin:end] = group.num_common
+            starts[index + 1 :] = begin = end
+        uploads.into(self._packed, packed)

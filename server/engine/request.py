@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from vmmkv.server.structured_output.matcher import Matcher
 
 
+def num_common(one: TokenIds, other: TokenIds) -> int:
+    """How many of the first tokens are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
 class Status(enum.Enum):
     """Where a request stands."""
 
@@ -285,7 +293,14 @@ class RequestTable:
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
-        self.tokens_ST: TokenIds = _allocate(1 + num_slots, max_tokens)
+        try:
+            self.tokens_ST: TokenIds = np.zeros((1 + num_slots, max_tokens), np.int32)  # mapped by the host as it is written
+        except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+            size_bytes = (1 + num_slots) * max_tokens * np.dtype(np.int32).itemsize
+            raise ValueError(
+                f"the token ids of {1 + num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the "
+                "host's memory, and there is not so much; lower max_num_seqs or max_tokens"
+            ) from error
         self.requests: list[Request | None] = [None] * (1 + num_slots)
         self.num_known = np.zeros(1 + num_slots, np.int64)
         """Tokens that the host has."""
@@ -342,15 +357,3 @@ class RequestTable:
         first = int(self.num_known[slot])
         self.tokens_ST[slot, first : first + len(tokens)] = tokens
         self.num_known[slot] = self.num_coming[slot] = first + len(tokens)
-
-
-def _allocate(num_slots: int, max_tokens: int) -> TokenIds:
-    """Zeroes whose pages the host maps as they are written."""
-    try:
-        return np.zeros((num_slots, max_tokens), np.int32)
-    except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
-        size_bytes = num_slots * max_tokens * np.dtype(np.int32).itemsize
-        raise ValueError(
-            f"the token ids of {num_slots} slots of {max_tokens} tokens would take {format_bytes(size_bytes)} of the host's "
-            "memory, and there is not so much; lower max_num_seqs or max_tokens"
-        ) from error

@@ -34,6 +34,7 @@ from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Array, TokenMasks, Upl
 from vmmkv.units import round_up
 
 Row = TypeVar("Row")
+Result = TypeVar("Result")
 
 ON_DEVICE: Final = -1
 """Token id of a row whose token only the device knows."""
@@ -75,6 +76,8 @@ class Runner:
         self.uploads: Final = Uploads(cache.device)
         self.sampler: Final = Sampler(1 + cache.num_slots, model.vocabulary_size, self.uploads)
         self.state: Final = DeviceState(cache)
+        self.has_prefix_groups = False
+        """Can rows of a decode step attend to a common prefix as one problem?"""
         self._decode = _DecodeSteps(self, max_rows)
         self._mixed = _MixedSteps(self, max_rows, max_tokens)
 
@@ -87,12 +90,7 @@ class Runner:
         if self.uploads.device.type == "cuda" and self.model.capturable:
             pool = torch.cuda.graph_pool_handle()
             self._mixed.capture(pool)
-            self._decode.capture(pool)
-
-    @property
-    def has_prefix_groups(self) -> bool:
-        """Can rows of a decode step attend to a common prefix as one problem?"""
-        return self._decode.has_groups
+            self.has_prefix_groups = self._decode.capture(pool)
 
     @torch.inference_mode()
     def set_prefix_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
@@ -149,7 +147,7 @@ class Runner:
     def _readback(self, forwarded: "Forwarded") -> "Readback":
         """Copy the results to the host."""
         tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
-        readback = Readback(tokens_R)
+        readback = Readback(_to_host(tokens_R))
         wanted = self.sampler.num_logprobs[forwarded.slots]
         if len(rows := np.flatnonzero(wanted >= 0)):
             (rows_R,) = self.uploads.pack([rows])
@@ -163,7 +161,9 @@ class Runner:
             readback.candidates = _Asked(forwarded.candidates, likeliest(forwarded.logits_RV[rows_R.long()], most))
         if forwarded.states is not None:
             readback.scores = _Asked(forwarded.states.scored, prompt_logprobs.scores(self.model, forwarded.states))
-        readback.close()
+        if tokens_R.is_cuda:
+            readback.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            readback.done.record()
         return readback
 
 
@@ -224,29 +224,23 @@ class _Asked(Generic[Row]):
         self.found: Final = [_to_host(tensor) for tensor in found]
 
 
+@dataclass(slots=True)
 class Readback:
     """The results of a step on their way to the host, through pinned memory."""
 
-    def __init__(self, tokens_R: torch.Tensor) -> None:
-        self._tokens_R = _to_host(tokens_R)
-        self._on_gpu = tokens_R.is_cuda
-        self._done: torch.cuda.Event | None = None
-        self.logprobs: _Asked[tuple[int, int]] | None = None
-        """Of rows, with how many of the likeliest tokens each wants."""
-        self.candidates: _Asked[tuple[int, int]] | None = None
-        self.scores: _Asked[tuple[int, ScoredRows]] | None = None
-
-    def close(self) -> None:
-        """All has been added: record the event to wait for."""
-        if self._on_gpu:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+    tokens_R: torch.Tensor
+    logprobs: _Asked[tuple[int, int]] | None = None
+    """Of rows, with how many of the likeliest tokens each wants."""
+    candidates: _Asked[tuple[int, int]] | None = None
+    scores: _Asked[tuple[int, ScoredRows]] | None = None
+    done: torch.cuda.Event | None = None
+    """Recorded behind all of it; None on a CPU."""
 
     def wait(self) -> Results:
         """The results. Blocks until the device is done with the step. It can be called again."""
-        if self._done is not None:
-            self._done.synchronize()
-        found = Results(self._tokens_R.numpy(), {}, {}, {})
+        if self.done is not None:
+            self.done.synchronize()
+        found = Results(self.tokens_R.numpy(), {}, {}, {})
         if self.logprobs is not None:
             chosen, values, ids = (tensor.tolist() for tensor in self.logprobs.found)
             for index, (row, count) in enumerate(self.logprobs.rows):
@@ -325,26 +319,22 @@ class _Graph:
         Cost: the forward half twice, the sampling half four times.
         """
         began_s = time.perf_counter()
-        logits_RV = forward()  # compiles what is not compiled yet
+        forward()  # compiles what is not compiled yet
         launch_s = time.perf_counter() - began_s
-
-        def again() -> None:
-            nonlocal logits_RV
-            logits_RV = forward()
-
-        replay, samples = _captured(again, pool), {}
+        (replay, logits_RV), samples = _captured(forward, pool), {}
         for greedy in (True, False):
             sample = functools.partial(runner.sample_and_end, logits_RV, rows, greedy=greedy)
             sample()
-            samples[greedy] = _captured(sample, pool)
+            samples[greedy], _ = _captured(sample, pool)
         return cls(logits_RV, replay, samples, launch_s)
 
 
-def _captured(launch: Callable[[], None], pool: Any) -> Callable[[], None]:
+def _captured(launch: Callable[[], Result], pool: Any) -> tuple[Callable[[], None], Result]:
+    """What replays the launches, and what they returned."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        launch()
-    return graph.replay
+        result = launch()
+    return graph.replay, result
 
 
 class _DecodeSteps:
@@ -367,20 +357,16 @@ class _DecodeSteps:
         self._uploaded: Slots | None = None
         """The rows' slots, as the device has them."""
 
-    @property
-    def has_groups(self) -> bool:
-        """Are there graphs for rows that share a prefix?"""
-        return any(is_grouped for _, is_grouped in self._graphs)
-
-    def capture(self, pool: Any) -> None:
-        """Make the graphs."""
+    def capture(self, pool: Any) -> bool:
+        """Make the graphs. Are there any for rows that share a prefix?"""
         self._uploaded = None
         self._slots_B.zero_()
-        self._groups.clear()
+        self._groups.upload(np.zeros(0, np.int64), (), self._runner.uploads)
         for size in reversed(self._sizes):
             for is_grouped in (False, True) if size >= _MIN_GROUPED_ROWS else (False,):
                 forward = functools.partial(self._forward, size, is_grouped=is_grouped)
                 self._graphs[size, is_grouped] = _Graph.capture(self._runner, forward, self._rows(size), pool)
+        return self._sizes[-1] >= _MIN_GROUPED_ROWS
 
     def set_groups(self, slots: Slots, groups: Sequence[PrefixGroup]) -> None:
         """See Runner.set_prefix_groups."""

@@ -117,10 +117,7 @@ class Sampler:
         operations: ModuleType = reference
         if logits_BV.is_cuda:
             from vmmkv.kernels.sampling import sample as operations
-        if greedy:
-            tokens_B: torch.Tensor = operations.argmax(logits_BV)
-            return tokens_B
-        tokens_B = operations.sample(
+        tokens_B: torch.Tensor = operations.argmax(logits_BV) if greedy else operations.sample(
             logits_BV, slots_B, positions_B,
             temperature_S=self._temperature_S, top_k_S=self._top_k_S, top_p_S=self._top_p_S, min_p_S=self._min_p_S,
             seed_S=self._seed_S,

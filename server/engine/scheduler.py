@@ -3,14 +3,15 @@
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
-from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
-from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step
+from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,12 @@ _MIN_AWAITED: Final = 256
 class CannotRun(Exception):
     """A request cannot have the memory it needs: it is larger than the whole pool, or the driver failed."""
 
-    def __init__(self, request: Request, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, request: Request, error: Exception, otherwise: str) -> None:
+        """`otherwise`: what the error is about if it is of neither kind."""
+        what = otherwise
+        if isinstance(error, OutOfPages | DriverError):
+            what = "this request can never fit" if isinstance(error, OutOfPages) else "no memory could be mapped"
+        super().__init__(f"{what}: {error}")
         self.request = request
 
 
@@ -105,16 +110,16 @@ class Scheduler:
         if len(short := decoding[lengths[decoding] >= limits[decoding]]):
             for request in [self.table.requests[slot] for slot in short]:
                 if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
-                    self._grow(request, request.memory, request.memory.length + 1)
+                    self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
         left = self._step_tokens - len(self._slots_decoding())
         chunks: list[Chunk] = []
         for request in self.running.copy() if len(decoding) < len(self.running) else ():
-            if not request.is_running or not self._arrange_beams(request):
+            if not request.is_running or (request.beams and not self._with_room(request, request.beams.arrange)):
                 continue
             for pending in request.pending():
                 chunk = pending.first(max(0, left))
                 if len(chunk.tokens):
-                    if not self._grow(request, chunk.sequence, chunk.end):
+                    if not self._with_room(request, partial(chunk.sequence.grow, chunk.end)):
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
@@ -237,14 +242,10 @@ class Scheduler:
             except BaseException:
                 sequence.close()
                 raise
-        except OutOfPages as error:
-            if self.running:
-                return None
-            raise CannotRun(request, f"this request can never fit: {error}") from error
-        except DriverError as error:
-            raise CannotRun(request, f"no memory could be mapped: {error}") from error
         except Exception as error:
-            raise CannotRun(request, f"this request could not begin: {error}") from error
+            if isinstance(error, OutOfPages) and self.running:
+                return None
+            raise CannotRun(request, error, "this request could not begin") from error
         return sequence, num_known
 
     def _start(self, request: Request, sequence: KVSequence, num_known: int) -> None:
@@ -277,7 +278,7 @@ class Scheduler:
                 try:
                     self._sampler.assign([request])
                 except Exception as error:
-                    raise CannotRun(request, f"this request could not begin: {error}") from error
+                    raise CannotRun(request, error, "this request could not begin") from error
 
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
@@ -292,14 +293,6 @@ class Scheduler:
         A lower number is more urgent.
         """
         return self._max_sequences - sum(request.num_slots for request in self.running if request.ask.priority <= priority)
-
-    def _grow(self, request: Request, sequence: KVSequence, num_tokens: int) -> bool:
-        """Map memory for one of a request's sequences; False if the request does not run any more."""
-        return self._with_room(request, lambda: sequence.grow(num_tokens))
-
-    def _arrange_beams(self, request: Request) -> bool:
-        """Give the beams of a search their sequences; False if the request does not run any more."""
-        return request.beams is None or self._with_room(request, request.beams.arrange)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -318,7 +311,7 @@ class Scheduler:
                 if len(self.running) == 1:
                     num_tokens = len(request.tokens)
                     if self._prefix is None or request.beams is not None or request.num_tokens_stuck == num_tokens:
-                        raise CannotRun(request, f"this request can never fit: {error}") from error
+                        raise CannotRun(request, error, "") from error
                     # The prefix cache may hold the same tokens, computed by another request. Begun again, this one shares
                     # them, and needs no pages of its own for them.
                     request.num_tokens_stuck = num_tokens
@@ -326,10 +319,8 @@ class Scheduler:
                 self._preempt(last, max_others=len(self.running) - 2)  # one of the others must have ended
                 if last is request:
                     return False
-            except DriverError as error:
-                raise CannotRun(request, f"no memory could be mapped: {error}") from error
             except Exception as error:
-                raise CannotRun(request, f"this request cannot go on: {error}") from error
+                raise CannotRun(request, error, "this request cannot go on") from error
 
     def _stop(self, request: Request) -> None:
         """It runs no longer. Of its memory only its own sequence is left."""
@@ -433,14 +424,6 @@ class _Queue:
         return any(
             other.prompt[0] == first
             and other.namespace == request.namespace
-            and _num_common(other.prompt, wanted) >= num_cached + _MIN_AWAITED
+            and num_common(other.prompt, wanted) >= num_cached + _MIN_AWAITED
             for other in self._prefilling
         )
-
-
-def _num_common(one: TokenIds, other: TokenIds) -> int:
-    """How many of the first tokens are the same."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(np.argmax(differs)) if length else 0
-    return first if length and differs[first] else length

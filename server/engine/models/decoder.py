@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, Rope, rms_norm
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows, rms_norm
 from vmmkv.server.engine.kv_backend import EngineCache
 
 SCALED: Final = ("linear", "llama3", "yarn")
@@ -390,10 +390,9 @@ class DecoderModel:
 
     def __init__(self, decoder: Decoder, cache: EngineCache, rows: KVRows) -> None:
         config = decoder.config
-        cos_TR, sin_TR = config.rope.tables(cache.max_tokens, cache.device)
         windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
         self._decoder = decoder
-        self._attention = CachedAttention(rows, rope=Rope(cos_TR, sin_TR), windows=windows)
+        self._attention = CachedAttention(rows, rope=config.rope.tables(cache.max_tokens, cache.device), windows=windows)
         self.vocabulary_size: Final = config.vocab_size
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:

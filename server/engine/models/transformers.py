@@ -8,7 +8,6 @@ Legend: N tokens of the step, B rows of logits, V vocabulary, H query heads, K k
 
 import contextlib
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -51,27 +50,31 @@ class TransformersModel:
         windows = {layer: group.window for layer, group in self._groups.items() if group.window is not None}
         self._attention = CachedAttention(rows, windows=windows)
         self._calls: Counter[int] = Counter()
-        self._masked_windows: set[int | None] = set()
+        self.masked_windows: set[int | None] = set()
         """Windows of the masks that the model asked for in this forward pass; None for a mask that shows all rows."""
         self._output: Any = None
-        """The last output of the model without its head, but for the states."""
+        """The last output of the model without its head, but for its states."""
         self._has_states: bool | None = None
         """None before the first forward pass."""
         self.vocabulary_size: Final[int] = model.config.get_text_config().vocab_size
-        _running.update((module, weakref.ref(self)) for module in model.modules())
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _no_mask)
         model.set_attn_implementation(NAME)
 
     def forward(self, ids_N: torch.Tensor, step: AttentionMetadata, last_B: torch.Tensor | None) -> torch.Tensor:
-        """Append and attend to a step's tokens; [B, V] logits behind those at `last_B` (all, if None)."""
+        """See EngineModel."""
+        return self._compute(ids_N, step, 0 if last_B is None else last_B)[0]
+
+    def _compute(
+        self, ids_N: torch.Tensor, step: AttentionMetadata, keep: torch.Tensor | int
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Logits behind the columns `keep`, and what the part of the model without its head gave, if that was called."""
         self._attention.begin(step)
         self._calls.clear()
-        self._masked_windows.clear()
-        keep: torch.Tensor | int = 0 if last_B is None else last_B
+        self.masked_windows.clear()
         computing = _computing.set(self)
-        called: list[None] = []
-        hook = self._model.base_model.register_forward_hook(lambda *call: called.append(None))
+        given: list[Any] = []
+        hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
         try:
             output = self._model(
                 input_ids=ids_N[None], position_ids=step.positions_N[None], use_cache=False, logits_to_keep=keep
@@ -79,9 +82,8 @@ class TransformersModel:
         finally:
             hook.remove()
             _computing.reset(computing)
-        self._has_states = bool(called) and self._model.base_model is not self._model
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        self._has_states = bool(given) and self._model.base_model is not self._model
+        return output.logits[0], given
 
     @property
     def has_states(self) -> bool:
@@ -90,14 +92,9 @@ class TransformersModel:
 
     def states(self, ids_N: torch.Tensor, step: AttentionMetadata, rows_W: torch.Tensor) -> torch.Tensor:
         """See EngineModel: the output of the model without its head."""
-        given: list[Any] = []
-        hook = self._model.base_model.register_forward_hook(lambda module, arguments, output: given.append(output))
-        try:
-            self.forward(ids_N, step, rows_W[:1])
-        finally:
-            hook.remove()
-        states_1NE = given[0].last_hidden_state
-        self._output = dataclasses.replace(given[0], last_hidden_state=states_1NE.new_empty(0))
+        _, (given,) = self._compute(ids_N, step, rows_W[:1])
+        states_1NE = given.last_hidden_state
+        self._output = dataclasses.replace(given, last_hidden_state=states_1NE.new_empty(0))
         states_WE: torch.Tensor = states_1NE[0].index_select(0, rows_W)
         return states_WE
 
@@ -171,14 +168,10 @@ class TransformersModel:
         q_NHD, k_NKD, v_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return self._attention(layer, q_NHD, k_NKD, v_NKD, scale=scaling)[None], None
 
-    def masks(self, window: int | None) -> None:
-        """The model asks for a mask that shows so many of the last rows, or all."""
-        self._masked_windows.add(window)
-
     def _check_window(self, module: torch.nn.Module, layer: int, given: int | None) -> None:
         """Raise UnsupportedModel unless the layer's window, as an argument or as a mask, is that of its group."""
         kept = self._groups[layer].window
-        seen = {given} if given is not None else self._masked_windows or {None}
+        seen = {given} if given is not None else self.masked_windows or {None}
         if kept not in seen:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends to {_last_rows(*seen)} in layer {layer}, where the configuration says "
@@ -212,25 +205,20 @@ def _giving(module: torch.nn.Module, output: Any) -> Iterator[None]:
             module.forward = own
 
 
-_running: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[TransformersModel]]" = weakref.WeakKeyDictionary()
-"""The model that a module is a part of: in a process transformers has one attention function of a name."""
+_computing: ContextVar[TransformersModel] = ContextVar("vmmkv's model in its forward pass")
+"""In a process transformers has one attention function of a name, and one function of masks."""
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in every layer."""
-    model = _running[module]()
-    assert model is not None, "a model outlives what runs it"
-    return model.attend(module, *args, **kwargs)
-
-
-_computing: ContextVar[TransformersModel] = ContextVar("vmmkv's model in its forward pass")
+    return _computing.get().attend(module, *args, **kwargs)
 
 
 def _no_mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> None:
     """No mask, in place of transformers': the runs say which rows a token sees, and the layout its window."""
     if mask_function is bidirectional_mask_function:
         raise UnsupportedModel(f"the model asks for {_NOT_CAUSAL}, which vmmkv does not do")
-    _computing.get().masks(local_size)
+    _computing.get().masked_windows.add(local_size)
 
 
 def _last_rows(*windows: int | None) -> str:
