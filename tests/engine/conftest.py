@@ -151,6 +151,12 @@ class Harness:
             return
         self.engine.receive(Generate(request_id=request_id, prompt=prompt, params=params, **message))
 
+    def said(self, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> list[int]:
+        """The tokens of one request that is alone."""
+        self.ask("alone", prompt, max_new_tokens, **options)
+        self.run()
+        return self.tokens("alone")
+
     def run(self, *, at_most: int = 5000) -> None:
         """Step until all is done, recounting the laws after each step."""
         for _ in range(at_most):
@@ -160,11 +166,12 @@ class Harness:
             self.step()
         raise AssertionError(f"still busy after {at_most} steps")
 
-    def step(self) -> None:
-        """One step, and a recount of the laws: the cache's, and those of the request table."""
-        self.engine.step()
-        self.cache.check()
-        self.check_table()
+    def step(self, count: int = 1) -> None:
+        """So many steps, with a recount of the laws behind each: the cache's, and those of the request table."""
+        for _ in range(count):
+            self.engine.step()
+            self.cache.check()
+            self.check_table()
 
     def check_table(self) -> None:
         """Recount what the table says of the requests that run, and that it says nothing of free slots."""

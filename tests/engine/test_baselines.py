@@ -1,6 +1,5 @@
 """Block tables and static slots under the very same engine: the same tokens, nothing leaked, nothing shared that is not."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable
 
@@ -16,8 +15,7 @@ from vmmkv.errors import BudgetError, OutOfPages, RowsUnmapped
 from vmmkv.server.engine.kv_backend import BackendConfig
 from vmmkv.server.protocol import Beams
 
-PAGED, STATIC = open_paged, open_static
-BASELINES = {"paged": PAGED, "static": STATIC}
+BASELINES = {"paged": open_paged, "static": open_static}
 
 
 @pytest.fixture
@@ -32,12 +30,7 @@ def over() -> Callable[..., Harness]:
 
 def finish(one: Harness) -> None:
     """Run until all is done, recounting, and see that everything is free."""
-    while one.engine.has_work:
-        one.engine.step()
-        one.check_table()
-        if isinstance(one.cache, PagedCache):
-            one.cache.check()
-    one.engine.settle()
+    one.run()
     assert not one.cache.sequences
     if isinstance(one.cache, PagedCache):
         if one.prefix is not None:
@@ -45,6 +38,14 @@ def finish(one: Harness) -> None:
         one.cache.check()
         assert one.cache.blocks.num_held == 0
     one.memory.close()
+
+
+def wanted(*, budget_bytes: int | None = 2**21, window: int | None = None) -> BackendConfig:
+    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=16, dtype=torch.float32, windows=[window] * 3)
+    return BackendConfig(
+        layout=layout, device=torch.device("cpu"), max_sequences=2, max_tokens=64, step_tokens=8, shares_prefixes=True,
+        budget_bytes=budget_bytes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -63,21 +64,18 @@ def test_tokens_are_those_of_transformers(over: Callable[..., Harness], system: 
 
 def test_sampled_tokens_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
     said = []
-    for one in (over(open_memory=PAGED), over(open_memory=STATIC), harness(ours=True, max_tokens=512)):
+    for one in (over(open_memory=open_paged), over(open_memory=open_static), harness(ours=True, max_tokens=512)):
         for index in range(5):
             one.ask(str(index), prompt_of(30 + index, index), 30, temperature=0.9, top_p=0.9, seed=index)
-        while one.engine.has_work:
-            one.engine.step()
+        one.run()
         said.append([one.tokens(str(index)) for index in range(5)])
     assert said[0] == said[1] == said[2]
 
 
 def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=PAGED, share=True)
+    one = over(open_memory=open_paged, share=True)
     shared = prompt_of(70)
-    one.ask("first", shared + prompt_of(9, 1), 6)
-    while one.engine.has_work:
-        one.engine.step()
+    one.said(shared + prompt_of(9, 1), 6)
     for name in ("second", "third"):
         one.ask(name, shared + prompt_of(9, len(name)), 6)
     used = one.prefix.stats().hit_tokens
@@ -89,7 +87,7 @@ def test_whole_blocks_of_a_known_prefix_are_not_computed_again(over: Callable[..
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Callable[..., Harness], share: bool) -> None:
-    one = over(open_memory=PAGED, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
+    one = over(open_memory=open_paged, share=share, budget_pages=1, max_tokens=2048)  # 2,048 rows
     prompts = [prompt_of(600, index) for index in range(3)]
     for index, prompt in enumerate(prompts):
         one.ask(str(index), prompt, 120)
@@ -100,7 +98,7 @@ def test_a_request_without_a_block_is_preempted_and_answers_the_same(over: Calla
 
 
 def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=STATIC, budget_pages=1, max_tokens=512)  # 2,048 rows: four slots
+    one = over(open_memory=open_static, budget_pages=1, max_tokens=512)  # 2,048 rows: four slots
     for index in range(7):
         one.ask(str(index), prompt_of(20, index), 10)
     most = 0
@@ -114,17 +112,14 @@ def test_a_static_cache_runs_as_many_as_it_has_slots(over: Callable[..., Harness
 
 def test_beams_over_blocks_are_those_over_slots(over: Callable[..., Harness], harness: Callable[..., Harness]) -> None:
     said = []
-    for one in (over(open_memory=PAGED, share=True), harness(ours=True, share=True, max_tokens=512)):
-        one.ask("beams", prompt_of(37), 12, beam_width=3)
-        while one.engine.has_work:
-            one.engine.step()
-            one.cache.check()
+    for one in (over(open_memory=open_paged, share=True), harness(ours=True, share=True, max_tokens=512)):
+        one.said(prompt_of(37), 12, beam_width=3)
         said.append([message.beams for message in one.sent if isinstance(message, Beams)])
     assert said[0] == said[1] and said[0]
 
 
 def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=PAGED)
+    one = over(open_memory=open_paged)
     for index in range(4):
         one.ask(str(index), prompt_of(20, index), 100)
     for _ in range(8):
@@ -140,8 +135,7 @@ def test_steady_decode_uploads_at_block_borders_alone(over: Callable[..., Harnes
 
 
 def test_a_failed_growth_changes_nothing() -> None:
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
-    cache = PagedCache(layout, torch.device("cpu"), num_blocks=3, slots=2, max_tokens=512)
+    cache, _ = blocks_for(3, slots=2)
     one, other = cache.open(), cache.open()
     one.grow(2 * BLOCK_ROWS)
     with pytest.raises(OutOfPages, match="2 blocks are needed, 1 are free and 0 can be evicted"):
@@ -159,25 +153,15 @@ def test_a_failed_growth_changes_nothing() -> None:
 
 @pytest.mark.parametrize("system", BASELINES)
 def test_a_baseline_refuses_windows_and_a_missing_budget(system: str) -> None:
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32)
-    wanted = {
-        "layout": layout, "device": torch.device("cpu"), "max_sequences": 2, "max_tokens": 64, "step_tokens": 8,
-        "shares_prefixes": False,
-    }  # fmt: skip
     with pytest.raises(BudgetError, match="give a budget of at least"):
-        BASELINES[system](BackendConfig(**wanted, budget_bytes=None))
-    windowed = KVLayout(groups=tuple(dataclasses.replace(group, window=8) for group in layout.groups))
+        BASELINES[system](wanted(budget_bytes=None))
     with pytest.raises(ValueError, match="without windows"):
-        BASELINES[system](BackendConfig(**(wanted | {"layout": windowed}), budget_bytes=2**21))
+        BASELINES[system](wanted(window=8))
 
 
 def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]) -> None:
     one = over(open_memory=SlotsWithCommonPrefill.open, share=True)
-    one.ask("x", prompt_of(50), 10)
-    while one.engine.has_work:
-        one.engine.step()
-        one.cache.check()
-    assert one.tokens("x") == one.expected(prompt_of(50), 10)
+    assert one.said(prompt_of(50), 10) == one.expected(prompt_of(50), 10)
     one.memory.close()
 
 
@@ -225,13 +209,8 @@ def test_a_refused_request_has_evicted_nothing() -> None:
 
 
 def test_what_is_closed_is_free() -> None:
-    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=16, dtype=torch.float32)
-    wanted = BackendConfig(
-        layout=layout, device=torch.device("cpu"), max_sequences=2, max_tokens=64, step_tokens=8, shares_prefixes=True,
-        budget_bytes=2**21,
-    )  # fmt: skip
     for open_memory in BASELINES.values():
-        memory = open_memory(wanted)
+        memory = open_memory(wanted())
         planes = [weakref.ref(plane) for pair in memory.cache.planes.values() for plane in pair]
         assert len(planes) == 6 and all(plane() is not None for plane in planes)
         memory.close()

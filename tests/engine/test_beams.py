@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,20 +42,11 @@ def search(
     return answers
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    """Not as indifferent as random weights are, so that stop tokens have their turn."""
-    model = tiny_model(3)
-    with torch.no_grad():
-        model.lm_head.weight *= 12.0
-    return model
-
-
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
 @pytest.mark.parametrize("num_stops", [0, 1, 5])
 @pytest.mark.parametrize("width", [2, 8])
-def test_it_finds_what_transformers_finds(llama: LlamaForCausalLM, width: int, num_stops: int, length_penalty: float) -> None:
-    prompt = prompt_of(11, 5)
+def test_it_finds_what_transformers_finds(width: int, num_stops: int, length_penalty: float) -> None:
+    llama, prompt = model_of(), prompt_of(11, 5)
 
     @torch.inference_mode()
     def model(tokens: Sequence[int]) -> list[Candidate]:
@@ -65,7 +57,7 @@ def test_it_finds_what_transformers_finds(llama: LlamaForCausalLM, width: int, n
     seen = dict.fromkeys(token for beam in search(model, width=8, max_new_tokens=10) for token in beam.token_ids[2:])
     stops = list(seen)[:num_stops]
     found = search(model, width=width, max_new_tokens=10, stop_ids=stops, length_penalty=length_penalty)
-    wanted = generated(llama, prompt, width=width, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    wanted = by_transformers(llama, prompt, width=width, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
     assert [beam.token_ids for beam in found] == [tokens for tokens, _ in wanted]
     assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
     if num_stops and length_penalty <= 1:  # above, the longest win here
@@ -107,15 +99,6 @@ def test_beams_for_every_sequence_find_the_best_there_is(seed: int) -> None:
     assert all(beam.finish_reason == ("length" if len(beam.token_ids) == longest else "stop") for beam in found)
 
 
-def test_the_candidates_it_asks_for_are_enough() -> None:
-    for seed in range(30):
-        options = {"width": 4, "max_new_tokens": 8, "stop_ids": [0, 1, 2], "length_penalty": 0.5}
-        whole = random_model(seed, 25)
-        few = BeamSearch(width=4, max_new_tokens=8, stop_ids=frozenset([0, 1, 2])).num_candidates
-        assert few == 7
-        assert search(whole, **options) == search(lambda tokens, whole=whole, few=few: whole(tokens)[:few], **options)
-
-
 def test_it_stops_when_nothing_live_can_win() -> None:
     one = BeamSearch(width=1, max_new_tokens=1000, stop_ids=frozenset([9]))
     assert one.advance([[Candidate(-0.1, 9), Candidate(-2.0, 1)]]) == []
@@ -131,16 +114,12 @@ def test_long_beams_go_as_they_came() -> None:
     del one  # without recursing once a token
 
 
-PAGE_TOKENS = 2048
-"""Of the tiny model's cache."""
-
-
 def model_of(seed: int = 3, **changes: Any) -> LlamaForCausalLM:
-    """Not as indifferent as random weights are, so that beams end, win and lose."""
     return opinionated(tiny_model(seed, **changes))
 
 
 def opinionated(model: Any) -> Any:
+    """Not as indifferent as random weights are, so that beams end, win and lose."""
     with torch.no_grad():
         model.lm_head.weight *= 12.0
     return model
@@ -158,7 +137,7 @@ def answer(harness: Harness, request_id: str) -> Beams:
     return found
 
 
-def generated(
+def by_transformers(
     model: Any, prompt: list[int], *, width: int, max_new_tokens: int, stops: Sequence[int] = (), length_penalty: float = 1.0
 ) -> list[tuple[list[int], float]]:
     """By transformers' own beam search: the sequences, without end tokens, and their scores."""
@@ -173,11 +152,6 @@ def generated(
         list(itertools.takewhile(lambda token: token not in stops, row)) for row in out.sequences[:, len(prompt) :].tolist()
     ]
     return list(zip(kept, out.sequences_scores.tolist(), strict=True))
-
-
-def by_transformers(harness: Harness, prompt: list[int], **options: Any) -> list[tuple[list[int], float]]:
-    """The same, of a harness's model."""
-    return generated(harness.model, prompt, **options)
 
 
 def check(found: Beams, wanted: list[tuple[list[int], float]]) -> None:
@@ -204,10 +178,8 @@ def test_over_the_cache_it_finds_what_transformers_finds(
     assert not one.failures()
     for index, prompt in enumerate(prompts):
         if width > 1:
-            check(
-                answer(one, str(index)),
-                by_transformers(one, prompt, width=width, max_new_tokens=12, length_penalty=length_penalty),
-            )
+            wanted = by_transformers(one.model, prompt, width=width, max_new_tokens=12, length_penalty=length_penalty)
+            check(answer(one, str(index)), wanted)
         else:
             assert answer(one, str(index)).beams[0].token_ids == one.expected(prompt, 12)
     assert held_by_sequences(one) == 0
@@ -224,7 +196,7 @@ def test_stop_tokens_end_beams(harness: MakeHarness, as_eos: bool, length_penalt
     asked: dict[str, Any] = {"beam_width": 4, "length_penalty": length_penalty}
     one.ask("a", prompt, 10, stop_token_ids=[] if as_eos else stops, **asked)
     one.run()
-    wanted = by_transformers(one, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
+    wanted = by_transformers(one.model, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
     check(answer(one, "a"), wanted)
     assert "stop" in {beam.finish_reason for beam in answer(one, "a").beams}
 
@@ -239,7 +211,7 @@ def test_a_long_prompt_is_shared_and_pages_are_crossed(harness: MakeHarness, sha
         one.cache.check()
     assert one.pool.stats().held_bytes <= (3 + 4 * 2) * 2**21, "the prompt's full pages are there once"
     one.run()
-    check(answer(one, "a"), by_transformers(one, prompt, width=4, max_new_tokens=40))
+    check(answer(one, "a"), by_transformers(one.model, prompt, width=4, max_new_tokens=40))
     one.ask("again", prompt, 40, beam_width=4)
     one.run()
     check(answer(one, "again"), [(beam.token_ids, beam.score) for beam in answer(one, "a").beams])
@@ -260,7 +232,7 @@ def test_reordering_copies_what_differs_and_calls_no_driver(harness: MakeHarness
     monkeypatch.setattr(KVCache, "copy_rows", counted)
     one.ask("a", prompt_of(500), 60, beam_width=4)
     one.run()
-    check(answer(one, "a"), by_transformers(one, prompt_of(500), width=4, max_new_tokens=60))
+    check(answer(one, "a"), by_transformers(one.model, prompt_of(500), width=4, max_new_tokens=60))
     assert copied[0] == 0 < max(copied) < 60
     assert sum(copied) < 60 * 60 / 4, "less than all that was written since the start, each time"
 
@@ -278,7 +250,7 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
     assert not one.failures()
     assert 1 <= one.engine._scheduler.num_preempted < 10, "a preempted search waits until another request has ended"
     for name, prompt in searches.items():
-        check(answer(one, name), by_transformers(one, prompt, width=4, max_new_tokens=60))
+        check(answer(one, name), by_transformers(one.model, prompt, width=4, max_new_tokens=60))
     for name, prompt in older.items():
         assert one.tokens(name) == one.expected(prompt, 300), name
 
@@ -287,8 +259,7 @@ def test_a_preempted_search_finds_the_same(harness: MakeHarness, share: bool) ->
 def test_an_aborted_search_leaves_nothing_running(harness: MakeHarness, num_steps: int, share: bool) -> None:
     one = harness(model_of(), share=share, step_tokens=60)
     one.ask("gone", prompt_of(100), 50, beam_width=4)
-    for _ in range(num_steps):
-        one.engine.step()
+    one.step(num_steps)
     one.engine.receive(Abort(request_id="gone"))
     one.cache.check()
     assert not one.engine._scheduler.has_work
@@ -298,7 +269,7 @@ def test_an_aborted_search_leaves_nothing_running(harness: MakeHarness, num_step
     assert one.sent and not any(isinstance(message, Beams) for message in one.sent)
     one.ask("next", prompt_of(100), 10, beam_width=4)
     one.run()
-    check(answer(one, "next"), by_transformers(one, prompt_of(100), width=4, max_new_tokens=10))
+    check(answer(one, "next"), by_transformers(one.model, prompt_of(100), width=4, max_new_tokens=10))
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -308,13 +279,9 @@ def test_a_step_or_a_fork_that_fails_ends_a_search_once(
 ) -> None:
     one = harness(model_of(), lookahead=lookahead)
     one.ask("a", prompt_of(9), 20, beam_width=4)
-    for _ in range(4 if part == "forward" else 0):
-        one.engine.step()
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise DriverError("not now", call="map", code="TEST")
-
+    one.step(4 if part == "forward" else 0)
     with monkeypatch.context() as patch:
+        fail = Mock(side_effect=DriverError("not now", call="map", code="TEST"))
         patch.setattr(*((one.runner, "forward") if part == "forward" else (KVCache, "fork")), fail)
         one.run()
     assert one.failures().keys() == {"a"}
@@ -327,15 +294,14 @@ def test_no_numbers_end_a_search_once_and_alone(harness: MakeHarness) -> None:
     one = harness(model_of())
     one.ask("bad", prompt_of(9), 20, beam_width=3)
     one.ask("good", prompt_of(9, 1), 20, beam_width=3)
-    for _ in range(4):
-        one.engine.step()
+    one.step(4)
     (bad,) = (request for request in one.engine._scheduler.running if request.ask.request_id == "bad")
     for sequence in bad.sequences:
         sequence.v(0)[:5] = float("nan")
     one.run()
     assert one.failures().keys() == {"bad"} and "not numbers" in one.failures()["bad"]
     assert sum(getattr(message, "request_id", None) == "bad" for message in one.sent) == 1
-    check(answer(one, "good"), by_transformers(one, prompt_of(9, 1), width=3, max_new_tokens=20))
+    check(answer(one, "good"), by_transformers(one.model, prompt_of(9, 1), width=3, max_new_tokens=20))
     assert held_by_sequences(one) == 0
 
 
@@ -348,7 +314,7 @@ def test_windows_move_with_the_beams(harness: MakeHarness, share: bool) -> None:
         one.ask(name, prompt, 80, beam_width=3)
     one.run()
     for name, prompt in prompts.items():
-        check(answer(one, name), by_transformers(one, prompt, width=3, max_new_tokens=80))
+        check(answer(one, name), by_transformers(one.model, prompt, width=3, max_new_tokens=80))
     assert held_by_sequences(one) == 0
 
 
@@ -379,5 +345,5 @@ def test_a_search_of_one_new_token_needs_no_fork(harness: MakeHarness, monkeypat
     one = harness(model_of())
     one.ask("a", prompt_of(9), 1, beam_width=3)
     one.run()
-    check(answer(one, "a"), by_transformers(one, prompt_of(9), width=3, max_new_tokens=1))
+    check(answer(one, "a"), by_transformers(one.model, prompt_of(9), width=3, max_new_tokens=1))
     assert all(isinstance(beam, Beam) and beam.finish_reason == "length" for beam in answer(one, "a").beams)

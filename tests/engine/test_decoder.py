@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.engine.conftest import decoder_of
-from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, PlainAttention, model_of, small
-from vmmkv import KVLayout
+from tests.engine.decoder_models import FAMILIES, LINEAR, LLAMA3, VOCABULARY, YARN, model_of, small
+from vmmkv import MIB, KVCache, KVLayout, Pool
+from vmmkv.server.engine.attention import AttentionMetadata, CachedAttention, KVRows
 from vmmkv.server.engine.models.decoder import Decoder, DecoderConfig, Unsupported, empty, param_bytes
 from vmmkv.server.engine.models.weights import WeightsMismatch, load, random
 
@@ -30,36 +27,81 @@ def ids_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+class Steps:
+    """A decoder over a cache: each step is some more tokens of each of its sequences, which stand side by side."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = decoder.config
+        layout = KVLayout.uniform(
+            layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, windows=list(config.windows),
+            dtype=decoder.weights.norm_E.dtype,
+        )  # fmt: skip
+        self.pool = Pool("cpu", 64 * MIB)
+        cache = KVCache(layout, self.pool, slots=2, max_tokens=512)
+        windows = {layer: window for layer, window in enumerate(config.windows) if window is not None}
+        self.attention = CachedAttention(KVRows(cache), rope=config.rope.tables(512, CPU), windows=windows)
+        self.decoder, self.sequences = decoder, [cache.open(), cache.open()]
+
+    def __call__(self, ids_N: torch.Tensor, counts: list[int], last_B: torch.Tensor | None = None) -> torch.Tensor:
+        """`counts` are the tokens of each sequence. Returns hidden states, as the decoder."""
+        runs = [(sequence, count) for sequence, count in zip(self.sequences, counts, strict=True) if count]
+        positions = [torch.arange(sequence.length, sequence.length + count) for sequence, count in runs]
+        for sequence, count in runs:
+            sequence.grow(sequence.length + count)
+            sequence.advance(count)
+        slots_B, counts_B = torch.tensor([sequence.slot for sequence, _ in runs]), torch.tensor([count for _, count in runs])
+        step = AttentionMetadata(
+            slots_N=slots_B.repeat_interleave(counts_B), positions_N=torch.cat(positions), slots_B=slots_B,
+            lengths_B=torch.tensor([sequence.length for sequence, _ in runs]),
+            query_starts=torch.cat([torch.zeros(1, dtype=torch.int64), counts_B.cumsum(0)]),
+        )  # fmt: skip
+        self.attention.begin(step)
+        return self.decoder.forward(ids_N, self.attention, last_B)
+
+
+@pytest.fixture
+def steps_of() -> Iterator[Callable[[Decoder], Steps]]:
+    """Makes steps, and closes their memory after the test."""
+    made: list[Steps] = []
+
+    def make(decoder: Decoder) -> Steps:
+        made.append(Steps(decoder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.pool.close()
+
+
+MakeSteps = Callable[[Decoder], Steps]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_every_layer_gives_what_transformers_gives(family: str) -> None:
+def test_every_layer_gives_what_transformers_gives(family: str, steps_of: MakeSteps) -> None:
     model = model_of(FAMILIES[family]())
     decoder = decoder_of(model)
     ids_N = ids_of(40)
     theirs = model(ids_N[None], output_hidden_states=True)
     for depth in range(decoder.config.num_layers + 1):
-        attention = PlainAttention(decoder.config)
-        attention.runs = [("a", len(ids_N))]
         cut = Decoder(decoder.config, replace(decoder.weights, layers=decoder.weights.layers[:depth]))
         last = depth == decoder.config.num_layers
         wanted = theirs.hidden_states[depth][0] if last else model.model.norm(theirs.hidden_states[depth][0])
-        hidden_NE = cut.forward(ids_N, attention)
+        hidden_NE = steps_of(cut)(ids_N, [40, 0])
         torch.testing.assert_close(hidden_NE, wanted, rtol=1e-5, atol=2e-6, msg=lambda text, at=depth: f"layer {at}: {text}")
     torch.testing.assert_close(decoder.logits(hidden_NE), theirs.logits[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_half_precision_is_as_close_as_transformers_is(family: str) -> None:
+def test_half_precision_is_as_close_as_transformers_is(family: str, steps_of: MakeSteps) -> None:
     """At most twice the error that transformers' own bfloat16 has against its float32."""
     exact = model_of(FAMILIES[family]())
     ids_N = ids_of(40)
     truth_NV = exact(ids_N[None]).logits[0]
     model = exact.bfloat16()
     decoder = decoder_of(model)
-    attention = PlainAttention(decoder.config)
-    attention.runs = [("a", len(ids_N))]
-    logits_NV = decoder.logits(decoder.forward(ids_N, attention))
+    logits_NV = decoder.logits(steps_of(decoder)(ids_N, [40, 0]))
     assert logits_NV.dtype == torch.bfloat16
     their_error = (model(ids_N[None]).logits[0].float() - truth_NV).pow(2).mean().sqrt()
     our_error = (logits_NV.float() - truth_NV).pow(2).mean().sqrt()
@@ -67,14 +109,11 @@ def test_half_precision_is_as_close_as_transformers_is(family: str) -> None:
 
 
 @torch.no_grad()
-def test_only_the_rows_asked_for_are_returned() -> None:
+def test_only_the_rows_asked_for_are_returned(steps_of: MakeSteps) -> None:
     decoder = decoder_of(model_of(FAMILIES["llama"]()))
     ids_N = ids_of(30)
-    attention = PlainAttention(decoder.config)
-    attention.runs = [("a", 10), ("b", 20)]
-    all_NE = decoder.forward(ids_N, attention)
-    attention.rows.clear()
-    some_BE = decoder.forward(ids_N.int(), attention, torch.tensor([9, 29], dtype=torch.int32))
+    all_NE = steps_of(decoder)(ids_N, [10, 20])
+    some_BE = steps_of(decoder)(ids_N.int(), [10, 20], torch.tensor([9, 29], dtype=torch.int32))
     torch.testing.assert_close(some_BE, all_NE[[9, 29]], rtol=1e-5, atol=1e-6)
 
 
@@ -83,18 +122,16 @@ def test_only_the_rows_asked_for_are_returned() -> None:
     ("kind", "options"), [(LlamaConfig, {"attention_bias": True, "mlp_bias": True}), (Qwen3Config, {"head_dim": 16})]
 )
 @torch.no_grad()
-def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options: dict[str, Any]) -> None:
+def test_the_kernels_give_what_torch_gives(kind: type[PreTrainedConfig], options: dict[str, Any], steps_of: MakeSteps) -> None:
     """Twenty tokens, of which two are kept in the last layer; seventeen; one: as the kernels do many and few."""
     config = small(kind, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **options)
     model = model_of(config)
     by_torch, by_kernels = decoder_of(model), decoder_of(model, by_kernels=True)
-    theirs, ours = PlainAttention(by_torch.config), PlainAttention(by_torch.config)
+    theirs, ours = steps_of(by_torch), steps_of(by_kernels)
     last_B: torch.Tensor | None
-    for runs, last_B in (([("a", 8), ("b", 12)], torch.tensor([7, 19])), ([("b", 17)], None), ([("a", 1)], None)):
-        ids_N = ids_of(sum(count for _, count in runs))
-        theirs.runs = ours.runs = runs
-        wanted_BE = by_torch.forward(ids_N, theirs, last_B)
-        hidden_BE = by_kernels.forward(ids_N, ours, last_B)
+    for counts, last_B in (([8, 12], torch.tensor([7, 19])), ([0, 17], None), ([1, 0], None)):
+        ids_N = ids_of(sum(counts))
+        wanted_BE, hidden_BE = theirs(ids_N, counts, last_B), ours(ids_N, counts, last_B)
         torch.testing.assert_close(hidden_BE, wanted_BE, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(by_kernels.logits(hidden_BE), by_torch.logits(wanted_BE), rtol=1e-4, atol=1e-4)
 

@@ -4,19 +4,23 @@ import itertools
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.attending import attending_by
 from tests.engine.conftest import MakeHarness, prompt_of, tiny_model, windowed
-from vmmkv import MIB, BudgetError, DriverError, KVCache, KVLayout, Pool
+from vmmkv import MIB, BudgetError, DriverError, KVLayout, Pool
 from vmmkv.server import LLM
 from vmmkv.server.engine import kv_backend, loading
 from vmmkv.server.engine.engine import EngineDied
 from vmmkv.server.engine.request import RequestTable
 from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Snapshot
+
+REFUSED = Mock(side_effect=DriverError("not now", call="map", code="TEST"))
+"""A driver's call that fails."""
 
 
 def test_memory_follows_the_tokens_and_comes_back(harness: MakeHarness) -> None:
@@ -75,16 +79,10 @@ def test_a_driver_that_fails_does_not_end_the_engine(harness: MakeHarness, monke
     one = harness()
     one.ask("a", prompt_of(5))
     with monkeypatch.context() as patch:
-
-        def refuse(*args: Any) -> None:
-            raise DriverError("no", call="map", code="TEST")
-
-        patch.setattr(one.pool.driver, "map", refuse)
+        patch.setattr(one.pool.driver, "map", REFUSED)
         one.run()
     assert one.failures().keys() == {"a"}
-    one.ask("b", prompt_of(5))
-    one.run()
-    assert one.tokens("b") == one.expected(prompt_of(5))
+    assert one.said(prompt_of(5)) == one.expected(prompt_of(5))
 
 
 def test_finish_reasons(harness: MakeHarness) -> None:
@@ -111,8 +109,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
     one = harness()
     one.ask("good", prompt_of(5))
     one.ask("bad", prompt_of(6))
-    for _ in range(after):
-        one.engine.step()
+    one.step(after)
     if after:
         bad = one.engine._scheduler.find("bad")
         assert bad is not None
@@ -138,16 +135,10 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
 ) -> None:
     one = harness()
     one.ask("a", prompt_of(5))
-
-    def lost(*args: Any) -> Any:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def died() -> None:
-        raise EngineDied("the device's context is lost")
-
+    lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with monkeypatch.context() as patch:
         patch.setattr(one.runner, "forward", lost)
-        patch.setattr(one.engine, "_check_device", died)
+        patch.setattr(one.engine, "_check_device", Mock(side_effect=EngineDied("the device's context is lost")))
         patch.setattr(one.engine._scheduler, "finish", lost)
         with pytest.raises(EngineDied):
             one.engine.step()
@@ -155,15 +146,9 @@ def test_a_lost_context_ends_the_engine_before_the_device_is_touched_again(
 
 def test_a_failure_to_map_ahead_fails_no_request(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     one = harness()
-    one.ask("a", prompt_of(5))
-
-    def fail(*args: Any, **options: Any) -> int:
-        raise DriverError("not now", call="map", code="TEST")
-
     with monkeypatch.context() as patch:
-        patch.setattr(one.cache, "map_ahead", fail)
-        one.run()
-    assert one.tokens("a") == one.expected(prompt_of(5))
+        patch.setattr(one.cache, "map_ahead", REFUSED)
+        assert one.said(prompt_of(5)) == one.expected(prompt_of(5))
 
 
 def test_log_probabilities_are_the_models_own_and_only_if_asked(harness: MakeHarness) -> None:
@@ -186,9 +171,7 @@ PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
 def test_beams_do_not_count_into_anothers_penalties(harness: MakeHarness) -> None:
-    alone = harness(slots=6, ours=True)
-    alone.ask("B", prompt_of(12, 1), 30, **PENALTIES)
-    alone.run()
+    wanted = harness(slots=6, ours=True).said(prompt_of(12, 1), 30, **PENALTIES)
     one = harness(slots=6, ours=True, share=True)
     one.ask("plain", prompt_of(9, 5), 12)
     one.step()
@@ -196,13 +179,12 @@ def test_beams_do_not_count_into_anothers_penalties(harness: MakeHarness) -> Non
     one.ask("keeper", prompt_of(10, 7), 80)
     while "length" not in one.finish_reasons("plain"):
         one.step()
-    for _ in range(5):
-        one.step()
+    one.step(5)
     one.ask("B", prompt_of(12, 1), 30, **PENALTIES)
     one.step()
     one.ask("beams", prompt_of(20, 3), 25, beam_width=4)
     one.run()
-    assert one.tokens("B") == alone.tokens("B")
+    assert one.tokens("B") == wanted
 
 
 def test_one_that_cannot_begin_changes_no_other_of_its_step(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,25 +194,17 @@ def test_one_that_cannot_begin_changes_no_other_of_its_step(harness: MakeHarness
         "last": {"temperature": 0.7, "top_k": 5, "seed": 4},
         "scored": {"logprobs": 2},
     }
-    alone = {}
-    for index, (name, options) in enumerate(asked.items()):
-        other = harness(slots=6, ours=True)
-        other.ask(name, prompt_of(10, index), 12, **options)
-        other.run()
-        alone[name] = other.tokens(name)
     one = harness(slots=6, ours=True)
-
-    def full(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(type(one.runner.sampler._penalties), "_grow", full)
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     for index, (name, options) in enumerate(asked.items()):
         one.ask(name, prompt_of(10, index), 12, **options)
-    one.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(one.runner.sampler._penalties), "_grow", full)
+        one.run()
     assert one.failures().keys() == {"bad"}
-    assert {name: one.tokens(name) for name in asked if name != "bad"} == {
-        name: tokens for name, tokens in alone.items() if name != "bad"
-    }
+    for index, (name, options) in enumerate(asked.items()):
+        if name != "bad":
+            assert one.tokens(name) == harness(slots=6, ours=True).said(prompt_of(10, index), 12, **options)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -290,11 +264,8 @@ def test_a_load_that_fails_gives_its_memory_back(tmp_path: Path, monkeypatch: py
         pools.append(make(*args))
         return pools[-1]
 
-    def refuse(*args: Any) -> None:
-        raise ValueError("it cannot be served")
-
     monkeypatch.setattr(kv_backend, "Pool", made)
-    monkeypatch.setattr(loading, "warm_up", refuse)
+    monkeypatch.setattr(loading, "warm_up", Mock(side_effect=ValueError("it cannot be served")))
     with pytest.raises(ValueError, match="cannot be served"):
         LLM(str(tmp_path), device="cpu")
     assert [pool.closed for pool in pools] == [True]
@@ -305,12 +276,8 @@ def test_a_close_that_failed_can_be_called_again(tmp_path: Path, monkeypatch: py
     engine = LLM(str(tmp_path), device="cpu", load_format="dummy")
     engine.generate([[1, 2, 3]])
     pool = engine._open().engine.cache.pool
-
-    def refuse(*args: Any) -> None:
-        raise DriverError("no", call="unmap", code="TEST")
-
     with monkeypatch.context() as patch:
-        patch.setattr(pool.driver, "unmap", refuse)
+        patch.setattr(pool.driver, "unmap", REFUSED)
         with pytest.raises(DriverError):
             engine.close()
     engine.close()
@@ -324,9 +291,6 @@ def test_more_token_ids_than_the_host_has_room_for_name_the_options(num_slots: i
 
 
 def test_an_undo_that_fails_does_not_hide_why_the_memory_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: kv_backend.SlotBackend, cache: KVCache, config: kv_backend.BackendConfig) -> None:
-        raise BudgetError("the first error")
-
     close = Pool.close
 
     def close_badly(self: Pool) -> None:
@@ -335,15 +299,10 @@ def test_an_undo_that_fails_does_not_hide_why_the_memory_could_not_be_opened(mon
 
     layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=32, dtype=torch.float32)
     config = kv_backend.BackendConfig(
-        layout=layout,
-        device=torch.device("cpu"),
-        max_sequences=2,
-        max_tokens=512,
-        step_tokens=64,
-        shares_prefixes=True,
+        layout=layout, device=torch.device("cpu"), max_sequences=2, max_tokens=512, step_tokens=64, shares_prefixes=True,
         budget_bytes=8 * MIB,
-    )
-    monkeypatch.setattr(kv_backend.SlotBackend, "__init__", refuse)
+    )  # fmt: skip
+    monkeypatch.setattr(kv_backend.SlotBackend, "__init__", Mock(side_effect=BudgetError("the first error")))
     monkeypatch.setattr(Pool, "close", close_badly)
     with pytest.raises(BudgetError, match="the first error"):
         kv_backend.SlotBackend.open(config)

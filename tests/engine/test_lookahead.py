@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from vmmkv.prefix import PrefixCache
-from vmmkv.server.engine.runner import Readback
 from vmmkv.server.protocol import Beams
 
 LOOKAHEADS = [2, *(pytest.param(steps, marks=pytest.mark.nightly) for steps in (0, 1, 3))]
@@ -92,20 +91,11 @@ def test_the_tokens_are_the_same(harness: MakeHarness, lookahead: int, share: bo
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_so_many_steps_are_in_flight(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
     one = harness(lookahead=lookahead)
-    launched: list[Readback] = []
-    read: list[Readback] = []
-    sample, wait = one.runner.sample, Readback.wait
-
-    def launching(*args: Any) -> Readback:
-        launched.append(sample(*args))
-        return launched[-1]
-
-    def waiting(readback: Readback) -> Any:
-        read.append(readback)
-        return wait(readback)
-
-    monkeypatch.setattr(one.runner, "sample", launching)
-    monkeypatch.setattr(Readback, "wait", waiting)
+    launched: list[Any] = []
+    read: list[Any] = []
+    launch, postprocess = one.engine.launch, one.engine._postprocess
+    monkeypatch.setattr(one.engine, "launch", lambda step: launched.append(step) or launch(step))
+    monkeypatch.setattr(one.engine, "_postprocess", lambda step, results: read.append(step) or postprocess(step, results))
     one.ask("a", prompt_of(5), 20)
     for step in range(1, 20):
         one.step()
@@ -202,8 +192,7 @@ def test_beams_beside_others(harness: MakeHarness, lookahead: int, share: bool) 
     assert found.keys() == beams.keys()
     for name, (prompt, width) in beams.items():
         alone = harness(lookahead=0, eos_ids=EOS)
-        alone.ask(name, prompt, 15, beam_width=width)
-        alone.run()
+        alone.said(prompt, 15, beam_width=width)
         (message,) = (message for message in alone.sent if isinstance(message, Beams))
         assert [beam.token_ids for beam in found[name]] == [beam.token_ids for beam in message.beams]
 
@@ -214,10 +203,7 @@ def test_a_window_that_moves_leaves_what_was_confirmed_usable(harness: MakeHarne
     """It moves by the rows that are launched, and a request that ends then has fewer that count."""
     model = windowed()
     prompt = prompt_of(150)
-    free = harness(model, lookahead=0, ours=True)
-    free.ask("a", prompt, 80, **sampled(1))
-    free.run()
-    tokens = free.tokens("a")
+    tokens = harness(model, lookahead=0, ours=True).said(prompt, 80, **sampled(1))
     ends = [index for index in range(77) if tokens[index] not in tokens[:index]]
     assert len(ends) > 40
     one = harness(model, share=share, lookahead=lookahead, slots=3, step_tokens=200, ours=True)

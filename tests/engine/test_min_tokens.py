@@ -1,6 +1,7 @@
 """Until an answer has `min_tokens`, what would end it cannot be sampled; else it is the answer that it was."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,7 @@ SAMPLED = {"temperature": 1.2, "seed": 5}
 
 def ends_of(harness: MakeHarness, count: int = 3, **options: Any) -> tuple[list[int], frozenset[int]]:
     """What is answered when nothing ends it, and some tokens that come early in it."""
-    free = harness()
-    free.ask("free", PROMPT, 24, **options)
-    free.run()
-    tokens = free.tokens("free")
+    tokens = harness().said(PROMPT, 24, **options)
     return tokens, frozenset(tokens[1 : 1 + count])
 
 
@@ -43,9 +41,7 @@ def test_no_end_comes_before_and_all_else_stays(harness: MakeHarness, ours: bool
     one = harness(ours=ours, lookahead=lookahead, eos_ids=ends, step_tokens=16)
     expected = greedy(one, PROMPT, 20, ends, min_tokens)
     assert len(expected) >= min_tokens
-    one.ask("alone", PROMPT, 20, min_tokens=min_tokens)
-    one.run()
-    assert one.tokens("alone") == expected
+    assert one.said(PROMPT, 20, min_tokens=min_tokens) == expected
     one.ask("beside", PROMPT, 20, min_tokens=min_tokens)
     one.ask("penalised", PROMPT, 20, frequency_penalty=1.0, logit_bias={7: 2.0})
     one.ask("none", PROMPT, 20)
@@ -61,28 +57,22 @@ def test_an_answer_without_ends_is_the_same(harness: MakeHarness, options: dict[
     tokens, _ = ends_of(harness, **options)
     strangers = sorted(set(range(VOCABULARY)) - set(tokens))[:40]
     one = harness(ours=True, eos_ids=frozenset(strangers[:10]))
-    one.ask("one", PROMPT, 24, min_tokens=24, stop_token_ids=strangers[10:], **options)
-    one.run()
-    assert one.tokens("one") == tokens and one.finish_reasons("one")[-1] == "length"
+    assert one.said(PROMPT, 24, min_tokens=24, stop_token_ids=strangers[10:], **options) == tokens
+    assert one.finish_reasons("alone")[-1] == "length"
 
 
 @pytest.mark.parametrize("way", ["eos", "stop_token_ids", "ignore_eos", "bias"])
 def test_every_kind_of_end_is_withheld(harness: MakeHarness, way: str) -> None:
     _, ends = ends_of(harness)
     one = harness(ours=True, eos_ids=ends if way != "stop_token_ids" else frozenset())
-    options: dict[str, Any] = {"min_tokens": 8}
-    if way == "stop_token_ids":
-        options["stop_token_ids"] = sorted(ends)
-    if way == "ignore_eos":
-        options["ignore_eos"] = True
-    if way == "bias":
-        options["logit_bias"] = dict.fromkeys(ends, 100.0)
-    one.ask("one", PROMPT, 12, **options)
-    one.run()
-    tokens = one.tokens("one")
+    options: dict[str, Any] = {
+        "eos": {}, "stop_token_ids": {"stop_token_ids": sorted(ends)}, "ignore_eos": {"ignore_eos": True},
+        "bias": {"logit_bias": dict.fromkeys(ends, 100.0)},
+    }  # fmt: skip
+    tokens = one.said(PROMPT, 12, min_tokens=8, **options[way])
     assert len(tokens) >= 8 and not ends & set(tokens[:8])
     if way == "bias":
-        assert len(tokens) == 8 and one.finish_reasons("one")[-1] == "stop", "it is forced as soon as it may come"
+        assert len(tokens) == 8 and one.finish_reasons("alone")[-1] == "stop", "it is forced as soon as it may come"
 
 
 def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: MakeHarness) -> None:
@@ -100,14 +90,7 @@ def test_a_slot_forgets_the_suppressed_ids_of_its_last_request(harness: MakeHarn
 def test_a_batch_that_has_what_it_asked_for_decodes_as_any(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only steps that withhold something copy their logits."""
     one = harness(ours=True, lookahead=2)
-    adjusted: list[int] = []
-    adjust = one.runner.sampler.adjust
-
-    def counting(*arguments: Any) -> None:
-        adjusted.append(1)
-        adjust(*arguments)
-
-    monkeypatch.setattr(one.runner.sampler, "adjust", counting)
-    one.ask("one", PROMPT, 40, min_tokens=10, stop_token_ids=[VOCABULARY - 1], ignore_eos=True)
-    one.run()
-    assert len(one.tokens("one")) == 40 and len(adjusted) == 10
+    adjust = Mock(wraps=one.runner.sampler.adjust)
+    monkeypatch.setattr(one.runner.sampler, "adjust", adjust)
+    tokens = one.said(PROMPT, 40, min_tokens=10, stop_token_ids=[VOCABULARY - 1], ignore_eos=True)
+    assert len(tokens) == 40 and adjust.call_count == 10

@@ -12,7 +12,6 @@ from tests.engine.conftest import MakeHarness, prompt_of
 from vmmkv.server.engine import prefix_groups
 from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, groups_of
 from vmmkv.server.engine.request import Slots
-from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import Uploads
 
 
@@ -128,7 +127,8 @@ def test_the_device_is_told_where_groups_stand() -> None:
     assert shared.firsts_B.tolist() == [600, 600, 600, 300, 300, 0]
     for tensor in (shared.starts_G1, shared.leaders_G, shared.num_rows_G):
         assert tensor.data_ptr() % 16 == 0 and tensor.dtype == torch.int32
-    placed.clear()
+    placed.upload(np.zeros(0, np.int64), [], uploads)
+    assert uploads.count == 2
     assert not any(tensor.any() for tensor in (shared.starts_G1, shared.leaders_G, shared.num_rows_G, shared.firsts_B))
 
 
@@ -151,7 +151,7 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
         searched += 1
         return groups_of(prompts)
 
-    def share(runner: Runner, slots: Slots, groups: list[PrefixGroup]) -> None:
+    def share(slots: Slots, groups: list[PrefixGroup]) -> None:
         table = one.engine._scheduler.table
         row = 0
         for group in groups:
@@ -161,9 +161,9 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
         placed.append((slots, groups))
 
     monkeypatch.setattr(prefix_groups, "groups_of", searching)
-    monkeypatch.setattr(Runner, "has_prefix_groups", True)
-    monkeypatch.setattr(Runner, "set_prefix_groups", share)
     one = harness(ours=True, share=True, lookahead=lookahead, slots=7)
+    monkeypatch.setattr(one.runner, "has_prefix_groups", True)
+    monkeypatch.setattr(one.runner, "set_prefix_groups", share)
     for index, (name, prompt) in enumerate(asks.items()):
         one.ask(name, prompt, 10 + 3 * index, temperature=1.0, seed=index)
     one.run()

@@ -1,6 +1,7 @@
 """How likely a prompt is: as transformers says, however its chunks, its neighbours and the memory lie."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -67,18 +68,11 @@ def test_a_prompt_of_several_chunks_beside_others(harness: MakeHarness, ours: bo
 def test_slices_of_rows_are_joined(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
     monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 7 * 4 * VOCABULARY)
     one = harness(ours=ours, step_tokens=64)
-    most = []
-    logits = type(one.runner.model).logits
-
-    def watched(model: Any, states_WE: torch.Tensor) -> torch.Tensor:
-        most.append(len(states_WE))
-        return logits(model, states_WE)
-
-    monkeypatch.setattr(type(one.runner.model), "logits", watched)
-    one.ask("one", prompt_of(50), 2, prompt_logprobs=TOP)
-    one.run()
-    assert max(most) == 7 and len(most) == 1 + 7
-    assert_right(one, "one", prompt_of(50))
+    logits = Mock(wraps=one.runner.model.logits)
+    monkeypatch.setattr(one.runner.model, "logits", logits)
+    one.said(prompt_of(50), 2, prompt_logprobs=TOP)
+    assert [len(call.args[0]) for call in logits.call_args_list] == [1, *[7] * 7]
+    assert_right(one, "alone", prompt_of(50))
 
 
 def test_what_a_model_does_behind_its_head_is_done_here_too(harness: MakeHarness) -> None:
@@ -87,18 +81,16 @@ def test_what_a_model_does_behind_its_head_is_done_here_too(harness: MakeHarness
     forward = model.lm_head.forward
     model.lm_head.forward = lambda states: 0.05 * torch.tanh(forward(states))
     one = harness(model, ours=False, step_tokens=16)
-    one.ask("one", prompt_of(40), 2, prompt_logprobs=TOP)
-    one.run()
-    assert_right(one, "one", prompt_of(40))
+    one.said(prompt_of(40), 2, prompt_logprobs=TOP)
+    assert_right(one, "alone", prompt_of(40))
 
 
 def test_answers_come_behind_their_prompts(harness: MakeHarness) -> None:
     one = harness(ours=True, step_tokens=16)
-    one.ask("one", prompt_of(40), 4, prompt_logprobs=0)
-    one.run()
+    one.said(prompt_of(40), 4, prompt_logprobs=0)
     kinds = [type(message) for message in one.sent if isinstance(message, Outputs | PromptLogprobs)]
     assert kinds == [PromptLogprobs] * 3 + [Outputs] * 4
-    assert told(one, "one")[1].shape == (39, 0)
+    assert told(one, "alone")[1].shape == (39, 0)
 
 
 def test_a_prompt_can_be_scored_and_not_continued(harness: MakeHarness) -> None:
@@ -147,7 +139,7 @@ def test_a_scored_prompt_does_not_wait_for_a_common_prefix(harness: MakeHarness)
 def test_prompt_log_probabilities_are_sent_once_despite_preemption(
     harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, share: bool, lookahead: int
 ) -> None:
-    """In the midst of a prompt, to those that press more, and behind it, when pages run out."""
+    """In the midst of a prompt, to more urgent ones, and behind it, when pages run out."""
     one = harness(wide_rows(), budget_pages=6, step_tokens=24, lookahead=lookahead, share=share, ours=True)
     prompts = [prompt_of(150 + 7 * index, index) for index in range(3)]
     scheduler, left = one.engine._scheduler, list[float]()
@@ -161,8 +153,7 @@ def test_prompt_log_probabilities_are_sent_once_despite_preemption(
     for index, prompt in enumerate(prompts):
         one.ask(str(index), prompt, 60, prompt_logprobs=TOP, priority=1)
     for urgent in range(3):
-        for _ in range(3 + 4 * urgent):
-            one.step()
+        one.step(3 + 4 * urgent)
         one.ask(f"urgent {urgent}", prompt_of(200, 90 + urgent), 5)
     one.run()
     assert not one.failures()

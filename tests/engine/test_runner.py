@@ -184,7 +184,7 @@ def steady_over_pages(harness: MakeHarness, num_tokens: int, *, share: bool) -> 
     return one
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_decode_step_makes_the_same_calls_whatever_the_context(
     harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, share: bool
 ) -> None:

@@ -29,21 +29,16 @@ def test_the_newest_of_the_lowest_priority_gives_its_slot(harness: MakeHarness, 
     asked: dict[str, dict[str, Any]] = {"old": {"priority": 1}, "first": {"priority": 2}, "second": {"priority": 2, **sampled}}
     for index, (name, options) in enumerate(asked.items()):
         one.ask(name, prompt_of(40, index), 30, **options)
-    for _ in range(10):
-        one.step()
+    one.step(10)
     one.ask("pressing", prompt_of(30, 7), 20, priority=-1)
-    one.step()
-    one.step()
+    one.step(2)
     assert running(one) == ["old", "first", "pressing"]
     one.run()
     assert not one.failures() and one.engine._scheduler.num_preempted == 1
     names = [output.request_id for output in one.outputs() if output.finish_reason]
     assert names.index("pressing") < names.index("second")
 
-    alone = harness(wide_rows(), ours=True)
-    alone.ask("second", prompt_of(40, 2), 30, **sampled)
-    alone.run()
-    assert one.tokens("second") == alone.tokens("second")
+    assert one.tokens("second") == harness(wide_rows(), ours=True).said(prompt_of(40, 2), 30, **sampled)
     for index, name in enumerate(("old", "first")):
         assert one.tokens(name) == one.expected(prompt_of(40, index), 30)
     assert one.tokens("pressing") == one.expected(prompt_of(30, 7), 20)
@@ -57,8 +52,7 @@ def test_as_many_lower_priorities_are_preempted_as_it_takes(
     one = harness(model(), ours=True, budget_pages=4, step_tokens=512, share=share, lookahead=lookahead)
     for index in range(4):
         one.ask(str(index), prompt_of(40, index), 20, priority=index + 1)  # a page each
-    for _ in range(4):
-        one.step()
+    one.step(4)
     one.ask("pressing", prompt_of(100, 7), 20)  # two pages
     one.step()
     assert running(one) == ["0", "1", "pressing"]
@@ -98,8 +92,7 @@ def test_no_preemption_while_sliding_windows_makes_room(harness: MakeHarness, sh
     one.ask("long", prompt_of(250), 60, priority=1)
     one.step()
     one.ask("pressing", prompt_of(100, 1), 10)
-    one.step()
-    one.step()
+    one.step(2)
     assert running(one) == ["long", "pressing"]
     one.run()
     assert not one.failures() and one.engine._scheduler.num_preempted == 0
@@ -109,30 +102,27 @@ def test_no_preemption_that_would_not_suffice(harness: MakeHarness) -> None:
     one = harness(wide_rows(), slots=4)
     one.ask("equal", prompt_of(20), 12)
     one.ask("lesser", prompt_of(20, 1), 30, priority=1)
-    one.step()
-    one.step()
+    one.step(2)
     one.ask("beams", prompt_of(20, 2), 4, beam_width=4)
     one.step()
     assert running(one) == ["equal", "lesser"], "with the slot of one of them there would still be too few"
     one.run()
     assert not one.failures()
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=4))
+    check(answer(one, "beams"), by_transformers(one.model, prompt_of(20, 2), width=4, max_new_tokens=4))
 
 
 @LOOKAHEADS
 def test_a_search_is_preempted_whole_and_waits_for_the_request_that_did(harness: MakeHarness, lookahead: int) -> None:
     one = harness(wide_rows(), slots=4, share=True, lookahead=lookahead)
     one.ask("beams", prompt_of(20, 2), 12, beam_width=4, priority=1)
-    for _ in range(6):
-        one.step()
+    one.step(6)
     one.ask("pressing", prompt_of(20), 25)
-    one.step()
-    one.step()
+    one.step(2)
     assert running(one) == ["pressing"]
     one.run()
     assert one.engine._scheduler.num_preempted == 1
     assert one.tokens("pressing") == one.expected(prompt_of(20), 25)
-    check(answer(one, "beams"), by_transformers(one, prompt_of(20, 2), width=4, max_new_tokens=12))
+    check(answer(one, "beams"), by_transformers(one.model, prompt_of(20, 2), width=4, max_new_tokens=12))
 
 
 def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: MakeHarness) -> None:
@@ -142,8 +132,7 @@ def test_no_preemption_for_a_request_that_cannot_fit_beside_its_equals(harness: 
     one.ask("equal", prompt_of(3 * rows - 200, 1), 60)
     for index in range(2):
         one.ask(f"low {index}", prompt_of(rows - 100, 2 + index), 30, priority=5)
-    for _ in range(25):
-        one.step()
+    one.step(25)
     one.ask("large", prompt_of(4 * rows - 300, 9), 5)
     for _ in range(6):
         one.step()
@@ -161,8 +150,7 @@ def test_a_request_with_a_slot_and_no_memory_waits_and_the_loop_goes_on(
     most = one.cache.layout.tokens_in(6)
     one.ask("large", prompt_of(most * 2 // 3, 1), 20)
     one.ask("small", prompt_of(5, 2), 20, priority=1)
-    for _ in range(4):
-        one.step()
+    one.step(4)
     one.ask("as large", prompt_of(most * 2 // 3, 3), 20, **options)
     one.step()
     assert running(one) == ["large", "small"]
@@ -245,8 +233,7 @@ def test_an_aborted_request_leaves_what_it_computed(harness: MakeHarness, lookah
     one = harness(share=True, step_tokens=64, lookahead=lookahead)
     prompt = prompt_of(300)
     one.ask("gone", prompt)
-    for _ in range(3):
-        one.engine.step()
+    one.step(3)
     one.engine.receive(Abort(request_id="gone"))
     one.ask("next", prompt)
     one.run()

@@ -127,9 +127,7 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
         else:
             assert sum(ends[each.name].values()) == 1, f"{each.name} ended as {ends[each.name]}"
     failures = one.failures()
-    for each in asked:
-        if each.name not in failures:
-            continue
+    for each in (each for each in asked if each.name in failures):
         if each.refusal is not None:
             assert failures[each.name].startswith(each.refusal)
         else:
@@ -137,9 +135,8 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
             assert each.options.get("beam_width") or each.rows > BUDGET_PAGES * PAGE_TOKENS
     assert {each.name for each in asked if each.refusal is not None} <= failures.keys()
     kinds = Counter(kind for each in ends.values() for kind in each.elements())
-    assert (
-        min(kinds[kind] for kind in ("stop", "length", "beams", "failed")) > 20 * share and len(sent_before_abort) > 100 * share
-    )
+    assert min(kinds[kind] for kind in ("stop", "length", "beams", "failed")) > 20 * share
+    assert len(sent_before_abort) > 100 * share
     assert scheduler.num_preempted > 20 * share, "memory was short"
     assert one.prefix is not None
     assert one.prefix.stats().hit_tokens > 50_000 * share
@@ -157,11 +154,10 @@ def test_every_request_ends_once_and_nothing_is_left(count: int, seed: int | Non
     stats = one.cache.stats()
     assert stats.mapped_bytes == stats.pending_reclaim_bytes == stats.pool_used_bytes == 0
     assert stats.pool_held_bytes == 0, "the pool has everything back"
-    for each in chance.sample(
-        [each for each in asked if ends[each.name].keys() & {"stop", "length"}], max(16, int(40 * share))
-    ):
+    answered = [each for each in asked if ends[each.name].keys() & {"stop", "length"}]
+    for each in chance.sample(answered, max(16, int(40 * share))):
         assert one.tokens(each.name) == tokens_alone(each), each.name
-    scored = [each for each in asked if each.options.get("prompt_logprobs") and ends[each.name].keys() & {"stop", "length"}]
+    scored = [each for each in answered if each.options.get("prompt_logprobs")]
     assert len(scored) > 50 * share
     told = Counter[str]()
     for message in one.sent:
@@ -220,8 +216,7 @@ def endings(one: Harness) -> dict[str, Counter[str]]:
 
 def tokens_alone(each: Asked) -> list[int]:
     """What it is told in an engine of its own, which knows nothing and has enough."""
-    alone = Harness(model(), ours=True, lookahead=0, slots=1, budget_pages=20, eos_ids=EOS)
-    alone.ask(each.name, each.prompt, each.max_new_tokens, **each.options)
-    alone.run()
-    alone.close()
-    return alone.tokens(each.name)
+    one = Harness(model(), ours=True, lookahead=0, slots=1, budget_pages=20, eos_ids=EOS)
+    tokens = one.said(each.prompt, each.max_new_tokens, **each.options)
+    one.close()
+    return tokens

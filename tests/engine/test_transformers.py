@@ -9,75 +9,60 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BloomConfig,
-    DeepseekV3Config,
-    DogeConfig,
-    Gemma2Config,
-    GemmaConfig,
-    GPTBigCodeConfig,
-    GPTNeoXConfig,
-    JetMoeConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    MoshiConfig,
-    OlmoeConfig,
-    OPTConfig,
-    PhiConfig,
-    PhimoeConfig,
-    PreTrainedConfig,
-)
+import transformers as hf
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.llama import modeling_llama
 
 from tests.engine.conftest import MakeHarness, prompt_of
 from tests.engine.decoder_models import FAMILIES, model_of, small
 from vmmkv import MIB
+from vmmkv.adapters.transformers import attention
 from vmmkv.errors import OutOfPages
 from vmmkv.server import LLM, SamplingParams
 from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.loading import choose_max_tokens
 from vmmkv.server.engine.models.decoder import DecoderModel
-from vmmkv.server.engine.models.transformers import TransformersModel
+from vmmkv.server.engine.models.transformers import NAME, TransformersModel
 from vmmkv.server.models import UnsupportedModel
 
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
 """Of models that choose some of their experts for each token."""
 
 OPT = "opt, whose head calls a part of a part"
-BLOOM = BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
-RIGHT: dict[str, Callable[[], PreTrainedConfig]] = {
-    "mixtral": lambda: small(MixtralConfig, num_local_experts=4, **EXPERTS),
-    "olmoe": lambda: small(OlmoeConfig, num_experts=4, **EXPERTS),
-    "bert, a decoder": lambda: small(BertConfig, num_key_value_heads=4, is_decoder=True),
-    "gpt-bigcode, one head of many in its configuration": lambda: small(GPTBigCodeConfig, num_key_value_heads=4, n_inner=96),
-    OPT: lambda: small(OPTConfig, num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64),
-    "phimoe, a window in its mask alone": lambda: small(PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
+BLOOM = hf.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
+RIGHT: dict[str, Callable[[], hf.PreTrainedConfig]] = {
+    "mixtral": lambda: small(hf.MixtralConfig, num_local_experts=4, **EXPERTS),
+    "olmoe": lambda: small(hf.OlmoeConfig, num_experts=4, **EXPERTS),
+    "bert, a decoder": lambda: small(hf.BertConfig, num_key_value_heads=4, is_decoder=True),
+    "gpt-bigcode, one head of many in its configuration": lambda: small(hf.GPTBigCodeConfig, num_key_value_heads=4, n_inner=96),
+    OPT: lambda: small(hf.OPTConfig, num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64),
+    "phimoe, a window in its mask alone": lambda: small(hf.PhimoeConfig, num_local_experts=4, sliding_window=16, **EXPERTS),
 }
-REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+REFUSED: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
     "bert, an encoder": (
-        lambda: small(BertConfig, num_key_value_heads=4),
+        lambda: small(hf.BertConfig, num_key_value_heads=4),
         "asks for attention to later tokens too (is it an encoder?)",
     ),
-    "doge, biases in its mask": (lambda: small(DogeConfig), "DogeAttention asks for a mask of its own"),
+    "doge, biases in its mask": (lambda: small(hf.DogeConfig), "DogeAttention asks for a mask of its own"),
     "deepseek-v3, latents": (
-        lambda: small(DeepseekV3Config, kv_lora_rank=16),
+        lambda: small(hf.DeepseekV3Config, kv_lora_rank=16),
         "a model of type deepseek_v3 cannot be served: it keeps latents (kv_lora_rank)",
     ),
     "jetmoe, heads for each expert": (
-        lambda: small(JetMoeConfig, kv_channels=16, num_local_experts=4),
+        lambda: small(hf.JetMoeConfig, kv_channels=16, num_local_experts=4),
         "JetMoeForCausalLM cannot be served: JetMoeAttention gives keys of 4 heads of 16 and values of 4 heads of 16",
     ),
     "gemma 2, capped scores": (
-        lambda: small(Gemma2Config, head_dim=16, attn_logit_softcapping=50.0),
+        lambda: small(hf.Gemma2Config, head_dim=16, attn_logit_softcapping=50.0),
         "Gemma2Attention asks for softcap, which vmmkv does not do yet",
     ),
     "bloom": (lambda: BLOOM, "BloomForCausalLM has an attention of its own"),
-    "llama, made an encoder": (lambda: small(LlamaConfig, is_causal=False), "asks for attention to later tokens too"),
+    "llama, made an encoder": (
+        lambda: small(hf.LlamaConfig, is_causal=False),
+        "asks for attention to later tokens too",
+    ),
     "moshi, a window for one attention only": (
-        lambda: small(MoshiConfig, head_dim=16, ffn_dim=96, num_hidden_layers=2, sliding_window=16),
+        lambda: small(hf.MoshiConfig, head_dim=16, ffn_dim=96, num_hidden_layers=2, sliding_window=16),
         "MoshiAttention attends to all rows in layer 0, where the configuration says the last 16 rows",
     ),
 }
@@ -100,7 +85,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 def assert_tokens_are_those_of_transformers(
-    config: PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
+    config: hf.PreTrainedConfig, directory: Path, device: str, lengths: Sequence[int] = LENGTHS, **options: Any
 ) -> None:
     model = model_of(config)
     model.set_attn_implementation("sdpa")
@@ -119,7 +104,7 @@ def assert_tokens_are_those_of_transformers(
 def test_a_window_in_the_mask_alone_gives_back_the_rows_before_it(tmp_path: Path) -> None:
     """Rows of 16 KiB, so that pages are passed within the test: what read from row 0 met memory that was no longer mapped."""
     config = small(
-        PhimoeConfig, hidden_size=512, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16,
+        hf.PhimoeConfig, hidden_size=512, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16,
         num_local_experts=2, sliding_window=16,
     )  # fmt: skip
     assert_tokens_are_those_of_transformers(config, tmp_path, "cpu", [290], max_tokens=400, max_num_batched_tokens=32)
@@ -139,7 +124,7 @@ def test_a_mask_of_later_tokens_is_refused_even_if_layers_say_causal(tmp_path: P
         return create_bidirectional_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", later_tokens_too)
-    small(LlamaConfig).save_pretrained(tmp_path)
+    small(hf.LlamaConfig).save_pretrained(tmp_path)
     reason = r"LlamaForCausalLM cannot be served: the model asks for attention to later tokens too"
     with (
         pytest.raises(UnsupportedModel, match=reason),
@@ -177,9 +162,9 @@ SMOLLM2 = {
 }  # fmt: skip
 """The shape of SmolLM2-135M, an eighth as wide."""
 
-MODELS: dict[str, Callable[[], PreTrainedConfig]] = FAMILIES | {
-    "smollm2": lambda: small(LlamaConfig, **SMOLLM2),
-    "mistral, window of 16": lambda: small(MistralConfig, head_dim=32, sliding_window=16),
+MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = FAMILIES | {
+    "smollm2": lambda: small(hf.LlamaConfig, **SMOLLM2),
+    "mistral, window of 16": lambda: small(hf.MistralConfig, head_dim=32, sliding_window=16),
 }
 FAMILY_LENGTHS = (1, 2, 15, 16, 17, 63, 130)
 
@@ -216,12 +201,12 @@ def test_and_with_what_is_shared(harness: MakeHarness, monkeypatch: pytest.Monke
     assert sum(output.cached_tokens for output in one.outputs()) >= 3 * len(shared) - 3
 
 
-OTHERS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "gemma": (lambda: small(GemmaConfig, head_dim=16), "model_type is 'gemma'"),
-    "gpt-neox": (lambda: small(GPTNeoXConfig, num_key_value_heads=4), "model_type is 'gpt_neox'"),
-    "phi": (lambda: small(PhiConfig), "model_type is 'phi'"),
-    "llama with another activation": (lambda: small(LlamaConfig, hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "llama of odd heads": (lambda: small(LlamaConfig, head_dim=20), "head_dim is 20"),
+OTHERS: dict[str, tuple[Callable[[], hf.PreTrainedConfig], str]] = {
+    "gemma": (lambda: small(hf.GemmaConfig, head_dim=16), "model_type is 'gemma'"),
+    "gpt-neox": (lambda: small(hf.GPTNeoXConfig, num_key_value_heads=4), "model_type is 'gpt_neox'"),
+    "phi": (lambda: small(hf.PhiConfig), "model_type is 'phi'"),
+    "llama with another activation": (lambda: small(hf.LlamaConfig, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "llama of odd heads": (lambda: small(hf.LlamaConfig, head_dim=20), "head_dim is 20"),
 }
 
 
@@ -253,7 +238,4 @@ def test_transformers_runs_the_others_and_it_is_said_why(tmp_path: Path, caplog:
 
 def test_the_engines_attention_has_a_name_of_its_own() -> None:
     """transformers keeps such functions by name, for the whole process."""
-    from vmmkv.adapters.transformers import attention
-    from vmmkv.server.engine.models import transformers
-
-    assert transformers.NAME != attention.NAME
+    assert NAME != attention.NAME
