@@ -23,13 +23,8 @@ from vmmkv.server.engine.request import Chunk, Request
 from vmmkv.server.protocol import Beam, FinishReason
 from vmmkv.server.sampling_params import MAX_LENGTH_PENALTY
 
-
-class Candidate(NamedTuple):
-    """A token that may come next after some beam."""
-
-    log_probability: float
-    """Of this token alone, under the model's own distribution."""
-    token: int
+Candidates = Sequence[tuple[int, float]]
+"""Token ids that may come next after some beam, and the log-probability of each alone, the likeliest first."""
 
 
 class Continuation(NamedTuple):
@@ -110,7 +105,7 @@ class BeamSearch:
         """Is no beam live any more? Then `best` is final."""
         return not self.live
 
-    def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Continuation]:
+    def advance(self, candidates: Sequence[Candidates]) -> list[Continuation]:
         """One step: the candidates of each live beam, in its order, at least its `num_candidates` likeliest.
 
         Returns the new live beams; none when the search is done. Equally likely ones keep the order given.
@@ -121,7 +116,7 @@ class BeamSearch:
         extensions = [
             (beam.log_probability + log_probability, Continuation(parent, token))
             for parent, (beam, own) in enumerate(zip(self.live, candidates, strict=True))
-            for log_probability, token in own
+            for token, log_probability in own
         ]
         extensions.sort(key=lambda extension: -extension[0])
         survivors: list[LiveBeam] = []
@@ -184,7 +179,7 @@ class BeamGroup:
         """Of the live beams, in the search's order."""
         self._request = request
         self._cache = cache
-        self._candidates: dict[KVSequence, list[Candidate]] = {}
+        self._candidates: dict[KVSequence, Candidates] = {}
         """Of the beams that have been computed in this round."""
         self._continuations: list[Continuation] = []
         """Beams of the next round that have no sequence yet."""
@@ -204,7 +199,7 @@ class BeamGroup:
                 found.append(Chunk(request, sequence, sequence.length, token, num_candidates=count, of_beam=True))
         return found
 
-    def take(self, sequence: KVSequence, candidates: list[Candidate]) -> list[Beam] | None:
+    def take(self, sequence: KVSequence, candidates: Candidates) -> list[Beam] | None:
         """A beam has been computed; when all have, the search advances. Returns the answers once it is done."""
         self._candidates[sequence] = candidates
         if len(self._candidates) < len(self.sequences):

@@ -342,7 +342,7 @@ class Engine:
             return True
         elif results.tokens[row] == NOT_A_NUMBER:
             self._fail([request], _NO_NUMBERS)
-        elif (found := request.beams.take(chunk.sequence, results.candidates[row])) is not None:
+        elif (found := request.beams.take(chunk.sequence, results.logprobs[row].likeliest)) is not None:
             self._num_generated_tokens += sum(len(beam.token_ids) for beam in found)
             first = {"cached_tokens": request.num_cached, "queued_us": request.queued_us}
             self._send(Beams(request_id=request.ask.request_id, beams=found, **first))

@@ -23,17 +23,15 @@ import torch
 
 from vmmkv.server.engine import prompt_logprobs
 from vmmkv.server.engine.attention import AttentionMetadata
-from vmmkv.server.engine.beams import Candidate
 from vmmkv.server.engine.kv_backend import EngineCache, Slots, TokenIds
 from vmmkv.server.engine.models import EngineModel
 from vmmkv.server.engine.prefix_groups import GroupTensors, PrefixGroup
 from vmmkv.server.engine.prompt_logprobs import PromptScores, ScoredRows, States
 from vmmkv.server.engine.request import Step
-from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, likeliest, logprobs
+from vmmkv.server.engine.sampler import NOT_A_NUMBER, Sampler, logprobs
 from vmmkv.server.engine.uploads import ALIGNED_ELEMENTS, Array, TokenMasks, Uploads, aligned_parts, apply_masks, packed_size
 from vmmkv.units import round_up
 
-Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 ON_DEVICE: Final = -1
@@ -149,18 +147,16 @@ class Runner:
         tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
         readback = Readback(_to_host(tokens_R))
         wanted = self.sampler.num_logprobs[forwarded.slots]
+        for row, count in forwarded.candidates:
+            wanted[row] = count
         if len(rows := np.flatnonzero(wanted >= 0)):
             (rows_R,) = self.uploads.pack([rows])
-            readback.logprobs = _Asked(
-                list(zip(rows.tolist(), wanted[rows].tolist(), strict=True)),
-                logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), int(wanted.max())),
-            )
-        if forwarded.candidates:
-            (rows_R,) = self.uploads.pack([[row for row, _ in forwarded.candidates]])
-            most = max(count for _, count in forwarded.candidates)
-            readback.candidates = _Asked(forwarded.candidates, likeliest(forwarded.logits_RV[rows_R.long()], most))
+            readback.rows = list(zip(rows.tolist(), wanted[rows].tolist(), strict=True))
+            found = logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), int(wanted.max()))
+            readback.logprobs = [_to_host(tensor) for tensor in found]
         if forwarded.states is not None:
-            readback.scores = _Asked(forwarded.states.scored, prompt_logprobs.scores(self.model, forwarded.states))
+            readback.scored = forwarded.states.scored
+            readback.scores = [_to_host(tensor) for tensor in prompt_logprobs.scores(self.model, forwarded.states)]
         if tokens_R.is_cuda:
             readback.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             readback.done.record()
@@ -209,19 +205,9 @@ class Results(NamedTuple):
     tokens: TokenIds
     """By row."""
     logprobs: dict[int, Logprobs]
-    """By row, where they are wanted."""
-    candidates: dict[int, list[Candidate]]
-    """By row of a beam search, the likeliest first."""
+    """By row, where they are wanted, or the row is a beam's: then `likeliest` are the candidates."""
     scores: dict[int, PromptScores]
     """By chunk of the step, where log-probabilities of the prompt are wanted."""
-
-
-class _Asked(Generic[Row]):
-    """What some rows ask for beside their tokens, on its way to the host."""
-
-    def __init__(self, rows: Sequence[Row], found: Sequence[torch.Tensor]) -> None:
-        self.rows: Final = rows
-        self.found: Final = [_to_host(tensor) for tensor in found]
 
 
 @dataclass(slots=True)
@@ -229,10 +215,11 @@ class Readback:
     """The results of a step on their way to the host, through pinned memory."""
 
     tokens_R: torch.Tensor
-    logprobs: _Asked[tuple[int, int]] | None = None
-    """Of rows, with how many of the likeliest tokens each wants."""
-    candidates: _Asked[tuple[int, int]] | None = None
-    scores: _Asked[tuple[int, ScoredRows]] | None = None
+    rows: Sequence[tuple[int, int]] = ()
+    """Rows with log-probabilities, and how many of the likeliest tokens each wants."""
+    logprobs: Sequence[torch.Tensor] = ()
+    scored: Sequence[tuple[int, ScoredRows]] = ()
+    scores: Sequence[torch.Tensor] = ()
     done: torch.cuda.Event | None = None
     """Recorded behind all of it; None on a CPU."""
 
@@ -240,19 +227,12 @@ class Readback:
         """The results. Blocks until the device is done with the step. It can be called again."""
         if self.done is not None:
             self.done.synchronize()
-        found = Results(self.tokens_R.numpy(), {}, {}, {})
-        if self.logprobs is not None:
-            chosen, values, ids = (tensor.tolist() for tensor in self.logprobs.found)
-            for index, (row, count) in enumerate(self.logprobs.rows):
-                pairs = list(zip(ids[index][:count], values[index][:count], strict=True))
-                found.logprobs[row] = Logprobs(chosen[index], pairs)
-        if self.candidates is not None:
-            values, ids = (tensor.tolist() for tensor in self.candidates.found)
-            for index, (row, count) in enumerate(self.candidates.rows):
-                found.candidates[row] = list(map(Candidate, values[index][:count], ids[index][:count]))
-        if self.scores is not None:
-            found.scores.update(prompt_logprobs.read(self.scores.rows, *self.scores.found))
-        return found
+        found: dict[int, Logprobs] = {}
+        if self.rows:
+            each_row = zip(self.rows, *(tensor.tolist() for tensor in self.logprobs), strict=True)
+            for (row, count), chosen, values, ids in each_row:
+                found[row] = Logprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
+        return Results(self.tokens_R.numpy(), found, prompt_logprobs.read(self.scored, *self.scores) if self.scored else {})
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from vmmkv.server.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vmmkv.server.engine.request import Request
 
-__all__ = ["NOT_A_NUMBER", "Sampler", "likeliest", "logprobs"]
+__all__ = ["NOT_A_NUMBER", "Sampler", "logprobs"]
 
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NUM_PLANES: Final = len(_FLOATS) + 3
@@ -277,13 +277,6 @@ class MinTokens:
         is_early_B1 = (positions_B < min_length_S[slots_B])[:, None]
         # Equal ids of a row are written the same.
         logits_BV.scatter_(1, ids_BE, logits_BV.gather(1, ids_BE).masked_fill(is_early_B1, -torch.inf))
-
-
-def likeliest(logits_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, count] float32 log-probabilities, the highest first, and their int64 token ids; at most V of them."""
-    logprobs_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
-    best = logprobs_BV.topk(min(count, logits_BV.shape[-1]), dim=-1)
-    return best.values, best.indices
 
 
 def logprobs(

@@ -10,7 +10,7 @@ import numpy as np
 
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
-from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots
+from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
 from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
 
@@ -161,12 +161,7 @@ class Scheduler:
             request.status = Status.FINISHED
             self._num_refused = 0
             return
-        self._stop(request)
-        if self._prefix is None or not keep:
-            request.memory.close()
-        else:
-            self._prefix.park(request.memory, request.confirmed_tokens)
-        request.leave(Status.FINISHED)
+        self._stop(request, Status.FINISHED, self._prefix.park if self._prefix is not None and keep else None)
 
     def memory_changed(self) -> None:
         """There may be room now for requests that found none."""
@@ -322,8 +317,8 @@ class Scheduler:
             except Exception as error:
                 raise CannotRun(request, error, "this request cannot go on") from error
 
-    def _stop(self, request: Request) -> None:
-        """It runs no longer. Of its memory only its own sequence is left."""
+    def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
+        """It runs no longer. `keep` takes its own sequence, and what it has computed."""
         self.running.remove(request)
         self._decoding = None
         self._num_refused = 0
@@ -332,6 +327,11 @@ class Scheduler:
             request.beams = None
         else:
             self._sampler.release(request.memory.slot)
+        if keep is None:
+            request.memory.close()
+        else:
+            keep(request.memory, request.confirmed_tokens)
+        request.leave(status)
 
     def _least_urgent(self) -> Request:
         """The newest running request of the lowest priority."""
@@ -367,12 +367,7 @@ class Scheduler:
         """Take its memory; it waits to be computed again. A beam search waits until at most `max_others` run."""
         if request.beams is not None:
             request.max_others = max_others
-        self._stop(request)
-        if self._prefix is None:
-            request.memory.close()
-        else:
-            self._prefix.release(request.memory, request.confirmed_tokens)
-        request.leave(Status.WAITING)
+        self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
         self.waiting.insert(0, request)
         self.num_preempted += 1
 

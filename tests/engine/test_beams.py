@@ -14,11 +14,10 @@ from transformers import LlamaForCausalLM
 from tests.attending import attending_by
 from tests.engine.conftest import Harness, MakeHarness, prompt_of, tiny_model, windowed
 from vmmkv import DriverError, KVCache
-from vmmkv.server.engine.beams import BeamSearch, Candidate
-from vmmkv.server.engine.sampler import likeliest
+from vmmkv.server.engine.beams import BeamSearch, Candidates
 from vmmkv.server.protocol import Abort, Beam, Beams, decode_from_engine, encode
 
-Model = Callable[[Sequence[int]], list[Candidate]]
+Model = Callable[[Sequence[int]], Candidates]
 """From a beam's tokens to all that may come next, the likeliest first."""
 
 
@@ -49,9 +48,9 @@ def test_it_finds_what_transformers_finds(width: int, num_stops: int, length_pen
     llama, prompt = model_of(), prompt_of(11, 5)
 
     @torch.inference_mode()
-    def model(tokens: Sequence[int]) -> list[Candidate]:
-        logprobs, ids = likeliest(llama(torch.tensor([[*prompt, *tokens]])).logits[:, -1], llama.config.vocab_size)
-        return [Candidate(*pair) for pair in zip(logprobs[0].tolist(), ids[0].tolist(), strict=True)]
+    def model(tokens: Sequence[int]) -> Candidates:
+        best = llama(torch.tensor([[*prompt, *tokens]])).logits[0, -1].log_softmax(-1).sort(descending=True)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
     # Tokens that the search comes by: a stop in reach of some beams and not of others.
     seen = dict.fromkeys(token for beam in search(model, width=8, max_new_tokens=10) for token in beam.token_ids[2:])
@@ -67,11 +66,11 @@ def test_it_finds_what_transformers_finds(width: int, num_stops: int, length_pen
 def random_model(seed: int, vocabulary: int) -> Model:
     """Any log-probabilities, a function of the tokens alone."""
 
-    def model(tokens: Sequence[int]) -> list[Candidate]:
+    def model(tokens: Sequence[int]) -> Candidates:
         weights = random.Random(f"{seed} {list(tokens)}")
         chances = [weights.random() ** 3 + 1e-6 for _ in range(vocabulary)]
-        logprobs = [Candidate(math.log(chance / sum(chances)), token) for token, chance in enumerate(chances)]
-        return sorted(logprobs, reverse=True)
+        logprobs = [(token, math.log(chance / sum(chances))) for token, chance in enumerate(chances)]
+        return sorted(logprobs, key=lambda each: -each[1])
 
     return model
 
@@ -82,7 +81,7 @@ def test_beams_for_every_sequence_find_the_best_there_is(seed: int) -> None:
 
     def endings(tokens: tuple[int, ...], log_probability: float) -> dict[tuple[int, ...], float]:
         ended = {}
-        for chance, token in model(tokens):
+        for token, chance in model(tokens):
             if token == stop:
                 ended[tokens] = log_probability + chance
             elif len(tokens) + 1 == longest:
@@ -101,7 +100,7 @@ def test_beams_for_every_sequence_find_the_best_there_is(seed: int) -> None:
 
 def test_it_stops_when_nothing_live_can_win() -> None:
     one = BeamSearch(width=1, max_new_tokens=1000, stop_ids=frozenset([9]))
-    assert one.advance([[Candidate(-0.1, 9), Candidate(-2.0, 1)]]) == []
+    assert one.advance([[(9, -0.1), (1, -2.0)]]) == []
     assert one.done
     assert one.best(5) == [Beam(token_ids=[], score=-0.1, finish_reason="stop")]
 
@@ -109,7 +108,7 @@ def test_it_stops_when_nothing_live_can_win() -> None:
 def test_long_beams_go_as_they_came() -> None:
     one = BeamSearch(width=2, max_new_tokens=50_000)
     while not one.done:
-        one.advance([[Candidate(-0.5, 3), Candidate(-1.0, 4), Candidate(-1.5, 5)]] * len(one.live))
+        one.advance([[(3, -0.5), (4, -1.0), (5, -1.5)]] * len(one.live))
     assert one.best(1)[0].token_ids == [3] * 50_000
     del one  # without recursing once a token
 
