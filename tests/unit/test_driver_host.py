@@ -40,7 +40,7 @@ class TestHostDriverLaws(DriverLaws):
 # memory
 
 
-def test_memory_is_there_at_create_and_gone_with_the_last_mapping_of_a_released_handle(driver: HostDriver) -> None:
+def test_memory_is_taken_at_create_and_goes_with_a_released_handles_last_mapping(driver: HostDriver) -> None:
     address, handle = driver.reserve(2 * PAGE_BYTES), driver.create(PAGE_BYTES)
     assert file_bytes(driver) == PAGE_BYTES
     put(driver, address, handle)

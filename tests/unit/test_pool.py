@@ -75,18 +75,6 @@ def test_a_device_that_there_is_not_is_answered_with_those_that_there_are(device
     Pool("cpu:0", PAGE_BYTES).close()
 
 
-def test_more_than_the_budget_is_refused_with_what_would_work(pool):
-    pool.acquire(18)
-    with pytest.raises(
-        OutOfPages,
-        match=rf"3 pages \(6\.0 MiB\) are needed, 2 are free and 0 can be evicted.* {21 * PAGE_BYTES} bytes \(42\.0 MiB\)",
-    ):
-        pool.acquire(3)
-    assert counts(pool) == (18, 18, 0)
-    pool.resize(21 * PAGE_BYTES)
-    pool.acquire(3)
-
-
 # extents
 
 
