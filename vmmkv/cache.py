@@ -418,7 +418,7 @@ class KVCache(_Planes):
             """[1 + slots] what `limit` holds on the device; read-only."""
             self.lengths: Final = _read_only(self.table.lengths)
             """[1 + slots] tokens written, by slot; read-only."""
-            pool.attach(self)
+            pool.caches.append(self)
             self._attached = True
 
     # sequences
@@ -699,7 +699,7 @@ class KVCache(_Planes):
                 num_tokens=int(table.lengths.sum()),
                 num_sequences=len(self.sequences),
                 num_parked=len(self.parked_slots),
-                num_slots=table.num_slots,
+                num_slots=self.num_slots,
                 blocked_steps=self.blocked_steps,
                 blocked_us=self.blocked_us,
                 mapped_pages=memory.mapped_pages,
@@ -752,7 +752,7 @@ class KVCache(_Planes):
         with self.pool.lock:
             if self._attached:
                 self.memory.close()
-                self.pool.detach(self)
+                self.pool.caches.remove(self)
                 self._attached = False
 
     def check(self) -> None:

@@ -113,7 +113,7 @@ class World:
             stats.mapped_bytes - (0 if cached else stats.parked_bytes),
             stats.num_parked if cached else 0,
             (stats.num_tokens, stats.num_sequences, stats.blocked_steps, stats.adopted_slots, stats.pool_budget_bytes),
-            len(self.pool._caches),
+            len(self.pool.caches),
         ]
 
     def end(self) -> None:

@@ -57,7 +57,7 @@ def interrupt(name: str, number: int | None) -> int:
         before = signal.getsignal(signal.SIGINT)
         lines = run_with_interrupt(lambda: operation.act(world), number)
         assert signal.getsignal(signal.SIGINT) is before
-        for cache in list(world.pool._caches):
+        for cache in list(world.pool.caches):
             cache.check()
         if not world.pool.closed:
             world.pool.check()

@@ -27,7 +27,7 @@ def driver():
 def pool(driver):
     pool = Pool("cpu", 20 * PAGE_BYTES, driver=driver)
     yield pool
-    for cache in list(pool._caches):
+    for cache in list(pool.caches):
         cache.close()
     pool.closed = True  # it need not be: what tests acquire themselves is on a fake device
 

@@ -37,8 +37,6 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, num_groups: int) -> None:
-        self.num_slots = num_slots
-        """Slots that sequences can have: 1 to num_slots."""
         num_rows = 1 + num_slots
         self.states = np.zeros(num_rows, dtype=np.int8)
         self.states[0] = SlotState.NULL

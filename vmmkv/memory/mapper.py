@@ -75,8 +75,6 @@ class Growth:
         self.targets = targets
         self.num_mapped = 0
         """Pages."""
-        self.mapping_us = 0.0
-        """Mean time to create and map a new extent, without what the pool may have waited for."""
         self._mapper = mapper
         self._new: list[Mapping] = []
         self._revived: list[tuple[Mapping, Fence]] = []
@@ -101,7 +99,10 @@ class Growth:
             self._mapper.reclaim([mapping], fence)
 
     def stage(self, *, wait: bool) -> None:
-        """Revive, alias and map what is missing below the targets' ends. See Mapper.stage."""
+        """Revive, alias and map what is missing below the targets' ends. See Mapper.stage.
+
+        What the pool may wait for is no part of the measured cost of a mapping.
+        """
         missing: list[tuple[Target, int, int]] = []
         for target in self.targets:
             page = target.span.end_page
@@ -125,7 +126,8 @@ class Growth:
             for target, page, num_pages in missing:
                 self._map(target, page, unused[num_pages])
             if missing:
-                self.mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / len(missing)
+                mapping_us = (time.perf_counter_ns() - began_ns) / 1e3 / len(missing)
+                self._mapper.map_us += _SMOOTHING * (mapping_us - self._mapper.map_us)
         finally:
             for extents in unused.values():
                 for extent in extents:
@@ -250,8 +252,6 @@ class Mapper:
         except BaseException:
             growth.rollback()
             raise
-        if growth.mapping_us:
-            self.map_us += _SMOOTHING * (growth.mapping_us - self.map_us)
         return growth
 
     def pages_within(self, budget_us: float) -> int:

@@ -177,7 +177,8 @@ class Pool:
         self.closed = False
         self.null_page: Final = NullPage(self.driver)
         self._free: dict[int, list[Extent]] = {num_pages: [] for num_pages in SIZE_CLASSES}
-        self._caches: list[KVCache] = []
+        self.caches: list[KVCache] = []
+        """Internal: those that are open."""
         self._clock = 0
 
     # extents
@@ -277,16 +278,12 @@ class Pool:
             self.check_open()
             self.check_capture()
             budget_bytes = _checked_budget(budget_bytes)
-            if budget_bytes < self.used_bytes:
-                raise BudgetError(
-                    f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(self.used_bytes)} that running "
-                    f"sequences hold; close or park some, or ask for at least {self.used_bytes} bytes"
-                )
-            least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self._caches)
+            least_bytes = self.used_bytes + sum(cache.unevictable_bytes() for cache in self.caches)
             if budget_bytes < least_bytes:
                 raise BudgetError(
                     f"budget_bytes={format_bytes(budget_bytes)} is less than the {format_bytes(least_bytes)} that running "
-                    f"sequences have or share, or that is pinned; close or unpin some, or ask for at least {least_bytes} bytes"
+                    f"sequences hold or share, or that is pinned; close, park or unpin some, or ask for at least {least_bytes} "
+                    f"bytes"
                 )
             while self.created_bytes > budget_bytes:
                 excess_pages = ceil_div(self.created_bytes - budget_bytes, PAGE_BYTES)
@@ -302,14 +299,14 @@ class Pool:
         """
         while not self._close_if_unused():
             with contextlib.ExitStack() as closing:  # all of them, whether or not one fails
-                for cache in list(self._caches):
+                for cache in list(self.caches):
                     closing.callback(cache.close)
 
     def _close_if_unused(self) -> bool:
         with self.lock:
             if self.closed:
                 return True
-            if self._caches:
+            if self.caches:
                 return False
             self.check_capture()
             while self._destroy_any_free():
@@ -324,17 +321,6 @@ class Pool:
         with self.lock:
             return self.read_stats()
 
-    # caches
-
-    def attach(self, cache: "KVCache") -> None:
-        """A cache uses this pool."""
-        self.check_open()
-        self._caches.append(cache)
-
-    def detach(self, cache: "KVCache") -> None:
-        """A cache is closed and holds nothing any more."""
-        self._caches.remove(cache)
-
     def tick(self) -> int:
         """The next moment of the pool's clock, by which slots of all its caches are ordered."""
         self._clock += 1
@@ -345,12 +331,12 @@ class Pool:
     def check(self) -> None:
         """Recount law 1 from what the caches hold; AssertionError says how it is broken."""
         with self.lock:
-            held = sum((cache.holders() for cache in self._caches), Counter[Extent]())
+            held = sum((cache.holders() for cache in self.caches), Counter[Extent]())
             free = [extent for extents in self._free.values() for extent in extents]
             assert all(extent.holders == count for extent, count in held.items()), "an extent's holders are miscounted"
             assert all(extent.holders == 0 for extent in free), "a free extent has a holder"
             assert len(set(free)) == len(free), "an extent is free twice"
-            used = sum((cache.memory.users() for cache in self._caches), Counter[Extent]())
+            used = sum((cache.memory.users() for cache in self.caches), Counter[Extent]())
             assert all(extent.users == used[extent] for extent in held), "an extent's users are miscounted"
             assert self.used_bytes == sum(extent.size_bytes for extent in used), "used bytes are miscounted"
             assert self.held_bytes == sum(extent.size_bytes for extent in held), "held bytes are miscounted"
@@ -378,7 +364,7 @@ class Pool:
         if self.closed:
             return f"<Pool on {self.device}, closed>"
         free, budget = format_bytes(self.budget_bytes - self.held_bytes), format_bytes(self.budget_bytes)
-        return f"<Pool on {self.device}: {counted(len(self._caches), 'cache')}, {free} of {budget} free>"
+        return f"<Pool on {self.device}: {counted(len(self.caches), 'cache')}, {free} of {budget} free>"
 
     # Internal interface, for the caches: the caller holds the lock.
 
@@ -412,7 +398,7 @@ class Pool:
         return (self.budget_bytes - self.held_bytes) // PAGE_BYTES
 
     def _pending_pages(self) -> int:
-        return sum(cache.memory.mapper.pending_pages for cache in self._caches)
+        return sum(cache.memory.mapper.pending_pages for cache in self.caches)
 
     @property
     def kept_pages(self) -> int:
@@ -421,7 +407,7 @@ class Pool:
 
     def _idle_pages(self, enough: int) -> int:
         num_pages = 0
-        for cache in self._caches:
+        for cache in self.caches:
             if num_pages < enough:
                 num_pages += cache.idle_pages(enough - num_pages)
         return num_pages
@@ -499,17 +485,17 @@ class Pool:
     def _reclaim(self, num_pages: int, *, wait: bool) -> bool:
         """One step towards `num_pages` more free ones: False when there is none left to take."""
         num_unmapped = 0
-        for cache in self._caches:
+        for cache in self.caches:
             if num_unmapped < num_pages:
                 num_unmapped += cache.collect(max_pages=num_pages - num_unmapped)
         if num_unmapped:
             return True
-        kept = [oldest for cache in self._caches if (oldest := cache.oldest_evictable()) is not None]
+        kept = [oldest for cache in self.caches if (oldest := cache.oldest_evictable()) is not None]
         oldest = min((each for each in kept if wait or each.idle), key=lambda each: each.stamp, default=None)
         if oldest is not None and (oldest.idle or self._pending_pages() < num_pages):
             oldest.evict()
             return True
-        return wait and any(cache.wait_for_reclaim() for cache in self._caches)
+        return wait and any(cache.wait_for_reclaim() for cache in self.caches)
 
 
 def _needed(num_pages: int) -> str:

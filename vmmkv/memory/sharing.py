@@ -7,8 +7,7 @@ An extent with more than one holder is never written (law 3): rows are appended 
 is cut inside one first gets a page of its own (`own_from`). The caller holds the pool's lock.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import Final, TypeAlias
 
@@ -105,7 +104,8 @@ def own_from(memory: SlotMemory, slot: int, num_tokens: int) -> None:
     for span, end in zip(memory.spans(slot), memory.end_pages(num_tokens), strict=True):
         for mapping in list(span.live_rows_from(num_tokens)):
             if mapping.page < end and mapping.extent.shared:
-                _exchange(memory, mapping)
+                with memory.copying():
+                    _exchange(memory, mapping)
 
 
 def check_copy(memory: SlotMemory, source: int, target: int, first_token: int, end_token: int) -> None:
@@ -153,8 +153,6 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
     new: list[Mapping] = []
     try:
         kept = torch.empty(old.extent.size_bytes, dtype=torch.uint8, device=pool.device)
-        if memory.streams:
-            memory.fence().order()  # the copy comes behind what recorded streams still write there
         pool.driver.copy(kept.data_ptr(), old.address, kept.numel())
         memory.fence().wait()
         mapper.unmap(old)
@@ -174,7 +172,6 @@ def _exchange(memory: SlotMemory, old: Mapping) -> None:
         raise
     mapper.let_go(old)
     memory.mapped_pages += len(new)
-    memory.order_copies()
 
 
 _NUM_WINDOWS: Final = 64
@@ -199,14 +196,7 @@ class Windows:
 
         Cost: a map, an access call, a copy and a fence; an unmap later. Waits for an earlier copy if all windows are in use.
         """
-        with self._mapped(extent) as address:
-            self._memory.pool.driver.copy(target, address + first_byte, size_bytes)
-
-    @contextlib.contextmanager
-    def _mapped(self, extent: Extent) -> Iterator[int]:
-        """The address of an extent in a window, which is reclaimed behind what is launched meanwhile."""
-        memory, pool = self._memory, self._memory.pool
-        span = self._free_span()
+        memory, pool, span = self._memory, self._memory.pool, self._free_span()
         pool.hold(extent)
         pool.use(extent)
         try:
@@ -219,7 +209,7 @@ class Windows:
                 pool.drop(extent)
             raise
         try:
-            yield mapping.address
+            pool.driver.copy(target, mapping.address + first_byte, size_bytes)
         finally:
             try:
                 fence = memory.fence()

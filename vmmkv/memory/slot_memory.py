@@ -74,21 +74,14 @@ class SlotMemory:
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Copies launched within, on the caller's current stream, come behind what recorded streams still write, and before
-        whatever is launched there next. Cost: two fences for each recorded stream; none if there is none."""
+        whatever is launched there next. Cost: two fences; none if no stream is recorded."""
         if self.streams:
             self.fence().order()
         yield
-        self.order_copies()
-
-    def order_copies(self) -> None:
-        """Recorded streams come behind copies that were launched on the caller's current stream.
-
-        The copies cannot be taken back, so a failure is tried again. A second one means that the device is lost.
-        """
         if self.streams:
             try:
                 self.fence().order(self.streams)
-            except DriverError:
+            except DriverError:  # the copies cannot be taken back; a second failure means that the device is lost
                 self.fence().order(self.streams)
 
     def arena_of(self, layer: int) -> Arena:
