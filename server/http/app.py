@@ -137,15 +137,10 @@ class Service:
 
     def describe(self) -> ModelCard:
         """The model as /v1/models shows it."""
-        ready = self.engine.phase
-        if not isinstance(ready, Ready):
-            return ModelCard(id=self.model, created=self.created)
-        return ModelCard(
-            id=self.model,
-            created=self.created,
-            max_model_len=ready.max_request_tokens,
-            implementation=ready.implementation,
-        )
+        card, ready = ModelCard(id=self.model, created=self.created), self.engine.phase
+        if isinstance(ready, Ready):
+            card.max_model_len, card.implementation = ready.max_request_tokens, ready.implementation
+        return card
 
 
 def create_app(service: Service) -> FastAPI:

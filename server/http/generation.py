@@ -8,9 +8,10 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -163,7 +164,7 @@ class EchoScores:
     """The Scores of a prompt, packed as the engine sent them: unpacking takes long, so it is done off the event loop."""
 
     echo: Echo
-    messages: Sequence[PromptLogprobs] = ()
+    messages: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def are_complete(self) -> bool:
@@ -201,18 +202,9 @@ class TextDelta:
         of_echo = 0 if self.echo_scores is None else self.echo_scores.num_logprobs
         return of_echo + (len(self.scores) * (1 + len(self.scores[0].likeliest)) if self.scores else 0)
 
-    def all_scores(self) -> Sequence[Score] | None:
+    def all_scores(self) -> list[Score]:
         """Those of an echoed prompt too."""
-        if self.echo_scores is None:
-            return self.scores
-        return [*self.echo_scores.unpacked(), *(self.scores or ())]
-
-    @staticmethod
-    def joined(deltas: Sequence["TextDelta"]) -> "TextDelta":
-        """All deltas of one choice, as if they had come at once."""
-        scores = None if deltas[0].scores is None else [score for delta in deltas for score in delta.scores or ()]
-        text = "".join(delta.text for delta in deltas)
-        return TextDelta(deltas[0].index, text, deltas[-1].finish_reason, scores, deltas[0].echo_scores)
+        return [*(self.echo_scores.unpacked() if self.echo_scores else ()), *(self.scores or ())]
 
 
 class ChoiceStream:
@@ -243,7 +235,7 @@ class ChoiceStream:
     def feed_prompt(self, message: PromptLogprobs) -> None:
         """Log-probabilities of the next tokens of the echoed prompt, in order."""
         assert self._echo_scores is not None, "they were not asked for"
-        self._echo_scores = EchoScores(self._echo_scores.echo, (*self._echo_scores.messages, message))
+        self._echo_scores.messages.append(message)
 
     def feed(self, outputs: Sequence[Output]) -> None:
         """The engine's outputs since the last call, in order. Tokens after a stop string are dropped."""
@@ -328,21 +320,16 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all choices mixed. Raises: RequestFailed, EngineDead; ApiError when the time is over."""
-        try:
-            async for news in self._answers:
-                for delta in self._read(news):
+        async for indices in self._turns():
+            for index in indices:
+                if (delta := self._choices[index].take(index)) is not None:
                     yield delta
-        except Exception:
-            self._end("failed")
-            raise
-        self._end("finished")
 
     async def whole(self) -> list[TextDelta]:
         """Each choice as one delta, at the end. Raises: as `deltas`."""
-        found: list[list[TextDelta]] = [[] for _ in self._choices]
-        async for delta in self.deltas():
-            found[delta.index].append(delta)
-        return list(map(TextDelta.joined, found))
+        async for _ in self._turns():
+            pass
+        return [delta for index, choice in enumerate(self._choices) if (delta := choice.take(index)) is not None]
 
     def token_counts(self) -> tuple[int, int, int]:
         """Tokens so far: of the prompts, those of them found in the prefix cache, and of the answers."""
@@ -373,42 +360,47 @@ class Generation:
         cached = self._answers.cached_tokens
         return sum(cached.get(request.request_id, 0) for request in self._first_requests)
 
-    def _read(self, news: Sequence[News]) -> Iterator[TextDelta]:
-        """The new text of each choice, in one piece, however many outputs came together. Raises: RequestFailed."""
-        outputs: dict[str, list[Output]] = {}
-        for each in news:
-            if isinstance(each, Beams):
-                yield from self._read_beams(each)
-                continue
-            own = outputs.setdefault(each.request_id, [])
-            if isinstance(each, PromptLogprobs):
-                self._choices[self._first_choice[each.request_id]].feed_prompt(each)
-            else:
-                own.append(each)
-        for request_id, own in outputs.items():
-            index = self._first_choice[request_id]
-            choice = self._choices[index]
-            if own:
-                choice.feed(own)
-            if choice.stopped:
-                self._answers.abort(request_id)
-            if (delta := choice.take(index)) is not None:
-                yield delta
+    async def _turns(self) -> AsyncIterator[Collection[int]]:
+        """Give each choice what the engine says of it; yields the choices of each turn. Raises: as `deltas`."""
+        try:
+            async for news in self._answers:
+                yield self._feed(news)
+        except Exception:
+            self._end("failed")
+            raise
+        self._end("finished")
 
-    def _read_beams(self, message: Beams) -> Iterator[TextDelta]:
-        """The best beams are the choices of their prompt. Raises: RequestFailed if they are too few."""
+    def _feed(self, news: Sequence[News]) -> Collection[int]:
+        """Each choice gets its outputs at once, however many came together. Raises: RequestFailed."""
+        outputs: defaultdict[int, list[Output]] = defaultdict(list)
+        for each in news:
+            index = self._first_choice[each.request_id]
+            if isinstance(each, Beams):
+                outputs |= {index + rank: [output] for rank, output in enumerate(self._best(each))}
+            elif isinstance(each, PromptLogprobs):
+                self._choices[index].feed_prompt(each)
+                outputs.setdefault(index, [])
+            else:
+                outputs[index].append(each)
+        for index, own in outputs.items():
+            if own:
+                self._choices[index].feed(own)
+                if self._choices[index].stopped:
+                    self._answers.abort(own[0].request_id)
+        return outputs.keys()
+
+    def _best(self, message: Beams) -> list[Output]:
+        """The best beams, which are the choices of their prompt. Raises: RequestFailed if they are too few."""
         best, rest = message.beams[: self._num_choices], message.beams[self._num_choices :]
         if len(best) < self._num_choices:
             raise RequestFailed(
                 f"The beam search found {len(best)} answers for n={self._num_choices}; lower n or raise max_tokens."
             )
         self._unreturned_tokens += sum(len(beam.token_ids) for beam in rest)
-        for index, beam in enumerate(best, start=self._first_choice[message.request_id]):
-            output = Output(request_id=message.request_id, token_ids=tuple(beam.token_ids), finish_reason=beam.finish_reason)
-            self._choices[index].feed([output])
-            delta = self._choices[index].take(index)
-            assert delta is not None, "a beam is whole"
-            yield delta
+        return [
+            Output(request_id=message.request_id, token_ids=tuple(beam.token_ids), finish_reason=beam.finish_reason)
+            for beam in best
+        ]
 
     def _end(self, outcome: str) -> None:
         if self._outcome is not None:

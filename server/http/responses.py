@@ -243,14 +243,18 @@ class CompletionForm(ResponseForm):
 
     def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> Completion:
         """New text of choices."""
-        return Completion(**self._head, choices=[self._choice(delta) for delta in deltas], usage=usage)
+        choices = [
+            CompletionChoice(
+                index=delta.index,
+                text=delta.text,
+                logprobs=None if delta.scores is None else self._logprobs(delta.all_scores()),
+                finish_reason=delta.finish_reason,
+            )
+            for delta in deltas
+        ]
+        return Completion(**self._head, choices=choices, usage=usage)
 
     whole = chunk
-
-    def _choice(self, delta: TextDelta) -> CompletionChoice:
-        scores = delta.all_scores()
-        logprobs = None if scores is None else self._logprobs(scores)
-        return CompletionChoice(index=delta.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason)
 
     def _logprobs(self, scores: Sequence[Score]) -> CompletionLogprobs:
         return CompletionLogprobs(
@@ -278,7 +282,11 @@ class ChatForm(ResponseForm):
 
     def chunk(self, deltas: Sequence[TextDelta], usage: Usage | None) -> ChatCompletionChunk:
         """New text of choices."""
-        choices = [ChunkChoice(**self._common(delta), delta=_delta(delta)) for delta in deltas]
+        choices = []
+        for delta in deltas:
+            is_opening = not delta.text and delta.finish_reason is None
+            news = Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
+            choices.append(ChunkChoice(**self._common(delta), delta=news))
         return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
 
     def whole(self, deltas: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
@@ -299,11 +307,6 @@ class ChatForm(ResponseForm):
         data = self._tokens.bytes_of(token_id)
         text = self._tokens.text_of(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
-
-
-def _delta(delta: TextDelta) -> Delta:
-    is_opening = not delta.text and delta.finish_reason is None
-    return Delta(role="assistant", content="") if is_opening else Delta(content=delta.text or None)
 
 
 def _finite(logprob: float) -> float:
