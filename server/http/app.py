@@ -24,7 +24,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from vmmkv import __version__
 from vmmkv.server.config import FrontConfig
 from vmmkv.server.engine_client import Dead, EngineClient, EngineDead, RequestFailed, Watchdog
-from vmmkv.server.http import errors, page
+from vmmkv.server.http import errors, page, responses, schemas
 from vmmkv.server.http.errors import ApiError, ErrorBody
 from vmmkv.server.http.generation import (
     ChoiceStream,
@@ -37,31 +37,6 @@ from vmmkv.server.http.generation import (
     off_loop,
 )
 from vmmkv.server.http.limits import AdmissionQueue, Guard, RequestState, current_id
-from vmmkv.server.http.responses import (
-    ChatCompletion,
-    ChatForm,
-    Completion,
-    CompletionForm,
-    DetokenizedText,
-    Health,
-    KVMemory,
-    ModelCard,
-    ModelList,
-    ResponseForm,
-    Tokens,
-    Usage,
-    Version,
-)
-from vmmkv.server.http.schemas import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    ResetRequest,
-    ResizeRequest,
-    TokenizeRequest,
-)
 from vmmkv.server.metrics import Metrics
 from vmmkv.server.protocol import Forget, Loading, Managed, Ready, Resize
 from vmmkv.server.sampling_params import InvalidParam, RequestRefused, SamplingParams
@@ -100,21 +75,21 @@ class Service:
         self.tokenizer: Tokenizer | None = None
         self.created = int(time.time())
 
-    def health(self) -> Health:
+    def health(self) -> responses.Health:
         """Whether requests are taken, and if not, why."""
         match self.engine.phase:
             case Dead(reason=reason):
-                return Health(status="dead", reason=reason)
+                return responses.Health(status="dead", reason=reason)
             case Loading(stage=stage, done=done, total=total):
-                return Health(status="loading", reason=f"{stage}: {done} of {total}")
+                return responses.Health(status="loading", reason=f"{stage}: {done} of {total}")
             case Ready():
                 if self.queue.drained_by_s is not None:
                     still = counted(self.queue.num_sequences, "sequence")
-                    return Health(status="draining", reason=f"still in flight: {still}")
+                    return responses.Health(status="draining", reason=f"still in flight: {still}")
                 if (complaint := self.watchdog.complaint()) is not None:
-                    return Health(status="stuck", reason=complaint)
+                    return responses.Health(status="stuck", reason=complaint)
                 loading = self.tokenizer is None
-                return Health(status="loading", reason="the tokenizer") if loading else Health(status="ok")
+                return responses.Health(status="loading", reason="the tokenizer") if loading else responses.Health(status="ok")
 
     def check_name(self, model: str | None) -> None:
         """Raises: ApiError (404) for another model, with the name that would work."""
@@ -135,9 +110,9 @@ class Service:
         limits_s = [each for each in (wanted_s, self.front.request_timeout_s) if each is not None]
         return Deadline(time.perf_counter(), min(limits_s, default=None))
 
-    def describe(self) -> ModelCard:
+    def describe(self) -> responses.ModelCard:
         """The model as /v1/models shows it."""
-        card, ready = ModelCard(id=self.model, created=self.created), self.engine.phase
+        card, ready = responses.ModelCard(id=self.model, created=self.created), self.engine.phase
         if isinstance(ready, Ready):
             card.max_model_len, card.implementation = ready.max_request_tokens, ready.implementation
         return card
@@ -167,18 +142,18 @@ def create_app(service: Service) -> FastAPI:
 def _generation_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=Completion, responses=_STREAMED)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    @router.post("/v1/completions", response_model=responses.Completion, responses=_STREAMED)
+    async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
         """Continue each prompt; each has `n` choices of the answer."""
-        return await _answer(service, request, body, CompletionForm)
+        return await _answer(service, request, body, responses.CompletionForm)
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=_STREAMED)
+    async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
         """The assistant's next turn."""
-        return await _answer(service, request, body, ChatForm)
+        return await _answer(service, request, body, responses.ChatForm)
 
-    @router.post("/tokenize", response_model=Tokens)
-    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    @router.post("/tokenize", response_model=responses.Tokens)
+    async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """The token ids of a text."""
         ready, tokenizer = service.require(body.model)
         if body.prompt is None:
@@ -194,19 +169,19 @@ def _generation_routes(service: Service) -> APIRouter:
 
         def write() -> str:
             texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
-            tokens = Tokens.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
+            tokens = responses.Tokens.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=texts)
             return tokens.model_dump_json()
 
         return Response(await off_loop(len(ids), write, inline=INLINE_CHARS), media_type="application/json")
 
     @router.post("/detokenize")
-    async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizedText:
+    async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> responses.DetokenizedText:
         """The text of token ids, special tokens among it."""
         _, tokenizer = service.require(body.model)
         decode = functools.partial(tokenizer.text_of, body.tokens, skip_special_tokens=False)
         work = off_loop(len(body.tokens), decode, inline=INLINE_CHARS)
         try:
-            return DetokenizedText(prompt=await _present(service, request, work, service.deadline()))
+            return responses.DetokenizedText(prompt=await _present(service, request, work, service.deadline()))
         except PromptError as error:
             raise errors.invalid("tokens", error) from error
 
@@ -216,7 +191,7 @@ def _generation_routes(service: Service) -> APIRouter:
 def _health_route(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health", response_model=Health, responses={503: {"model": Health}})
+    @router.get("/health", response_model=responses.Health, responses={503: {"model": responses.Health}})
     async def health() -> JSONResponse:
         """200 when requests are taken, else 503 with the reason."""
         state = service.health()
@@ -229,9 +204,9 @@ def _server_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/version")
-    async def version() -> Version:
+    async def version() -> responses.Version:
         """Of the package."""
-        return Version(version=__version__)
+        return responses.Version(version=__version__)
 
     sees_all = [Depends(service.queue.require_sees_all)]
 
@@ -241,12 +216,12 @@ def _server_routes(service: Service) -> APIRouter:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models")
-    async def models() -> ModelList:
+    async def models() -> responses.ModelList:
         """The one model."""
-        return ModelList(data=[service.describe()])
+        return responses.ModelList(data=[service.describe()])
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
+    async def model(name: str) -> responses.ModelCard:
         """The one model, by its name."""
         service.check_name(name)
         return service.describe()
@@ -258,21 +233,21 @@ def _admin_routes(engine: EngineClient) -> APIRouter:
     router = APIRouter(dependencies=[Depends(_require_administrator)])
 
     @router.post("/kv/reset")
-    async def reset(body: ResetRequest) -> KVMemory:
+    async def reset(body: schemas.ResetRequest) -> responses.KVMemory:
         """Forget every prefix that no running request uses."""
         return await manage(Forget())
 
     @router.post("/kv/resize")
-    async def resize(body: ResizeRequest) -> KVMemory:
+    async def resize(body: schemas.ResizeRequest) -> responses.KVMemory:
         """Give KV memory back to the device, or take more, while requests run."""
         return await manage(Resize(budget_bytes=body.budget_bytes))
 
-    async def manage(message: Forget | Resize) -> KVMemory:
+    async def manage(message: Forget | Resize) -> responses.KVMemory:
         try:
             done: Managed = await engine.manage(message)
         except RequestFailed as error:
             raise ApiError(400, str(error), param="budget_bytes", code="invalid_value") from error
-        return KVMemory.model_validate(done, from_attributes=True)
+        return responses.KVMemory.model_validate(done, from_attributes=True)
 
     return router
 
@@ -286,14 +261,14 @@ async def _require_administrator(request: Request) -> None:
 # A generation, from its body to its answer.
 
 
-async def _tokenise(body: GenerationRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[Echo] | None]:
+async def _tokenise(body: schemas.GenerationRequest, tokenizer: Tokenizer) -> tuple[list[list[int]], list[Echo] | None]:
     """Token ids of each prompt; with `echo` the texts that answers begin with, and their tokens' places if those are scored.
 
     Raises: PromptError, ApiError.
     """
-    if isinstance(body, ChatRequest):
+    if isinstance(body, schemas.ChatRequest):
         return [await _encode_chat(tokenizer, body.messages, body.chat_template_kwargs)], None
-    assert isinstance(body, CompletionRequest)
+    assert isinstance(body, schemas.CompletionRequest)
     num_given = sum(map(len, body.prompt))
     prompts = await off_loop(num_given, lambda: list(map(tokenizer.encode, body.prompt)), inline=INLINE_CHARS)
     check_prompt_logprobs(body, prompts)
@@ -308,7 +283,7 @@ async def _tokenise(body: GenerationRequest, tokenizer: Tokenizer) -> tuple[list
 
 
 async def _encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[ChatMessage], variables: dict[str, TemplateVariable] | None
+    tokenizer: Tokenizer, messages: Sequence[schemas.ChatMessage], variables: dict[str, TemplateVariable] | None
 ) -> list[int]:
     """Raises: PromptError."""
     turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -316,7 +291,9 @@ async def _encode_chat(
     return await off_loop(cost, lambda: tokenizer.encode_chat(turns, variables), inline=INLINE_CHARS)
 
 
-async def _answer(service: Service, request: Request, body: GenerationRequest, form_type: type[ResponseForm]) -> Response:
+async def _answer(
+    service: Service, request: Request, body: schemas.GenerationRequest, form_type: type[responses.ResponseForm]
+) -> Response:
     """Admit a request, and answer it whole or as a stream. Raises: ApiError, EngineNotReady, EngineDead, RequestFailed."""
     state: RequestState = request.state.request
     deadline = service.deadline(body.timeout)
@@ -361,7 +338,7 @@ async def _answer(service: Service, request: Request, body: GenerationRequest, f
 
 
 def _check(
-    service: Service, body: GenerationRequest, state: RequestState, prompts: Sequence[list[int]]
+    service: Service, body: schemas.GenerationRequest, state: RequestState, prompts: Sequence[list[int]]
 ) -> list[SamplingParams]:
     """The sampling parameters of each prompt. Raises: ApiError (400) for a request that can never be served here."""
     ready, tokenizer = service.require(body.model)
@@ -417,10 +394,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _whole(form: ResponseForm, generation: Generation) -> str:
+async def _whole(form: responses.ResponseForm, generation: Generation) -> str:
     """The answer as JSON."""
     choices = await generation.whole()
-    usage = Usage.of(generation.token_counts())
+    usage = responses.Usage.of(generation.token_counts())
     return await _json(lambda: form.whole(choices, usage), choices)
 
 
@@ -430,11 +407,13 @@ async def _json(make: Callable[[], BaseModel], deltas: Iterable[TextDelta]) -> s
     return await off_loop(num_logprobs, lambda: make().model_dump_json(), inline=INLINE_LOGPROBS)
 
 
-async def _events(form: ResponseForm, generation: Generation, body: GenerationRequest, num_choices: int) -> AsyncIterator[str]:
+async def _events(
+    form: responses.ResponseForm, generation: Generation, body: schemas.GenerationRequest, num_choices: int
+) -> AsyncIterator[str]:
     """Server-sent events. An error after the start is one of them, for the status is sent."""
 
     async def chunk(*deltas: TextDelta, with_usage: bool) -> str:
-        usage = Usage.of(generation.token_counts()) if with_usage else None
+        usage = responses.Usage.of(generation.token_counts()) if with_usage else None
         return f"data: {await _json(lambda: form.chunk(deltas, usage), deltas)}\n\n"
 
     try:

@@ -1,14 +1,11 @@
-"""What a server must bear that is left running: keys, storms, floods, late answers, an administrator, a signal."""
+"""What a server must bear that is left running: keys, floods, an administrator, a signal."""
 
 import asyncio
 import collections
-import contextlib
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,52 +57,6 @@ def test_keys_do_not_see_what_others_have_asked(standing: ServerProcess) -> None
     assert cached(ONE, cache_salt="s") == 0
     assert cached(TWO, cache_salt="s") == 0
     assert cached(TWO) > 600
-
-
-def test_a_late_answer_is_a_408_and_its_memory_comes_back(standing: ServerProcess) -> None:
-    for stream in (False, True):
-        began = time.monotonic()
-        with pytest.raises(openai.APIError, match=r"within 0\.3 s"):
-            answer = standing.openai(max_retries=2).completions.create(
-                model=NAME, prompt="a", max_tokens=1000, stream=stream, extra_body={"timeout": 0.3, **ENDLESS}
-            )
-            list(answer)
-        assert time.monotonic() - began < 10
-        until(standing.is_empty)
-
-
-@pytest.mark.nightly
-def test_a_storm_of_clients_that_leave_leaves_nothing(tmp_path: Path) -> None:
-    """All of them are let in: the queue of the other tests would turn nine of ten away."""
-    chance, num_clients = random.Random(2), 500
-    directory = tmp_path / NAME
-    directory.mkdir()
-
-    async def leave(client: httpx.AsyncClient, index: int) -> None:
-        """In the middle of a stream, or at a random moment of an answer that would come whole."""
-        is_stream, num_chunks = index % 2 == 0, chance.randrange(20)
-        body = {"model": NAME, "prompt": f"{index} " * 50, "max_tokens": 500, "stream": is_stream, **ENDLESS}
-        await asyncio.sleep(chance.random() * 2)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if is_stream else chance.random()):
-                async with client.stream("POST", "/v1/completions", json=body) as answer:
-                    async for _ in answer.aiter_bytes():
-                        num_chunks -= 1
-                        if is_stream and num_chunks < 0:
-                            break
-
-    async def storm(url: str) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-            await asyncio.gather(*(leave(client, index) for index in range(num_clients)))
-
-    with small_server(directory, "--max-num-seqs", str(NUM_RUNNING), "--max-queued-requests", str(num_clients)) as server:
-        asyncio.run(storm(server.url))
-        until(server.is_empty)
-        # Every stream at the least; of the others some leave before they are heard.
-        assert num_clients / 2 <= server.metric('requests_total{outcome="aborted"}') <= num_clients
-        assert not server.metric('requests_refused_total{code="429"}')
-        assert server.openai().completions.create(model=NAME, prompt="a", max_tokens=3).choices
 
 
 @pytest.mark.nightly

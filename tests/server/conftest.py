@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -7,37 +8,47 @@ from tests.server.support import Running, running_server
 from vmmkv.server.protocol import Ready
 
 
-class _Shared:
-    """A server that tests use one after another; another takes its place when a test has ended it."""
+class Servers:
+    """Servers that tests use one after another, by their options; a new one takes the place of one that a test has ended."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._running: Running | None = None
+        self._running: dict[Any, tuple[Running, ExitStack]] = {}
 
-    def get(self) -> Running:
-        one = self._running
-        if one is None or not isinstance(one.client.phase, Ready) or one.service.queue.drained_by_s is not None:
-            self.close()
-            one = self._running = self._stack.enter_context(running_server())
-        one.reset()
+    def get(self, **options: Any) -> Running:
+        key = tuple(options.items())
+        if key in self._running:
+            one, stack = self._running[key]
+            if isinstance(one.client.phase, Ready) and one.service.queue.drained_by_s is None:
+                one.reset()
+                return one
+            stack.close()
+        stack = ExitStack()
+        one = stack.enter_context(running_server(**options))
+        self._running[key] = one, stack
         return one
 
     def close(self) -> None:
-        self._stack.close()
-        self._running = None
+        for _, stack in self._running.values():
+            stack.close()
 
 
 @pytest.fixture(scope="session")
-def _shared() -> Iterator[_Shared]:
-    shared = _Shared()
-    yield shared
-    shared.close()
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture
-def server(_shared: _Shared) -> Running:
+def server(servers: Servers) -> Running:
     """A server that other tests have used too; its counters go on."""
-    return _shared.get()
+    return servers.get()
+
+
+@pytest.fixture
+def listening(servers: Servers) -> Running:
+    """The same behind sockets."""
+    return servers.get(sockets=True)
 
 
 @pytest.fixture
@@ -45,16 +56,3 @@ def fresh() -> Iterator[Running]:
     """A server of this test alone."""
     with running_server() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def _listening() -> Iterator[Running]:
-    with running_server(sockets=True) as running:
-        yield running
-
-
-@pytest.fixture
-def listening(_listening: Running) -> Running:
-    """A server behind sockets, which other tests of the module have used too."""
-    _listening.reset()
-    return _listening

@@ -14,6 +14,7 @@ import openai
 import pytest
 from starlette.responses import PlainTextResponse
 
+from tests.server.conftest import Servers
 from tests.server.fake_engine import READY, SILENT_SEED, SILENT_SEEDS
 from tests.server.support import COMPLETIONS, Running, asking, bearer, eventually, running_server
 from vmmkv.server.config import FrontConfig, read_keys
@@ -55,17 +56,15 @@ def caller(keys: AdmissionQueue, key: str) -> Caller:
     return found
 
 
-@pytest.fixture(scope="module")
-def _narrow() -> Iterator[Running]:
-    with running_server(front=FrontConfig(max_queued_requests=2, max_queued_tokens=50)) as server:
-        yield server
+@pytest.fixture
+def narrow(servers: Servers) -> Running:
+    """Four run, two may wait."""
+    return servers.get(front=FrontConfig(max_queued_requests=2, max_queued_tokens=50))
 
 
 @pytest.fixture
-def narrow(_narrow: Running) -> Running:
-    """Four run, two may wait."""
-    _narrow.reset()
-    return _narrow
+def locked(servers: Servers) -> Running:
+    return servers.get(front=FrontConfig(api_keys=(ONE, TWO), admin_key=ADMIN))
 
 
 class TestQueue:
@@ -198,18 +197,6 @@ class TestDrain:
                 assert eventually(lambda: server.complete().is_success and server.http.get("/health").is_success)
             assert eventually(lambda: "makes steps again" in caplog.text)
             watching.cancel()
-
-
-@pytest.fixture(scope="module")
-def _locked() -> Iterator[Running]:
-    with running_server(front=FrontConfig(api_keys=(ONE, TWO), admin_key=ADMIN)) as server:
-        yield server
-
-
-@pytest.fixture
-def locked(_locked: Running) -> Running:
-    _locked.reset()
-    return _locked
 
 
 class TestKeys:

@@ -139,15 +139,6 @@ class TestMetrics:
         shown = {re.sub("_(count|sum)$", "_bucket", name) for name in exported if not name.endswith("_created")}
         assert shown <= set(re.findall(r"vmmkv_\w+", " ".join(asked)))
 
-    def test_its_panels_stand_side_by_side_and_have_ids_of_their_own(self) -> None:
-        panels = GRAFANA["panels"]
-        assert len({panel["id"] for panel in panels}) == len(panels)
-        taken: set[tuple[int, int]] = set()
-        for place in (panel["gridPos"] for panel in panels):
-            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-            assert not cells & taken and place["x"] + place["w"] <= 24
-            taken |= cells
-
     def test_they_show_the_engines_snapshot(self, fresh: Running) -> None:
         fresh.complete(prompt="abc")
         wanted = {
