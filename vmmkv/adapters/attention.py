@@ -92,12 +92,12 @@ def sdpa_prefill(
     """torch SDPA, a call for each sequence."""
 
     def attend(q_1NHD: Tensor, k_1TKD: Tensor, v_1TKD: Tensor) -> Tensor:
-        bias, (count, length) = None, (q_1NHD.shape[1], k_1TKD.shape[1])
-        if count > 1:
-            from torch.nn.attention.bias import causal_lower_right
+        count, length = q_1NHD.shape[1], k_1TKD.shape[1]
+        if count == 1:
+            return _sdpa(q_1NHD, k_1TKD, v_1TKD)
+        from torch.nn.attention.bias import causal_lower_right
 
-            bias = causal_lower_right(count, length)
-        return _sdpa(q_1NHD, k_1TKD, v_1TKD, bias)
+        return _sdpa(q_1NHD, k_1TKD, v_1TKD, causal_lower_right(count, length))
 
     return _by_sequence(attend, q_NHD, k_STKD, v_STKD, query_starts, lengths_B, slots_B)
 
@@ -152,20 +152,19 @@ def flash_2_decode(
     `max_length`: no sequence is longer. The kernel splits its work by this bound, the whole slot by default. Safe under graph
     capture, if `max_length` stays true.
     """
-    attend = _library("flash_attn", "flash_attn_with_kvcache")
-    return _in_slots(attend, q_BHD[:, None], k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)[:, 0]
+    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
+    return _flash_in_slots("flash_attn", q_BHD[:, None], *views, lengths_B, slots_B)[:, 0]
 
 
 def flash_2_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
     """The same, a call for each sequence: its variable-length function takes no lengths apart from where sequences begin."""
-    attend = _library("flash_attn", "flash_attn_with_kvcache")
     out_NHD = torch.zeros_like(q_NHD)
     for b, (start, end) in enumerate(itertools.pairwise(query_starts.tolist())):
         if end > start:
             where = lengths_B[b : b + 1], slots_B[b : b + 1]
-            out_NHD[start:end] = _in_slots(attend, q_NHD[None, start:end], k_STKD, v_STKD, *where)[0]
+            out_NHD[start:end] = _flash_in_slots("flash_attn", q_NHD[None, start:end], k_STKD, v_STKD, *where)[0]
     return out_NHD
 
 
@@ -173,17 +172,24 @@ def flash_3_decode(
     q_BHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor, *, max_length: int | None = None
 ) -> Tensor:
     """FlashAttention-3's `flash_attn_with_kvcache`, with slots as `cache_batch_idx`; else as `flash_2_decode`."""
-    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
-    return _in_slots(attend, q_BHD[:, None], k_STKD[:, :max_length], v_STKD[:, :max_length], lengths_B, slots_B)[:, 0]
+    views = k_STKD[:, :max_length], v_STKD[:, :max_length]
+    return _flash_in_slots("flash_attn_interface", q_BHD[:, None], *views, lengths_B, slots_B)[:, 0]
 
 
 def flash_3_prefill(
     q_NHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, query_starts: Tensor, lengths_B: Tensor, slots_B: Tensor
 ) -> Tensor:
     """The same, with packed queries."""
-    attend = _library("flash_attn_interface", "flash_attn_with_kvcache")
     packed = {"cu_seqlens_q": query_starts, "max_seqlen_q": len(q_NHD)}
-    return _in_slots(attend, q_NHD, k_STKD, v_STKD, lengths_B, slots_B, **packed)
+    return _flash_in_slots("flash_attn_interface", q_NHD, k_STKD, v_STKD, lengths_B, slots_B, **packed)
+
+
+def _flash_in_slots(
+    module: str, q: Tensor, k_STKD: Tensor, v_STKD: Tensor, lengths_B: Tensor, slots_B: Tensor, **packed: Any
+) -> Tensor:
+    attend = _library(module, "flash_attn_with_kvcache")
+    out: Tensor = attend(q, k_STKD, v_STKD, cache_seqlens=lengths_B, cache_batch_idx=slots_B, causal=True, **packed)
+    return out
 
 
 def flash_3_varlen(
@@ -245,12 +251,6 @@ def _library(module: str, function: str) -> Callable[..., Any]:
     return found
 
 
-def _in_slots(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, slots: Tensor, **packed: Any
-) -> Tensor:
-    return attend(q, k, v, cache_seqlens=lengths, cache_batch_idx=slots, causal=True, **packed)
-
-
 def _sdpa(q_BNHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, bias: Tensor | None = None) -> Tensor:
     q_BHND, k_BKTD, v_BKTD = (tensor.transpose(1, 2) for tensor in (q_BNHD, k_BTKD, v_BTKD))
     return scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=bias, enable_gqa=True).transpose(1, 2)
@@ -291,11 +291,7 @@ def _by_sequence(
 
 def _runs(lengths: list[int], slots: list[int]) -> Iterator[tuple[int, int, list[int]]]:
     """Length, first slot and members, in the order of their slots, of each run of adjoining slots with one length."""
-    members: list[int] = []
-    for b in sorted(range(len(slots)), key=lambda b: (lengths[b], slots[b])):
-        if members and (lengths[b], slots[b]) != (lengths[members[0]], slots[members[-1]] + 1):
-            yield lengths[members[0]], slots[members[0]], members
-            members = []
-        members.append(b)
-    if members:
-        yield lengths[members[0]], slots[members[0]], members
+    in_order = enumerate(sorted(zip(lengths, slots, range(len(slots)), strict=True)))
+    for (length, _), run in itertools.groupby(in_order, key=lambda item: (item[1][0], item[1][1] - item[0])):
+        members = [member for _, member in run]
+        yield length, members[0][1], [b for *_, b in members]

@@ -110,14 +110,14 @@ def attention(
         _decline("attention sinks", softcap, goes_to="eager attention")
         return out, None
     pending = key if isinstance(key, PendingRows) else None
-    new_or_all = key if pending is None else pending.k_BKND
+    keys = key if pending is None else pending.k_BKND
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = causal and query.shape[2] <= new_or_all.shape[2]
+    causal = causal and query.shape[2] <= keys.shape[2]
     others = [name for name, given in kwargs.items() if given is not None and name not in _IGNORED]
     reason = None
     if dropout > 0.0:
         reason = "dropout"
-    elif torch.is_grad_enabled() and (query.requires_grad or new_or_all.requires_grad or value.requires_grad):
+    elif torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or value.requires_grad):
         reason = "gradients"
     elif others:
         reason = f"{', '.join(sorted(others))} given to attention"
@@ -125,10 +125,8 @@ def attention(
         reason = "attention that is not causal"
     if pending is not None:
         pending.check(getattr(module, "layer_idx", pending.layer), reason)
-        place = pending.cache, pending.layer, pending.num_past
-        rows = pending.k_BKND, pending.v_BKND
-        out = torch.ops.vmmkv.append_attend(query, *rows, attention_mask, *place, scaling, sliding_window, softcap)
-        return out, None
+        rows = pending.k_BKND, pending.v_BKND, attention_mask, pending.cache, pending.layer, pending.num_past
+        return torch.ops.vmmkv.append_attend(query, *rows, scaling, sliding_window, softcap), None
     if reason is None:
         attend_here = torch.ops.vmmkv.attend if torch.compiler.is_compiling() else attend_causally
         return attend_here(query, key, value, attention_mask, scaling, sliding_window, softcap), None
@@ -165,10 +163,7 @@ def _plain_window(
     config: Any = None,
     **_: Any,
 ) -> int | None:
-    """The window of a mask for the last tokens that is causal and otherwise that window: _EVERYTHING if it is causal only.
-
-    None for any other mask, padded ones among them.
-    """
+    """`_window_of` the mask, if it is for the last tokens and nothing is padded; else None."""
     in_graph = torch.compiler.is_compiling()
     window = _window_in_graph(mask_function, local_size, config) if in_graph else _window_of(mask_function)
     # Some caches have a tensor: on a GPU it would be waited for, and in a graph it cannot be read.
@@ -211,7 +206,7 @@ def _window_in_graph(mask_function: Callable[..., Any], local_size: int | None, 
 
 
 def _captured(function: Callable[..., Any], code: CodeType) -> dict[str, Any]:
-    """What a closure of this code has captured; nothing of another."""
+    """What a closure of this code has captured; empty for another function."""
     if getattr(function, "__code__", None) is not code:
         return {}
     cells = getattr(function, "__closure__", None) or ()
@@ -235,8 +230,7 @@ def _decline(reason: str, softcap: float | None, *, goes_to: str = "sdpa") -> No
 #     past and new tokens   | p | p | p | p | n | n |     queries are the last tokens; each sees itself and tokens before it,
 #     queries                               | q | q |     or the last `window` of these
 #
-# A step without a graph is bound by the host. So a plan is made once a pass for all layers of one window: whether the kernels
-# can do it, and the few numbers that they read on the device.
+# A step without a graph is bound by the host. So a plan is made once a pass for all layers of one window.
 
 _MOST_PLANS: Final = 64
 """A pass makes one for each window and shape among its layers; those of other passes are kept as long as there is room."""
@@ -248,7 +242,7 @@ _TALLEST_TILE: Final = 256
 
 
 class Scoring(NamedTuple):
-    """How scores are made of a query times a key. Besides shapes, layers of a pass differ in nothing else."""
+    """How scores are made of a query times a key. Layers of a pass differ in this and in shapes alone."""
 
     scale: float | None
     window: int | None
@@ -278,17 +272,16 @@ def attend_causally(
     softcap: float | None,
 ) -> Tensor:
     """[B, N, H, D] by the kernels if they can, else by sdpa. A mask counts, unless it says by `WINDOW` that it is a window."""
-    plan: AttentionPlan | str
-    if mask is not None and (window := getattr(mask, WINDOW, None)) is None:
-        plan = "a mask: padding, or another pattern than causal"
-    else:
+    reason = "a mask: padding, or another pattern than causal"
+    if mask is None or (window := getattr(mask, WINDOW, None)) is not None:
         if window is not None and window >= k_BKTD.shape[2]:
             window = None
         scoring = Scoring(scale, window, softcap)
         plan = plan_of(q_BHND, k_BKTD, v_BKTD, scoring)
         if isinstance(plan, AttentionPlan):
             return _attend_by_plan(plan, q_BHND, k_BKTD, v_BKTD, scoring)
-    _decline(plan, softcap)
+        reason = plan
+    _decline(reason, softcap)
     if mask is None:
         mask = _mask_for_sdpa(q_BHND, k_BKTD, window)
     return _by_sdpa(q_BHND, k_BKTD, v_BKTD, mask, is_causal=True, scaling=scale)
@@ -312,13 +305,16 @@ def _attend_by_plan(plan: AttentionPlan, q_BHND: Tensor, k_BKTD: Tensor, v_BKTD:
         memory = LayerKV(k=k_BTKD, v=v_BTKD, k_scale=None, v_scale=None, tables_SC=None, kind=None, head_dim=head_dim)
         q_BHD = q_BHND.select(2, 0)
         if not plan.even_queries:
-            q_BHD = _even(q_BHD)
+            q_BHD = q_BHD.clone(memory_format=torch.contiguous_format)
         out_BHD = torch.empty((num_sequences, num_heads, head_dim), dtype=q_BHD.dtype, device=q_BHD.device)
         attend_singles(q_BHD, memory, plan.lengths_B, plan.slots_B, None, None, plan.options, out_BHD, None)
         return out_BHD.unsqueeze(1)
     from vmmkv.kernels.attention.prefill import prefill
 
-    q_NHD = _even(q_BHND.transpose(1, 2).reshape(-1, num_heads, head_dim))
+    q_BNHD = q_BHND.transpose(1, 2)
+    if not plan.even_queries:
+        q_BNHD = q_BNHD.clone(memory_format=torch.contiguous_format)
+    q_NHD = q_BNHD.reshape(-1, num_heads, head_dim)
     out_NHD = prefill(q_NHD, k_BTKD, v_BTKD, plan.query_starts, plan.lengths_B, plan.slots_B, **scoring._asdict())
     return out_NHD.view(num_sequences, num_queries, num_heads, head_dim)
 
@@ -414,11 +410,6 @@ def _is_even(states: Tensor) -> bool:
     )
 
 
-def _even(q_NHD: Tensor) -> Tensor:
-    """The same, copied if loads of 16 bytes cannot follow it."""
-    return q_NHD if _is_even(q_NHD) else q_NHD.clone(memory_format=torch.contiguous_format)
-
-
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -458,9 +449,9 @@ def _causal_mask(device: torch.device, stream: int, num_queries: int, num_tokens
 
 # attention sinks: logits of each head that take part in its softmax and belong to no token
 #
-# Neither vmmkv's kernels nor sdpa have them; the model's own eager function does. It is called for models whose attention is
-# usual but for the sinks, which were looked at one by one. Others make masks for "eager" by its name, or append rows to their
-# keys that are no tokens, and would get a wrong mask here.
+# Neither vmmkv's kernels nor sdpa have them; the model's own eager function does. It is called for the models below, whose
+# attention is usual but for the sinks. Others make masks for "eager" by its name, or append rows that are no tokens to their
+# keys, and would get a wrong mask here.
 
 WITH_SINKS: Final = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 """By `model_type`, of transformers 5.17 to 5.23."""
