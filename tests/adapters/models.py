@@ -178,9 +178,15 @@ def generated(model: Any, cache: Any, inputs: dict[str, torch.Tensor], **options
     return answer
 
 
-def assert_same(model: Any, pool: Pool, inputs: dict[str, torch.Tensor], **options: Any) -> None:
-    """The same tokens and logits as with transformers' own cache, of many kinds; the laws hold and nothing is left behind."""
-    expected = answered(model, DynamicCache(config=model.config), inputs, **options)
+def assert_same(
+    model: Any, pool: Pool, inputs: dict[str, torch.Tensor], *, reference: str | None = None, **options: Any
+) -> None:
+    """The same tokens and logits as with transformers' own cache, of many kinds; the laws hold and nothing is left behind.
+
+    `reference`: the attention by which the model gives them over that cache, if it is not its own.
+    """
+    with attending_by(model, reference or model.config._attn_implementation):
+        expected = answered(model, DynamicCache(config=model.config), inputs, **options)
     for answer in expected.sequences[:, inputs["input_ids"].shape[1] :].tolist():
         assert len(set(answer)) > len(answer) // 4, "it says so few tokens that equal ones prove little"
     with VmmCache(model.config, pool) as cache:

@@ -5,6 +5,7 @@ import re
 import weakref
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.adapters.models import (
     prompts,
     wide_llama,
 )
-from vmmkv import GIB, MIB, KVCache, LayoutError, OutOfPages, Pool, RowsUnmapped
+from vmmkv import GIB, MIB, KVCache, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
 from vmmkv.adapters.transformers import cache as cache_module
@@ -34,12 +35,15 @@ PAGE_TOKENS = 32
 """Of `wide_llama`, `wide_mistral` and each group of `wide_gemma3`."""
 
 
+WIDE = {"num_key_value_heads": 4, "head_dim": 512}
+
+
 def wide_mistral() -> Any:
-    return mistral(40, num_key_value_heads=4, head_dim=512)
+    return mistral(40, **WIDE)
 
 
 def wide_gemma3() -> Any:
-    return gemma3(4096, num_key_value_heads=4, head_dim=512)
+    return gemma3(4096, **WIDE)
 
 
 def ids_of(*rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -121,21 +125,13 @@ def test_prompts_in_chunks_stay_one_until_they_differ(pool: Pool) -> None:
 
 def test_beams_copy_only_what_was_written_since_they_parted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_llama(initializer_range=0.3)
-    copies: list[tuple[int, int, int]] = []
-    forks: list[int] = []
-    copied, forked = WindowRows.copy, WindowRows.fork
-    monkeypatch.setattr(
-        WindowRows,
-        "copy",
-        lambda self, sources, targets, first, end: (
-            copies.append((len(targets), first, end)),
-            copied(self, sources, targets, first, end),
-        ),
-    )
-    monkeypatch.setattr(WindowRows, "fork", lambda self, named: (forks.append(len(named)), forked(self, named))[1])
+    copy_rows, fork_rows = Mock(wraps=WindowRows.copy), Mock(wraps=WindowRows.fork)
+    monkeypatch.setattr(WindowRows, "copy", lambda *arguments: copy_rows(*arguments))
+    monkeypatch.setattr(WindowRows, "fork", lambda *arguments: fork_rows(*arguments))
     with VmmCache(model.config, pool) as cache:
         generated(model, cache, prompts(70), num_beams=4, max_new_tokens=40)
-        assert forks == [4]
+        assert [len(call.args[1]) for call in fork_rows.call_args_list] == [4]
+        copies = [(len(targets), first, end) for _, _, targets, first, end in (each.args for each in copy_rows.call_args_list)]
         assert copies and all(0 < count <= 4 and 70 <= first < end for count, first, end in copies)
         assert max(first for _, first, _ in copies) > 70
         drain(cache)
@@ -276,7 +272,6 @@ def test_answers_to_one_prompt_name_what_all_of_them_need(pool: Pool) -> None:
         with pytest.raises(OutOfPages, match=r"a batch of 4 rows cannot be forked.*: 4 pages .*, 1 are free") as error:
             forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=1))
         assert least_bytes(error) == 6 * PAGE_BYTES
-        cache.check()
         small.resize(least_bytes(error))
         forward(model, cache, ids_of(0, 1, 2, 3, num_tokens=1))
         cache.check()
@@ -324,38 +319,31 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(pool: 
     ids[1] = ids[seed % 2]  # equal prompts too
     for _ in range(25):
         assert torch.allclose(forward(model, ours, ids), forward(model, own, ids), atol=1e-4)
-        batch, call, removed = len(ids), choose(8), choose(ids.shape[1])
-        name, arguments, after = {
-            0: ("batch_repeat_interleave", 2, 2 * batch),
-            1: ("batch_select_indices", torch.tensor([0, *choose(batch, batch)][2:]), batch - 1),
-            2: ("reorder_cache", torch.tensor(choose(batch, batch)), batch),
-            3: ("reorder_cache", torch.tensor(choose(batch, batch)), batch),
-        }.get(call, ("", None, batch))
+        batch, call, removed = len(ids), choose(9), choose(ids.shape[1])
+        changes = {
+            0: ("batch_repeat_interleave", 2 if batch <= 3 else 1),
+            1: ("batch_select_indices", torch.tensor(choose(batch, max(1, batch - 1)))),
+            2: ("batch_select_indices", torch.arange(batch) >= batch // 2),  # a mask
+            3: ("reorder_cache", torch.tensor(choose(batch, batch))),
+            4: ("reorder_cache", torch.tensor(choose(batch, batch))),
+        }
         for cache in (ours, own):
             cache.crop(-removed)
-            if name and 0 < after <= 6:
-                getattr(cache, name)(arguments)
+            if call in changes:
+                name, argument = changes[call]
+                getattr(cache, name)(argument)
         assert ours.get_seq_length() == own.get_seq_length()
         assert ours.get_mask_sizes(3, 0) == own.get_mask_sizes(3, 0)
-        if call == 4 and len(left) < 3:
+        if call == 5 and len(left) < 3:
             left.append((ours, [each.clone() for layer in range(4) for each in ours.states(layer)]))
             ours = copy.deepcopy(ours)
         ours.check()
-        ids = torch.tensor(choose(198, after if name and 0 < after <= 6 else batch, choose(3) + 1)) + 1
+        ids = torch.tensor(choose(198, ours.batch_size, choose(3) + 1)) + 1
     for cache, states in left:
         assert all(map(torch.equal, states, (each for layer in range(4) for each in cache.states(layer))))
         cache.check()
         cache.close()
     ours.close()
-
-
-def test_a_mask_selects_rows_too(pool: Pool) -> None:
-    model = wide_llama()
-    with VmmCache(model.config, pool) as cache:
-        forward(model, cache, ids_of(0, 1, 2, num_tokens=40))
-        kept = cache.states(1)[0].clone()
-        cache.batch_select_indices(torch.tensor([True, False, True]))
-        assert torch.equal(cache.states(1)[0], kept[[0, 2]])
 
 
 def test_beams_know_how_far_they_are_the_same() -> None:
@@ -392,21 +380,22 @@ def test_the_order_of_a_sum_makes_no_other_prompt(dtype: torch.dtype) -> None:
     assert batch_module.agree(states, states, [0, 0, 1]) and not batch_module.agree(states, states, [0, 0, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_number_that_differs_by_more_than_rounding_makes_another_prompt(dtype: torch.dtype) -> None:
-    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).to(dtype).repeat(2, 1, 1, 1)
-    assert batch_module.prompts(states, states) == [0, 0]
+@pytest.mark.parametrize(
+    ("dtype", "where", "factor", "same"),
+    [
+        (torch.float32, (3, 17, 5), 1.2, False),
+        (torch.bfloat16, (3, 17, 5), 1.2, False),
+        (torch.bfloat16, (..., slice(None, None, 32)), 1 + 2**-7, True),  # few last bits
+        (torch.bfloat16, (..., slice(None, None, 4)), 1 + 2**-7, False),  # many
+    ],
+)
+def test_more_than_rounding_makes_another_prompt(dtype: torch.dtype, where: Any, factor: float, same: bool) -> None:
+    states = torch.randn(1, 4, 50, 128).add(3.0).to(dtype).repeat(2, 1, 1, 1)
     other = states.clone()
-    other[1, 3, 17, 5] += 0.2
-    assert batch_module.prompts(other, states) == batch_module.prompts(states, other) == [0, 1]
-
-
-def test_half_precision_differs_in_few_last_bits_or_is_another_prompt() -> None:
-    states = torch.randn(1, 4, 50, 128, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(2, 1, 1, 1)
-    for every, expected in ((32, [0, 0]), (4, [0, 1])):
-        other = states.clone()
-        other[1, :, :, ::every] *= 1 + 2**-7
-        assert batch_module.prompts(states, other) == expected
+    other[1][where] *= factor
+    expected = [0, 0] if same else [0, 1]
+    assert batch_module.prompts(other, states) == batch_module.prompts(states, other) == expected
+    assert batch_module.prompts(states, states) == [0, 0]
 
 
 class Temporaries(TorchDispatchMode):
@@ -560,17 +549,6 @@ def test_far_rows_are_written_under_any_mode(pool: Pool, far_slots: None) -> Non
                 chosen = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1:].argmax(-1)
             ids = torch.cat([ids, chosen.clone()], dim=1)
         assert ids.tolist() == expected
-
-
-def test_far_rows_of_another_kind_are_refused(pool: Pool, far_slots: None) -> None:
-    with VmmCache(llama().config, pool) as cache, torch.inference_mode():
-        append(cache, 4, 3)
-        k, v = torch.randn(2, 8, 2, 1, 32)
-        for keys, values in ((k.half(), v), (k, v.half()), (k[:, :1], v), (k, v[..., :16]), (k.to("meta"), v)):
-            with pytest.raises(LayoutError, match=r"layer 2 gives .* and its rows are \[8, 2, 1, 32\] torch\.float32 on cpu"):
-                cache.update(keys, values, 2)
-        append(cache, 4, 1)
-        assert cache.get_seq_length() == 4
 
 
 class IndicesByStream(TorchDispatchMode):

@@ -2,10 +2,10 @@
 
 import copy
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,6 +127,12 @@ def small() -> Any:
     return llama()
 
 
+@pytest.fixture
+def cache(small: Any, pool: Pool) -> Iterator[VmmCache]:
+    with VmmCache(small.config, pool) as cache:
+        yield cache
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -182,81 +188,78 @@ def test_a_closed_pool_or_cache_is_refused_by_every_call(small: Any) -> None:
             cache.reset()
 
 
-def test_gradients_are_refused(pool: Pool) -> None:
-    small = llama()
-    with VmmCache(small.config, pool) as cache:
-        with pytest.raises(NotImplementedError, match=r"torch\.no_grad\(\)"):
-            small(IDS, past_key_values=cache)
-        for mode, num_tokens in ((torch.no_grad(), 9), (torch.inference_mode(), 1), (torch.no_grad(), 2)):
-            with mode:
-                small(IDS[:, :num_tokens], past_key_values=cache)
-        small.requires_grad_(False)
-        small(IDS[:, :1], past_key_values=cache)
-        assert cache.get_seq_length() == 13
+def test_gradients_are_refused(cache: VmmCache) -> None:
+    model = llama()
+    with pytest.raises(NotImplementedError, match=r"torch\.no_grad\(\)"):
+        model(IDS, past_key_values=cache)
+    for mode, num_tokens in ((torch.no_grad(), 9), (torch.inference_mode(), 1), (torch.no_grad(), 2)):
+        with mode:
+            model(IDS[:, :num_tokens], past_key_values=cache)
+    model.requires_grad_(False)
+    model(IDS[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 13
 
 
-def test_another_batch_is_refused(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool) as cache:
-        forward(small, cache, IDS)
-        with pytest.raises(ValueError, match=r"a batch of 2, and the model computes one of 1: reset\(\)"):
-            forward(small, cache, IDS[:1])
-        with pytest.raises(ValueError, match=r"rows \[0, 2\] of a batch of 2"):
-            cache.reorder_cache(torch.tensor([0, 2]))
+def test_another_batch_is_refused(cache: VmmCache, small: Any) -> None:
+    forward(small, cache, IDS)
+    with pytest.raises(ValueError, match=r"a batch of 2, and the model computes one of 1: reset\(\)"):
+        forward(small, cache, IDS[:1])
+    with pytest.raises(ValueError, match=r"rows \[0, 2\] of a batch of 2"):
+        cache.reorder_cache(torch.tensor([0, 2]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_pass_without_a_new_token_is_refused_and_reset_begins_anew(pool: Pool, small: Any, size: int) -> None:
+def test_a_pass_without_a_new_token_is_refused_and_reset_begins_anew(cache: VmmCache, small: Any, size: int) -> None:
     """Of a prompt that is half as long as what the cache holds, transformers leaves nothing to compute."""
     other = {"input_ids": IDS[:1, :5].repeat(size, 1)}
-    with VmmCache(small.config, pool) as cache:
-        generated(small, cache, {"input_ids": IDS}, min_new_tokens=5, max_new_tokens=5)
-        with pytest.raises(ValueError, match=r"batch of 2 with 13 tokens each.* reset\(\) begins anew.* give all 13 tokens"):
-            generated(small, cache, other)
-        cache.check()
-        cache.reset()
-        assert len(generated(small, cache, other)) == size
+    generated(small, cache, {"input_ids": IDS}, min_new_tokens=5, max_new_tokens=5)
+    with pytest.raises(ValueError, match=r"batch of 2 with 13 tokens each.* reset\(\) begins anew.* give all 13 tokens"):
+        generated(small, cache, other)
+    cache.reset()
+    assert len(generated(small, cache, other)) == size
 
 
-def test_another_model_is_refused(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool) as cache, torch.no_grad():
-        small(IDS, past_key_values=cache)
-        with pytest.raises(LayoutError, match=r"gives \[2, 1, 9, 32\] torch.float32 .*rows are \[2, 2, 9, 32\]"):
-            llama(num_key_value_heads=1)(IDS, past_key_values=cache)
-        with pytest.raises(ValueError, match="layer 4 keeps no keys"):
-            cache.update(torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 1, 32), 4)
+def test_another_model_is_refused(cache: VmmCache, small: Any) -> None:
+    forward(small, cache, IDS)
+    with pytest.raises(LayoutError, match=r"gives \[2, 1, 9, 32\] torch.float32 .*rows are \[2, 2, 9, 32\]"):
+        forward(llama(num_key_value_heads=1), cache, IDS)
+    k, v = torch.zeros(2, 2, 2, 1, 32)
+    with pytest.raises(ValueError, match="layer 4 keeps no keys"):
+        cache.update(k, v, 4)
+    for keys, values in ((k.half(), v), (k, v.half()), (k[:, :1], v), (k, v[..., :16]), (k.to("meta"), v)):
+        with pytest.raises(LayoutError, match=r"layer 2 gives .* and its rows are \[2, 2, 1, 32\] torch\.float32 on cpu"):
+            cache.update(keys, values, 2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5000])
-def test_a_layer_with_other_tokens_than_the_first_is_refused(pool: Pool, small: Any, num_tokens: int) -> None:
+def test_a_layer_with_other_tokens_than_the_first_is_refused(cache: VmmCache, num_tokens: int) -> None:
     states, others = torch.randn(2, 2, 3, 32), torch.randn(2, 2, num_tokens, 32)
-    with VmmCache(small.config, pool) as cache:
-        with pytest.raises(LayoutError, match=f"keys of 2 rows with 3 tokens and values of 2 with {num_tokens}"):
-            cache.update(states, others, 0)
-        for tokens in (3, 6):
-            cache.update(states, states, 0)
-            for keys, values in ((others, others), (states, others), (others, states), (states[:1], states[:1])):
-                with pytest.raises(LayoutError, match=r"layer 1 gives .* this pass is one of 2 with 3"):
-                    cache.update(keys, values, 1)
-            for layer in range(1, 4):
-                cache.update(states, states, layer)
-            assert cache.get_seq_length() == tokens
+    with pytest.raises(LayoutError, match=f"keys of 2 rows with 3 tokens and values of 2 with {num_tokens}"):
+        cache.update(states, others, 0)
+    for tokens in (3, 6):
+        cache.update(states, states, 0)
+        for keys, values in ((others, others), (states, others), (others, states), (states[:1], states[:1])):
+            with pytest.raises(LayoutError, match=r"layer 1 gives .* this pass is one of 2 with 3"):
+                cache.update(keys, values, 1)
+        for layer in range(1, 4):
+            cache.update(states, states, layer)
+        assert cache.get_seq_length() == tokens
 
 
-def test_a_first_pass_that_failed_does_not_say_the_shapes(pool: Pool, small: Any) -> None:
+def test_a_first_pass_that_failed_does_not_say_the_shapes(cache: VmmCache, small: Any) -> None:
     states = torch.randn(2, 2, 4, 32)
-    with VmmCache(small.config, pool) as cache:
+    cache.update(states.half(), states, 0)
+    with pytest.raises(LayoutError, match="one shape and type"):
+        cache.update(states, states, 1)
+    cache.reset()
+    forward(small, cache, IDS)
+    assert cache.get_seq_length() == 9
+    cache.check()
+    cache.reset()
+    with pytest.raises(LayoutError, match="another model wants"):
         cache.update(states.half(), states, 0)
-        with pytest.raises(LayoutError, match="one shape and type"):
-            cache.update(states, states, 1)
-        cache.reset()
-        forward(small, cache, IDS)
-        assert cache.get_seq_length() == 9
-        cache.check()
-        cache.reset()
-        with pytest.raises(LayoutError, match="another model wants"):
-            cache.update(states.half(), states, 0)
-        with copy.deepcopy(cache) as other:  # of a pass that has failed
-            forward(small, other, IDS)
+    with copy.deepcopy(cache) as other:  # of a pass that has failed
+        forward(small, other, IDS)
 
 
 def test_addresses_that_there_are_not_name_what_would_take_less(
@@ -267,10 +270,7 @@ def test_addresses_that_there_are_not_name_what_would_take_less(
         pytest.raises(ValueError, match=r"slots=64 of 2.0 TiB each do not fit .* at most 63 do"),
     ):
         forward(small, cache, IDS)
-
-    def refuse(size_bytes: int) -> int:
-        raise DriverError("none left", call="reserve", code="ENOMEM")
-
+    refuse = Mock(side_effect=DriverError("none left", call="reserve", code="ENOMEM"))
     monkeypatch.setattr(pool.driver, "reserve", refuse)
     with VmmCache(small.config, pool, max_tokens=2**20) as cache:
         with pytest.raises(DriverError, match=r"64 slots of max_tokens=1048576 take 128.0 GiB .* max_tokens=262144\)"):
@@ -278,7 +278,7 @@ def test_addresses_that_there_are_not_name_what_would_take_less(
         assert cache.batch_size == -1
 
 
-def test_a_cache_or_a_copy_that_is_not_closed_says_so(pool: Pool, small: Any) -> None:
+def test_a_copy_that_is_not_closed_says_so(pool: Pool, small: Any) -> None:
     with Pool("cpu", 64 * MIB, driver=pool.driver) as tight, VmmCache(small.config, tight) as cache:
         forward(small, cache, IDS)
         other = copy.deepcopy(cache)
@@ -287,12 +287,11 @@ def test_a_cache_or_a_copy_that_is_not_closed_says_so(pool: Pool, small: Any) ->
             gc.collect()
 
 
-def test_a_pass_that_failed_is_taken_back(pool: Pool, small: Any) -> None:
-    with ExitStack() as stack:
-        cache, other = (stack.enter_context(VmmCache(small.config, pool)) for _ in range(2))
+def test_a_pass_that_failed_is_taken_back(cache: VmmCache, pool: Pool, small: Any) -> None:
+    states = torch.randn(2, 2, 3, 32)
+    with VmmCache(small.config, pool) as other:
         for each in (cache, other):
             forward(small, each, IDS)
-        states = torch.randn(2, 2, 3, 32)
         for layer in range(2):
             cache.update(states, states, layer)
         assert [cache.get_seq_length(layer) for layer in range(4)] == [12, 12, 9, 9]
@@ -314,53 +313,50 @@ def test_too_many_tokens_are_refused_before_any_is_written(pool: Pool, small: An
 
 
 @pytest.mark.parametrize("removed", [1, -10])
-def test_a_crop_is_told_how_many_tokens_to_remove(pool: Pool, small: Any, removed: int) -> None:
-    with VmmCache(small.config, pool) as cache:
-        forward(small, cache, IDS)
-        with pytest.raises(ValueError, match="minus the number of tokens to remove, of 9"):
-            cache.crop(removed)
+def test_a_crop_is_told_how_many_tokens_to_remove(cache: VmmCache, small: Any, removed: int) -> None:
+    forward(small, cache, IDS)
+    with pytest.raises(ValueError, match="minus the number of tokens to remove, of 9"):
+        cache.crop(removed)
 
 
-def test_there_is_nothing_to_see_before_the_first_token(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool) as cache:
-        assert cache.layers[0].keys is None and not cache.is_initialized
-        with pytest.raises(ValueError, match="no tokens yet"):
-            cache.states(0)
-        cache.crop(0)
-        cache.reorder_cache(torch.tensor([], dtype=torch.long))
-        cache.batch_repeat_interleave(3)
-        with copy.deepcopy(cache) as other:
-            assert other.get_mask_sizes(5, 0) == (5, 0)
-        forward(small, cache, IDS)
-        assert cache.is_initialized
+def test_there_is_nothing_to_see_before_the_first_token(cache: VmmCache, small: Any) -> None:
+    assert cache.layers[0].keys is None and not cache.is_initialized
+    with pytest.raises(ValueError, match="no tokens yet"):
+        cache.states(0)
+    cache.crop(0)
+    cache.reorder_cache(torch.tensor([], dtype=torch.long))
+    cache.batch_repeat_interleave(3)
+    with copy.deepcopy(cache) as other:
+        assert other.get_mask_sizes(5, 0) == (5, 0)
+    forward(small, cache, IDS)
+    assert cache.is_initialized
 
 
 def test_it_can_be_iterated_as_a_dynamic_cache(pool: Pool) -> None:
-    small = gemma3(4)
-    own = DynamicCache(config=small.config)
-    with VmmCache(small.config, pool) as cache:
+    model = gemma3(4)
+    own = DynamicCache(config=model.config)
+    with VmmCache(model.config, pool) as cache:
         assert [each[:2] for each in cache] == [(None, None)] * 4
         for each in (cache, own):
-            forward(small, each, IDS)
+            forward(model, each, IDS)
         for ours, theirs in zip(cache, own, strict=True):
             torch.testing.assert_close(ours, theirs)
         assert [window is None for _, _, window in cache] == [False] * 3 + [True]
 
 
-def test_layers_refer_to_the_cache(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool) as cache:
-        for call in (cache.layers[0].crop, cache.layers[0].reorder_cache, cache.layers[0].reset):
-            with pytest.raises(NotImplementedError, match="call this on the cache"):
-                call()
-        with pytest.raises(NotImplementedError, match="device 'cpu'"):
-            cache.layers[0].offload()
-        with pytest.raises(NotImplementedError, match="as tokens come"):
-            cache.layers[0].lazy_initialization(None, None)
+def test_layers_refer_to_the_cache(cache: VmmCache) -> None:
+    layer = cache.layers[0]
+    for call in (layer.crop, layer.reorder_cache, layer.reset):
+        with pytest.raises(NotImplementedError, match="call this on the cache"):
+            call()
+    with pytest.raises(NotImplementedError, match="device 'cpu'"):
+        layer.offload()
+    with pytest.raises(NotImplementedError, match="as tokens come"):
+        layer.lazy_initialization(None, None)
 
 
-def test_what_generate_leaves_behind_can_be_asked(pool: Pool, small: Any) -> None:
-    with VmmCache(small.config, pool) as cache:
-        answer = generated(small, cache, prompts(7), max_new_tokens=5)
-        assert cache.get_seq_length() == len(answer[0]) - 1
-        assert repr(cache) == "<VmmCache on cpu: a batch of 1 with 11 tokens each>"
-        assert cache.get_max_length() == 8192 and cache.is_sliding == [False] * 4 and not cache.is_compileable
+def test_what_generate_leaves_behind_can_be_asked(cache: VmmCache, small: Any) -> None:
+    answer = generated(small, cache, prompts(7), max_new_tokens=5)
+    assert cache.get_seq_length() == len(answer[0]) - 1
+    assert repr(cache) == "<VmmCache on cpu: a batch of 1 with 11 tokens each>"
+    assert cache.get_max_length() == 8192 and cache.is_sliding == [False] * 4 and not cache.is_compileable

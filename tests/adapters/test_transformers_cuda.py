@@ -37,14 +37,30 @@ def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to("cuda:0") for name, tensor in inputs.items()}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("make", [llama, lambda **changes: gemma3(16, **changes)], ids=["full", "hybrid"])
+HYBRID = pytest.mark.parametrize("make", [llama, lambda **changes: gemma3(16, **changes)], ids=["full", "hybrid"])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@HYBRID
 def test_the_tokens_are_those_of_transformers_own_cache(pool: Pool, make: Any, attention: str) -> None:
-    # torch has no flex_attention in float32 that would fit heads of 256 into an SM
-    model = make(**({"head_dim": 64} if attention == "flex_attention" else {})).to("cuda:0")
+    model = make().to("cuda:0")
     model.set_attn_implementation(attention)
     assert_same(model, pool, on_gpu(prompts(45)))
     assert_same(model, pool, on_gpu(prompts(45, 20, 3)))
+
+
+@HYBRID
+def test_flex_attention_gives_the_tokens_of_sdpa(pool: Pool, make: Any) -> None:
+    """sdpa is the reference, since torch's compiler fails on flex_attention over some of transformers' own cache's tensors."""
+    model = make(head_dim=64).to("cuda:0")  # torch has no flex_attention in float32 that would fit heads of 256 into an SM
+    model.set_attn_implementation("flex_attention")
+    try:
+        for inputs in (prompts(45), prompts(45, 20, 3)):
+            assert_same(model, pool, on_gpu(inputs), reference="sdpa", max_new_tokens=6)
+    except RuntimeError as error:
+        if "NoValidChoicesError" not in repr(error):
+            raise
+        pytest.skip("torch's compiler finds no kernel for flex_attention on this GPU: NoValidChoicesError")
 
 
 @pytest.mark.parametrize("make", [llama, lambda: gemma3(16), lambda: mistral(40)], ids=["full", "hybrid", "sliding"])
