@@ -8,6 +8,7 @@ What ends a request (`Answers.close`, `Answers.abort`) is synchronous, so it als
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -16,7 +17,6 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias
 
 import msgspec
@@ -79,7 +79,7 @@ class MapUnavailable(Exception):
     """The engine sends no memory map."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dead:
     """The engine is gone."""
 
@@ -379,7 +379,8 @@ class EngineClient:
                 self.maps.take(message)
             case Managed(budget_bytes=budget_bytes, pool_tokens=pool_tokens):
                 if isinstance(self.phase, Ready):
-                    self.phase = msgspec.structs.replace(self.phase, budget_bytes=budget_bytes, pool_tokens=pool_tokens)
+                    limits = dataclasses.replace(self.phase.limits, budget_bytes=budget_bytes, pool_tokens=pool_tokens)
+                    self.phase = msgspec.structs.replace(self.phase, limits=limits)
                 if not (done := self._managing.popleft()).done():
                     done.set_result(message)
             case LoadFailed(reason=reason):

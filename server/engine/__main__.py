@@ -64,9 +64,9 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     gc.freeze()
     log.info(
         "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
-        format_bytes(loaded.ready.budget_bytes),
+        format_bytes(loaded.ready.limits.budget_bytes),
         loaded.ready.device,
-        loaded.ready.pool_tokens,
+        loaded.ready.limits.pool_tokens,
         loaded.ready.implementation,
     )
     engine = loaded.engine

@@ -28,7 +28,18 @@ from vmmkv.server.engine.runner import Logprobs, Results, Runner
 from vmmkv.server.engine.sampler import NOT_A_NUMBER
 from vmmkv.server.engine.scheduler import CannotRun, Scheduler
 from vmmkv.server.engine.uploads import TokenMasks
-from vmmkv.server.protocol import Abort, Beams, Failed, FinishReason, FromEngine, Generate, Output, Outputs, Snapshot, packed
+from vmmkv.server.protocol import (
+    Abort,
+    Beams,
+    Failed,
+    FinishReason,
+    FromEngine,
+    Generate,
+    Output,
+    Outputs,
+    PromptLogprobs,
+    Snapshot,
+)
 from vmmkv.server.sampling_params import Limits
 from vmmkv.server.structured_output.manager import NOTHING_FOLLOWED, StructuredOutputManager
 from vmmkv.units import PAGE_BYTES, counted, format_bytes
@@ -314,7 +325,9 @@ class Engine:
                 if (scores := results.scores.get(index)) is not None:
                     assert scores.first == chunk.request.num_scored, "each is sent once, in order"
                     chunk.request.num_scored += len(scores.chosen_W)
-                    self._send(packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT))
+                    self._send(
+                        PromptLogprobs.packed(chunk.request.ask.request_id, scores.chosen_W, scores.values_WT, scores.ids_WT)
+                    )
                 if self._confirm(chunk, results, row, outputs):
                     rows.append(row)
                     sampled.append(chunk.slot)

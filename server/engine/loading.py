@@ -26,7 +26,7 @@ from vmmkv.server.engine.runner import Runner
 from vmmkv.server.engine.uploads import TokenMasks
 from vmmkv.server.models import UnsupportedModel
 from vmmkv.server.protocol import FromEngine, Generate, Loading, Ready
-from vmmkv.server.sampling_params import SamplingParams
+from vmmkv.server.sampling_params import Limits, SamplingParams
 from vmmkv.server.structured_output.manager import StructuredOutputManager
 from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.units import ceil_div
@@ -120,12 +120,14 @@ def assemble(
         model=config.model,
         device=str(device),
         dtype=str(source.dtype).removeprefix("torch."),
-        max_tokens=max_tokens,
-        pool_tokens=memory.num_tokens,
-        budget_bytes=memory.budget_bytes,
-        max_sequences=config.max_num_seqs,
         implementation=model.implementation,
-        vocabulary_size=model.vocabulary_size,
+        limits=Limits(
+            model_tokens=max_tokens,
+            pool_tokens=memory.num_tokens,
+            budget_bytes=memory.budget_bytes,
+            max_sequences=config.max_num_seqs,
+            vocabulary_size=model.vocabulary_size,
+        ),
         end_tokens=sorted(source.end_tokens),
     )
     return Loaded(engine, ready, memory)

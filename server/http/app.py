@@ -114,7 +114,7 @@ class Service:
         """The model as /v1/models shows it."""
         card, ready = responses.ModelCard(id=self.model, created=self.created), self.engine.phase
         if isinstance(ready, Ready):
-            card.max_model_len, card.implementation = ready.max_request_tokens, ready.implementation
+            card.max_model_len, card.implementation = ready.limits.max_tokens, ready.implementation
         return card
 
 
@@ -165,7 +165,7 @@ def _generation_routes(service: Service) -> APIRouter:
             ids = await _present(service, request, work, service.deadline())
         except PromptError as error:
             raise errors.invalid(param, error) from error
-        limit = ready.max_request_tokens
+        limit = ready.limits.max_tokens
 
         def write() -> str:
             texts = list(map(tokenizer.texts.text_of, ids)) if body.return_token_strs else None
@@ -342,7 +342,7 @@ def _check(
 ) -> list[SamplingParams]:
     """The sampling parameters of each prompt. Raises: ApiError (400) for a request that can never be served here."""
     ready, tokenizer = service.require(body.model)
-    limits = ready.limits(service.model, tokenizer.vocab_size)  # the model may have more rows
+    limits = dataclasses.replace(ready.limits, model=service.model, vocabulary_size=tokenizer.vocab_size)
     if body.priority < 0 and not service.queue.sees_all(state.caller):
         raise errors.invalid("priority", f"{body.priority} goes before the requests of other keys; send 0, or more to go later")
     params = []

@@ -20,7 +20,7 @@ from vmmkv.server.engine_client import Answers, EngineClient, News, RequestFaile
 from vmmkv.server.http import errors
 from vmmkv.server.http.schemas import GenerationRequest
 from vmmkv.server.metrics import Metrics
-from vmmkv.server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready, unpacked
+from vmmkv.server.protocol import LOGPROB_BYTES, Beams, FinishReason, Generate, Output, PromptLogprobs, Ready
 from vmmkv.server.sampling_params import SEED_MASK, SamplingParams
 from vmmkv.server.structured_output.compiler import CompilerBusy, CompilerUnavailable, GrammarCompiler
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused
@@ -124,7 +124,7 @@ class GrammarService:
         Raises: ApiError: 400 naming the parameter, 408, 503.
         """
         if self._compiler is None:
-            self._compiler = GrammarCompiler(Path(ready.model), ready.vocabulary_size, ready.end_tokens)
+            self._compiler = GrammarCompiler(Path(ready.model), ready.limits.vocabulary_size, ready.end_tokens)
         compiler, began_s = self._compiler, time.perf_counter()
         try:
             if not compiler.knows(grammar, namespace=namespace):
@@ -178,7 +178,7 @@ class EchoScores:
 
     def unpacked(self) -> Iterator[Score]:
         """The Score of each token, in order. Takes a few microseconds each."""
-        scores = [(None, ()), *chain.from_iterable(zip(*unpacked(message), strict=True) for message in self.messages)]
+        scores = [(None, ()), *chain.from_iterable(zip(*message.unpacked(), strict=True) for message in self.messages)]
         for token_id, (logprob, likeliest), offset in zip(self.echo.token_ids, scores, self.echo.offsets, strict=True):
             yield Score(token_id, logprob, likeliest, offset)
 

@@ -189,7 +189,7 @@ class AdmissionQueue:
             left_s = max(1, math.ceil(self.drained_by_s - time.monotonic()))
             raise errors.unavailable("The server is shutting down.", retry_after_s=left_s)
         phase = self._engine.phase
-        limit = self._config.max_queued_requests + (phase.max_sequences if isinstance(phase, Ready) else 0)
+        limit = self._config.max_queued_requests + (phase.limits.max_sequences if isinstance(phase, Ready) else 0)
         excess = self.num_sequences + num_sequences - limit
         if self.num_sequences and excess > 0:
             raise errors.too_many(

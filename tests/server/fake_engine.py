@@ -5,6 +5,7 @@ real engine, it is a process, for the tests of starting and stopping one.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -32,6 +34,7 @@ from vmmkv.server.protocol import (
     Message,
     Output,
     Outputs,
+    PromptLogprobs,
     Ready,
     Resize,
     Shutdown,
@@ -39,8 +42,8 @@ from vmmkv.server.protocol import (
     ToEngine,
     decode_to_engine,
     encode,
-    packed,
 )
+from vmmkv.server.sampling_params import Limits
 
 FAIL_SEED, SILENT_SEED, DIE_SEED = 1001, 1002, 1003
 """A request with one of these fails, gets no answer, or ends the engine."""
@@ -52,12 +55,14 @@ READY = Ready(
     model="tiny",
     device="fake",
     dtype="float32",
-    max_tokens=256,
-    pool_tokens=1024,
-    budget_bytes=1 << 26,
-    max_sequences=4,
     implementation="vmmkv",
+    limits=Limits(model_tokens=256, pool_tokens=1024, budget_bytes=1 << 26, max_sequences=4, vocabulary_size=258),
 )
+
+
+def ready_with(**limits: int) -> Ready:
+    """READY with other limits."""
+    return msgspec.structs.replace(READY, limits=dataclasses.replace(READY.limits, **limits))
 
 
 def echo(request: Generate) -> list[int]:
@@ -153,7 +158,11 @@ class FakeEngine:
                 if self.memory_map is not None:
                     self._send(self.memory_map)
             case Forget():
-                self._send(Managed(freed_bytes=7, budget_bytes=self._ready.budget_bytes, pool_tokens=self._ready.pool_tokens))
+                self._send(
+                    Managed(
+                        freed_bytes=7, budget_bytes=self._ready.limits.budget_bytes, pool_tokens=self._ready.limits.pool_tokens
+                    )
+                )
             case Resize(budget_bytes=budget_bytes):
                 error = "that is too little" if budget_bytes < 1 << 21 else None
                 self._send(Managed(error=error, freed_bytes=0, budget_bytes=budget_bytes, pool_tokens=64))
@@ -169,7 +178,7 @@ class FakeEngine:
             if tokens:
                 chosen = -np.array(tokens, np.float32) / 8
                 ids = np.tile(np.arange(count, dtype=np.int32), (len(tokens), 1))
-                self._send(packed(request.request_id, chosen, -2 - ids.astype(np.float32), ids))
+                self._send(PromptLogprobs.packed(request.request_id, chosen, -2 - ids.astype(np.float32), ids))
 
     def _step(self) -> None:
         outputs: list[Output] = []
@@ -220,7 +229,7 @@ class FakeEngine:
             kv_free_bytes=0,
             kv_pending_reclaim_bytes=0,
             kv_created_bytes=len(self._running) << 21,
-            kv_budget_bytes=self._ready.budget_bytes,
+            kv_budget_bytes=self._ready.limits.budget_bytes,
             stalls=2,
             stall_us=1500.0,
             driver_calls={"create": 3, "map": 4},

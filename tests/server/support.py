@@ -195,7 +195,7 @@ def running_server(
                 if sockets:
                     listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
                     one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                    options = uvicorn_options(ready.max_sequences + service.front.max_queued_requests)
+                    options = uvicorn_options(ready.limits.max_sequences + service.front.max_queued_requests)
                     config = uvicorn.Config(
                         one.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1, **options
                     )

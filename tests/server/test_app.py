@@ -47,7 +47,7 @@ class TestChat:
         reply = server.openai.chat.completions.create(model="tiny", messages=HELLO, user="somebody")
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Grüße, €!", "stop")
         assert (reply.id[:9], reply.object, reply.model) == ("chatcmpl-", "chat.completion", "tiny")
-        assert server.sent.params.max_tokens == READY.max_tokens - len(server.sent.prompt), "as long as it fits"
+        assert server.sent.params.max_tokens == READY.limits.max_tokens - len(server.sent.prompt), "as long as it fits"
 
     def test_the_prompt_is_the_models_template(self, server: Running) -> None:
         messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -134,7 +134,7 @@ class TestCompletions:
         server.never_ends(step_s=0)
         (choice,) = server.complete(prompt="ab").json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab" * 8, "length")
-        server.complete(prompt=[1] * (READY.max_tokens - 3))
+        server.complete(prompt=[1] * (READY.limits.max_tokens - 3))
         assert server.generates[1].params.max_tokens == 3
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -317,10 +317,10 @@ class TestBeams:
         assert (params.max_tokens, params.stop_token_ids) == (7, (9,))
 
     def test_n_is_the_width_unless_one_is_given_and_all_slots_may_be_taken(self, server: Running) -> None:
-        assert len(self.search(server, n=READY.max_sequences, prompt="abcd")["choices"]) == READY.max_sequences
-        assert server.sent.params.beam_width == READY.max_sequences
-        error = server.refuses(COMPLETIONS, n=READY.max_sequences + 1, use_beam_search=True)
-        assert error["param"] == "n" and f"lower n to {READY.max_sequences}" in error["message"]
+        assert len(self.search(server, n=READY.limits.max_sequences, prompt="abcd")["choices"]) == READY.limits.max_sequences
+        assert server.sent.params.beam_width == READY.limits.max_sequences
+        error = server.refuses(COMPLETIONS, n=READY.limits.max_sequences + 1, use_beam_search=True)
+        assert error["param"] == "n" and f"lower n to {READY.limits.max_sequences}" in error["message"]
 
     def test_a_beam_says_why_it_ended_and_a_stop_string_cuts_it(self, server: Running) -> None:
         server.engine.search = lambda _: [

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from tests.server.fake_engine import READY
+from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
 from vmmkv.cli import printable
 from vmmkv.cli.main import main
@@ -84,7 +83,7 @@ def test_what_no_server_takes_is_wrong_usage(wrong: tuple[str, str], capsys: pyt
 @pytest.fixture
 def patient() -> Iterator[Running]:
     """Whose endless answers outlast any test."""
-    with running_server(ready=msgspec.structs.replace(READY, max_tokens=1 << 20, pool_tokens=1 << 20), sockets=True) as running:
+    with running_server(ready=ready_with(model_tokens=1 << 20, pool_tokens=1 << 20), sockets=True) as running:
         yield running
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,38 +15,32 @@ from vmmkv.server.engine_client import Answers, Dead, EngineClient, EngineDead, 
 from vmmkv.server.protocol import Abort, FromEngine, Generate, Loading, Output, Shutdown
 from vmmkv.server.sampling_params import SamplingParams
 
-Check = Callable[[EngineClient, FakeEngine], Awaitable[None]]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/e"
+def loading() -> list[Loading]:
+    """What the client has reported of the engine's start."""
+    return []
 
 
 @pytest.fixture
-def run(address: str) -> Callable[[Check], None]:
-    """Runs a coroutine with a client and the engine that it is connected to."""
-
-    async def connected(check: Check) -> None:
-        async with listening(address) as client:
-            engine = FakeEngine(address)
-            engine.start()
-            try:
-                assert await asyncio.wait_for(client.settled(), 20) == READY
-                await check(client, engine)
-            finally:
-                await client.close()
-                engine.stop()
-
-    return lambda check: asyncio.run(connected(check))
-
-
-@asynccontextmanager
-async def listening(address: str) -> AsyncIterator[EngineClient]:
-    client = EngineClient(address)
+async def client(tmp_path: Path, loading: list[Loading]) -> AsyncIterator[EngineClient]:
+    client = EngineClient(f"ipc://{tmp_path}/e", on_loading=loading.append)
     client.start()
     yield client
     await client.close()
+
+
+@pytest.fixture
+async def engine(client: EngineClient) -> AsyncIterator[FakeEngine]:
+    """The engine that the client is connected to."""
+    engine = FakeEngine(client.address)
+    engine.start()
+    assert await asyncio.wait_for(client.settled(), 20) == READY
+    yield engine
+    await client.close()
+    engine.stop()
 
 
 def request(request_id: str, *, seed: int = 0, num_tokens: int = 8) -> Generate:
@@ -70,191 +63,138 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_every_request_of_a_group_is_answered_to_its_end(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        with client.submit([request("a"), request("b", num_tokens=2)]) as answers:
-            got = await every(answers)
-        for request_id, token_ids, reason in (("a", [1, 2, 3], "stop"), ("b", [1, 2], "length")):
-            own = [message for message in got if message.request_id == request_id]
-            assert [token_id for message in own for token_id in message.token_ids] == token_ids
-            assert own[-1].finish_reason == reason
-
-    run(check)
+async def test_every_request_of_a_group_is_answered_to_its_end(client: EngineClient, engine: FakeEngine) -> None:
+    with client.submit([request("a"), request("b", num_tokens=2)]) as answers:
+        got = await every(answers)
+    for request_id, token_ids, reason in (("a", [1, 2, 3], "stop"), ("b", [1, 2], "length")):
+        own = [message for message in got if message.request_id == request_id]
+        assert [token_id for message in own for token_id in message.token_ids] == token_ids
+        assert own[-1].finish_reason == reason
 
 
-def test_nothing_is_sent_before_the_engine_is_ready(address: str) -> None:
-    async def check() -> None:
-        async with listening(address) as client:
-            with pytest.raises(EngineNotReady, match="loading"):
-                client.submit([request("a")])
-
-    asyncio.run(check())
+async def test_nothing_is_sent_before_the_engine_is_ready(client: EngineClient) -> None:
+    with pytest.raises(EngineNotReady, match="loading"):
+        client.submit([request("a")])
 
 
-def test_loading_is_reported_in_order(address: str) -> None:
-    async def check() -> None:
-        seen: list[Loading] = []
-        client, engine = EngineClient(address, on_loading=seen.append), FakeEngine(address)
-        client.start()
-        engine.start()
-        await client.settled()
-        assert [(step.stage, step.done, step.total) for step in seen] == [("weights", done, 2) for done in range(3)]
-        await client.close()
-        engine.stop()
-
-    asyncio.run(check())
+async def test_loading_is_reported_in_order(engine: FakeEngine, loading: list[Loading]) -> None:
+    assert [(step.stage, step.done, step.total) for step in loading] == [("weights", done, 2) for done in range(3)]
 
 
-def test_leaving_the_block_aborts_unfinished_requests_alone(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        with client.submit([request("done"), request("silent", seed=SILENT_SEED)]) as answers:
-            async for news in answers:
-                if isinstance(news[-1], Output) and news[-1].finish_reason is not None:
-                    break
-        await until(lambda: engine.aborted() == {"silent"})
-        answers.close()
-        with client.submit([request("after")]) as answers:  # all that was sent before has arrived before it
-            await every(answers)
-        assert sum(isinstance(message, Abort) for message in engine.received) == 1
-
-    run(check)
+async def test_leaving_the_block_aborts_unfinished_requests_alone(client: EngineClient, engine: FakeEngine) -> None:
+    with client.submit([request("done"), request("silent", seed=SILENT_SEED)]) as answers:
+        async for news in answers:
+            if isinstance(news[-1], Output) and news[-1].finish_reason is not None:
+                break
+    await until(lambda: engine.aborted() == {"silent"})
+    answers.close()
+    with client.submit([request("after")]) as answers:  # all that was sent before has arrived before it
+        await every(answers)
+    assert sum(isinstance(message, Abort) for message in engine.received) == 1
 
 
-def test_tokens_of_an_aborted_request_are_dropped(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        engine.endless = True
-        with client.submit([request("a", num_tokens=1 << 20), request("b", num_tokens=100)]) as answers:
-            await until(lambda: any(each.request_id == "a" for each in answers._arrived))
-            answers.abort("a")
-            assert {output.request_id for output in await every(answers)} == {"b"}
-
-    run(check)
+async def test_tokens_of_an_aborted_request_are_dropped(client: EngineClient, engine: FakeEngine) -> None:
+    engine.endless = True
+    with client.submit([request("a", num_tokens=1 << 20), request("b", num_tokens=100)]) as answers:
+        await until(lambda: any(each.request_id == "a" for each in answers._arrived))
+        answers.abort("a")
+        assert {output.request_id for output in await every(answers)} == {"b"}
 
 
-def test_a_failed_request_leaves_the_others_alone(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        with client.submit([request("good")]) as good, client.submit([request("bad", seed=FAIL_SEED)]) as bad:
-            with pytest.raises(RequestFailed, match="told to fail"):
-                await anext(bad)
-            assert (await every(good))[-1].finish_reason == "stop"
-
-    run(check)
+async def test_a_failed_request_leaves_the_others_alone(client: EngineClient, engine: FakeEngine) -> None:
+    with client.submit([request("good")]) as good, client.submit([request("bad", seed=FAIL_SEED)]) as bad:
+        with pytest.raises(RequestFailed, match="told to fail"):
+            await anext(bad)
+        assert (await every(good))[-1].finish_reason == "stop"
 
 
-def test_when_the_engine_dies_all_waiting_requests_fail(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        groups = [client.submit([request(f"r{number}", seed=SILENT_SEED)]) for number in range(3)]
-        waiting = [asyncio.create_task(anext(group)) for group in groups]
-        await asyncio.sleep(0.02)
-        await client.engine_ended("exit code 3")
-        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(outcome, EngineDead) and "exit code 3" in str(outcome)
-        with pytest.raises(EngineDead, match="exit code 3"):
-            client.submit([request("late")])
-
-    run(check)
+async def test_when_the_engine_dies_all_waiting_requests_fail(client: EngineClient, engine: FakeEngine) -> None:
+    groups = [client.submit([request(f"r{number}", seed=SILENT_SEED)]) for number in range(3)]
+    waiting = [asyncio.create_task(anext(group)) for group in groups]
+    await asyncio.sleep(0.02)
+    await client.engine_ended("exit code 3")
+    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(outcome, EngineDead) and "exit code 3" in str(outcome)
+    with pytest.raises(EngineDead, match="exit code 3"):
+        client.submit([request("late")])
 
 
-def test_what_the_engine_sent_before_it_died_still_counts(
-    run: Callable[[Check], None], monkeypatch: pytest.MonkeyPatch
+async def test_what_the_engine_sent_before_it_died_still_counts(
+    client: EngineClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vmmkv.server.engine_client.LAST_WORDS_S", 20.0)
-
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        with client.submit([request("a")]) as answers:
-            ending = asyncio.create_task(client.engine_ended("exit code 3"))
-            assert (await every(answers))[-1].finish_reason == "stop"
-            assert not ending.done()
-            ending.cancel()
-        await until(lambda: client.snapshot is not None and client.snapshot.generated_tokens == 3)  # the last message
-
-    run(check)
+    with client.submit([request("a")]) as answers:
+        ending = asyncio.create_task(client.engine_ended("exit code 3"))
+        assert (await every(answers))[-1].finish_reason == "stop"
+        assert not ending.done()
+        ending.cancel()
+    await until(lambda: client.snapshot is not None and client.snapshot.generated_tokens == 3)  # the last message
 
 
-def test_a_message_that_cannot_be_read_ends_the_connection(address: str) -> None:
-    async def check() -> None:
-        async with listening(address) as client:
-            with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as stranger:
-                stranger.connect(address)
-                await stranger.send(b"hello")
-                phase = await asyncio.wait_for(client.settled(), 20)
-                assert isinstance(phase, Dead) and "cannot be read" in phase.reason
-
-    asyncio.run(check())
+async def test_a_message_that_cannot_be_read_ends_the_connection(client: EngineClient) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as stranger:
+        stranger.connect(client.address)
+        await stranger.send(b"hello")
+        phase = await asyncio.wait_for(client.settled(), 20)
+        assert isinstance(phase, Dead) and "cannot be read" in phase.reason
 
 
-def test_an_error_of_the_receiving_task_fails_all_requests(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        def broken(message: FromEngine) -> None:
-            raise KeyError(message)
+async def test_an_error_of_the_receiving_task_fails_all_requests(client: EngineClient, engine: FakeEngine) -> None:
+    def broken(message: FromEngine) -> None:
+        raise KeyError(message)
 
-        client._handle = broken  # type: ignore[method-assign]
-        with client.submit([request("a")]) as answers, pytest.raises(EngineDead, match="KeyError"):
-            await asyncio.wait_for(anext(answers), 20)
-
-    run(check)
+    client._handle = broken  # type: ignore[method-assign]
+    with client.submit([request("a")]) as answers, pytest.raises(EngineDead, match="KeyError"):
+        await asyncio.wait_for(anext(answers), 20)
 
 
-def test_of_requests_of_which_one_cannot_be_encoded_none_is_sent(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        with pytest.raises(OverflowError):
-            client.submit([request("a"), msgspec.structs.replace(request("b"), prompt=[1 << 70])])
-        assert client._answers == {}
-        with client.submit([request("c")]) as answers:
-            assert {output.request_id for output in await every(answers)} == {"c"}
-        assert [message.request_id for message in engine.received if isinstance(message, Generate)] == ["c"]
-
-    run(check)
+async def test_of_requests_of_which_one_cannot_be_encoded_none_is_sent(client: EngineClient, engine: FakeEngine) -> None:
+    with pytest.raises(OverflowError):
+        client.submit([request("a"), msgspec.structs.replace(request("b"), prompt=[1 << 70])])
+    assert client._answers == {}
+    with client.submit([request("c")]) as answers:
+        assert {output.request_id for output in await every(answers)} == {"c"}
+    assert [message.request_id for message in engine.received if isinstance(message, Generate)] == ["c"]
 
 
-def test_shutdown_reaches_the_engine_and_close_is_idempotent(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        client.shutdown()
-        await client.close()
-        await client.close()
-        await until(lambda: any(isinstance(message, Shutdown) for message in engine.received))
-
-    run(check)
+async def test_shutdown_reaches_the_engine_and_close_is_idempotent(client: EngineClient, engine: FakeEngine) -> None:
+    client.shutdown()
+    await client.close()
+    await client.close()
+    await until(lambda: any(isinstance(message, Shutdown) for message in engine.received))
 
 
-def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(run: Callable[[Check], None]) -> None:
-    async def check(client: EngineClient, engine: FakeEngine) -> None:
-        async def one(number: int) -> list[Output]:
-            with client.submit([request(f"r{number}")]) as answers:
-                return await every(answers)
+async def test_a_thousand_requests_at_once_are_all_answered_and_none_is_kept(client: EngineClient, engine: FakeEngine) -> None:
+    async def one(number: int) -> list[Output]:
+        with client.submit([request(f"r{number}")]) as answers:
+            return await every(answers)
 
-        got = await asyncio.gather(*(one(number) for number in range(1000)))
-        assert all(messages[-1].finish_reason == "stop" for messages in got)
-        assert client._answers == {} and client._waiting == {} and client.waiting_tokens == 0
-
-    run(check)
+    got = await asyncio.gather(*(one(number) for number in range(1000)))
+    assert all(messages[-1].finish_reason == "stop" for messages in got)
+    assert client._answers == {} and client._waiting == {} and client.waiting_tokens == 0
 
 
-def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_lasts_from_a_request_until_a_step_or_until_no_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter)
     monkeypatch.setattr("vmmkv.server.engine_client.time", clock)
-
-    async def check() -> None:
-        client = EngineClient("ipc:///not/there")
-        client.phase = READY
-        working = msgspec.structs.replace(FakeEngine("ipc:///not/there")._snapshot(), running=1)
-        client._handle(working)
-        assert client.silent_s() == 0
-        answers = client.submit([request("a")])
-        client._handle(working)  # a turn of the loop that computed nothing
-        clock.now_s += 5
-        client._handle(working)
-        assert client.silent_s() == 5
-        for change in ({"kv_tokens": 1}, {"prompt_tokens": 1}, {"generated_tokens": 1}):
-            clock.now_s += 2
-            assert client.silent_s() > 0
-            working = msgspec.structs.replace(working, **change)  # type: ignore[arg-type]
-            client._handle(working)
-            assert client.silent_s() == 0
-        answers.close()  # the abort is work too
+    client = EngineClient("ipc:///not/there")
+    client.phase = READY
+    working = msgspec.structs.replace(FakeEngine("ipc:///not/there")._snapshot(), running=1)
+    client._handle(working)
+    assert client.silent_s() == 0
+    answers = client.submit([request("a")])
+    client._handle(working)  # a turn of the loop that computed nothing
+    clock.now_s += 5
+    client._handle(working)
+    assert client.silent_s() == 5
+    for change in ({"kv_tokens": 1}, {"prompt_tokens": 1}, {"generated_tokens": 1}):
         clock.now_s += 2
-        assert client.silent_s() == 2
-        client._handle(msgspec.structs.replace(working, running=0))
+        assert client.silent_s() > 0
+        working = msgspec.structs.replace(working, **change)  # type: ignore[arg-type]
+        client._handle(working)
         assert client.silent_s() == 0
-
-    asyncio.run(check())
+    answers.close()  # the abort is work too
+    clock.now_s += 2
+    assert client.silent_s() == 2
+    client._handle(msgspec.structs.replace(working, running=0))
+    assert client.silent_s() == 0

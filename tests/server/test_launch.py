@@ -66,7 +66,7 @@ class Served:
         return match[2]
 
     def is_quiet(self) -> bool:
-        """Whether nothing was printed but what somebody meant to say."""
+        """Whether the log holds no traceback and no report of a leak."""
         return not re.search("Traceback|nanobind|leaked", self.log())
 
     def ends(self, within_s: float = 20) -> int:
@@ -194,7 +194,7 @@ def test_a_second_signal_answers_requests_in_flight_at_once(model_dir: Path) -> 
 
 
 @pytest.mark.nightly
-def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of_a_drain(model_dir: Path) -> None:
+def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_a_drain(model_dir: Path) -> None:
     with serving(model_dir, "--deaf", "--endless", front={"drain_timeout_s": 1}) as served:
         url = httpx.URL(served.url())
         body = json.dumps({"model": "tiny", "prompt": "a" * 90, "max_tokens": 160, "n": 32, "stream": True, "logprobs": 0})
@@ -208,7 +208,7 @@ def test_neither_a_client_that_reads_nothing_nor_a_deaf_engine_delays_the_end_of
             served.process.send_signal(signal.SIGTERM)
             began_s = time.monotonic()
             assert served.ends(30) == 0
-            # A second for the drain, one to send, one for the engine; who waits for one of the two waits for ever.
+            # A second for the drain, one to send, one for the engine.
             assert time.monotonic() - began_s < 1 + 4, "a second to send, one for the engine, and a busy machine"
         assert "Traceback" not in served.log(), served.log()
 
@@ -285,7 +285,7 @@ def test_a_host_that_cannot_be_is_an_error_that_names_the_flag(host: str, capfd:
     assert told.endswith("; use 127.0.0.1 for this machine alone\n")
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_command_before_the_model_is_looked_for(
+def test_a_taken_port_is_an_error_of_the_command_before_the_model_is_resolved(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -69,12 +69,12 @@ def locked(servers: Servers) -> Running:
 
 class TestQueue:
     def test_a_full_queue_is_a_429_that_says_when_to_come_again(self, narrow: Running) -> None:
-        with in_flight(narrow, READY.max_sequences + 2):
+        with in_flight(narrow, READY.limits.max_sequences + 2):
             with pytest.raises(openai.RateLimitError) as caught:
                 narrow.openai.completions.create(model="tiny", prompt="a")
             assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "requests")
             assert 1 <= int(caught.value.response.headers["Retry-After"]) <= MOST_RETRY_S
-            assert len(narrow.generates) == READY.max_sequences + 2
+            assert len(narrow.generates) == READY.limits.max_sequences + 2
         assert eventually(lambda: narrow.service.queue.num_sequences == 0)
         assert narrow.complete().status_code == 200
 
@@ -296,7 +296,7 @@ class TestAdministrator:
             assert server.post("/kv/resize", {"budget_bytes": 1 << 25}).status_code == 403
             answer = server.post("/kv/resize", {"budget_bytes": 1 << 25}, ADMIN)
             assert answer.json() == {"freed_bytes": 0, "budget_bytes": 1 << 25, "pool_tokens": 64}
-            assert isinstance(phase := server.client.phase, Ready) and phase.pool_tokens == 64
+            assert isinstance(phase := server.client.phase, Ready) and phase.limits.pool_tokens == 64
             assert code(server.complete(prompt=[1] * 70)) == (400, "context_length_exceeded")
             refused = server.post("/kv/resize", {"budget_bytes": 5}, ADMIN)
             assert (refused.status_code, refused.json()["error"]["message"]) == (400, "that is too little")

@@ -8,7 +8,6 @@ import pytest
 from tests.server.fake_engine import READY
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, eventually
 from tests.server.tiny import token_ids
-from vmmkv.server.http import generation
 from vmmkv.server.http.generation import MAX_PROMPT_LOGPROBS
 from vmmkv.server.protocol import PromptLogprobs
 
@@ -153,11 +152,11 @@ class TestEcho:
         assert choice["logprobs"]["text_offset"][-2:] == [4, 5]
 
     def test_a_prompt_can_take_all_tokens_there_are(self, server: Running) -> None:
-        ids = [97] * READY.max_tokens
+        ids = [97] * READY.limits.max_tokens
         (choice,) = echoed(server, prompt=ids, max_tokens=0)
-        assert len(choice["logprobs"]["tokens"]) == READY.max_tokens
+        assert len(choice["logprobs"]["tokens"]) == READY.limits.max_tokens
         error = server.refuses(COMPLETIONS, **ECHO | {"prompt": [*ids, 97], "max_tokens": 0})
-        assert error["param"] == "prompt" and f"shorten the prompt to {READY.max_tokens} tokens" in error["message"]
+        assert error["param"] == "prompt" and f"shorten the prompt to {READY.limits.max_tokens} tokens" in error["message"]
 
     @pytest.mark.parametrize("body", [{"logprobs": None}, {"echo": False}])
     def test_without_either_the_engine_is_not_asked_and_a_token_is_needed(self, server: Running, body: dict[str, Any]) -> None:
@@ -182,13 +181,13 @@ class TestEcho:
     def test_those_of_a_long_prompt_are_unpacked_in_a_thread(
         self, server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
     ) -> None:
-        real, on_loop = generation.unpacked, list[bool]()
+        real, on_loop = PromptLogprobs.unpacked, list[bool]()
 
         def unpacked(message: PromptLogprobs) -> Any:
             on_loop.append(asyncio._get_running_loop() is not None)
             return real(message)
 
-        monkeypatch.setattr(generation, "unpacked", unpacked)
+        monkeypatch.setattr(PromptLogprobs, "unpacked", unpacked)
         (choice,) = (streamed if stream else echoed)(server, prompt=[97] * 200, logprobs=5, max_tokens=1)
         assert len(choice["logprobs"]["tokens"]) == 201 and on_loop and not any(on_loop)
 

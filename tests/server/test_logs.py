@@ -39,7 +39,7 @@ def lines(file: io.StringIO) -> list[dict[str, Any]]:
 
 def test_each_line_of_json_has_message_values_and_the_request() -> None:
     file = configured("info", "json")
-    log = logging.getLogger("somebody")
+    log = logging.getLogger("a.logger")
 
     async def serve(name: str) -> None:
         logs.bind_request(name)
@@ -54,7 +54,7 @@ def test_each_line_of_json_has_message_values_and_the_request() -> None:
     asyncio.run(both())
     first, second, last = lines(file)
     assert {first["request_id"], second["request_id"]} == {"cmpl-a", "cmpl-b"}
-    assert (first["event"], first["tokens"], first["level"], first["logger"]) == ("answered 7", 3, "info", "somebody")
+    assert (first["event"], first["tokens"], first["level"], first["logger"]) == ("answered 7", 3, "info", "a.logger")
     assert first["timestamp"].endswith("Z")
     assert last["event"] == "two\nlines, ünlatin" and "request_id" not in last
 
@@ -130,7 +130,7 @@ def test_the_line_comes_only_while_something_happens(caplog: pytest.LogCaptureFi
             engine.now = now
             before, looks = len(caplog.messages), engine.num_looks
             async with asyncio.timeout(20):
-                while engine.num_looks < looks + 3:  # after each it says what it has to say before anybody else has a turn
+                while engine.num_looks < looks + 3:  # after each it says what it has to say before another task has a turn
                     await asyncio.sleep(0.001)
             counts.append(len(caplog.messages) - before)
         telling.cancel()

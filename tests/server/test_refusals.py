@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pytest
 
-from tests.server.fake_engine import READY
+from tests.server.fake_engine import READY, ready_with
 from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, running_server
 from vmmkv.server.http.schemas import MAX_VARIABLE_CHARS
 
@@ -145,7 +145,7 @@ def test_it_says_what_would_work(server: Running, path: str, body: dict[str, Any
         ({"logprobs": 1}, "logprobs", "leave logprobs out"),
         ({"n": 4, "beam_width": 2}, "n", "raise beam_width to 4 or lower n to 2"),
         ({"beam_width": 0}, "beam_width", "greater than or equal to 1"),
-        ({"beam_width": READY.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.max_sequences}"),
+        ({"beam_width": READY.limits.max_sequences + 1}, "beam_width", f"lower beam_width to {READY.limits.max_sequences}"),
         ({"length_penalty": 1e308}, "length_penalty", "10"),
         ({"min_tokens": 2}, "min_tokens", "or the beam search"),
         ({"use_beam_search": False, "beam_width": 2}, "beam_width", "use_beam_search=true"),
@@ -167,7 +167,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_no_path() -> None:
         error = server.refuses(COMPLETIONS, prompt=[1] * 200, max_tokens=100)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
         assert all(number in error["message"] for number in ("300", "200", "100", "256", "56", "156"))
-    with running_server(ready=msgspec.structs.replace(READY, pool_tokens=64)) as server:
+    with running_server(ready=ready_with(pool_tokens=64)) as server:
         error = server.refuses(COMPLETIONS, prompt=[1] * 60, max_tokens=5)
         assert "64.0 MiB" in error["message"] and "lower max_tokens to 4" in error["message"]
         assert server.complete(prompt=[1] * 60, max_tokens=4).status_code == 200

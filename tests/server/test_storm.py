@@ -5,10 +5,9 @@ import collections
 import random
 
 import httpx
-import msgspec
 import pytest
 
-from tests.server.fake_engine import READY
+from tests.server.fake_engine import ready_with
 from tests.server.support import Running, eventually, running_server
 from vmmkv.server.config import FrontConfig
 from vmmkv.server.http.limits import MAX_BODIES
@@ -30,7 +29,7 @@ def nothing_is_left(server: Running) -> bool:
 
 
 def test_after_500_clients_that_left_at_random_moments_nothing_is_left_of_them() -> None:
-    ready = msgspec.structs.replace(READY, max_tokens=100_000, pool_tokens=100_000)
+    ready = ready_with(model_tokens=100_000, pool_tokens=100_000)
     with running_server(ready=ready, front=FrontConfig(max_queued_requests=NUM_LEAVING), sockets=True) as server:
         server.engine.endless, server.engine.step_s = True, 0.005
         chance = random.Random(1)

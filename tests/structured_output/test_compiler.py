@@ -5,7 +5,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,126 +29,97 @@ from vmmkv.server.structured_output.compiler import (
 from vmmkv.server.structured_output.matcher import Vocabulary
 from vmmkv.server.structured_output.schema import Grammar, GrammarRefused, of_choices, of_object, of_schema
 
+pytestmark = pytest.mark.anyio
+
 HUGE = Grammar("regex", "(" * 400 + "[a-z]" + "{1,90}b)" * 400)
 """Short, and more than ten seconds of work."""
 VOCABULARY_SIZE, END_TOKENS = 258, [257]
 
 
-class Loop:
-    """One compiler for several tests, in an event loop of its own: a worker takes seconds to start."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.compiler = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
-
-    def run(self, law: Coroutine[Any, Any, None]) -> None:
-        self.loop.run_until_complete(asyncio.wait_for(law, 120))
-
-
 @pytest.fixture(scope="module")
-def loop(model_dir: Path) -> Iterator[Loop]:
-    one = Loop(model_dir)
+async def compiler(model_dir: Path, anyio_backend: str) -> AsyncIterator[GrammarCompiler]:
+    """One for several tests: a worker takes seconds to start."""
+    one = GrammarCompiler(model_dir, VOCABULARY_SIZE, END_TOKENS)
     yield one
-    one.run(one.compiler.close())
-    one.loop.close()
+    await one.close()
 
 
-def test_a_grammar_is_compiled_once_by_one_worker_however_often_it_is_asked_for(loop: Loop) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        assert len(set(await asyncio.gather(*(compiler.start() for _ in range(4))))) == 1
-        same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
-        await asyncio.sleep(0)
-        assert len(compiler._pending) == 1 and not compiler.knows(of_object())
-        assert len(set(await asyncio.gather(*same))) == 1 and compiler.knows(of_object())
-        assert await compiler.compile(of_object()) == same[0].result() and not compiler._pending
-
-    loop.run(law(loop.compiler))
+async def test_a_grammar_is_compiled_once_by_one_worker_however_often_it_is_asked_for(compiler: GrammarCompiler) -> None:
+    assert len(set(await asyncio.gather(*(compiler.start() for _ in range(4))))) == 1
+    same = [asyncio.create_task(compiler.compile(of_object())) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert len(compiler._pending) == 1 and not compiler.knows(of_object())
+    assert len(set(await asyncio.gather(*same))) == 1 and compiler.knows(of_object())
+    assert await compiler.compile(of_object()) == same[0].result() and not compiler._pending
 
 
-def test_a_cancelled_caller_stops_no_compilation(loop: Loop) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        worker, gone = await compiler.start(), of_choices(["gone"])
-        task = asyncio.create_task(compiler.compile(gone))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await compiler.compile(of_choices(["next"]))
-        assert compiler.knows(gone) and await compiler.start() is worker
-
-    loop.run(law(loop.compiler))
+async def test_a_cancelled_caller_stops_no_compilation(compiler: GrammarCompiler) -> None:
+    worker, gone = await compiler.start(), of_choices(["gone"])
+    task = asyncio.create_task(compiler.compile(gone))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await compiler.compile(of_choices(["next"]))
+    assert compiler.knows(gone) and await compiler.start() is worker
 
 
-def test_namespaces_share_no_grammar(loop: Loop) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        secret = of_choices(["a secret"])
-        await compiler.compile(secret, namespace="one")
-        assert compiler.knows(secret, namespace="one")
-        assert not compiler.knows(secret, namespace="two") and not compiler.knows(secret)
-
-    loop.run(law(loop.compiler))
+async def test_namespaces_share_no_grammar(compiler: GrammarCompiler) -> None:
+    secret = of_choices(["a secret"])
+    await compiler.compile(secret, namespace="one")
+    assert compiler.knows(secret, namespace="one")
+    assert not compiler.knows(secret, namespace="two") and not compiler.knows(secret)
 
 
-def test_the_cache_is_bounded_and_forgets_the_least_recently_used(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        first, *others = (of_choices([f"number {number}"]) for number in range(9))
-        size = len(await compiler.compile(first))
-        monkeypatch.setattr(compiling, "CACHE_BYTES", 4 * size)
-        for other in others:
-            await compiler.compile(other)
-            await compiler.compile(first)
-        assert 0 < compiler._cache_bytes <= 4 * size
-        assert compiler.knows(first) and compiler.knows(others[-1]) and not compiler.knows(others[0])
-
-    loop.run(law(loop.compiler))
-
-
-def test_the_queue_is_bounded(loop: Loop) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        asked = [compiler.compile(of_choices([str(number)])) for number in range(MAX_PENDING + 3)]
-        ended = await asyncio.gather(*asked, return_exceptions=True)
-        assert [type(one) for one in ended] == [bytes] * MAX_PENDING + [CompilerBusy] * 3
-
-    loop.run(law(loop.compiler))
+async def test_the_cache_is_bounded_and_forgets_the_least_recently_used(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (of_choices([f"number {number}"]) for number in range(9))
+    size = len(await compiler.compile(first))
+    monkeypatch.setattr(compiling, "CACHE_BYTES", 4 * size)
+    for other in others:
+        await compiler.compile(other)
+        await compiler.compile(first)
+    assert 0 < compiler._cache_bytes <= 4 * size
+    assert compiler.knows(first) and compiler.knows(others[-1]) and not compiler.knows(others[0])
 
 
-def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        worker = await compiler.start()
-        monkeypatch.setattr(compiler, "_compile_s", 1.0)
-        slow = asyncio.create_task(compiler.compile(HUGE))
-        waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
-        began_s = asyncio.get_running_loop().time()
-        with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
-            await slow
-        assert asyncio.get_running_loop().time() - began_s < 3
-        assert all(await asyncio.gather(*waiting))  # their second begins when the next worker is ready
-        assert worker.has_ended and await compiler.start() is not worker
+async def test_the_queue_is_bounded(compiler: GrammarCompiler) -> None:
+    asked = [compiler.compile(of_choices([str(number)])) for number in range(MAX_PENDING + 3)]
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in ended] == [bytes] * MAX_PENDING + [CompilerBusy] * 3
 
-    loop.run(law(loop.compiler))
+
+async def test_a_slow_grammar_is_refused_in_time_and_no_other_is_lost(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await compiler.start()
+    monkeypatch.setattr(compiler, "_compile_s", 1.0)
+    slow = asyncio.create_task(compiler.compile(HUGE))
+    waiting = [asyncio.create_task(compiler.compile(of_choices([f"behind {number}"]))) for number in range(3)]
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(GrammarRefused, match=r"takes more than 1 s|too much memory"):
+        await slow
+    assert asyncio.get_running_loop().time() - began_s < 3
+    assert all(await asyncio.gather(*waiting))  # their second begins when the next worker is ready
+    assert worker.has_ended and await compiler.start() is not worker
 
 
 @pytest.mark.nightly
-def test_a_worker_that_was_killed_while_it_waited_is_replaced(loop: Loop) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        worker = await compiler.start()
-        worker._processes[0].kill()
-        await asyncio.to_thread(worker._processes[0].join)
-        assert await compiler.compile(of_choices(["after"])) and await compiler.start() is not worker
-
-    loop.run(law(loop.compiler))
+async def test_a_worker_that_was_killed_while_it_waited_is_replaced(compiler: GrammarCompiler) -> None:
+    worker = await compiler.start()
+    worker._processes[0].kill()
+    await asyncio.to_thread(worker._processes[0].join)
+    assert await compiler.compile(of_choices(["after"])) and await compiler.start() is not worker
 
 
-def test_memory_beyond_the_limit_refuses_the_grammar(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law(compiler: GrammarCompiler) -> None:
-        worker = await compiler.start()
-        with pytest.raises(MemoryError):
-            await worker.run(10, bytes, compiling.MEMORY_BYTES)
-        monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.crash)
-        with pytest.raises(GrammarRefused, match="too much memory"):
-            await compiler.compile(of_choices(["large"]))
-        assert worker.has_ended
-
-    loop.run(law(loop.compiler))
+async def test_memory_beyond_the_limit_refuses_the_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await compiler.start()
+    with pytest.raises(MemoryError):
+        await worker.run(10, bytes, compiling.MEMORY_BYTES)
+    monkeypatch.setattr(compiling, "_compiled_by_worker", in_worker.crash)
+    with pytest.raises(GrammarRefused, match="too much memory"):
+        await compiler.compile(of_choices(["large"]))
+    assert worker.has_ended
 
 
 def test_a_compiled_grammar_that_is_too_large_for_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

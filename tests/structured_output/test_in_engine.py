@@ -69,13 +69,6 @@ def without_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "may_jump", lambda request: False)
 
 
-@pytest.fixture(params=[True, False], ids=["jumps", "no jumps"])
-def jump(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if not request.param:
-        without_jumps(monkeypatch)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize(
     ("lookahead", "filters"), [(0, {}), (2, {}), (2, {"temperature": 1.5, "top_k": 3, "top_p": 0.9, "min_p": 0.01})]
 )
@@ -317,8 +310,12 @@ def test_a_grammar_that_takes_the_loops_time_ends_its_request(
     assert len(one.tokens("slow")) < 20
 
 
-@pytest.mark.usefixtures("jump")
-def test_a_token_that_ends_an_answer_ends_it_where_it_is_forced_too(engine: Callable[..., Harness]) -> None:
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_token_that_ends_an_answer_ends_it_where_it_is_forced_too(
+    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, jumps: bool
+) -> None:
+    if not jumps:
+        without_jumps(monkeypatch)
     one = engine()
     one.ask("a", token_ids("?"), 40, grammar=of({"const": "0123456789"}), stop_token_ids=token_ids("5"))
     one.run()
@@ -435,23 +432,6 @@ def test_an_engine_that_is_closed_has_no_thread_for_grammars(engine: Callable[..
     for _ in range(2):
         Loaded(one.engine, nothing, memory).close()
     assert eventually(lambda: not names()) and memory.close.called
-
-
-@pytest.mark.usefixtures("jump")
-def test_masks_that_are_filled_side_by_side_are_the_same(
-    engine: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = list(SCHEMAS)[::3]
-    answers = []
-    for num_threads in (1, 4):
-        monkeypatch.setattr(manager, "CallThreads", functools.partial(CallThreads, num_threads=num_threads))
-        one = engine(slots=len(names))
-        for seed, name in enumerate(names):
-            one.ask(name, token_ids("?"), 60, grammar=of(SCHEMAS[name]), temperature=1.0, seed=seed, logit_bias=BIAS)
-        one.run()
-        assert one.failures() == {}
-        answers.append({name: one.tokens(name) for name in names})
-    assert answers[0] == answers[1]
 
 
 def test_a_mask_that_takes_too_long_ends_its_request_and_no_other(

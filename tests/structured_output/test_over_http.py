@@ -20,7 +20,7 @@ COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}},
 @pytest.fixture(scope="module")
 def _server(model_dir: Path) -> Iterator[Running]:
     ends = [int(byte_tokenizer().eos_token_id)]
-    ready = msgspec.structs.replace(READY, model=str(model_dir), vocabulary_size=258, end_tokens=ends)
+    ready = msgspec.structs.replace(READY, model=str(model_dir), end_tokens=ends)
     with running_server(ready=ready) as running:
         yield running
         asyncio.run_coroutine_threadsafe(running.service.grammars.close(), running.loop).result(10)

@@ -221,14 +221,14 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(ModelUnavailable, match=r"hub did not give.*Name or service not known.*local transformers directory"):
-        resolve("somebody/some-model")
+        resolve("an-owner/some-model")
 
 
 def test_a_hub_name_gives_the_directory_of_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     path = make_model_dir(tmp_path / "snapshot")
     monkeypatch.setattr(hub, "snapshot_download", lambda model, allow_patterns: str(path))
-    assert resolve("somebody/some-model") == path
+    assert resolve("an-owner/some-model") == path
 
 
 def test_fetch_of_an_unknown_model_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ class Dashboard:
             "model": self._model,
             "health": health.model_dump(),
             "device": ready.device if isinstance(ready, Ready) else None,
-            "max_tokens": ready.max_request_tokens if isinstance(ready, Ready) else None,
+            "max_tokens": ready.limits.max_tokens if isinstance(ready, Ready) else None,
             "memory": memory_of(self._engine.snapshot),
             "rates": self._rates(),
             "first_token_s": self._recent("first", self._engine.first_token_times),
