@@ -13,8 +13,6 @@ from vmmkv.server.engine.kv_backend import OpenBackend
 
 __all__ = ["full_precision"]
 
-pytestmark = pytest.mark.gpu
-
 MEMORIES: dict[str, OpenBackend] = {
     "paged": open_paged,
     "static": open_static,

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.laws.test_cache_machine import CacheMachine
 from vmmkv.driver import Driver, Fence
 from vmmkv.driver.cuda import CudaDriver
-
-pytestmark = pytest.mark.gpu
 
 
 class PromptCuda(CudaDriver):

@@ -13,8 +13,6 @@ from vmmkv.server.engine.engine import Engine
 
 __all__ = ["harness"]
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda:0"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

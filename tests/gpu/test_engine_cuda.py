@@ -15,8 +15,6 @@ from tests.engine.test_transformers import RIGHT, assert_tokens_are_those_of_tra
 
 __all__ = ["harness", "smollm2"]
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda:0"
 
 

@@ -22,8 +22,6 @@ from vmmkv.server.structured_output import manager
 
 __all__ = ["harness"]
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda:0"
 
 

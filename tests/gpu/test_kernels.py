@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Before triton is imported: tests/kernels settles that it is to be interpreted here.
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.kernels.cases import (
     BF16,
     DEVICE,
@@ -32,8 +28,6 @@ from vmmkv.kernels.attention.cascade import cascade, workspace_elements
 from vmmkv.kernels.attention.decode import decode
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.quantise import Kind
-
-pytestmark = pytest.mark.gpu
 
 SHAPES = [(32, 8, 128), (9, 3, 64), (8, 8, 80), (24, 8, 96), (8, 2, 256)]
 QUANTISED = [(32, 8, 128, BF16), (9, 3, 64, FP16), (4, 4, 80, BF16), (8, 2, 256, BF16), (8, 2, 96, FP32)]

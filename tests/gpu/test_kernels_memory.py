@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Before triton is imported: tests/kernels settles that it is to be interpreted here.
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.kernels.cases import BF16, DEVICE, LLAMA, NAN, index, make_case
 from vmmkv.kernels.attention.append import append
 from vmmkv.kernels.attention.decode import decode, workspace_elements
 from vmmkv.kernels.attention.prefill import prefill
 from vmmkv.kernels.copy import copy_rows
-
-pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 STRAYS = [

@@ -6,16 +6,10 @@ import itertools
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Before triton is imported: tests/kernels settles that it is to be interpreted here.
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from bench.baselines.backend import prefill_as_over_blocks
 from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, NAN, index, make_case
 from vmmkv.kernels.attention.prefill import _hopper, prefill
 from vmmkv.kernels.quantise import Kind
-
-pytestmark = pytest.mark.gpu
 
 COUNTS, LENGTHS = (129, 0, 1, 64, 300, 2), (129, 50, 1000, 777, 1300, 2)
 USED = sum(COUNTS)

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Before triton is imported: tests/kernels settles that it is to be interpreted here.
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.kernels import test_append
 from tests.kernels.cases import BF16, DEVICE, FORMATS, FP16, FP32, index
 from vmmkv.kernels import reference
 from vmmkv.kernels.copy import copy_extents, copy_rows
 from vmmkv.kernels.quantise import Kind
-
-pytestmark = pytest.mark.gpu
 
 CASES: list[tuple[int, int, torch.dtype, Kind | None, str]] = [
     *((8, 128, BF16, kind, scale) for kind, scale in FORMATS),

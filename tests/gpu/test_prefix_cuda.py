@@ -13,8 +13,6 @@ from vmmkv.driver import Driver
 from vmmkv.driver.cuda import CudaDriver
 from vmmkv.testing.fake_driver import FakeDriver
 
-pytestmark = pytest.mark.gpu
-
 LAYOUT = KVLayout.uniform(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 tokens a page
 LONG = 400_000_000
 """Cycles: about 0.2 s."""
