@@ -19,8 +19,10 @@ from tests.laws.model import (
     addresses,
     append,
     attend,
+    check_addresses,
+    check_books,
     check_limits,
-    num_null_pages,
+    mapped_bytes,
     verify_unwritten,
     verify_written,
     write,
@@ -326,9 +328,10 @@ class LawMachine(RuleBasedStateMachine):
     def laws_hold(self) -> None:
         """The books, recounted."""
         self.forget_evicted()
-        mapped_bytes = 0
+        mapped = check_books(self.driver, self.pool, self.caches)
+        assert mapped == mapped_bytes(self.caches)
+        assert self.shares_pages or mapped == self.pool.held_bytes
         for cache in self.caches:
-            cache.check()
             running = {sequence.slot: sequence for sequence in self.sequences() if sequence.cache is cache}
             limits = [running[slot].limit if slot in running else 0 for slot in range(1 + cache.num_slots)]
             assert cache.limits.tolist() == limits
@@ -338,10 +341,6 @@ class LawMachine(RuleBasedStateMachine):
             assert stats.num_tokens == sum(sequence.length for sequence in running.values())
             assert stats.num_sequences == len(running)
             assert stats.num_parked == sum(kept.cache is cache for kept in self.kept)
-            mapped_bytes += stats.mapped_bytes + stats.pending_reclaim_bytes  # an alias counts too
-        assert mapped_bytes == (len(self.driver._pages) - num_null_pages(self.caches)) * PAGE_BYTES
-        assert self.driver.used_bytes - PAGE_BYTES == self.pool.created_bytes  # the null page is beyond the budget
-        assert self.shares_pages or mapped_bytes == self.pool.held_bytes
 
     @invariant()
     def no_work_has_broken_a_law(self) -> None:
@@ -362,16 +361,9 @@ class LawMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_where_and_what_they_were(self) -> None:
-        """Addresses never change (law 6), and what may be written is mapped."""
         for live in self.live:
             assert live.sequence.length == len(live.stamps)
-            limit, guard = live.sequence.limit, live.cache.guard_tokens
-            assert addresses(live.cache, live.sequence.slot) == live.bases
-            for index, group in enumerate(live.cache.layout.groups):
-                base, start, row_bytes = live.bases[index], live.starts[index], group.row_bytes
-                assert live.sequence.start(index) == start
-                if limit > start:
-                    assert self.driver.is_accessible(base + start * row_bytes, (limit + guard - start) * row_bytes)
+            check_addresses(self.driver, live)
             if self.real_memory:
                 verify_written(live, every=SAMPLE)
 

@@ -20,7 +20,9 @@ from unittest import mock
 import torch
 
 from tests.laws.simulated_driver import ZERO, Run, SimulatedDriver
-from vmmkv import Group, KVCache, KVLayout, ParkedSlot, Plane, Sequence
+from vmmkv import Group, KVCache, KVLayout, ParkedSlot, Plane, Pool, Sequence
+from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.units import PAGE_BYTES
 
 OWNER_SPAN = 60
 
@@ -123,10 +125,37 @@ def addresses(cache: KVCache, slot: int) -> list[int]:
     return [view.data_ptr() + slot * view.stride(0) * view.element_size() for view in views]
 
 
-def num_null_pages(caches: Iterable[KVCache]) -> int:
-    """Pages mapped under null slots: for each group of every cache that is open, what a row and the guard behind it touch."""
-    opened = [cache for cache in caches if not cache.closed]
-    return sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in opened for group in cache.layout.groups)
+def check_books(driver: FakeDriver, pool: Pool, caches: Iterable[KVCache], *, strays: bool = False) -> int:
+    """Recount pool and caches. Returns the bytes that the driver has mapped beside null pages.
+
+    strays: an undoing failed too, so there may be null pages of no cache, which go with the pool.
+    """
+    caches = [cache for cache in caches if not cache.closed]
+    for cache in caches:
+        cache.check()
+    pool.check()
+    null_page = pool.null_page.handle
+    num_null = 0 if null_page is None else driver.mappings_of(null_page)
+    # Under each group's null slot: what a row and the guard behind it touch.
+    wanted = sum(group.pages_between(0, 1 + cache.guard_tokens) for cache in caches for group in cache.layout.groups)
+    assert strays or num_null == wanted
+    assert driver.used_bytes == pool.created_bytes + (null_page is not None) * PAGE_BYTES  # it is beyond the budget
+    return (len(driver._pages) - num_null) * PAGE_BYTES
+
+
+def mapped_bytes(caches: Iterable[KVCache]) -> int:
+    """What caches say is mapped beside null pages; an alias counts too."""
+    return sum(stats.mapped_bytes + stats.pending_reclaim_bytes for stats in (cache.stats() for cache in caches))
+
+
+def check_addresses(driver: FakeDriver, live: Live) -> None:
+    """Rows are where they were (law 6), and those that may be written are mapped, with the guard behind them."""
+    sequence, guard = live.sequence, live.cache.guard_tokens
+    assert addresses(live.cache, sequence.slot) == live.bases
+    for index, (group, base, start) in enumerate(zip(live.cache.layout.groups, live.bases, live.starts, strict=True)):
+        assert sequence.start(index) == start
+        num_rows = sequence.limit + guard - start
+        assert sequence.limit <= start or driver.is_accessible(base + start * group.row_bytes, num_rows * group.row_bytes)
 
 
 def planes_of(layout: KVLayout) -> list[tuple[int, int, str]]:
@@ -200,7 +229,7 @@ class Row(NamedTuple):
 def append(driver: SimulatedDriver, live: Live, tokens: range) -> None:
     """Launch a kernel that appends rows: a row at or past the device's limit is dropped, as kernels do.
 
-    Rows below the host's limit must not be: whoever launches counts on them.
+    Rows below the host's limit must not be: the launch counts on them.
     """
     slot, limit, host_limit = live.sequence.slot, live.cache.limit, live.sequence.limit
     groups, bases, owner = live.cache.layout.groups, live.bases, live.owner

@@ -19,9 +19,11 @@ from tests.laws.model import (
     Texts,
     append,
     attend,
+    check_addresses,
+    check_books,
     check_limits,
     large_extents,
-    num_null_pages,
+    mapped_bytes,
     opened,
 )
 from tests.laws.simulated_driver import SimulatedDriver
@@ -35,9 +37,10 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
 class World:
-    """A pool, a cache, and sequences whose rows are known. `sequence` is operated on, another one stands by."""
+    """A pool, a cache, and sequences whose rows are known. `sequence` is operated on, another one is left alone."""
 
     max_tokens = 14
+    shares_pages = False
 
     def __init__(self, layout: str, *, pages: int = 40, guard_tokens: int = 1) -> None:
         self.driver = SimulatedDriver(haste=0)
@@ -78,30 +81,17 @@ class World:
             length = live.sequence.length
             del live.stamps[length:], live.tokens[length:]
             live.starts = [live.sequence.start(group) for group in range(len(live.starts))]
-            for group, base, start in zip(self.layout.groups, live.bases, live.starts, strict=True):
-                kept_bytes = (live.sequence.limit - start) * group.row_bytes
-                assert not kept_bytes or self.driver.is_accessible(base + start * group.row_bytes, kept_bytes)
+            check_addresses(self.driver, live)
             attend(self.driver, live)
         self.driver.finish_all()
         for cache in self.caches:
             if not cache.closed:
                 check_limits(cache)
 
-    def check(self, *, strays: bool = False) -> None:
-        """The laws hold. `strays`: an undoing failed too, so there may be null pages of no cache, which go with the pool."""
-        for cache in self.caches:
-            if not cache.closed:
-                cache.check()
-        self.pool.check()
-        null_page = self.pool.null_page.handle
-        num_null = 0 if null_page is None else self.driver.mappings_of(null_page)
-        assert strays or num_null == num_null_pages(self.caches)
-        assert (len(self.driver._pages) - num_null) * PAGE_BYTES == self.mapped_bytes()
-        assert self.driver.used_bytes - (null_page is not None) * PAGE_BYTES == self.pool.created_bytes
-
-    def mapped_bytes(self) -> int:
-        """What is mapped beside null pages."""
-        return self.pool.held_bytes
+    def check(self, *, strays: bool) -> None:
+        """The books are right. `strays`: as of `check_books`."""
+        mapped = check_books(self.driver, self.pool, self.caches, strays=strays)
+        assert mapped == (mapped_bytes(self.caches) if self.shares_pages else self.pool.held_bytes)
 
     def state(self, *, cached: bool) -> list[object]:
         """All that a failure leaves alone; with `cached` what is kept for others too."""
@@ -172,6 +162,7 @@ class PrefixWorld(World):
     """A prefix cache, and large extents of four pages. The rows of `known` are those of their tokens."""
 
     max_tokens = 20
+    shares_pages = True
 
     def __init__(self, layout: str, *, pages: int = 80) -> None:
         super().__init__(layout, pages=pages, guard_tokens=0)
@@ -209,10 +200,6 @@ class PrefixWorld(World):
 
     def write(self, live: Live, num_tokens: int) -> None:
         self.say(live, [7] * num_tokens)
-
-    def mapped_bytes(self) -> int:
-        stats = self.cache.stats()
-        return stats.mapped_bytes + stats.pending_reclaim_bytes  # an alias counts too
 
     def state(self, *, cached: bool) -> list[object]:
         prefix = self.prefix.stats()
@@ -259,7 +246,7 @@ class PrefixWorld(World):
             self.know(each, parent.tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Operation:
     """`act` is what may fail, after `prepare`.
 
@@ -285,13 +272,9 @@ class Operation:
             yield world
 
 
-def of_cache(act: Callable[[World], object], prepare: Callable[[World], object] = lambda world: None, **options) -> Operation:
-    return Operation(act=act, prepare=prepare, **options)
-
-
 def of_prefixes(act: Callable[[PrefixWorld], object], prepare: Callable[[PrefixWorld], object], **options) -> Operation:
     options = {"layouts": tuple(sorted(PREFIX_LAYOUTS)), **options}
-    return Operation(act=act, prepare=prepare, world=PrefixWorld, pages=80, **options)
+    return Operation(act, prepare, world=PrefixWorld, pages=80, **options)
 
 
 def attaches(method: AttachMethod, common: int = len(PROMPT)) -> Callable[[PrefixWorld], object]:
@@ -315,32 +298,32 @@ def grows(num_tokens: int) -> Callable[[World], object]:
 
 
 OPERATIONS = {
-    "construct": of_cache(World.another_cache),
-    "open": of_cache(lambda world: world.open(0)),
-    "open_blank": of_cache(opens, lambda world: world.parked(0)),
-    "open_blank_after_window": of_cache(opens, lambda world: world.parked(0, long=True)),
-    "open_evicting": of_cache(opens, World.fill_slots, evicts=True),
-    "open_batch_evicting": of_cache(lambda world: world.cache.open_batch(2, tenant="red"), World.fill_slots, evicts=True),
-    "grow_one_page": of_cache(grows(6)),
-    "grow_many_pages": of_cache(grows(14)),
-    "grow_into_foreign_memory": of_cache(grows(14), World.foreign_memory_is_free),
-    "grow_over_pending_reclaim": of_cache(grows(14), World.reclaim_under_launch),
-    "grow_evicting": of_cache(grows(12), World.parked_foreign, pages=24, evicts=True),
-    "map_ahead": of_cache(lambda world: world.cache.map_ahead(lookahead_tokens=3), World.leave_pages_pending, partial=True),
-    "truncate": of_cache(lambda world: world.sequence.truncate(1)),
-    "advance_start": of_cache(World.advance_windows, World.long),
-    "park": of_cache(lambda world: world.sequence.park()),
-    "adopt": of_cache(adopts(None), World.parked),
-    "adopt_part": of_cache(adopts(2), World.parked),
-    "adopt_none_after_window": of_cache(adopts(0), lambda world: world.parked(long=True)),
-    "evict": of_cache(lambda world: world.cache.evict(world.kept), World.parked),
-    "close": of_cache(lambda world: world.sequence.close()),
-    "resize_shrinking": of_cache(
+    "construct": Operation(World.another_cache),
+    "open": Operation(lambda world: world.open(0)),
+    "open_blank": Operation(opens, lambda world: world.parked(0)),
+    "open_blank_after_window": Operation(opens, lambda world: world.parked(0, long=True)),
+    "open_evicting": Operation(opens, World.fill_slots, evicts=True),
+    "open_batch_evicting": Operation(lambda world: world.cache.open_batch(2, tenant="red"), World.fill_slots, evicts=True),
+    "grow_one_page": Operation(grows(6)),
+    "grow_many_pages": Operation(grows(14)),
+    "grow_into_foreign_memory": Operation(grows(14), World.foreign_memory_is_free),
+    "grow_over_pending_reclaim": Operation(grows(14), World.reclaim_under_launch),
+    "grow_evicting": Operation(grows(12), World.parked_foreign, pages=24, evicts=True),
+    "map_ahead": Operation(lambda world: world.cache.map_ahead(lookahead_tokens=3), World.leave_pages_pending, partial=True),
+    "truncate": Operation(lambda world: world.sequence.truncate(1)),
+    "advance_start": Operation(World.advance_windows, World.long),
+    "park": Operation(lambda world: world.sequence.park()),
+    "adopt": Operation(adopts(None), World.parked),
+    "adopt_part": Operation(adopts(2), World.parked),
+    "adopt_none_after_window": Operation(adopts(0), lambda world: world.parked(long=True)),
+    "evict": Operation(lambda world: world.cache.evict(world.kept), World.parked),
+    "close": Operation(lambda world: world.sequence.close()),
+    "resize_shrinking": Operation(
         lambda world: world.pool.resize(26 * PAGE_BYTES),
         lambda world: (world.parked_foreign(), world.foreign_memory_is_free()),
         evicts=True,
     ),
-    "close_cache": of_cache(lambda world: (world.cache.close(), world.pool.close()), World.parked_foreign, partial=True),
+    "close_cache": Operation(lambda world: (world.cache.close(), world.pool.close()), World.parked_foreign, partial=True),
     "attach_adopt": of_prefixes(attaches(AttachMethod.ADOPT), PrefixWorld.park),
     "attach_adopt_part": of_prefixes(attaches(AttachMethod.ADOPT, 5), PrefixWorld.park, evicts=True),
     "attach_adopt_part_of_shared": of_prefixes(attaches(AttachMethod.ADOPT, 5), PrefixWorld.park_and_fork, evicts=True),
