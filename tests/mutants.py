@@ -158,14 +158,14 @@ MUTANTS = (
         SLOT_MEMORY,
         "            self.fence().order()\n        yield\n",
         "            pass\n        yield\n",
-        (PREFIX,),
+        (ORDER,),
     ),
     Mutant(
         "recorded streams not ordered behind copies",
         SLOT_MEMORY,
         "        if self.streams:\n            try:\n",
         "        if False:\n            try:\n",
-        (PREFIX,),
+        (ORDER,),
     ),
     # whose bytes
     Mutant(
@@ -201,7 +201,7 @@ MUTANTS = (
         SHARING,
         "if memory.tenants[source] != memory.tenants[target]:",
         "if False:",
-        (PREFIX,),
+        ("tests/unit/test_copy_rows.py",),
     ),
     Mutant(
         "a page revived that was never live",
