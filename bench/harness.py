@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -369,12 +369,8 @@ def gpu_watched(recorder: Recorder, workload: str) -> Iterator[None]:
                 process.kill()
                 process.wait(30)
                 said.seek(0)
-                _add_gpu_rows(recorder, workload, said.read().splitlines())
-
-
-def _add_gpu_rows(recorder: Recorder, workload: str, lines: Sequence[str]) -> None:
-    """A line is a number for each of `_ASKED`; a value that the GPU does not know is no number, and left out."""
-    columns: Any = zip(*(line.split(",") for line in lines if line.count(",") == len(_ASKED) - 1), strict=True)
-    for (metric, unit), column in zip(_ASKED.values(), columns, strict=False):  # no lines, no columns
-        samples = [float(each) for each in column if each.strip().replace(".", "", 1).isdigit()]
-        recorder.samples(f"{workload}: GPU", GPU, metric, unit, samples)
+                lines = [line.split(",") for line in said.read().splitlines() if line.count(",") == len(_ASKED) - 1]
+                for (metric, unit), column in zip(_ASKED.values(), zip(*lines, strict=True), strict=False):
+                    # A value that the GPU does not know is no number.
+                    samples = [float(each) for each in column if each.strip().replace(".", "", 1).isdigit()]
+                    recorder.samples(f"{workload}: GPU", GPU, metric, unit, samples)

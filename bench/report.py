@@ -83,8 +83,7 @@ QUESTIONS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Ratios by workload, such that more than 1 is better. `losses`: workloads in which vmmkv is worse, the worst first."""
 
     question: Question
@@ -99,23 +98,22 @@ class Comparison:
 
 def answers(rows: Sequence[Row]) -> list[Comparison]:
     """Of all questions that there are rows of both sides of."""
-    # vLLM's rows have its version behind the name.
-    by_key = {(row.suite, row.metric, row.workload, re.sub("^vLLM .*", "vLLM", row.system)): row for row in rows}
+    by_workload: defaultdict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:  # vLLM's rows have its version behind the name
+        by_workload[row.suite, row.metric, row.workload][re.sub("^vLLM .*", "vLLM", row.system)] = row
     given = []
     for question in QUESTIONS:
         ratios, losses = {}, []
-        for (*subject, workload, system), ours in by_key.items():
-            other = by_key.get((question.suite, question.metric, workload, question.other))
-            is_asked = subject == [question.suite, question.metric] and system == question.ours
-            if not is_asked or other is None or (question.part and f" {question.part}: " not in workload):
-                continue
-            if min(ours.summary.median, other.summary.median) > 0:
+        for (*subject, workload), systems in by_workload.items():
+            ours, other = systems.get(question.ours), systems.get(question.other)
+            is_asked = subject == [question.suite, question.metric] and (not question.part or f" {question.part}: " in workload)
+            if is_asked and ours and other and min(ours.summary.median, other.summary.median) > 0:
                 ratio = ours.summary.median / other.summary.median
                 ratios[workload] = ratio if ours.higher_is_better else 1 / ratio
                 if ratios[workload] < 1 and not ours.summary.overlaps(other.summary):
                     losses.append((workload, ratios[workload], ours, other))
         if ratios:
-            given.append(Comparison(question=question, ratios=ratios, losses=sorted(losses, key=lambda loss: loss[1])))
+            given.append(Comparison(question, ratios, sorted(losses, key=lambda loss: loss[1])))
     return given
 
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -258,22 +258,21 @@ def _read_file(path: Path) -> Iterator[Recorded]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a row: a killed run may have cut it; remove the line") from error
-        yield _recorded(record, f"{path}:{number}")
+        if line.strip():
+            yield _recorded(line, f"{path}:{number}: not a row")
 
 
-def _recorded(record: Any, where: str) -> Recorded:
+def _recorded(line: str, where: str) -> Recorded:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: a killed run may have cut it; remove the line") from error
     wanted = (*_NAMES, *_PERCENTILES, *_PROVENANCE)
     absent = [name for name in wanted if name not in record] if isinstance(record, dict) else wanted
     if absent:
-        raise ValueError(f"{where}: not a row: it has no {', '.join(absent[:5])}; `python -m bench SUITE` writes rows")
+        raise ValueError(f"{where}: it has no {', '.join(absent[:5])}; `python -m bench SUITE` writes rows")
     if not_numbers := [name for name in _PERCENTILES if not isinstance(record[name], int | float)]:
-        raise ValueError(f"{where}: not a row: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
+        raise ValueError(f"{where}: its {', '.join(not_numbers)} should be numbers; mend the line, or remove it")
     summary = Summary(**{name: record[name] for name in _PERCENTILES})
     row = Row(**{name: record[name] for name in _NAMES}, summary=summary, bound=record.get("bound"))
     return Recorded(row=row, provenance=Provenance(**{name: record[name] for name in _PROVENANCE}))

@@ -15,7 +15,6 @@ The part `map` writes memory_map.json: what lies under each slot at one moment, 
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final, NamedTuple
@@ -67,21 +66,12 @@ class OccupancySizes:
     steps: int = 1000
     every: int = 8
     """Steps from one sample to the next."""
-    map_pages: int = 256
-    """The budget of the memory map, so small that each page is seen."""
-    map_running: int = 10
-    map_steps: int = 200
-
-    @property
-    def map_prefixes(self) -> tuple[int, int]:
-        """Tokens that the prompts of either of two groups share."""
-        return (400, 250) if self.map_pages > 64 else (90, 40)
 
     @classmethod
     def of(cls, settings: Settings) -> "OccupancySizes":
         """The whole suite's, or `--quick`'s."""
         if settings.quick:
-            return cls(3 * GIB, 512, asks=64, warm_steps=30, steps=60, every=4, map_pages=64, map_running=4, map_steps=60)
+            return cls(3 * GIB, 512, asks=64, warm_steps=30, steps=60, every=4)
         return cls(40 * GIB, 4096)
 
 
@@ -102,7 +92,7 @@ def run(recorder: Recorder) -> None:
                 _add_rows(recorder, name, sizes.budget_bytes, simulation)
     if settings.wants("map"):
         with recorder.guarded(f"{shapes[0].name} map"):
-            found = draw_map(shapes[0], sizes, settings.seed)
+            found = draw_map(shapes[0], settings.quick, settings.seed)
             made_by = {name: getattr(recorder.file.provenance, name) for name in ("commit", "date")}
             (recorder.file.folder / MAP).write_text(json.dumps(made_by | found, separators=(",", ":")), encoding="utf-8")
             name = f"{shapes[0].name} map: {found['workload']}"
@@ -328,16 +318,27 @@ def _add_rows(recorder: Recorder, name: str, budget_bytes: int, simulation: Simu
 # the map
 
 
-def draw_map(shape: Shape, sizes: OccupancySizes, seed: int) -> dict[str, Any]:
+def draw_map(shape: Shape, quick: bool, seed: int) -> dict[str, Any]:
     """Serve requests of two groups that share a prefix, and of none, until one has just ended; then look at all slots.
 
-    Rows are copied where prompts part, so there is memory behind the addresses: the host's.
+    Rows are copied where prompts part, so there is memory behind the addresses: the host's. The budget is so small that each
+    page is seen.
     """
-    rng, asks = np.random.default_rng(seed), _mixed_asks(sizes, seed)
+    num_pages, most_running, least_steps, prefixes = (64, 4, 60, (90, 40)) if quick else (256, 10, 200, (400, 250))
+    count = least_steps + most_running + 512
+    common: Any = {"vocabulary": _VOCABULARY, "count": count, "max_tokens": 1024}
+    groups = [
+        workloads.shared_prefix(seed=seed + group, prefix_tokens=prefix, own=(8, 80), out=(16, 80), **common)
+        for group, prefix in enumerate(prefixes)
+    ]
+    groups.append(workloads.uniform(seed=seed, prompt=(16, 160), out=(16, 80), **common))
+    which = np.random.default_rng(seed).choice(3, count, p=(0.45, 0.35, 0.2)).tolist()
+    asks = (groups[group].asks[index] for index, group in enumerate(which))
+    rng = np.random.default_rng(seed)
     running: dict[int, tuple[Any, Ask]] = {}
     with (
-        Pool("cpu", sizes.map_pages * PAGE_BYTES) as pool,
-        KVCache(shape.layout, pool, slots=sizes.map_running + 6, max_tokens=1024) as cache,
+        Pool("cpu", num_pages * PAGE_BYTES) as pool,
+        KVCache(shape.layout, pool, slots=most_running + 6, max_tokens=1024) as cache,
     ):
         prefix = PrefixCache(cache)
         for step in itertools.count(1):
@@ -350,7 +351,7 @@ def draw_map(shape: Shape, sizes: OccupancySizes, seed: int) -> dict[str, Any]:
                 sequence, ask = running.pop(slot)
                 answer = rng.integers(0, _VOCABULARY, sequence.length - len(ask.prompt), dtype=np.int32)
                 prefix.park(sequence, np.concatenate((ask.prompt, answer)))
-            if len(running) < sizes.map_running:
+            if len(running) < most_running:
                 ask = next(asks)
                 attached = prefix.attach(ask.prompt, max_tokens=len(ask.prompt) + ask.num_out)
                 attached.sequence.grow(len(ask.prompt))
@@ -358,7 +359,7 @@ def draw_map(shape: Shape, sizes: OccupancySizes, seed: int) -> dict[str, Any]:
                 prefix.insert(attached.sequence, ask.prompt)
                 running[attached.sequence.slot] = attached.sequence, ask
             prefix.free_slots(1)
-            if step >= sizes.map_steps and ended:
+            if step >= least_steps and ended:
                 break
         cache.check()
         slots = [
@@ -371,19 +372,7 @@ def draw_map(shape: Shape, sizes: OccupancySizes, seed: int) -> dict[str, Any]:
             for found in cache.slot_maps(cache.taken_slots())
         ]
         pages = {f"{name}_pages": getattr(pool, f"{name}_bytes") // PAGE_BYTES for name in ("budget", "held", "used")}
-    shared = " or ".join(map(str, sizes.map_prefixes))
-    text = f"{sizes.map_running} at once, of which {shared} tokens are shared, or none"
+    shared = " or ".join(map(str, prefixes))
+    text = f"{most_running} at once, of which {shared} tokens are shared, or none"
     found = {"shape": shape.name, "workload": text, "step": step, "page_bytes": PAGE_BYTES, "slots": slots}
     return {**found, "row_bytes": shape.layout.row_bytes, **pages}
-
-
-def _mixed_asks(sizes: OccupancySizes, seed: int) -> Iterator[Ask]:
-    count = sizes.map_steps + sizes.map_running + 512
-    common: Any = {"vocabulary": _VOCABULARY, "count": count, "max_tokens": 1024}
-    pools = [
-        workloads.shared_prefix(seed=seed + group, prefix_tokens=prefix, own=(8, 80), out=(16, 80), **common)
-        for group, prefix in enumerate(sizes.map_prefixes)
-    ]
-    pools.append(workloads.uniform(seed=seed, prompt=(16, 160), out=(16, 80), **common))
-    which = np.random.default_rng(seed).choice(3, count, p=(0.45, 0.35, 0.2)).tolist()
-    return (pools[group].asks[index] for index, group in enumerate(which))

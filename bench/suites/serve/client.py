@@ -8,10 +8,10 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
-from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, TypedDict
 
 import httpx
 
@@ -41,32 +41,33 @@ class Streamed(TypedDict, total=False):
     error: str
 
 
-class Clients:
+Ask = Callable[[str, Bodies, float], list[Streamed]]
+"""All requests to a URL at once. Raises: WrongNumbers if not all have ended after so many seconds."""
+
+
+@contextmanager
+def clients(count: int) -> Iterator[Ask]:
     """Processes that ask together: one cannot read as many events a second as a GPU's engine makes tokens."""
+    context = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
+    pool = context.Pool(count, _begin, (context.Barrier(count),))
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a copy of this process would have its CUDA context
-        self._count = count
-        self._pool = context.Pool(count, _begin, (context.Barrier(count),))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._pool.terminate()
-        self._pool.join()
-
-    def ask(self, url: str, bodies: Bodies, limit_s: float) -> list[Streamed]:
-        """All at once, each process every so many-th of them. Raises: WrongNumbers if not all have ended after `limit_s`."""
-        parts = [(url, bodies[number :: self._count]) for number in range(self._count)]
+    def ask(url: str, bodies: Bodies, limit_s: float) -> list[Streamed]:
+        """Each process sends every `count`-th request."""
+        parts = [(url, bodies[number::count]) for number in range(count)]
         try:
-            told = self._pool.starmap_async(_ask, parts, chunksize=1).get(limit_s)
+            told = pool.starmap_async(_ask, parts, chunksize=1).get(limit_s)
         except multiprocessing.TimeoutError:
             raise WrongNumbers("the streams have not ended in their time") from None
         streamed: list[Streamed] = [{}] * len(bodies)
         for number, of_part in enumerate(told):
-            streamed[number :: self._count] = of_part
+            streamed[number::count] = of_part
         return streamed
+
+    try:
+        yield ask
+    finally:
+        pool.terminate()
+        pool.join()
 
 
 def _begin(together: Barrier) -> None:

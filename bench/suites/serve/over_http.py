@@ -21,7 +21,7 @@ import httpx
 
 from bench.harness import Settings, WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.client import Clients, Streamed
+from bench.suites.serve.client import Ask, Streamed, clients
 from bench.suites.serve.generate import Measured, Stage, stages, timed_runs
 from bench.suites.serve.models import digest_of, tokenizer_file
 from bench.suites.serve.systems import EngineLimits, ServedRun, UserEngine
@@ -61,8 +61,8 @@ def run(context: Context, part: str) -> None:
             alone = _without_http(context, stage, name)
             limit_s = max(_LEAST_LIMIT_S, _LATEST * max(run.seconds for run in alone.runs))
             recorder.note("vmmkv serve starts")
-            with Clients(_CLIENTS[settings.device.type]) as clients, vmmkv_serve(directory, settings) as server:
-                served = _over_http(context, server, directory.name, clients, stage, limit_s)
+            with clients(_CLIENTS[settings.device.type]) as ask_all, vmmkv_serve(directory, settings) as server:
+                served = _over_http(context, server, directory.name, ask_all, stage, limit_s)
             share = _check_texts(
                 Tokenizer.load(directory), stage, alone.runs[0], alone.same, served, strict=not settings.on_gpu
             )
@@ -90,7 +90,7 @@ def _without_http(context: Context, stage: Stage, name: str) -> Measured:
 
 
 def _over_http(
-    context: Context, server: httpx.Client, model: str, clients: Clients, stage: Stage, limit_s: float
+    context: Context, server: httpx.Client, model: str, ask_all: Ask, stage: Stage, limit_s: float
 ) -> list[list[Streamed]]:
     """A run that is not timed, and those that are. Raises: WrongNumbers if a request has failed, or has other counts."""
     common = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -102,7 +102,7 @@ def _over_http(
     for number in range(1 + context.settings.repeat):
         context.recorder.note(f"http: run {number} of {context.settings.repeat}")
         server.post("/kv/reset", json={}).raise_for_status()
-        runs.append(clients.ask(str(server.base_url.join("/v1/completions")), bodies, limit_s))
+        runs.append(ask_all(str(server.base_url.join("/v1/completions")), bodies, limit_s))
         for index, (stream, ask) in enumerate(zip(runs[-1], stage.workload.asks, strict=True)):
             if "error" in stream:
                 raise WrongNumbers(f"request {index} failed: {stream['error']}")

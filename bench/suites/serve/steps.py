@@ -11,9 +11,8 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -144,8 +143,7 @@ class KernelSpan(NamedTuple):
     end_us: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Of one step, from its first kernel's beginning to that of the next step."""
 
     total_us: float
@@ -187,32 +185,16 @@ def steps_of(kernels: Iterable[KernelSpan]) -> list[StepTimes]:
     begins = [index for index, kernel in enumerate(ordered) if kernel.name == _STEP_BEGINS]
     if len(begins) < 2:
         raise WrongNumbers(f"{len(ordered)} kernels were seen, and {len(begins)} beginnings of steps: there is no whole one")
-    own_us = _exclusive_us(ordered)
     steps = []
+    busy_until_us = max((kernel.end_us for kernel in ordered[: begins[0]]), default=float("-inf"))
     for begin, end in itertools.pairwise(begins):
         by_kind = {kind: 0.0 for kind, _ in _KINDS}
-        for kernel, us in zip(ordered[begin:end], own_us[begin:end], strict=True):
-            by_kind[kind_of(kernel.name)] += us
+        for kernel in ordered[begin:end]:  # a kernel's own time is that after those that began before it had ended
+            by_kind[kind_of(kernel.name)] += max(0.0, kernel.end_us - max(kernel.start_us, busy_until_us))
+            busy_until_us = max(busy_until_us, kernel.end_us)
         last_us, next_us = max(kernel.end_us for kernel in ordered[begin:end]), ordered[end].start_us
-        steps.append(
-            StepTimes(
-                total_us=next_us - ordered[begin].start_us,
-                by_kind_us=by_kind,
-                between_us=max(0.0, next_us - last_us),
-                num_kernels=end - begin,
-            )
-        )
+        steps.append(StepTimes(next_us - ordered[begin].start_us, by_kind, max(0.0, next_us - last_us), end - begin))
     counts = {each.num_kernels for each in steps}
     if max(counts) > 2 * min(counts):
         raise WrongNumbers(f"the steps of the trace have from {min(counts)} to {max(counts)} kernels: it is not steady")
     return steps
-
-
-def _exclusive_us(ordered: Sequence[KernelSpan]) -> list[float]:
-    """Of each kernel, the time after those that began before it had ended."""
-    busy_until_us = float("-inf")
-    own_us = []
-    for kernel in ordered:
-        own_us.append(max(0.0, kernel.end_us - max(kernel.start_us, busy_until_us)))
-        busy_until_us = max(busy_until_us, kernel.end_us)
-    return own_us
