@@ -7,7 +7,7 @@ Legend: N queries, B sequences, S slots, T rows of a slot, H query heads, K kv h
 """
 
 from collections.abc import Mapping
-from typing import Final, Self
+from typing import Final
 
 import torch
 
@@ -31,8 +31,6 @@ def prefill_as_over_blocks(
     limit_S: torch.Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`vmmkv.kernels.attention.prefill.prefill`, bit for bit what it gives over blocks with the same rows."""
     from vmmkv.kernels import checks
@@ -42,7 +40,7 @@ def prefill_as_over_blocks(
     memory = kv_memory(k_STKD, v_STKD, None, None, None, q_NHD.dtype, q_NHD.device)
     options = checks.attention_options(scale, window, None, memory.head_dim)
     cut = prefill_tiling(memory.head_dim, q_NHD.element_size(), "")
-    return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, out, workspace, cut=cut)
+    return launch_prefill(q_NHD, memory, query_starts, lengths_B, slots_B, limit_S, options, None, None, cut=cut)
 
 
 class CommonPrefillRows(KVRows):
@@ -57,35 +55,29 @@ class CommonPrefillRows(KVRows):
         return prefill_as_over_blocks(q_NHD, *self.views[layer], *runs, scale=scale, window=window)
 
 
-class SlotsWithCommonPrefill(SlotBackend):
-    """See engine.kv_backend.KVBackend: vmmkv, but for that kernel."""
-
-    @classmethod
-    def open(cls, wanted: BackendConfig) -> Self:
-        """See SlotBackend.open."""
-        opened = super().open(wanted)
-        opened.rows = CommonPrefillRows(opened.cache)
-        return opened
+def open_common_prefill(wanted: BackendConfig) -> SlotBackend:
+    """vmmkv, but for that kernel. See SlotBackend.open."""
+    opened = SlotBackend.open(wanted)
+    opened.rows = CommonPrefillRows(opened.cache)
+    return opened
 
 
 class BaselineBackend:
     """A baseline's memory, all of it there from the start. See engine.kv_backend.KVBackend."""
 
-    def __init__(
-        self, cache: PagedCache | StaticCache, rows: KVRows, budget_bytes: int, num_tokens: int, *, shares_prefixes: bool
-    ) -> None:
+    def __init__(self, cache: PagedCache | StaticCache, rows: KVRows, num_rows: int, prefixes: PagedPrefixes | None) -> None:
         self.cache: Final = cache
         self.rows: Final = rows
-        self.budget_bytes: Final = budget_bytes
-        self.num_tokens: Final = num_tokens
-        self._shares_prefixes = shares_prefixes
+        self.budget_bytes: Final = num_rows * cache.layout.row_bytes
+        self.num_tokens: Final = num_rows if isinstance(cache, PagedCache) else cache.max_tokens
+        self._prefixes = prefixes
 
     def take_free(self) -> None:
         """There is nothing more to take."""
 
     def open_prefixes(self) -> PagedPrefixes | None:
         """Over whole blocks. Static slots share nothing: a row lies in one of them."""
-        return PagedPrefixes(self.cache) if self._shares_prefixes and isinstance(self.cache, PagedCache) else None
+        return self._prefixes
 
     def close(self) -> None:
         """Give the memory back. What torch's allocator keeps is not free for the driver's own calls."""
@@ -97,21 +89,17 @@ class BaselineBackend:
 
 def open_paged(wanted: BackendConfig) -> BaselineBackend:
     """As many blocks as the budget holds. Raises: BudgetError, ValueError: see `_num_in_budget` and BaselineCache."""
-    num_blocks = _num_in_budget(wanted, BLOCK_ROWS)
-    cache = PagedCache(
-        wanted.layout, wanted.device, num_blocks=num_blocks, slots=wanted.max_sequences, max_tokens=wanted.max_tokens
-    )
-    num_tokens = num_blocks * BLOCK_ROWS
-    budget_bytes = num_tokens * wanted.layout.row_bytes
-    return BaselineBackend(cache, BlockRows(cache), budget_bytes, num_tokens, shares_prefixes=wanted.shares_prefixes)
+    num_blocks, slots = _num_in_budget(wanted, BLOCK_ROWS), wanted.max_sequences
+    cache = PagedCache(wanted.layout, wanted.device, num_blocks=num_blocks, slots=slots, max_tokens=wanted.max_tokens)
+    prefixes = PagedPrefixes(cache) if wanted.shares_prefixes else None
+    return BaselineBackend(cache, BlockRows(cache), num_blocks * BLOCK_ROWS, prefixes)
 
 
 def open_static(wanted: BackendConfig) -> BaselineBackend:
     """As many slots as the budget holds, each of the longest sequence's rows. Raises: as `open_paged`."""
     slots = min(wanted.max_sequences, _num_in_budget(wanted, wanted.max_tokens))
     cache = StaticCache(wanted.layout, wanted.device, slots=slots, max_tokens=wanted.max_tokens)
-    budget_bytes = slots * wanted.max_tokens * wanted.layout.row_bytes
-    return BaselineBackend(cache, KVRows(cache), budget_bytes, wanted.max_tokens, shares_prefixes=False)
+    return BaselineBackend(cache, KVRows(cache), slots * wanted.max_tokens, None)
 
 
 _SYSTEMS: Final[Mapping[str, OpenBackend]] = {
@@ -127,7 +115,7 @@ def systems_on(device: torch.device) -> Mapping[str, OpenBackend]:
     On Hopper, where slots have a prefill kernel of their own, also vmmkv without that.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        return {**_SYSTEMS, COMMON_PREFILL: SlotsWithCommonPrefill.open}
+        return {**_SYSTEMS, COMMON_PREFILL: open_common_prefill}
     return _SYSTEMS
 
 

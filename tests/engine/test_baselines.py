@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static
+from bench.baselines.backend import open_common_prefill, open_paged, open_static
 from bench.baselines.paged import BLOCK_ROWS, PagedCache, PagedPrefixes
 from tests.engine.conftest import Harness, prompt_of, tiny_model
 from vmmkv import KVLayout
@@ -160,7 +160,7 @@ def test_a_baseline_refuses_windows_and_a_missing_budget(system: str) -> None:
 
 
 def test_slots_with_the_prefill_of_blocks_are_slots(over: Callable[..., Harness]) -> None:
-    one = over(open_memory=SlotsWithCommonPrefill.open, share=True)
+    one = over(open_memory=open_common_prefill, share=True)
     assert one.said(prompt_of(50), 10) == one.expected(prompt_of(50), 10)
     one.memory.close()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.baselines.backend import SlotsWithCommonPrefill, open_paged, open_static
+from bench.baselines.backend import open_common_prefill, open_paged, open_static
 from bench.baselines.paged import BLOCK_ROWS
 from tests.engine.conftest import Harness, prompt_of
 from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
@@ -16,7 +16,7 @@ __all__ = ["full_precision"]
 MEMORIES: dict[str, OpenBackend] = {
     "paged": open_paged,
     "static": open_static,
-    "slots, prefill of blocks": SlotsWithCommonPrefill.open,
+    "slots, prefill of blocks": open_common_prefill,
 }
 
 
