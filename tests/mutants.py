@@ -194,7 +194,7 @@ MUTANTS = (
         SHARING,
         "extent.tenant, extent.zeroed = tenant_of(page), False",
         "tenant_of(page)",
-        (PREFIX,),
+        (PREFIX_UNIT,),
     ),
     Mutant(
         "rows copied to another tenant",
