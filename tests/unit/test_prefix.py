@@ -366,15 +366,16 @@ def test_an_expired_pin_does_not_keep_a_slot_from_being_adopted(prefix):
     assert prefix.attach([*PROMPT[:20], 0]).method is AttachMethod.ADOPT
 
 
-def test_a_refused_resize_evicts_nothing(prefix, pool):
+def test_a_refused_resize_evicts_nothing_and_names_what_works(prefix, pool):
     for number in (1, 2, 3):
         park(prefix, [number] * 40)
     prefix.pin([1] * 40)
+    prefix.cache.open().grow(32)
     before = prefix.stats(), len(prefix.cache.parked()), pool.stats()
-    with pytest.raises(BudgetError, match=r"2\.0 MiB is less than the 4\.0 MiB .* ask for at least 4194304 bytes"):
+    with pytest.raises(BudgetError, match=r"2\.0 MiB is less than the 8\.0 MiB .* ask for at least 8388608 bytes"):
         pool.resize(PAGE_BYTES)
     assert (prefix.stats(), len(prefix.cache.parked()), pool.stats()) == before
-    pool.resize(4194304)
+    pool.resize(8388608)
 
 
 def test_an_interrupted_attach_leaves_no_sequence(prefix, cache, driver, monkeypatch):
