@@ -64,18 +64,16 @@ current_id: Final[ContextVar[str]] = ContextVar("request_id", default="-")
 """The id of the request that this task works on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Caller:
     """The holder of a key, or any client where no key is needed."""
 
-    name: str
-    """For logs; not the key."""
-    is_admin: bool = False
     digest: bytes = field(default=b"", repr=False)
     """Of the key, under the server's secret; empty without a key."""
+    is_admin: bool = False
 
 
-ANONYMOUS: Final = Caller(name="anonymous")
+ANONYMOUS: Final = Caller()
 
 
 class Throughput:
@@ -94,10 +92,10 @@ class Throughput:
     def seconds_for(self, amount: float) -> int:
         """How long so much will take, in whole seconds from 1 to MOST_RETRY_S; WINDOW_S if nothing was finished of late."""
         self._forget()
-        if not self._amounts:
+        if not (total := sum(self._amounts.values())):
             return WINDOW_S
         span_s = max(1.0, self._clock() - next(iter(self._amounts)))
-        return min(MOST_RETRY_S, max(1, math.ceil(amount * span_s / sum(self._amounts.values()))))
+        return min(MOST_RETRY_S, max(1, math.ceil(amount * span_s / total)))
 
     def _forget(self) -> None:
         while self._amounts and (oldest := next(iter(self._amounts))) < self._clock() - WINDOW_S:
@@ -123,14 +121,10 @@ class AdmissionQueue:
         self._begun = Throughput()
         engine.on_begun = self._begun.add
         self._secret = secrets.token_bytes(32)
-        keys = enumerate(config.api_keys, start=1)
-        self._callers = [Caller(name=f"key {number}", digest=self._digest(key.encode())) for number, key in keys]
-        self.needs_key = bool(self._callers)
-        self._has_several_keys = len(self._callers) > 1
-        """The administrator's key does not count."""
+        self._callers = [Caller(self._digest(key.encode())) for key in config.api_keys]
+        self.needs_key = bool(config.api_keys)
         if config.admin_key is not None:
-            digest = self._digest(config.admin_key.encode())
-            self._callers.append(Caller(name="the administrator", is_admin=True, digest=digest))
+            self._callers.append(Caller(self._digest(config.admin_key.encode()), is_admin=True))
 
     # Keys.
 
@@ -157,7 +151,7 @@ class AdmissionQueue:
 
     def sees_all(self, caller: Caller) -> bool:
         """Whether this caller may see the requests of all, and go before them. With several keys only the administrator."""
-        return caller.is_admin or not self._has_several_keys
+        return caller.is_admin or len(self._config.api_keys) <= 1
 
     async def require_sees_all(self, request: Request) -> None:
         """A dependency of routes that show the requests of all callers. Raises: ApiError (403)."""

@@ -38,7 +38,7 @@ class Load:
     name: str
     route: str
     shared_tokens: int = 0
-    """With which all prompts begin."""
+    """At the start of all prompts."""
 
 
 LOADS: Final = (
@@ -49,7 +49,7 @@ LOADS: Final = (
 
 
 def main() -> int:
-    """All loads, one after the other. The exit status: 1 if anything was wrong."""
+    """The exit status: 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", type=Path, required=True, help="its command, in an environment of its own")
     guidellm: Path = parser.parse_args().guidellm
@@ -57,7 +57,8 @@ def main() -> int:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder, server_process(Path(folder) / "log", MODEL) as server:
         url = server.url
-        print(f"{version_of(guidellm)}; vmmkv {version('vmmkv')}, torch {version('torch')}, Python {platform.python_version()}")
+        client = subprocess.run([str(guidellm), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        print(f"{client}; vmmkv {version('vmmkv')}, torch {version('torch')}, Python {platform.python_version()}")
         print(f"vmmkv serve --model {MODEL} --port 0 --device cpu; {os.cpu_count()} processors")
         for load in LOADS:
             before = counted(url)
@@ -66,7 +67,8 @@ def main() -> int:
             found = checked(load, requests, {name: after[name] - before[name] for name in after})
             wrong += found
             said = "; ".join(found) or f"{NUM_REQUESTS} requests answered, counts of tokens as asked for and as the server's"
-            print(f"\n== {load.name} ({load.route}): {said}\n{shown(load)}\n\n{tables}", flush=True)
+            command = shlex.join(arguments(load, "http://127.0.0.1:PORT", MODEL))
+            print(f"\n== {load.name} ({load.route}): {said}\nguidellm {command}\n\n{tables}", flush=True)
     print(f"{len(wrong)} things are wrong" if wrong else "all is right")
     return 1 if wrong else 0
 
@@ -102,11 +104,6 @@ def arguments(load: Load, url: str, tokenizer: str) -> list[str]:
     return ["run", *(word for name, value in options.items() for word in (f"--{name}", json.dumps(value)))]
 
 
-def shown(load: Load) -> str:
-    """The command, for a reader."""
-    return f"guidellm {shlex.join(arguments(load, 'http://127.0.0.1:PORT', MODEL))}"
-
-
 def checked(load: Load, requests: dict[str, Any], by_server: dict[str, float]) -> list[str]:
     """What is wrong, in words."""
     wrong: list[str] = []
@@ -139,7 +136,7 @@ def checked(load: Load, requests: dict[str, Any], by_server: dict[str, float]) -
 
 
 def counted(url: str) -> dict[str, float]:
-    """The server's own counts since its start, when nobody runs: they follow its engine by half a second at most."""
+    """The idle server's own counts since its start: they follow its engine by half a second at most."""
     time.sleep(1.0)
     with urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
@@ -150,11 +147,6 @@ def counted(url: str) -> dict[str, float]:
             raise SystemExit(f"/metrics has no vmmkv_{name}_total")
         found[name] = float(match[1])
     return found
-
-
-def version_of(guidellm: Path) -> str:
-    """As it says."""
-    return subprocess.run([str(guidellm), "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +179,7 @@ def running_server(
     """Start all of it, and stop all of it; nothing is left of either. With `sockets` uvicorn serves it."""
     with tempfile.TemporaryDirectory(prefix="vmmkv-test-") as directory:
         engine = FakeEngine(f"ipc://{directory}/engine", ready=ready)
-        running: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+        running: Future[Running] = Future()
         stop = asyncio.Event()
 
         async def serve() -> None:
@@ -196,32 +197,25 @@ def running_server(
                     listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
                     one.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                     options = uvicorn_options(ready.limits.max_sequences + service.front.max_queued_requests)
-                    config = uvicorn.Config(
-                        one.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1, **options
-                    )
-                    server = uvicorn.Server(config)
+                    options |= {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
+                    server = uvicorn.Server(uvicorn.Config(one.app, **options))
                     serving = asyncio.create_task(server.serve(sockets=[listener]))
-
-                    async def end() -> None:
-                        server.should_exit = True
-                        await serving
-
-                    closing.push_async_callback(end)
-                running.put(one)
+                    closing.push_async_callback(asyncio.wait, [serving])
+                    closing.callback(setattr, server, "should_exit", True)
+                running.set_result(one)
                 await stop.wait()
 
         def run() -> None:
             try:
                 asyncio.run(serve())
             except BaseException as error:
-                running.put(error)
-                raise
+                if running.done():
+                    raise
+                running.set_exception(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        one = running.get(timeout=WAIT_S)
-        if isinstance(one, BaseException):
-            raise one
+        one = running.result(WAIT_S)
         try:
             yield one
         finally:

@@ -132,19 +132,22 @@ def test_an_error_in_the_conversation_leaves_it_where_it_was(listening: Running)
 
 
 class Guarded(http.server.BaseHTTPRequestHandler):
-    """Serves the key it is given, and nobody without one."""
+    """A server that shows the key it was sent, and says no more than `answer` to a question."""
+
+    answer = (400, json.dumps({"error": {"message": "said \x1b[2J"}}).encode())
 
     def do_GET(self) -> None:
         key = self.headers.get("Authorization", "")
-        body: Any = {"data": [{"id": key}]} if key else {"error": {"message": "no \x1b[2Jkey"}}
-        self.send_response(200 if key else 401)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        models: Any = {"data": [{"id": key} if key != "Bearer nameless" else {}]}
+        self.reply(200 if key else 401, json.dumps(models if key else {"error": {"message": "no \x1b[2Jkey"}}).encode())
 
     def do_POST(self) -> None:
-        self.send_response(400)
+        self.reply(*self.answer)
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps({"error": {"message": "said \x1b[2J"}}).encode())
+        self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -158,10 +161,14 @@ def guarded() -> Iterator[str]:
         server.shutdown()
 
 
-def test_the_key_is_sent_and_its_lack_is_explained(guarded: str) -> None:
+def test_the_key_is_sent_and_what_a_server_says_cannot_move_the_cursor(guarded: str) -> None:
     with chatting(VMMKV_URL=guarded, VMMKV_API_KEY="from-outside\n") as chat:
-        out, _ = chat.communicate("", timeout=60)
+        out, err = chat.communicate("hi\n", timeout=60)
     assert out.startswith("Bearer from-outside at ") and chat.returncode == 0
+    assert "said [2J" in err and "\x1b" not in err
+
+
+def test_a_key_that_is_needed_is_asked_for(guarded: str) -> None:
     with chatting("--url", guarded) as chat:
         _, err = chat.communicate("", timeout=60)
     assert chat.returncode == 1 and "no [2Jkey (status 401); give its key with --api-key or VMMKV_API_KEY" in err
@@ -174,12 +181,6 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, capsy
     assert "--api-key has spaces" in err and key not in err
 
 
-def test_what_a_server_says_cannot_move_the_cursor(guarded: str) -> None:
-    with chatting("--url", guarded, "--api-key", "a-key") as chat:
-        _, err = chat.communicate("hi\n", timeout=60)
-    assert "said [2J" in err and "\x1b" not in err
-
-
 def test_line_separators_of_unicode_do_not_cut_an_answer(listening: Running) -> None:
     listening.answers("one\u2028two\u0085")
     with chatting("--url", listening.url) as chat:
@@ -189,28 +190,15 @@ def test_line_separators_of_unicode_do_not_cut_an_answer(listening: Running) -> 
 
 @pytest.mark.parametrize("answer", [b'data: {"choices": [{"delta": {"content": "half"}}]}\n\n', b""], ids=["half", "nothing"])
 def test_an_answer_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, guarded: str, answer: bytes) -> None:
-    def cut(handler: Guarded) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(answer)
-
-    monkeypatch.setattr(Guarded, "do_POST", cut)
+    monkeypatch.setattr(Guarded, "answer", (200, answer))
     with chatting("--url", guarded, "--api-key", "a-key") as chat:
         _, err = chat.communicate("hi\n", timeout=60)
     assert "the answer has no end: the server went away" in err and chat.returncode == 0
 
 
-def test_an_address_or_an_answer_that_makes_no_sense_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, guarded: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def list_nothing(handler: Guarded) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(b'{"data": [{}]}')
-
-    monkeypatch.setattr(Guarded, "do_GET", list_nothing)
+def test_an_address_or_an_answer_that_makes_no_sense_is_one_line(guarded: str, capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("http://localhost:abc", guarded):
-        assert main(["chat", f"--url={url}"]) == 1
+        assert main(["chat", f"--url={url}", "--api-key", "nameless"]) == 1
         assert "cannot be used, or names no model" in capsys.readouterr().err
 
 

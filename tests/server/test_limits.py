@@ -241,13 +241,13 @@ class TestKeys:
 
         keys = queue("first-key", "second-key", "third-key", admin_key="admin-key")
         monkeypatch.setattr(hmac, "compare_digest", compare)
-        names = []
+        indices = []
         for key in (b"first-key", b"third-key", b"admin-key", b"f", b"x" * 10_000):
             found = keys.identify(b"Bearer " + key)
-            names.append(found and found.name)
+            indices.append(found and keys._callers.index(found))
             assert compared == [(32, 32)] * 4
             compared.clear()
-        assert names == ["key 1", "key 3", "the administrator", None, None]
+        assert indices == [0, 2, 3, None, None]
 
     def test_a_key_among_others_may_step_back_and_not_go_first(self, locked: Running, server: Running) -> None:
         refused = locked.complete(ONE, priority=-1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_engine import READY
-from tests.server.support import CHAT, COMPLETIONS, HELLO, Running, eventually
+from tests.server.support import CHAT, COMPLETIONS, HELLO, Running
 from tests.server.tiny import token_ids
 from vmmkv.server.http.generation import MAX_PROMPT_LOGPROBS
 from vmmkv.server.protocol import PromptLogprobs
@@ -190,14 +190,6 @@ class TestEcho:
         monkeypatch.setattr(PromptLogprobs, "unpacked", unpacked)
         (choice,) = (streamed if stream else echoed)(server, prompt=[97] * 200, logprobs=5, max_tokens=1)
         assert len(choice["logprobs"]["tokens"]) == 201 and on_loop and not any(on_loop)
-
-    def test_a_client_that_leaves_in_its_prompt_leaves_nothing(self, server: Running) -> None:
-        server.never_ends()
-        stream = server.openai.completions.create(**ECHO, max_tokens=200, stream=True)
-        next(iter(stream))
-        stream.close()
-        assert eventually(lambda: len(server.engine.aborted()) == 1)
-        assert eventually(lambda: server.service.queue.num_sequences == 0)
 
 
 def test_a_chat_echoes_nothing(server: Running) -> None:

@@ -50,18 +50,8 @@ OF_COMPLETIONS: dict[str, list[Any]] = {
     "max_tokens": [0],
     "min_tokens": [17],  # max_tokens is 16 unless given
     "prompt": [
-        "",
-        [],
-        [[]],
-        ["ok", ""],
-        [1, "two"],
-        [-1],
-        [258],
-        None,
-        ["a"] * 129,
-        [[1]] * 129,
-        "\ud800",
-        "a" * 5000 + "\udfff",
+        *("", [], [[]], ["ok", ""], [1, "two"], [-1], [258], None),
+        *(["a"] * 129, [[1]] * 129, "\ud800", "a" * 5000 + "\udfff"),
     ],
 }
 OF_CHATS: dict[str, list[Any]] = {

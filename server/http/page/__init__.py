@@ -54,11 +54,6 @@ FILES: Final[dict[str, tuple[bytes, str]]] = {
     if (suffix := "." + entry.name.rpartition(".")[2]) in _TYPES
 }
 """Content and type of the page's files by name: a name that is asked for is never a path."""
-_MEMORY: Final = (
-    "budget_bytes", "created_bytes", "used_bytes", "mapped_bytes", "cached_bytes", "pending_reclaim_bytes", "free_bytes",
-    "tokens",
-)  # fmt: skip
-"""Fields of a Snapshot, less their `kv_`."""
 
 
 class Dashboard:
@@ -137,14 +132,14 @@ class Dashboard:
             await asyncio.sleep(TICK_S)
 
     def _state(self) -> dict[str, Any]:
-        health, ready = self._health(), self._engine.phase
-        now_s = time.perf_counter()
+        phase, now_s = self._engine.phase, time.perf_counter()
+        ready = phase if isinstance(phase, Ready) else None
         flights = sorted(self._metrics.in_flight, key=lambda each: each.arrived_s)
         return {
             "model": self._model,
-            "health": health.model_dump(),
-            "device": ready.device if isinstance(ready, Ready) else None,
-            "max_tokens": ready.limits.max_tokens if isinstance(ready, Ready) else None,
+            "health": self._health().model_dump(),
+            "device": ready and ready.device,
+            "max_tokens": ready and ready.limits.max_tokens,
             "memory": memory_of(self._engine.snapshot),
             "rates": self._rates(),
             "first_token_s": self._recent("first", self._engine.first_token_times),
@@ -175,7 +170,8 @@ def memory_of(snapshot: Snapshot | None) -> dict[str, int] | None:
     """Physical memory by use, and how many sequences run and wait."""
     if snapshot is None:
         return None
-    memory = {name: getattr(snapshot, f"kv_{name}") for name in _MEMORY}
+    names = [name for name in Snapshot.__struct_fields__ if name.startswith("kv_")]
+    memory = {name.removeprefix("kv_"): getattr(snapshot, name) for name in names}
     return memory | {"running": snapshot.running, "waiting": snapshot.waiting}
 
 
