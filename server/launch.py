@@ -8,7 +8,6 @@ SIGINT or SIGTERM: requests in flight get the drain timeout, new ones 503; the r
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -20,10 +19,10 @@ import resource
 import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar, cast
+from typing import IO, Any, Final, cast
 
 import msgspec
 import uvicorn
@@ -45,7 +44,6 @@ from vmmkv.server.tokenizer import Tokenizer
 from vmmkv.units import counted, format_bytes
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 GRACE_S: Final = 1
 """Time to send errors to clients whose requests are cut off when the server stops."""
@@ -260,7 +258,9 @@ class _Launch:
     async def _load(self) -> None:
         """Load the tokenizer while the engine loads the model, and announce the server when both are done."""
         try:
-            self._service.tokenizer = await _in_daemon_thread(lambda: Tokenizer.load(Path(self._config.model)))
+            loop, path = asyncio.get_running_loop(), Path(self._config.model)
+            # In an executor of its own, for which asyncio.run does not wait after a signal.
+            self._service.tokenizer = await loop.run_in_executor(ThreadPoolExecutor(1), Tokenizer.load, path)
         except Exception as error:  # a broken file makes transformers raise almost anything
             self._cannot_start = f"the tokenizer in {self._config.model} cannot be loaded: {error}"
             self._client.fail("The tokenizer cannot be loaded.")  # clients get no paths
@@ -355,21 +355,3 @@ def log_once_without_descriptors(loop: asyncio.AbstractEventLoop) -> None:
         last_s = loop.time()
 
     loop.set_exception_handler(handle)
-
-
-def _in_daemon_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """As asyncio.to_thread, in a thread that asyncio.run does not wait for."""
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def work() -> None:
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            value = function()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(value)
-
-    threading.Thread(target=work, daemon=True).start()
-    return asyncio.wrap_future(result)

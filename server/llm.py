@@ -420,7 +420,7 @@ class LLM:
             log.exception("the engine could not be brought to rest")
 
     def _settle(self) -> None:
-        """Finish pending unmaps. Nothing that the engine has said is of a request that runs."""
+        """Finish pending unmaps, and drop the engine's messages: no request runs."""
         self._open().engine.settle()
         self._messages.clear()
 

@@ -319,26 +319,25 @@ class _Rules:
         self._rules: list[tuple[str, int]] = [(name, body) for name, body, *_ in read["rules"]]
         self._min_bytes = [math.inf] * len(self._rules)
         self._patterns: dict[bytes, float] = {}
-        users: defaultdict[int, set[int]] = defaultdict(set)
-        for rule, (_, body) in enumerate(self._rules):
-            for used in self._used(body):
-                users[used].add(rule)
+        self._users: defaultdict[int, set[int]] = defaultdict(set)
+        """By rule, those whose shortest text depends on it."""
         waiting = dict.fromkeys(range(len(self._rules)))
         while waiting:  # to the fixed point, the last rules first: a shorter rule may shorten those that use it
             rule, _ = waiting.popitem()
-            min_bytes = self._min_bytes_of(self._rules[rule][1])
+            min_bytes = self._min_bytes_of(self._rules[rule][1], rule)
             if min_bytes < self._min_bytes[rule]:
                 self._min_bytes[rule] = min_bytes
-                waiting.update(dict.fromkeys(users[rule]))
+                waiting.update(dict.fromkeys(self._users[rule]))
         self.root_min_bytes = self._min_bytes[read["root_rule_id"]]
 
     def longest_alternatives(self) -> Iterator[tuple[str, float]]:
         """For each rule its name, and the shortest text of the alternative for which that is longest, in bytes."""
-        for name, body in self._rules:
+        for rule, (name, body) in enumerate(self._rules):
             kind, parts = self._expressions[body]
-            yield name, max(map(self._min_bytes_of, parts if kind == _CHOICES else [body]))
+            yield name, max(self._min_bytes_of(each, rule) for each in (parts if kind == _CHOICES else [body]))
 
-    def _min_bytes_of(self, expression: int) -> float:
+    def _min_bytes_of(self, expression: int, user: int) -> float:
+        """Of an expression of the rule `user`."""
         kind, parts = self._expressions[expression]
         if kind == _BYTES:
             return len(parts)
@@ -346,14 +345,14 @@ class _Rules:
             return 1
         if kind in (_STAR, _EMPTY):
             return 0
-        if kind == _RULE:
-            return self._min_bytes[parts[0]]
+        if kind in (_RULE, _REPEAT):
+            self._users[parts[0]].add(user)
+            count = 1 if kind == _RULE else parts[1]
+            return self._min_bytes[parts[0]] * count if count else 0
         if kind == _SEQUENCE:
-            return sum(map(self._min_bytes_of, parts))
+            return sum(self._min_bytes_of(part, user) for part in parts)
         if kind == _CHOICES:
-            return min(map(self._min_bytes_of, parts))
-        if kind == _REPEAT:
-            return self._min_bytes[parts[0]] * parts[1] if parts[1] else 0
+            return min(self._min_bytes_of(part, user) for part in parts)
         if kind == _REGEX:
             return self._min_bytes_of_pattern(bytes(parts[1:]))
         raise ValueError("it has an element that is not served: write it of rules, texts and classes of characters")
@@ -364,11 +363,3 @@ class _Rules:
         if pattern not in self._patterns:
             self._patterns[pattern] = _Rules(xgrammar.Grammar.from_regex(pattern.decode()).serialize_json()).root_min_bytes
         return self._patterns[pattern]
-
-    def _used(self, expression: int) -> Iterator[int]:
-        kind, parts = self._expressions[expression]
-        if kind in (_RULE, _REPEAT):
-            yield parts[0]
-        elif kind in (_SEQUENCE, _CHOICES):
-            for part in parts:
-                yield from self._used(part)
