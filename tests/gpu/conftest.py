@@ -35,3 +35,9 @@ def gpu() -> torch.device:
 def driver(gpu: torch.device) -> Driver:
     """A driver of its own for each test."""
     return open_driver(gpu)
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    """float32 is multiplied as float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False

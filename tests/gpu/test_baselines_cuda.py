@@ -8,10 +8,8 @@ import torch
 from bench.baselines.backend import open_common_prefill, open_paged, open_static
 from bench.baselines.paged import BLOCK_ROWS
 from tests.engine.conftest import Harness, prompt_of
-from tests.gpu.test_decode_steps_cuda import DEVICE, full_precision, model_of
+from tests.gpu.test_decode_steps_cuda import DEVICE, model_of
 from vmmkv.server.engine.kv_backend import OpenBackend
-
-__all__ = ["full_precision"]
 
 MEMORIES: dict[str, OpenBackend] = {
     "paged": open_paged,

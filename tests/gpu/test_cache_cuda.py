@@ -184,7 +184,7 @@ def test_zeroes_and_limits_come_before_work_on_every_recorded_stream(make: Calla
     cache.record_stream(side)
     sequence = cache.open()
     with torch.cuda.stream(control_stream(cache)):
-        torch.cuda._sleep(LONG)  # the zeroes have to wait, and so must whoever writes
+        torch.cuda._sleep(LONG)  # the zeroes have to wait, and so must writes
     sequence.grow(160)
     with torch.cuda.stream(side):
         sequence.k(0)[:160] = 1.0

@@ -31,11 +31,6 @@ WIDE_DRAWS = SIZES | {"initializer_range": 0.1}
 """With transformers' 0.02 it would hardly matter what a window hides."""
 
 
-@pytest.fixture(autouse=True)
-def full_precision() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def model_of(family: str) -> Any:
     torch.manual_seed(0)
     if family == "llama3":

@@ -18,11 +18,6 @@ __all__ = ["harness", "smollm2"]
 DEVICE = "cuda:0"
 
 
-@pytest.fixture(autouse=True)
-def full_precision() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def test_eight_prompts_at_once_on_smollm2(smollm2: Path, harness: Callable[..., Harness]) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None

@@ -1,11 +1,10 @@
-"""Answers by a grammar on a GPU: whole and valid, the same without jumps, and nobody else touched."""
+"""Answers by a grammar on a GPU: whole and valid, the same without jumps, and no other request touched."""
 
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from bench.suites.serve.schemas import SCHEMAS
 from tests.engine.conftest import Harness, harness, prompt_of
@@ -23,11 +22,6 @@ from vmmkv.server.structured_output import manager
 __all__ = ["harness"]
 
 DEVICE = "cuda:0"
-
-
-@pytest.fixture(autouse=True)
-def full_precision() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -61,13 +55,13 @@ def test_greedy_answers_are_the_same_with_what_is_forced_skipped(
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_masks_in_the_logits_of_a_graph_touch_nobody_else(
+def test_masks_in_the_logits_of_a_graph_touch_no_other_row(
     harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, capture: bool
 ) -> None:
     assert_free_and_bound_answers_are_right(following(harness, device=DEVICE, capture=capture, slots=6), monkeypatch)
 
 
-def test_neighbours_without_a_grammar_get_what_they_would_alone_and_log_probabilities_are_the_models_own(
+def test_neighbours_of_a_grammar_are_as_alone_and_logprobs_are_the_models_own(
     harness: Callable[..., Harness],
 ) -> None:
     one = following(harness, device=DEVICE, capture=True, slots=6)

@@ -180,7 +180,7 @@ class SimulatedDriver(FakeDriver):
             self._run(self._chosen(ready))
 
     def finish(self, works: Sequence[Work]) -> None:
-        """The host waits for some work; who knows what else runs meanwhile."""
+        """The host waits for some work; other work may run meanwhile."""
         while not all(work.done for work in works):
             self._run(self._chosen(self._ready()))
         self.see(works)

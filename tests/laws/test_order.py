@@ -86,7 +86,7 @@ def test_a_limit_is_lowered_behind_a_raise_that_another_stream_still_has_to_writ
     sequence.truncate(0)
 
 
-def test_an_adopted_slot_is_not_written_before_those_who_read_it_are_done(device):
+def test_an_adopted_slot_is_not_written_before_work_that_reads_it_has_run(device):
     device.live.sequence.grow(9)
     device.step(9)
     attend(device.driver, device.live)

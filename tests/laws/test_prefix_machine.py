@@ -135,7 +135,7 @@ class PrefixMachine(LawMachine):
         return live
 
     def least_known(self, namespace: str, prompt: list[int]) -> int:
-        """What those who run have inserted is theirs, and so it can be had."""
+        """What running sequences have inserted stays theirs, so it can be had."""
         least = 0
         for live in self.live:
             if live.inserted and live.sequence.tenant == namespace:
