@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from vmmkv.driver.base import Access, Fence, Handle
+from vmmkv.driver.base import Access, Fence, Handle, span_text
 from vmmkv.errors import DriverError
 from vmmkv.testing.fake_driver import FakeDriver, LawBroken, write_to
 from vmmkv.units import PAGE_BYTES
@@ -223,7 +223,7 @@ class SimulatedDriver(FakeDriver):
         """See Driver.unmap. Law 4: not before all work that touches it was seen to be done."""
         for work in self._unseen:
             if any(start < address + size_bytes and address < end for start, end in work.ranges):
-                raise self.law_broken(f"[{address:#x}, {address + size_bytes:#x}) is unmapped while work may touch it")
+                raise self.law_broken(f"{span_text(address, size_bytes)} is unmapped while work may touch it")
         super().unmap(address, size_bytes)
 
     def zero(self, address: int, size_bytes: int) -> None:

@@ -217,19 +217,20 @@ def far_rows(subject: Subject, num_past: int) -> Iterator["AttentionCall"]:
     handles: list[Handle] = []
     mapped: list[int] = []
 
-    def put(handle: Handle, pages: Iterable[int]) -> None:
+    def put(pages: Iterable[int]) -> None:
+        """One physical page under all of these."""
+        handles.append(driver.create(PAGE_BYTES))
         for page in pages:
-            driver.map(address + page * PAGE_BYTES, handle, PAGE_BYTES)
+            driver.map(address + page * PAGE_BYTES, handles[-1], PAGE_BYTES)
             mapped.append(address + page * PAGE_BYTES)
             driver.set_access(address + page * PAGE_BYTES, PAGE_BYTES, Access.READ_WRITE)
 
     try:
-        handles += [driver.create(PAGE_BYTES) for _ in range(1 + 2 * _FAR_PAGES)]
         # The first page of slot 0, for a tensor's own first address must be mapped; and the guard.
-        put(handles[0], [0, *range(num_pages + length, 2 * num_pages)])
-        for index, (near, far) in enumerate(zip(handles[1 : 1 + _FAR_PAGES], handles[1 + _FAR_PAGES :], strict=True)):
-            put(near, range(num_pages + index, num_pages + border, _FAR_PAGES))
-            put(far, range(num_pages + border + index, num_pages + length, _FAR_PAGES))
+        put([0, *range(num_pages + length, 2 * num_pages)])
+        for index in range(_FAR_PAGES):
+            put(range(num_pages + index, num_pages + border, _FAR_PAGES))
+            put(range(num_pages + border + index, num_pages + length, _FAR_PAGES))
         bytes_E = wrap(address, 2 * num_pages * PAGE_BYTES, driver.device)
         words_PW = bytes_E.view(torch.int64).view(2 * num_pages, -1)
         parts = [(0, 0, 1), (1, 0, _FAR_PAGES), (1, border, num_past)]

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo, Reservations
+from vmmkv.driver.base import Access, Driver, Fence, Handle, MemoryInfo, Reservations, span_text
 from vmmkv.errors import DriverError, OutOfDeviceMemory
 from vmmkv.units import GIB, PAGE_BYTES, format_bytes, round_up
 
@@ -133,9 +133,9 @@ class FakeDriver:
         """
         for start, end in ranges:
             if not self.is_accessible(start, end - start):
-                raise LawBroken(f"a launch touches [{start:#x}, {end:#x}), which is not all mapped")
+                raise LawBroken(f"a launch touches {span_text(start, end - start)}, which is not all mapped")
             if any(first < end and start < last for first, last in self._unordered):
-                raise LawBroken(f"a launch touches [{start:#x}, {end:#x}), which may be zeroed after it")
+                raise LawBroken(f"a launch touches {span_text(start, end - start)}, which may be zeroed after it")
         launch = Launch(tuple(ranges))
         self._launches.append(launch)
         return launch
@@ -160,7 +160,7 @@ class FakeDriver:
     def give_back(self, address: int, size_bytes: int) -> None:
         """See Driver.give_back. Law 4: nothing is mapped there, and no unfinished launch touches it."""
         if any(address <= page < address + size_bytes for page in self._pages):
-            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is given back, and something is mapped there")
+            raise LawBroken(f"{span_text(address, size_bytes)} is given back, and something is mapped there")
         self._idle(address, size_bytes, "given back")
         self._reserved.remove((address, address + size_bytes))
         (self._reservations if self.over is None else self.over).give_back(address, size_bytes)
@@ -197,7 +197,7 @@ class FakeDriver:
         if self._live(handle).size_bytes != size_bytes:
             raise LawBroken(f"a handle of {self._handles[handle].size_bytes} bytes was mapped in part: {size_bytes} bytes")
         if not self._is_reserved(address, size_bytes):
-            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is not inside one reservation")
+            raise LawBroken(f"{span_text(address, size_bytes)} is not inside one reservation")
         pages = range(address, address + size_bytes, PAGE_BYTES)
 
         def map_() -> None:
@@ -231,7 +231,7 @@ class FakeDriver:
     def zero(self, address: int, size_bytes: int) -> None:
         """See Driver.zero. Nothing orders the control stream behind a launch, so none may be using this memory."""
         if not self.is_accessible(address, size_bytes):
-            raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is zeroed and not all mapped")
+            raise LawBroken(f"{span_text(address, size_bytes)} is zeroed and not all mapped")
         self._idle(address, size_bytes, "zeroed")
         self._pass_on("zero", address, size_bytes)
         self._unordered.append((address, address + size_bytes))
@@ -240,7 +240,7 @@ class FakeDriver:
         """See Driver.copy. What of it lies in a reservation must be mapped, and the target writable."""
         for address, allowed in ((target, {Access.READ_WRITE}), (source, {Access.READ, Access.READ_WRITE})):
             if self._is_reserved(address, size_bytes) and not self._accesses(address, size_bytes) <= allowed:
-                raise LawBroken(f"a copy touches [{address:#x}, {address + size_bytes:#x}), which is not all mapped")
+                raise LawBroken(f"a copy touches {span_text(address, size_bytes)}, which is not all mapped")
         if self.over is not None:
             self.over.copy(target, source, size_bytes)
 
@@ -339,13 +339,13 @@ class FakeDriver:
     def _exactly(self, address: int, size_bytes: int) -> _Mapped:
         mapped = self._mapped.get(address)
         if mapped is None or mapped.size_bytes != size_bytes:
-            raise LawBroken(f"no one mapping stands at exactly [{address:#x}, {address + size_bytes:#x})")
+            raise LawBroken(f"no one mapping stands at exactly {span_text(address, size_bytes)}")
         return mapped
 
     def _idle(self, address: int, size_bytes: int, what: str) -> None:
         for launch in self._launches:
             if not launch.finished and any(start < address + size_bytes and address < end for start, end in launch.ranges):
-                raise LawBroken(f"[{address:#x}, {address + size_bytes:#x}) is {what} while a launch may touch it")
+                raise LawBroken(f"{span_text(address, size_bytes)} is {what} while a launch may touch it")
 
     def _forget_if_gone(self, handle: Handle) -> None:
         allocation = self._handles[handle]
