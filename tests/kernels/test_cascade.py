@@ -149,7 +149,7 @@ def test_any_cut_is_right(changes: dict[str, int], cut_cascade: Cut) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of rows that are touched and masked
-@pytest.mark.parametrize(("dtype", "options"), [(FP16, {"softcap": 5.0, "scale": 0.7}), (FP32, {"scale": 0.02})])
+@pytest.mark.parametrize(("dtype", "options"), some([(FP16, {"softcap": 5.0, "scale": 0.7})], [(FP32, {"scale": 0.02})]))
 def test_scores_are_scaled_and_capped(dtype: torch.dtype, options: dict[str, float], cut_cascade: Cut) -> None:
     cut_cascade(3)
     shared = share(*GROUPINGS["led by the last"], shape=SMALL | {"dtype": dtype}, **options)

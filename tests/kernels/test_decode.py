@@ -45,7 +45,7 @@ def test_rows_before_the_first_are_not_attended_to(
     assert torch.equal(case.attend(window=window, firsts_B=firsts_B), out)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", some([4], [1]))
 def test_two_parts_of_a_sequence_merge_by_their_log_sum_exp(num_splits: int, cut_decode: Cut, set_splits: SetSplits) -> None:
     cut_decode()
     set_splits(num_splits)
@@ -119,7 +119,7 @@ def test_the_bits_do_not_depend_on_the_number_of_splits(lengths: list[int], cut_
         assert torch.equal(case.attend(), expected), f"{num_splits} splits"
 
 
-@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (5, 90)])
+@pytest.mark.parametrize(("num_splits", "window"), some([(5, 90)], [(1, None)]))
 def test_a_sequence_rounds_the_same_in_any_batch_and_slot(
     num_splits: int, window: int | None, cut_decode: Cut, set_splits: SetSplits
 ) -> None:

@@ -39,14 +39,15 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 class World:
     """A pool, a cache, and sequences whose rows are known. `sequence` is operated on, another one is left alone."""
 
-    max_tokens = 14
+    max_tokens, guard_tokens = 14, 1
     shares_pages = False
 
-    def __init__(self, layout: str, *, pages: int = 40, guard_tokens: int = 1) -> None:
+    def __init__(self, layout: str, pages: int) -> None:
         self.driver = SimulatedDriver(haste=0)
         self.pool = Pool("cpu", pages * PAGE_BYTES, driver=self.driver)
         self.layout = PREFIX_LAYOUTS[layout]
-        self.cache = KVCache(self.layout, self.pool, slots=SLOTS, max_tokens=self.max_tokens, guard_tokens=guard_tokens)
+        size = {"slots": SLOTS, "max_tokens": self.max_tokens, "guard_tokens": self.guard_tokens}
+        self.cache = KVCache(self.layout, self.pool, **size)
         self.caches = [self.cache]
         self.known: list[Live] = []
         self.stamps = itertools.count(1)
@@ -161,11 +162,8 @@ class World:
 class PrefixWorld(World):
     """A prefix cache, and large extents of four pages. The rows of `known` are those of their tokens."""
 
-    max_tokens = 20
+    max_tokens, guard_tokens = 20, 0
     shares_pages = True
-
-    def __init__(self, layout: str, *, pages: int = 80) -> None:
-        super().__init__(layout, pages=pages, guard_tokens=0)
 
     def begin_sequences(self) -> None:
         self.prefix = PrefixCache(self.cache)
@@ -267,7 +265,7 @@ class Operation:
     def prepared(self, layout: str) -> Iterator[World]:
         """A world in which it can be done next."""
         with large_extents(4) if self.world is PrefixWorld else contextlib.nullcontext():
-            world = self.world(layout, pages=self.pages)
+            world = self.world(layout, self.pages)
             self.prepare(world)
             yield world
 
