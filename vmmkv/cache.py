@@ -466,7 +466,6 @@ class KVCache(_Planes):
         were parked; RowsUnmapped if a window has moved past what `num_tokens` needs; SequenceTooLong; GraphCapture. Where a
         page is exchanged OutOfPages and DriverError, and the slot stays parked.
         """
-        instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")
         with self.pool.lock:
             end = self.check_end(max_tokens)
             self._check_parked(parked)
@@ -551,7 +550,6 @@ class KVCache(_Planes):
 
     def evict(self, parked: ParkedSlot) -> None:
         """Reclaim a parked slot's memory. Raises Evicted if that has happened, or it was adopted. No driver call."""
-        instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")
         with self.pool.lock:
             self._check_parked(parked)
             self.evict_parked(parked)
@@ -1079,6 +1077,7 @@ class KVCache(_Planes):
             raise Closed(f"{sequence!r} is no running sequence of this cache")
 
     def _check_parked(self, parked: ParkedSlot) -> None:
+        instance("parked", parked, ParkedSlot, "a ParkedSlot, as Sequence.park returns it")
         if self.parked_slots.get(parked.slot) is not parked:
             raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
 

@@ -194,9 +194,8 @@ class Node(Generic[T]):
             return []
         taken = set(map(piece_place, self.pieces))
         new = [piece for piece in pieces if piece_place(piece) not in taken]
-        if not new:
-            return list(pieces)
-        self.pieces = tuple(sorted((*self.pieces, *new), key=piece_place))
+        if new:
+            self.pieces = tuple(sorted((*self.pieces, *new), key=piece_place))
         return [piece for piece in pieces if piece_place(piece) in taken]
 
 
