@@ -19,6 +19,15 @@ from vmmkv.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+SLICE_US: Final = 250.0
+"""Time for a map between two steps."""
+
+REST: Final = 100.0
+"""While there is work, the next map waits this many times as long as the last one took."""
+
+_AT_ONCE: Final = 16
+"""The most slots that are read before the clock is. A slot with a thousand extents takes 100 us."""
+
 
 def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
     """Do it between two steps, and answer with what there is then. A refusal changes nothing.
@@ -28,14 +37,13 @@ def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
     engine, memory, error = loaded.engine, loaded.memory, None
     before = engine.cache.stats()
     try:
-        match message:
-            case Forget():
-                engine.forget()
-            case Resize(budget_bytes=budget_bytes):
-                assert isinstance(memory, SlotBackend), "the server's engine has a pool"
-                memory.resize(budget_bytes)
-                engine.budget_changed()
-                log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
+        if isinstance(message, Resize):
+            assert isinstance(memory, SlotBackend), "the server's engine has a pool"
+            memory.resize(message.budget_bytes)
+            engine.budget_changed()
+            log.info("KV cache: %s from now on, %s tokens in all", format_bytes(memory.budget_bytes), memory.num_tokens)
+        else:
+            engine.forget()
     except VmmkvError as failure:
         error = str(failure)
     after = engine.cache.stats()
@@ -45,14 +53,6 @@ def manage(loaded: Loaded, message: Forget | Resize) -> Managed:
         budget_bytes=memory.budget_bytes,
         pool_tokens=memory.num_tokens,
     )
-
-
-SLICE_US: Final = 250.0
-"""Time for a map between two steps."""
-_AT_ONCE: Final = 16
-"""The most slots that are read before the clock is. A slot with a thousand extents takes 100 us."""
-REST: Final = 100.0
-"""While there is work, the next map waits this many times as long as the last one took."""
 
 
 class MapMaker:

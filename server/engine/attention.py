@@ -10,7 +10,7 @@ D head dimension, T rows, R angles, S slots.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,7 @@ class AttentionMetadata:
     """Of a decode step on a GPU; None without prefix groups."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryParams:
+class RotaryParams(NamedTuple):
     """What is done to queries and keys before they are used: each head is normed where there are weights [D], then rotated."""
 
     q_NHD: torch.Tensor
@@ -90,14 +89,7 @@ class KVRows:
         from vmmkv.kernels.attention.append import append
 
         places = *self.views[layer], step.slots_N, step.positions_N, self.limit
-        if rotary is None:
-            append(k_NKD, v_NKD, *places, tables_SC=self.tables_SC)
-        else:
-            append(
-                k_NKD, v_NKD, *places, tables_SC=self.tables_SC,
-                q_NHD=rotary.q_NHD, cos_TR=rotary.cos_TR, sin_TR=rotary.sin_TR,
-                q_norm_D=rotary.q_norm_D, k_norm_D=rotary.k_norm_D, norm_eps=rotary.norm_eps,
-            )  # fmt: skip
+        append(k_NKD, v_NKD, *places, tables_SC=self.tables_SC, **({} if rotary is None else rotary._asdict()))
 
     def decode(
         self, layer: int, q_BHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None
@@ -182,10 +174,7 @@ class CachedAttention:
         assert step is not None, "no step has begun"
         rotary = None
         if self._rope is not None:
-            cos_TR, sin_TR = self._rope
-            rotary = RotaryParams(
-                q_NHD=q_NHD, cos_TR=cos_TR, sin_TR=sin_TR, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps
-            )
+            rotary = RotaryParams(q_NHD, *self._rope, q_norm_D=q_norm, k_norm_D=k_norm, norm_eps=norm_eps)
         if rows.on_gpu:
             rows.append(layer, k_NKD, v_NKD, step, rotary)
             if step.query_starts is not None:

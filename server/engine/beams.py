@@ -14,6 +14,7 @@ Each live beam has a sequence of its own, which begins with the prompt that all 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,26 +36,24 @@ class Continuation(NamedTuple):
     token: int
 
 
+@dataclass(eq=False, slots=True)
 class LiveBeam:
     """A beam as its parent and one more token, so that a step costs the same however long the beams are."""
 
-    __slots__ = ("_parent", "log_probability", "num_tokens", "token")
-
-    def __init__(self, parent: "LiveBeam | None", token: int | None, log_probability: float) -> None:
-        self._parent = parent
-        self.token = token
-        """Its last one; None of the root, which has no tokens."""
-        self.log_probability = log_probability
-        """Of all its tokens."""
-        self.num_tokens: int = 0 if parent is None else parent.num_tokens + 1
+    parent: "LiveBeam | None" = None
+    token: int | None = None
+    """Its last one; None of the root, which has no tokens."""
+    log_probability: float = 0.0
+    """Of all its tokens."""
+    num_tokens: int = 0
 
     def tokens(self) -> list[int]:
         """All of them, without the prompt's. Cost: proportional to their number."""
         found, beam = list[int](), self
-        while beam._parent is not None:
+        while beam.parent is not None:
             assert beam.token is not None, "only the root has no token"
             found.append(beam.token)
-            beam = beam._parent
+            beam = beam.parent
         return found[::-1]
 
     def num_common(self, other: "LiveBeam") -> int:
@@ -62,11 +61,11 @@ class LiveBeam:
         one = self
         while one is not other:
             longer = one if one.num_tokens >= other.num_tokens else other
-            assert longer._parent is not None, "these are beams of two searches"
+            assert longer.parent is not None, "these are beams of two searches"
             if longer is one:
-                one = longer._parent
+                one = longer.parent
             else:
-                other = longer._parent
+                other = longer.parent
         return one.num_tokens
 
 
@@ -87,7 +86,7 @@ class BeamSearch:
     ) -> None:
         """`length_penalty` above 0 favours long answers, below 0 short ones; 0 compares log-probabilities as they are."""
         assert width >= 1 and max_new_tokens >= 1 and abs(length_penalty) <= MAX_LENGTH_PENALTY, "SamplingParams refuses these"
-        self.live: list[LiveBeam] = [LiveBeam(None, None, 0.0)]
+        self.live: list[LiveBeam] = [LiveBeam()]
         self.num_candidates = width + len(stop_ids)
         """How many of its likeliest tokens each live beam needs; fewer only if the vocabulary has fewer.
 
@@ -130,7 +129,7 @@ class BeamSearch:
                     kept = self.live[parent].tokens() + ([] if is_stop else [token])
                     self._finish(kept, self._score(log_probability, num_tokens), "stop" if is_stop else "length")
             elif len(survivors) < self._width:
-                survivors.append(LiveBeam(self.live[parent], token, log_probability))
+                survivors.append(LiveBeam(self.live[parent], token, log_probability, num_tokens))
                 continuations.append(continuation)
         if not survivors or not self._can_improve(survivors[0]):
             survivors, continuations = [], []

@@ -254,16 +254,17 @@ class SlotBackend:
         config = self._config
         if config.budget_bytes is None:
             most_bytes = config.layout.peak_pages(config.max_tokens, sliding=False) * config.max_sequences * PAGE_BYTES
-            self.cache.pool.resize(max(_least_bytes(config), min(default_budget_bytes(self.cache.pool), most_bytes)))
+            free_bytes = _free_bytes(self.cache.pool)
+            if config.device.type != "cuda":
+                free_bytes = min(int(free_bytes * HOST_SHARE), MAX_HOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+            self.cache.pool.resize(max(_least_bytes(config), min(free_bytes, most_bytes)))
 
     def resize(self, budget_bytes: int) -> None:
         """Change the budget while sequences run. Raises: BudgetError for one that cannot be had; then nothing has changed."""
         pool, least_bytes = self.cache.pool, _least_bytes(self._config)
         if budget_bytes < least_bytes:
             raise BudgetError(f"{format_bytes(budget_bytes)} do not hold one step; the least is {least_bytes} bytes")
-        free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
-        margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
-        most_bytes = max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
+        most_bytes = _free_bytes(pool)
         if budget_bytes > max(most_bytes, pool.budget_bytes):
             raise BudgetError(
                 f"{format_bytes(budget_bytes)} are more than {pool.device} has left; the most is {most_bytes} bytes"
@@ -280,6 +281,13 @@ class SlotBackend:
         self.cache.pool.close()
 
 
+def _free_bytes(pool: Pool) -> int:
+    """What the pool can have, in whole pages; on a GPU but for a margin."""
+    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
+    margin_bytes = GPU_MARGIN_BYTES if pool.device.type == "cuda" else 0
+    return max(0, free_bytes - margin_bytes) // PAGE_BYTES * PAGE_BYTES
+
+
 def _least_bytes(config: BackendConfig) -> int:
     """For one step of the greatest length."""
     return config.layout.peak_pages(min(config.step_tokens, config.max_tokens), sliding=False) * PAGE_BYTES
@@ -293,14 +301,6 @@ def check_budget(budget_bytes: int, device: torch.device) -> None:
             f"kv_budget_bytes of {format_bytes(budget_bytes)} is more than {device} has: {format_bytes(total_bytes)} in all; "
             "lower it, or leave it out for what is free"
         )
-
-
-def default_budget_bytes(pool: Pool) -> int:
-    """The default budget: on a GPU what is free beyond a margin, on a host a share of what is free."""
-    free_bytes = pool.driver.memory().free_bytes + pool.created_bytes
-    if pool.device.type == "cuda":
-        return (free_bytes - GPU_MARGIN_BYTES) // PAGE_BYTES * PAGE_BYTES
-    return min(int(free_bytes * HOST_SHARE), MAX_HOST_BYTES) // PAGE_BYTES * PAGE_BYTES
 
 
 def least_bytes(layout: KVLayout, num_prompt: int, num_rows: int, *, num_beams: int, attaches: bool) -> int:

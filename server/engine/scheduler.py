@@ -258,7 +258,7 @@ class Scheduler:
     def _assign_sampling(self) -> None:
         """Upload the sampling parameters of the requests that were admitted, all at once.
 
-        Raises: CannotRun for the first that cannot begin; those behind it have their turn in the next call.
+        Raises: CannotRun for the first that cannot begin; the next call assigns those behind it.
         """
         self._unassigned = [request for request in self._unassigned if request.is_running]  # the others have ended
         if not self._unassigned:
@@ -384,15 +384,9 @@ class _Queue:
         self._num_cached: dict[Request, int] = {}
 
     def next(self) -> Request | None:
-        """The next request to admit; None if all had better wait.
-
-        A request is passed over while a running one computes tokens that it shares.
-        """
-        if not self._urgent:
-            return None
-        oldest = self._urgent[0]
-        if self._prefix is None or oldest.num_overtaken >= _MAX_OVERTAKEN:
-            return oldest
+        """The next request to admit; None if each waits for a running one to compute tokens that both share."""
+        if not self._urgent or self._prefix is None or self._urgent[0].num_overtaken >= _MAX_OVERTAKEN:
+            return next(iter(self._urgent), None)
         best: Request | None = None
         longest = -1
         for request in self._urgent[:_MAX_COMPARED]:

@@ -5,12 +5,10 @@ import time
 
 import pytest
 
-from tests.engine.conftest import Harness, MakeHarness, prompt_of
+from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of
 from vmmkv.memory.memory_map import SlotMap
 from vmmkv.server.engine.administration import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
-
-PAGE_TOKENS = 2048
 
 
 def maker(one: Harness) -> tuple[MapMaker, list[MemoryMap]]:

@@ -136,6 +136,12 @@ def answer(harness: Harness, request_id: str) -> Beams:
     return found
 
 
+def searched(harness: Harness, prompt: list[int], max_new_tokens: int, **options: Any) -> Beams:
+    """What a search that is alone found."""
+    harness.said(prompt, max_new_tokens, **options)
+    return answer(harness, "alone")
+
+
 def by_transformers(
     model: Any, prompt: list[int], *, width: int, max_new_tokens: int, stops: Sequence[int] = (), length_penalty: float = 1.0
 ) -> list[tuple[list[int], float]]:
@@ -187,17 +193,14 @@ def test_over_the_cache_it_finds_what_transformers_finds(
 @pytest.mark.parametrize(("as_eos", "length_penalty"), [(True, -1.0), (False, 1.0)])
 def test_stop_tokens_end_beams(harness: MakeHarness, as_eos: bool, length_penalty: float) -> None:
     prompt = prompt_of(11, 5)
-    free = harness(model_of())
-    free.ask("free", prompt, 10, beam_width=6)
-    free.run()
-    stops = list(dict.fromkeys(token for beam in answer(free, "free").beams for token in beam.token_ids[2:]))[:3]
+    free = searched(harness(model_of()), prompt, 10, beam_width=6)
+    stops = list(dict.fromkeys(token for beam in free.beams for token in beam.token_ids[2:]))[:3]
     one = harness(model_of(), eos_ids=frozenset(stops) if as_eos else frozenset())
-    asked: dict[str, Any] = {"beam_width": 4, "length_penalty": length_penalty}
-    one.ask("a", prompt, 10, stop_token_ids=[] if as_eos else stops, **asked)
-    one.run()
+    own = [] if as_eos else stops
+    found = searched(one, prompt, 10, stop_token_ids=own, beam_width=4, length_penalty=length_penalty)
     wanted = by_transformers(one.model, prompt, width=4, max_new_tokens=10, stops=stops, length_penalty=length_penalty)
-    check(answer(one, "a"), wanted)
-    assert "stop" in {beam.finish_reason for beam in answer(one, "a").beams}
+    check(found, wanted)
+    assert "stop" in {beam.finish_reason for beam in found.beams}
 
 
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.nightly)])
@@ -211,10 +214,9 @@ def test_a_long_prompt_is_shared_and_pages_are_crossed(harness: MakeHarness, sha
     assert one.pool.stats().held_bytes <= (3 + 4 * 2) * 2**21, "the prompt's full pages are there once"
     one.run()
     check(answer(one, "a"), by_transformers(one.model, prompt, width=4, max_new_tokens=40))
-    one.ask("again", prompt, 40, beam_width=4)
-    one.run()
-    check(answer(one, "again"), [(beam.token_ids, beam.score) for beam in answer(one, "a").beams])
-    assert answer(one, "again").cached_tokens == (len(prompt) - 1 if share else 0)
+    again = searched(one, prompt, 40, beam_width=4)
+    check(again, [(beam.token_ids, beam.score) for beam in answer(one, "a").beams])
+    assert again.cached_tokens == (len(prompt) - 1 if share else 0)
 
 
 def test_reordering_copies_what_differs_and_calls_no_driver(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +231,8 @@ def test_reordering_copies_what_differs_and_calls_no_driver(harness: MakeHarness
         copied.append(end - first)
 
     monkeypatch.setattr(KVCache, "copy_rows", counted)
-    one.ask("a", prompt_of(500), 60, beam_width=4)
-    one.run()
-    check(answer(one, "a"), by_transformers(one.model, prompt_of(500), width=4, max_new_tokens=60))
+    found = searched(one, prompt_of(500), 60, beam_width=4)
+    check(found, by_transformers(one.model, prompt_of(500), width=4, max_new_tokens=60))
     assert copied[0] == 0 < max(copied) < 60
     assert sum(copied) < 60 * 60 / 4, "less than all that was written since the start, each time"
 
@@ -266,9 +267,8 @@ def test_an_aborted_search_leaves_nothing_running(harness: MakeHarness, num_step
     one.run(at_most=3)  # steps under way are read, and nothing else
     assert held_by_sequences(one) == 0
     assert one.sent and not any(isinstance(message, Beams) for message in one.sent)
-    one.ask("next", prompt_of(100), 10, beam_width=4)
-    one.run()
-    check(answer(one, "next"), by_transformers(one.model, prompt_of(100), width=4, max_new_tokens=10))
+    found = searched(one, prompt_of(100), 10, beam_width=4)
+    check(found, by_transformers(one.model, prompt_of(100), width=4, max_new_tokens=10))
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -322,11 +322,9 @@ def test_a_vocabulary_smaller_than_the_search(harness: MakeHarness, monkeypatch:
     one = harness(wide_rows(vocab_size=2), share=True)
     monkeypatch.setattr(one.cache, "map_ahead", lambda *args, **options: 0)
     prompt = [token % 2 for token in prompt_of(255)]
-    one.ask("a", prompt, 5, beam_width=8, length_penalty=0.0)
-    one.run()
+    found = searched(one, prompt, 5, beam_width=8, length_penalty=0.0).beams
     every = {tokens: _log_probability(one, prompt, tokens) for tokens in itertools.product(range(2), repeat=5)}
     ranked = sorted(every, key=lambda tokens: every[tokens], reverse=True)
-    found = answer(one, "a").beams
     assert tuple(found[0].token_ids) == ranked[0]
     assert [beam.score for beam in found] == pytest.approx([every[tuple(beam.token_ids)] for beam in found], rel=1e-4)
     assert len({tuple(beam.token_ids) for beam in found}) == 8
@@ -342,7 +340,6 @@ def _log_probability(harness: Harness, prompt: list[int], tokens: Sequence[int])
 def test_a_search_of_one_new_token_needs_no_fork(harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "fork", None)
     one = harness(model_of())
-    one.ask("a", prompt_of(9), 1, beam_width=3)
-    one.run()
-    check(answer(one, "a"), by_transformers(one.model, prompt_of(9), width=3, max_new_tokens=1))
-    assert all(isinstance(beam, Beam) and beam.finish_reason == "length" for beam in answer(one, "a").beams)
+    found = searched(one, prompt_of(9), 1, beam_width=3)
+    check(found, by_transformers(one.model, prompt_of(9), width=3, max_new_tokens=1))
+    assert all(beam.finish_reason == "length" for beam in found.beams)

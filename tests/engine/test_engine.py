@@ -1,4 +1,4 @@
-"""Requests come, wait, run, give way, fail and leave; memory follows them, and each is answered once."""
+"""Requests come, wait, run, fail and leave; memory follows them, and each is answered once."""
 
 import itertools
 import time

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
+from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
 from vmmkv.server.engine.kv_backend import least_bytes
@@ -158,10 +158,6 @@ def test_a_request_with_a_slot_and_no_memory_waits_and_the_loop_goes_on(
     assert not one.failures() and {len(one.tokens(name)) for name in ("large", "small", "as large")} == {20}
 
 
-PAGE_TOKENS = 2048
-"""Of the tiny model's cache."""
-
-
 def cached(harness: Harness, request_id: str) -> int:
     """What the first output says was known of the prompt; the others say nothing."""
     first, *others = (output.cached_tokens for output in harness.outputs(request_id))
@@ -208,10 +204,8 @@ def test_windowed_layers_need_their_last_window_only(harness: MakeHarness) -> No
     one.ask("first", prompt)
     one.run()
     longer = [*prompt, *one.tokens("first")[:-1], 5]
-    one.ask("longer", longer)
-    one.run()
-    assert one.tokens("longer") == one.expected(longer)
-    assert cached(one, "longer") == len(longer) - 1
+    assert one.said(longer) == one.expected(longer)
+    assert cached(one, "alone") == len(longer) - 1
 
 
 def test_longer_prefixes_overtake_a_bounded_number_of_times(harness: MakeHarness) -> None:
@@ -235,10 +229,8 @@ def test_an_aborted_request_leaves_what_it_computed(harness: MakeHarness, lookah
     one.ask("gone", prompt)
     one.step(3)
     one.engine.receive(Abort(request_id="gone"))
-    one.ask("next", prompt)
-    one.run()
-    assert cached(one, "next") == 64 * (3 - lookahead)
-    assert one.tokens("next") == one.expected(prompt)
+    assert one.said(prompt) == one.expected(prompt)
+    assert cached(one, "alone") == 64 * (3 - lookahead)
 
 
 IDS = "is not a token id of this model: they go from 0 to 198."
@@ -318,17 +310,15 @@ def test_what_fits_to_the_last_row_is_not_refused(
     harness: MakeHarness, model: Any, num_prompt: int, num_new: int, width: int
 ) -> None:
     one = harness(model(), ours=True, budget_pages=5, step_tokens=512)
-    one.ask("full", prompt_of(num_prompt), num_new, beam_width=width)
-    one.run()
+    one.said(prompt_of(num_prompt), num_new, beam_width=width)
     assert not one.failures()
 
 
 def test_a_request_that_may_stop_early_is_not_refused_for_its_limit(harness: MakeHarness) -> None:
     one = harness(wide_rows(), budget_pages=5, step_tokens=512)
     first = one.expected(prompt_of(300), 1)
-    one.ask("stops", prompt_of(300), 400, stop_token_ids=first)
-    one.run()
-    assert one.finish_reasons("stops") == ["stop"]
+    one.said(prompt_of(300), 400, stop_token_ids=first)
+    assert one.finish_reasons("alone") == ["stop"]
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])
