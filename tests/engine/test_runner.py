@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -36,13 +36,12 @@ FROM_THE_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "
 class Made(TorchFunctionMode):
     """Counts, by name, what makes tensors from data of the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Counter[str]) -> None:
         super().__init__()
-        self.names: Counter[str] = Counter()
+        self.names = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in FROM_THE_HOST:
+        if (name := getattr(func, "__name__", "")) in FROM_THE_HOST:
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -50,12 +49,13 @@ class Made(TorchFunctionMode):
 class Lifted(TorchDispatchMode):
     """Counts what torch itself makes of the host's data: numbers become tensors by `lift_fresh`."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Counter[str]) -> None:
         super().__init__()
-        self.count = 0
+        self.names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
+            self.names["lifted"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -64,23 +64,17 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """What is made from the host's data meanwhile."""
     names: Counter[str] = Counter()
 
-    def counting(module: Any, name: str) -> None:
-        real = getattr(module, name)
-
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **options: Any) -> Any:
-            names[name] += 1
+            names[real.__name__] += 1
             return real(*args, **options)
 
-        patch.setattr(module, name, count)
+        return count
 
-    with monkeypatch.context() as patch, Made() as made, Lifted() as lifted:
-        counting(torch, "from_numpy")  # which no mode sees
-        counting(Uploads, "into")
-        counting(Uploads, "pack")
+    with monkeypatch.context() as patch, Made(names), Lifted(names):
+        for owner, name in ((torch, "from_numpy"), (Uploads, "into"), (Uploads, "pack")):  # which no mode sees
+            patch.setattr(owner, name, counting(getattr(owner, name)))
         yield names
-        names.update(made.names)
-        if lifted.count:
-            names["lifted"] = lifted.count
 
 
 def steady(harness: MakeHarness, sampling: str, **options: Any) -> Harness:
