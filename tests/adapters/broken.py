@@ -29,19 +29,12 @@ def _wrapped(view_STKD: torch.Tensor, slot: int, length: int, *, in_slots: bool)
     return view_STKD[slot, :length] + stray.sum()
 
 
-def _int32(*tensors: torch.Tensor, in_slots: bool) -> torch.Tensor:
+def int32_offsets(*tensors: torch.Tensor, in_slots: bool) -> torch.Tensor:
+    """Offsets of slots, or else of rows, have 32 bits."""
     q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     for slot, length in zip(slots_B.tolist(), lengths_B.tolist(), strict=True):
         _wrapped(k_STKD, slot, length, in_slots=in_slots)
     return sdpa_decode(q_BHD, k_STKD, v_STKD, lengths_B, slots_B)
-
-
-def int32_slot_offsets(*tensors: torch.Tensor) -> torch.Tensor:
-    return _int32(*tensors, in_slots=True)
-
-
-def int32_token_offsets(*tensors: torch.Tensor) -> torch.Tensor:
-    return _int32(*tensors, in_slots=False)
 
 
 def ignores_slots(q_BHD, k_STKD, v_STKD, lengths_B, slots_B):
@@ -144,20 +137,8 @@ def writes_to_the_next_layer(*tensors: torch.Tensor) -> torch.Tensor:
     return sdpa_decode(*tensors)
 
 
-def does_not_wait_for_the_current_stream(*tensors: torch.Tensor) -> torch.Tensor:
-    return _on_a_stream_of_its_own(*tensors, waits=False, is_waited_for=True)
-
-
-def is_not_waited_for(*tensors: torch.Tensor) -> torch.Tensor:
-    return _on_a_stream_of_its_own(*tensors, waits=True, is_waited_for=False)
-
-
-def orders_its_stream(*tensors: torch.Tensor) -> torch.Tensor:
-    """As it is right."""
-    return _on_a_stream_of_its_own(*tensors, waits=True, is_waited_for=True)
-
-
-def _on_a_stream_of_its_own(*tensors: torch.Tensor, waits: bool, is_waited_for: bool) -> torch.Tensor:
+def on_a_stream_of_its_own(*tensors: torch.Tensor, waits: bool, is_waited_for: bool) -> torch.Tensor:
+    """Right if it waits for the current stream, and is waited for."""
     q_BHD, k_STKD, v_STKD, lengths_B, slots_B = tensors
     current, own = torch.cuda.current_stream(), torch.cuda.Stream()
     if waits:

@@ -6,7 +6,6 @@ compute for these calls is tested call by call, and with one model.
 
 import ast
 import inspect
-import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -194,15 +193,20 @@ def test_shapes_that_the_kernels_lack_go_to_sdpa(queries: int, window: int | Non
     torch.testing.assert_close(out, truth(q, k, v, 0.2, window), atol=1e-5, rtol=1e-5)
 
 
-def test_a_cpu_without_the_interpreter_goes_to_sdpa(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "INTERPRETED", False)
-    with pytest.warns(DeclinedWarning, match="tensors on cpu"):
-        assert_attention_is_sdpas(gemma3(16), pool, prompts(30), prefill_chunk_size=7)
-
-
-def test_keys_wider_than_values_go_to_sdpa(pool: Pool) -> None:
-    with pytest.warns(DeclinedWarning, match="heads of 24 in queries, 24 in keys and 12 in values"):
-        assert_attention_is_sdpas(deepseek(), pool, prompts(20), prefill_chunk_size=7, max_new_tokens=6)
+@pytest.mark.parametrize(
+    ("make", "interpreted", "reason"),
+    [
+        (lambda: gemma3(16), False, "tensors on cpu"),
+        (deepseek, True, "heads of 24 in queries, 24 in keys and 12 in values"),
+    ],
+    ids=["on a CPU", "keys wider than values"],
+)
+def test_models_that_the_kernels_cannot_run_go_to_sdpa(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, make: Any, interpreted: bool, reason: str
+) -> None:
+    monkeypatch.setattr(checks, "INTERPRETED", interpreted)
+    with pytest.warns(DeclinedWarning, match=reason):
+        assert_attention_is_sdpas(make(), pool, prompts(20), prefill_chunk_size=7, max_new_tokens=6)
 
 
 def test_types_that_the_kernels_lack_go_to_sdpa() -> None:
@@ -301,21 +305,17 @@ def test_what_sdpa_would_ignore_is_refused(given: dict[str, Any], complaint: str
     assert not declined
 
 
-def _up_to_the_closing(call: str) -> str:
-    depths = itertools.accumulate({"(": 1, ")": -1}.get(letter, 0) for letter in call)
-    return call[: next(index for index, depth in enumerate(depths) if depth < 0) + 1]
-
-
 def test_every_argument_that_transformers_gives_to_attention_is_known() -> None:
     """By a look into its models: what a new release adds is not ignored."""
-    known = {name for name, _ in inspect.signature(attention).parameters.items()} | {"position_bias", *_IGNORED, *_CHOSEN}
+    known = {*inspect.signature(attention).parameters, "position_bias", *_IGNORED, *_CHOSEN}
     of_flash = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
     found: dict[str, str] = {}
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
-        _, *calls = path.read_text(encoding="utf-8").split(" attention_interface(")
-        for call in calls:
-            arguments = ast.parse(f"f({_up_to_the_closing(call)}").body[0].value.keywords  # type: ignore[attr-defined]
-            found |= {argument.arg: path.parent.name for argument in arguments if argument.arg}
+        text = path.read_text(encoding="utf-8")
+        if " attention_interface(" in text:
+            for call in ast.walk(ast.parse(text)):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "attention_interface":
+                    found |= {argument.arg: path.parent.name for argument in call.keywords if argument.arg}
     assert "s_aux" in found and "gpt_oss" in attention_module.WITH_SINKS
     assert {name: model for name, model in found.items() if name not in known | of_flash} == {}
 
@@ -365,9 +365,7 @@ def test_every_other_mask_is_sdpas_own(options: dict[str, Any]) -> None:
 # what a step costs on the host
 
 
-def test_queries_that_kernels_cannot_load_are_copied_and_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_queries_that_kernels_cannot_load_are_copied_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[torch.Tensor] = []
     monkeypatch.setattr(decode, "attend_singles", lambda *args: launched.append(args[0]))
     k_BKTD = torch.zeros(2, 2, 9, 32)

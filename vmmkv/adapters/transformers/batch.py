@@ -284,7 +284,7 @@ class WindowRows:
     `_dropped`: of a first prompt longer than the window the first tokens are not written.
     """
 
-    def __init__(self, layers: tuple[int, ...], window: int | None, pool: Pool, *, slots: int, max_tokens: int) -> None:
+    def __init__(self, layers: tuple[int, ...], window: int | None, *, pool: Pool, slots: int, max_tokens: int) -> None:
         self.layers: Final = layers
         self.window: Final = window
         self.pool: Final = pool

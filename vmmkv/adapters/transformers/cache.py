@@ -28,6 +28,7 @@ Legend: B rows of the batch; K kv heads; T tokens; D head dim.
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -93,12 +94,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         self.max_tokens = max_tokens
         self._config = config
         self._share_prompts = share_prompts
-        self._set_groups(
-            [
-                WindowRows(tuple(indices), window, pool, slots=slots, max_tokens=max_tokens)
-                for window, indices in by_window.items()
-            ]
-        )
+        rows_of = functools.partial(WindowRows, pool=pool, slots=slots, max_tokens=max_tokens)
+        self._set_groups([rows_of(tuple(indices), window) for window, indices in by_window.items()])
         self._num_tokens = 0
         """Of each sequence, in all layers."""
         self._num_new = 0
@@ -222,11 +219,10 @@ class VmmCache(Cache):  # type: ignore[misc]
                 f"the cache has a batch of {self._size}, and the model computes one of {size}: reset() begins anew, "
                 f"batch_repeat_interleave and batch_select_indices change it"
             )
-        if not self._lineage.settled:
-            # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
-            goes_on = self._num_new > 1 and self._lineage.compact and agree(k_BKTD, v_BKTD, self._lineage.parents)
-            if not goes_on:
-                self._lineage = self._settle(self._lineage)
+        # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
+        lineage = self._lineage
+        if not (lineage.settled or (self._num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
+            self._lineage = self._settle(lineage)
         if not self._record_past:
             for rows in self._groups:
                 rows.slide(self._num_tokens)
@@ -441,8 +437,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     def _select(self, rows: list[int]) -> None:
         """Make the batch of these of its rows, in this order. Memory follows in the next pass."""
-        self._check_open()
-        self._check_finished()
+        self._check_between_passes()
         if self._lineage is None:
             return
         size = len(self._lineage.parents)
@@ -452,8 +447,7 @@ class VmmCache(Cache):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VmmCache":
         """A fork of the whole batch in other slots. Raises: as KVCache.fork_batch."""
-        self._check_open()
-        self._check_finished()
+        self._check_between_passes()
         self._follow_stream()
         lineage = self._lineage
         forked = self._fork(range(0 if lineage is None else lineage.num_sequences))
@@ -490,7 +484,8 @@ class VmmCache(Cache):  # type: ignore[misc]
             raise Closed("this VmmCache is closed; make another")
         _check_pool(self.pool)
 
-    def _check_finished(self) -> None:
+    def _check_between_passes(self) -> None:
+        self._check_open()
         if self._written:
             raise RuntimeError(_UNFINISHED)
 
