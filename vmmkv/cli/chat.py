@@ -40,11 +40,13 @@ def run(
         raise ValueError("--api-key has spaces, or what is no ASCII, in it: no server has such a key")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (history for `input`)
-    body: dict[str, Any] = {"stream": True, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    base, headers = url.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_keepalive_connections=0)  # the server would close it while the next message is typed
+    options = {"stream": True, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    body: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    headers = {"Connection": "close"}  # else the server closes it while the next message is typed
+    headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base, timeout = url.rstrip("/").removesuffix("/v1"), httpx.Timeout(None, connect=10)
     try:
-        client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10), limits=limits)
+        client = httpx.Client(base_url=base, headers=headers, timeout=timeout)
         body["model"] = str(json.loads("".join(_lines(client, "GET", "/v1/models")))["data"][0]["id"])
     except (httpx.InvalidURL, ImportError, LookupError, TypeError) as error:  # ImportError: of a proxy's protocol
         raise ValueError(f"{url} cannot be used, or names no model ({error}); is it an OpenAI-compatible server?") from error
@@ -59,8 +61,7 @@ def run(
                 _ERRORS.print(f"there is no {said.split()[0]}; there are /reset and /exit")
             elif said:
                 messages = _exchange(client, body | {"messages": [*messages, {"role": "user", "content": said}]}) or messages
-        return 0
-    print()  # Ctrl-D leaves the cursor behind the prompt
+    _OUT.print("bye", style="dim")  # Ctrl-D left the cursor behind the prompt
     return 0
 
 
