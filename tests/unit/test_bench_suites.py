@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from bench.cli import load
-from bench.harness import SHAPES, Settings, WrongNumbers
+from bench.harness import SHAPES, Settings, Shape, WrongNumbers
 from bench.rows import Row
 from bench.suites import append, memory_efficiency, prefix, resize, transformers
+from bench.suites.kernels import memories
 from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
 from bench.workloads import Ask, Workload
@@ -108,9 +109,15 @@ def test_the_memory_map_has_shared_runs_and_every_page_that_is_used() -> None:
     assert record["used_pages"] <= record["held_pages"] <= record["budget_pages"]
 
 
-def test_attention_is_checked_against_the_reference(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "kernels")
-    assert {row.workload for row in rows} >= {"wide decode 2x96", "wide decode skewed", "wide prefill 64", "wide prefill mixed"}
+def test_attention_is_checked_against_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memories, "release_memory", lambda device: None)  # to collect takes a second each time
+    narrow = Shape(name="narrow", layers=2, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, weight_bytes=0)
+    rows = measured(tmp_path, "kernels", settings=replace(SETTINGS, shape=narrow))
+    assert {row.workload for row in rows} == {
+        f"narrow {case}" for case in ("decode 2x96", "decode skewed", "prefill 64", "prefill mixed")
+    }
+    over = ("malloc", "vmmkv, all layers a page", "vmmkv, 1 layer a page", "paged 16", "malloc, again")
+    assert {row.system for row in rows} >= {f"reference, {memory}" for memory in over}
     case = Case(name="2x96", lengths=(96, 96))
     memory = open_memory("tensor", case, 1, Format(shape=SHAPES["wide"]), torch.device("cpu"))
     batch = Queries(case, 1, memory, seed=0)

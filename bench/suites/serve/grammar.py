@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ _QUICK: Final = ("null", "short string", "enum", "array of objects", "long keys"
 """Few, of every kind, half of them mostly forced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scripted:
+class Scripted(NamedTuple):
     """A request, and what its answer follows: a compiled grammar, or nothing for free text."""
 
     prompt: list[int]
@@ -84,8 +83,7 @@ class Told:
         return self.ended_s - self.begun_s
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedRun:
+class ScriptedRun(NamedTuple):
     """Of all requests, in their order."""
 
     told: list[Told]
@@ -229,12 +227,12 @@ def run(context: Context, part: str) -> None:
                 return asks
 
             asks = drawn(written)
-            masks = [replace(ask, jumps=False) for ask in asks]
+            masks = [ask._replace(jumps=False) for ask in asks]
             # As many tokens are sampled: the one that ends an answer too.
-            free = [replace(ask, grammar=b"", max_tokens=written[ask.grammar].num_sampled, script=None) for ask in asks]
+            free = [ask._replace(grammar=b"", max_tokens=written[ask.grammar].num_sampled, script=None) for ask in asks]
             _add_masks(context, count, len(written), by, _runs(context, engine, count, {FREE: free, MASKS: masks}))
             asks = drawn(forced)
-            masks = [replace(ask, jumps=False) for ask in asks]
+            masks = [ask._replace(jumps=False) for ask in asks]
             _add_jumps(context, count, len(forced), by, _runs(context, engine, count, {MASKS: masks, JUMPS: asks}))
 
 
