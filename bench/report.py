@@ -26,7 +26,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.cli import OUT, SUITES, Parser
-from bench.rows import FAILED, GPU, Recorded, Row, Summary, figure, make_folder, newest, read
+from bench.rows import FAILED, GPU, Provenance, Recorded, Row, Summary, figure, make_folder, newest, read
 from vmmkv.units import MIB
 
 PAGE: Final = "report.html"
@@ -483,33 +483,30 @@ def write(sources: Sequence[Path], out: Path, docs: Path | None = None) -> Path:
 
 
 def _section(suite: str, device: str, quick: bool, recorded: Sequence[Recorded]) -> Section:
-    rows = [one.row for one in recorded]
     tables: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        tables[row.workload].append(row)
+    for one in recorded:
+        tables[one.row.workload].append(one.row)
     origins = tuple(dict.fromkeys(one.provenance.origin for one in recorded))
-    drawn = tuple(figures(suite, rows, _slug(device) + ("-quick" if quick else "")))
+    drawn = tuple(figures(suite, [one.row for one in recorded], _slug(device) + ("-quick" if quick else "")))
     return Section(suite, SUITES.get(suite, ""), device, quick, origins, drawn, tables)
 
 
 def _runs(recorded: Sequence[Recorded]) -> list[dict[str, str]]:
     """Where and from what rows were measured, newest first."""
-    suites: defaultdict[Any, dict[str, None]] = defaultdict(dict)
-    made_by = {}
+    runs: dict[Any, tuple[Provenance, dict[str, None]]] = {}
     for one in recorded:
         made = one.provenance
-        key = (made.date, made.commit, made.device, made.seed, made.quick)
-        suites[key][one.row.suite] = None
-        made_by[key] = made
+        _, suites = runs.setdefault((made.date, made.commit, made.device, made.seed, made.quick), (made, {}))
+        suites[one.row.suite] = None
     return [
         {
             "date (UTC)": made.date,
-            "suites": ", ".join(suites[key]),
+            "suites": ", ".join(suites),
             "device": f"{made.device}, driver {made.driver}",
             "commit": made.commit,
             "seed": str(made.seed),
             "quick": "yes" if made.quick else "no",
             "versions": ", ".join(f"{name} {version}" for name, version in made.versions.items()),
         }
-        for key, made in sorted(made_by.items(), reverse=True)
+        for _, (made, suites) in sorted(runs.items(), reverse=True)
     ]
