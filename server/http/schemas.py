@@ -64,8 +64,8 @@ class WireRequest(BaseModel):
     def _refuse_unserved(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in cls.unserved.keys() & data.keys():
-            value, neutral = data[name], cls.unserved[name]
+        for name, neutral in cls.unserved.items():
+            value = data.get(name)
             # Types are compared too: 0 == False, and one may ask for something where the other does not.
             if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
                 wanted = f"leave it out or send {' or '.join(map(repr, neutral))}" if neutral else "leave it out"

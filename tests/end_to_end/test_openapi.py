@@ -27,7 +27,7 @@ RESIZE = ("--include-path", "/kv/resize")
 
 
 @pytest.mark.nightly
-def test_nothing_that_can_be_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
+def test_nothing_asked_is_a_5xx_or_hangs_and_the_pool_is_empty_afterwards(tmp_path: Path) -> None:
     """Ten minutes in `make nightly`, with several clients."""
     is_nightly = hypothesis.settings.get_current_profile_name() == "nightly"
     seconds, num_clients = (300, 4) if is_nightly else (10, 1)

@@ -6,7 +6,6 @@ real engine, it is a process, for the tests of starting and stopping one.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -182,40 +181,36 @@ class FakeEngine:
 
     def _step(self) -> None:
         outputs: list[Output] = []
-        for request_id, (request, generated) in list(self._running.items()):
+        for request, generated in list(self._running.values()):
             if request.params.prompt_logprobs is not None and not generated:
                 self._say_prompt(request)
-            if not request.params.max_tokens:
-                del self._running[request_id]
-                outputs.append(Output(request_id=request_id, token_ids=(), finish_reason="length"))
-                continue
             if request.params.beam_width:
-                del self._running[request_id]
-                self._send(Beams(request_id=request_id, beams=self.search(request), cached_tokens=self.cached(request)))
-                continue
-            answer = self.answer(request)
-            token_ids: list[int] = []
-            reason: FinishReason | None = "stop"
-            place = len(generated)
-            if self.endless or len(generated) < len(answer):
-                token_ids = [next(itertools.islice(itertools.cycle(answer), len(generated), None))]
-                generated += token_ids
-                self._num_tokens += 1
-                reason = "length" if len(generated) == request.params.max_tokens else None
-            if reason is not None:
-                del self._running[request_id]
-            outputs.append(
-                Output(
-                    request_id=request_id,
-                    token_ids=tuple(token_ids),
-                    finish_reason=reason,
-                    logprobs=(self.logprob(request, place),) if request.params.logprobs is not None else (),
-                    top_logprobs=(tuple(self.likeliest(request, place)),) if request.params.logprobs else (),
-                    cached_tokens=self.cached(request) if place == 0 else 0,
-                )
-            )
+                del self._running[request.request_id]
+                found, cached_tokens = self.search(request), self.cached(request)
+                self._send(Beams(request_id=request.request_id, beams=found, cached_tokens=cached_tokens))
+            else:
+                outputs.append(self._output(request, generated))
         self._send(Outputs(outputs=outputs))
         self._send(self._snapshot())
+
+    def _output(self, request: Generate, generated: list[int]) -> Output:
+        """The next token, or the end."""
+        params, place, answer = request.params, len(generated), self.answer(request)
+        reason: FinishReason | None = "stop" if params.max_tokens else "length"
+        if params.max_tokens and (self.endless or place < len(answer)):
+            generated.append(answer[place % len(answer)])
+            self._num_tokens += 1
+            reason = "length" if len(generated) == params.max_tokens else None
+        if reason is not None:
+            del self._running[request.request_id]
+        return Output(
+            request_id=request.request_id,
+            token_ids=tuple(generated[place:]),
+            finish_reason=reason,
+            logprobs=(self.logprob(request, place),) if params.logprobs is not None else (),
+            top_logprobs=(tuple(self.likeliest(request, place)),) if params.logprobs else (),
+            cached_tokens=self.cached(request) if place == 0 else 0,
+        )
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(

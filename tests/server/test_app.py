@@ -44,7 +44,7 @@ def listed(*texts: str) -> Callable[[Generate], list[int]]:
 class TestChat:
     def test_a_reply_is_the_engines_text_in_openais_form(self, server: Running) -> None:
         server.answers("Grüße, €!")
-        reply = server.openai.chat.completions.create(model="tiny", messages=HELLO, user="somebody")
+        reply = server.openai.chat.completions.create(model="tiny", messages=HELLO, user="someone")
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Grüße, €!", "stop")
         assert (reply.id[:9], reply.object, reply.model) == ("chatcmpl-", "chat.completion", "tiny")
         assert server.sent.params.max_tokens == READY.limits.max_tokens - len(server.sent.prompt), "as long as it fits"

@@ -82,7 +82,7 @@ def test_what_no_server_takes_is_wrong_usage(wrong: tuple[str, str], capsys: pyt
 
 @pytest.fixture
 def patient() -> Iterator[Running]:
-    """Whose endless answers outlast any test."""
+    """A server whose endless answers outlast any test."""
     with running_server(ready=ready_with(model_tokens=1 << 20, pool_tokens=1 << 20), sockets=True) as running:
         yield running
 
@@ -99,7 +99,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(patient: Running) -> None:
         assert eventually(lambda: bool(prompts(server)))
         assert chat.stdout.read(8) == "> la la "
         chat.send_signal(signal.SIGINT)
-        assert eventually(lambda: len(server.engine.aborted()) == 1), "the server goes on answering nobody"
+        assert eventually(lambda: len(server.engine.aborted()) == 1), "the server goes on"
         server.engine.endless = False
         out, err = chat.communicate("again\n", timeout=60)
     assert (chat.returncode, err) == (0, "")

@@ -363,11 +363,11 @@ class TestOptions:
         assert not any(key in str(caught.value) for key in (*options.get("api_keys", ()), ADMIN, "ünicode-key"))
 
     @pytest.mark.parametrize(
-        ("content", "said"), [("# nobody\n", "no key"), (None, "cannot be read"), (b"a-key-\xff", "is not UTF-8")]
+        ("content", "said"), [("# none\n", "no key"), (None, "cannot be read"), (b"a-key-\xff", "is not UTF-8")]
     )
     def test_a_file_has_a_key_a_line(self, tmp_path: Path, content: str | bytes | None, said: str) -> None:
         path = tmp_path / "keys"
-        path.write_text(f"# those who may\n\n{ONE}\n  {TWO}\t\n")
+        path.write_text(f"# keys\n\n{ONE}\n  {TWO}\t\n")
         assert read_keys("--api-key-file", path) == (ONE, TWO)
         path.unlink()
         if content is not None:
