@@ -58,8 +58,30 @@ def _uniform(x):
 
 
 @gluon.jit
+def _tiles_in_use(p_starts, num_sequences, num_queries):
+    """The first tile that a sequence of two queries or more has, and the end of the last one.
+
+    Before them lie the tiles of decode rows, and behind them those of sequences without queries, which pad a step. A piece that
+    turns out to be empty costs a program as much time as finding one that is not.
+    """
+    everywhere: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
+    i_b = gl.arange(0, SEQUENCES, layout=everywhere)
+    first = gl.full([SEQUENCES], 2147483647, gl.int32, everywhere)
+    end = gl.zeros([SEQUENCES], gl.int32, everywhere)
+    for _ in range(0, num_sequences, SEQUENCES):
+        starts = gl.load(p_starts + i_b, mask=i_b < num_sequences, other=0).to(gl.int32)
+        counts = gl.load(p_starts + i_b + 1, mask=i_b < num_sequences, other=0).to(gl.int32) - starts
+        tiles = starts // TOKENS + i_b
+        first = gl.where(counts > 1, gl.minimum(first, tiles), first)
+        end = gl.where(counts > 1, gl.maximum(end, tiles + gl.cdiv(counts, TOKENS)), end)
+        i_b += SEQUENCES
+    end_of_all = gl.minimum(gl.max(end, 0), num_queries // TOKENS + num_sequences)
+    return gl.maximum(gl.minimum(gl.min(first, 0), end_of_all), 0), end_of_all
+
+
+@gluon.jit
 def _piece_of(
-    i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
+    i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, tiles_end, num_slots, num_rows,
     H: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A piece: (query head, slot, first query's row in q, queries left, its position, end of keys, end of those all see).
@@ -67,7 +89,7 @@ def _piece_of(
     Queries left are 0 or less if the piece has no sequence, or one of a single query, which is decode's. The order is that of
     prefill.py: late tiles, which see the most keys, come first, and neighbouring pieces are the heads of one tile.
     """
-    i_tile = num_tiles - 1 - i_work // H
+    i_tile = tiles_end - 1 - i_work // H
     everywhere: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
     i_b = gl.arange(0, SEQUENCES, layout=everywhere)
     begun = gl.zeros([SEQUENCES], gl.int32, everywhere)
@@ -136,7 +158,7 @@ def _load_tile(desc, desc_end, bar, tile, slot, row, end, column):
 
 @gluon.jit
 def load_part(
-    descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk, num_work,
+    descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk,
     H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: takes pieces, posts each to the groups, and loads its keys from the last tile to the first.
@@ -145,16 +167,17 @@ def load_part(
     warp is as far ahead as the rings have room. In the end it posts a piece without queries.
     """
     desc_q, desc_k, desc_v, desc_k_end, desc_v_end = descs
-    p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows = batch
+    p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_slots, num_rows = batch
     q_ready, q_free = q_bars
     k_ready, k_free = k_bars
     v_ready, v_free = v_bars
+    tiles_first, tiles_end = _tiles_in_use(p_starts, num_sequences, num_queries)
     i_work = gl.program_id(0)
     i_q = 0
     i_kv = 0
-    while i_work < num_work:
+    while i_work < (tiles_end - tiles_first) * H:
         i_head, slot, i_row, left, position, end, full_end = _piece_of(
-            i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows,
+            i_work, p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, tiles_end, num_slots, num_rows,
             H, HAS_LIMIT,
         )  # fmt: skip
         if left > 0:
@@ -324,10 +347,10 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["num_sequences", "num_queries", "num_tiles", "num_slots", "num_rows", "num_work"])
+@gluon.jit(do_not_specialize=["num_sequences", "num_queries", "num_slots", "num_rows"])
 def prefill_kernel(
     desc_q, desc_k, desc_v, desc_k_end, desc_v_end, p_out, p_starts, p_lengths, p_slots, p_limits, p_taken,
-    scale_log2, num_sequences, num_queries, num_tiles, num_slots, num_rows, num_work,
+    scale_log2, num_sequences, num_queries, num_slots, num_rows,
     stride_qh, stride_kk, stride_vk, stride_on, stride_oh,
     H: gl.constexpr, G: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
@@ -342,7 +365,7 @@ def prefill_kernel(
     v_bars = _barriers(STAGES, 1), _barriers(STAGES, 2)
     turn_0, turn_1 = _barriers(1, 1).index(0), _barriers(1, 1).index(0)
     descs = desc_q, desc_k, desc_v, desc_k_end, desc_v_end
-    batch = p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_tiles, num_slots, num_rows
+    batch = p_starts, p_lengths, p_slots, p_limits, num_sequences, num_queries, num_slots, num_rows
     gl.warp_specialize(
         [
             (multiply_part, (
@@ -355,7 +378,7 @@ def prefill_kernel(
             )),
             (load_part, (
                 descs, batch, notes, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, p_taken, stride_qh, stride_kk, stride_vk,
-                num_work, H, G, HAS_LIMIT,
+                H, G, HAS_LIMIT,
             )),
         ],
         [4, 1], [_REGISTERS, _LOAD_REGISTERS],
@@ -432,15 +455,14 @@ def launch_prefill_hopper(
     device = q_NHD.device
     num_sequences = lengths_B.shape[0]
     num_queries, num_heads, _ = q_NHD.shape
-    num_tiles = num_queries // TOKENS.value + num_sequences
-    num_work = num_tiles * num_heads
+    num_work = (num_queries // TOKENS.value + num_sequences) * num_heads  # at most
     desc_k, desc_k_end = _plane_descriptors(memory.k)
     desc_v, desc_v_end = _plane_descriptors(memory.v)
     with checks.on_device(device):
         prefill_kernel[(min(num_work, _num_multiprocessors(device)),)](
             _rows_descriptor(q_NHD), desc_k, desc_v, desc_k_end, desc_v_end, out_NHD,
             query_starts, lengths_B, slots_B, limit_S, torch.zeros(1, dtype=torch.int32, device=device),
-            options.scale_log2, num_sequences, num_queries, num_tiles, memory.num_slots, memory.num_rows, num_work,
+            options.scale_log2, num_sequences, num_queries, memory.num_slots, memory.num_rows,
             _head_stride(q_NHD), _head_stride(memory.k), _head_stride(memory.v), out_NHD.stride(0), out_NHD.stride(1),
             H=num_heads, G=num_heads // memory.num_kv_heads, HAS_LIMIT=limit_S is not None, num_warps=4,
         )  # fmt: skip
