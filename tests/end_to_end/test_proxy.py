@@ -1,5 +1,6 @@
 """deploy/nginx.conf in front of the server: answers, streams, limits."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -56,7 +57,7 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Run
                 process.terminate()
 
 
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
 
 
 def test_answers_and_streams_pass_the_proxy(proxied: tuple[str, Running]) -> None:
@@ -65,7 +66,9 @@ def test_answers_and_streams_pass_the_proxy(proxied: tuple[str, Running]) -> Non
     assert whole.status_code == 200 and len(whole.headers["x-request-id"]) == 32
     with httpx.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as stream:
         lines = [line for line in stream.iter_lines() if line]
-    assert len(lines) > 3 and lines[-1] == "data: [DONE]"
+    assert lines.pop() == "data: [DONE]"
+    deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole.json()["choices"][0]["message"]["content"]
 
 
 def test_a_large_body_and_a_flood_are_refused_by_the_proxy(proxied: tuple[str, Running]) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 def run_guarded(what: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.guarded", what]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
