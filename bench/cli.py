@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             command_main: Callable[[Sequence[str]], int] = import_module(f"bench.{arguments[0]}").main
         except ModuleNotFoundError as error:
-            help_ = f"no package {error.name}; `pip install -e '.[bench]'` brings it"
-            print(f"python -m bench {arguments[0]}: {help_}", file=sys.stderr)
+            why = f"no package {error.name}; `pip install -e '.[bench]'` brings it"
+            print(f"python -m bench {arguments[0]}: {why}", file=sys.stderr)
             return 1
         return command_main(arguments[1:])
     parser = _parser()

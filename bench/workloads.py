@@ -229,10 +229,10 @@ class _Draws:
 
     def pairs(self, draw: Callable[[int], tuple[Lengths, Lengths]], count: int | None = None) -> tuple[Lengths, Lengths]:
         """`count` pairs that `draw` gives, none with more than `max_tokens` together; [count] or [count, turns] each."""
-        count = count or self._count
+        count = self._count if count is None else count
         first, second = draw(count)
         for _ in range(_MOST_ROUNDS):
-            too_long = np.flatnonzero((first + second).reshape(count, -1).sum(axis=1) > self._max_tokens)
+            too_long = np.flatnonzero((first + second).sum(axis=tuple(range(1, first.ndim))) > self._max_tokens)
             if not len(too_long):
                 return first, second
             first[too_long], second[too_long] = draw(len(too_long))

@@ -259,7 +259,7 @@ class _Launch:
         """Load the tokenizer while the engine loads the model, and announce the server when both are done."""
         try:
             loop, path = asyncio.get_running_loop(), Path(self._config.model)
-            # In an executor of its own, for which asyncio.run does not wait after a signal.
+            # In an executor of its own, for which neither asyncio.run waits after a signal, nor the command's `os._exit`.
             self._service.tokenizer = await loop.run_in_executor(ThreadPoolExecutor(1), Tokenizer.load, path)
         except Exception as error:  # a broken file makes transformers raise almost anything
             self._cannot_start = f"the tokenizer in {self._config.model} cannot be loaded: {error}"

@@ -65,7 +65,7 @@ Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages, each with a `role` and a `content`."""
 
-_PRIORITIES: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
+_PRIORITY: Final = Interval(int, -(1 << 31), 1 << 31, "an integer from -2**31 to 2**31 - 1")
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that are no list of prompts, token ids, parameters or priorities."""
 
@@ -308,13 +308,15 @@ class LLM:
             if priorities is not None:
                 all_priorities = _listed("priorities", priorities, "a list with a number for each prompt", len(prompts))
             batch, name = _Batch(), next(self._numbers)
+            state = self._random.getstate()
             for index, (prompt, params, priority) in enumerate(zip(prompts, all_params, all_priorities, strict=True)):
                 try:
                     if not isinstance(params, SamplingParams):
                         raise ValueError(f"its params are {shortened(params)}; wanted SamplingParams")
-                    checked = int(_PRIORITIES.checked("its priority", priority))
+                    checked = int(_PRIORITY.checked("its priority", priority))
                     batch.add(self._answers(f"{name}-{index}", encoded(prompt), params, checked, continues))
                 except ValueError as error:
+                    self._random.setstate(state)  # a refused call moves no seed
                     raise ValueError(f"prompt {index}: {error}") from error
             self._run(batch, shown=Console(stderr=True).is_terminal if progress is None else progress)
             if self._tokenizer is not None:
@@ -363,13 +365,15 @@ class LLM:
         context = prompt if continues else []
         answers: list[_Answer] = []
         for index, output in enumerate(result.outputs):
-            of_index = dataclasses.replace(
+            own_params = dataclasses.replace(
                 params,
                 seed=(seed + index) & SEED_MASK,
                 prompt_logprobs=prompt_scores if index == 0 or not params.max_tokens else None,
                 structured_outputs=None,
             )
-            request = Generate(request_id=f"{name}-{index}", prompt=prompt, params=of_index, priority=priority, grammar=grammar)
+            request = Generate(
+                request_id=f"{name}-{index}", prompt=prompt, params=own_params, priority=priority, grammar=grammar
+            )
             detokenizer = None
             if params.stop:
                 assert self._tokenizer is not None, "a stop string needs a tokenizer"
@@ -382,8 +386,8 @@ class LLM:
         began_s, num_requests = time.perf_counter(), len(batch.unfinished)
         with DeferredInterrupt() as interrupt, GenerationProgress(num_requests, shown=shown) as bar:
             try:
-                for first, *_ in list(batch.unfinished.values()):
-                    engine.receive(first.request)
+                for answers in batch.unfinished.values():
+                    engine.receive(answers[0].request)
                 self._read(batch, began_s)
                 while batch.unfinished:
                     interrupt.check()
@@ -502,8 +506,8 @@ class _Batch:
         self.answers += answers
         self.results.append(answers[0].result)
         is_search = answers[0].request.params.is_search
-        for of_request in [answers] if is_search else ([answer] for answer in answers):
-            self.unfinished[of_request[0].request.request_id] = of_request
+        for group in [answers] if is_search else ([answer] for answer in answers):
+            self.unfinished[group[0].request.request_id] = group
 
     def take(self, message: FromEngine, now_s: float) -> list[str]:
         """Take a message, `now_s` seconds after the start. Returns the requests to abort, which a stop string ended."""

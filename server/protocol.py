@@ -122,10 +122,10 @@ LOGPROB_BYTES: Final = np.dtype(np.float32).itemsize
 
 
 class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities of the next prompt tokens under the model's own distribution: `packed` and `unpacked`.
+    """Log-probabilities of the next prompt tokens under the model's own distribution. Made by `packed`, read by `unpacked`.
 
     They come in order, before the request's first `Output`. The first token of a prompt has none.
-    Arrays of bytes, since a message can hold hundreds of thousands.
+    Raw bytes, since a message can hold hundreds of thousands of numbers.
 
     Legend: W tokens of a prompt, T likeliest tokens at each place.
     """

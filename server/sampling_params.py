@@ -264,7 +264,7 @@ _OPTIONAL: Final = frozenset(one.name for one in fields(SamplingParams) if one.d
 _CHANGE_PROBABILITIES: Final = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
 )  # fmt: skip
-"""Parameters that change probabilities, but for their default values."""
+"""Parameters that change probabilities unless they have their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,9 @@ _CPU: Final = torch.device("cpu")
 class CountedSystem:
     """One of SYSTEMS: a cache of a fixed budget, and its arithmetic.
 
-    `unit_rows` are those of its smallest piece of memory: of a page, a block, a slot. `unfilled_rows` of the last piece of a
-    sequence of any length are free on average; 0 of static slots, whose waste is all that. `table_bytes` are of a sequence's
-    block table. A baseline's rows have fewer bytes than they stand for: `scale` times.
+    `unit_rows`: of its smallest piece of memory, a page, a block or a slot. `unfilled_rows`: those that are free, on average,
+    in a sequence's last piece; 0 for static slots, where they would be all of the waste. `table_bytes`: of a sequence's block
+    table. A baseline's rows have fewer bytes than they stand for: `scale` times.
     """
 
     def __init__(self, name: str, shape: Shape, sizes: OccupancySizes) -> None:

@@ -77,7 +77,7 @@ def run(recorder: Recorder) -> None:
 # requests and conversations, by the engine
 
 
-def _own_out_requests(settings: Settings) -> tuple[int, int, int]:
+def _request_sizes(settings: Settings) -> tuple[int, int, int]:
     """Tokens of a prompt behind its prefix, tokens of an answer, and requests of a run."""
     own, out, requests = (12, 4, 4) if settings.small else (128, 64, 128)
     return own, out, settings.sequences or requests
@@ -89,10 +89,10 @@ def _measure_requests(context: Context, systems: Sequence[Any], prefix_tokens: i
     Without sharing each run computes every prompt: one run of each state takes longer than all others, and is enough.
     """
     recorder, settings, first = context.recorder, context.settings, systems[0].name
-    own, out, requests = _own_out_requests(settings)
+    own, out, requests = _request_sizes(settings)
     text = f"{prefix}{requests} requests of {prefix_tokens} + {own} tokens, {out} out"
     names = [f"{text}, {state}" for state in ("cold", "warm")]
-    num_waves = 2 if settings.small else 3
+    num_waves = 2 if settings.small else 3  # of a round: a cold one, then warm ones with other tokens behind the same prefix
     with recorder.guarded(names[0]):
         waves = [[_wave(context, prefix_tokens, round_, number) for number in range(num_waves)] for round_ in range(rounds)]
         offs = checked(context, systems, waves[0][0], 2)
@@ -119,7 +119,7 @@ def _wave(context: Context, prefix_tokens: int, round_: int, number: int) -> Wor
         rng = np.random.default_rng((context.settings.seed, prefix_tokens, round_, *names))
         return rng.integers(0, context.model.vocabulary, count, dtype=np.int32)
 
-    own, out, requests = _own_out_requests(context.settings)
+    own, out, requests = _request_sizes(context.settings)
     prefix = tokens(prefix_tokens)
     prompts = [np.concatenate((prefix, tokens(own, 1 + number, index))) for index in range(requests)]
     return Workload(name="shared prefix", text="", asks=tuple(Ask(prompt=prompt, num_out=out) for prompt in prompts))

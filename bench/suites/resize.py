@@ -58,19 +58,19 @@ class Guest(NamedTuple):
     mark: int
 
 
-class Residents(NamedTuple):
-    """So many sequences decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start.
+class ResidentPlan(NamedTuple):
+    """`num_sequences` decode from `start_tokens` on, at most to `end_tokens`, and are rewound to the start.
 
     With `ahead` all that they will ever need is mapped at once, so that what they hold is a constant.
     """
 
-    number: int
+    num_sequences: int
     start_tokens: int
     end_tokens: int
     ahead: bool = False
 
 
-class Tenants:
+class Occupants:
     """The residents and guests of one cache. Guests all end in the same way, by `kept`.
 
     `salt` tells the marks of two caches apart: 0 or 1.
@@ -79,7 +79,7 @@ class Tenants:
     def __init__(
         self,
         cache: KVCache,
-        residents: Residents,
+        residents: ResidentPlan,
         settings: Settings,
         shape: Shape,
         kept: str,
@@ -87,7 +87,7 @@ class Tenants:
         salt: int = 0,
     ) -> None:
         self.cache, self.shape = cache, shape
-        self.work = open_work(cache, settings, residents.number, shape)
+        self.work = open_work(cache, settings, residents.num_sequences, shape)
         self._layers, self._kept, self._rng, self._planned = {0, shape.layers - 1}, kept, rng, residents
         self._prefix = PrefixCache(cache) if kept == IN_TREE else None
         self._next_mark = salt
@@ -95,7 +95,7 @@ class Tenants:
         """By the stamp of a parked slot, its rows and their mark."""
         # Not all of one length: they would cross their pages together.
         first = residents.start_tokens
-        starts = [first - index * first // (2 * residents.number) for index in range(residents.number)]
+        starts = [first - index * first // (2 * residents.num_sequences) for index in range(residents.num_sequences)]
         self._residents = [(cache.open(max_tokens=residents.end_tokens), start) for start in starts]
         for sequence, start in self._residents:
             sequence.grow(residents.end_tokens if residents.ahead else start + 1)
@@ -185,7 +185,7 @@ class Tenants:
 
 def take_step(
     samples: Samples,
-    tenants: SequenceOf[Tenants],
+    occupants: SequenceOf[Occupants],
     *,
     in_front: Callable[[], object] = lambda: None,
     beside: Callable[[], object] = lambda: None,
@@ -196,14 +196,14 @@ def take_step(
     mapped for a resident in front of the launch, `late` if the device was done before the host came to wait for it.
     """
     began_us = now_us()
-    stalled = [each.make_room() for each in tenants]
+    stalled = [each.make_room() for each in occupants]
     in_front()
-    for each in tenants:
+    for each in occupants:
         each.launch()
     launched_us = now_us()
     beside()
-    late = all(each.work.done() for each in tenants)
-    for each in tenants:
+    late = all(each.work.done() for each in occupants)
+    for each in occupants:
         each.work.wait()
     ended_us = now_us()
     taken = {"step": ended_us - began_us, "slack": ended_us - launched_us, "stalled": any(stalled), "late": late}
@@ -249,8 +249,8 @@ class OnePool:
         self.num_residents: Final = settings.sequences or ((8 if quick else 32) if gpu else 4)
         self._num_calm_steps: Final = (4 if quick else 16) if gpu else (2 if quick else 8)
         self._prompt_pages: Final = (16, 128) if gpu else (1, 20)
-        residents = Residents(self.num_residents, *((1024, 1536) if gpu else (150, 250)))
-        self._half_pages: Final = residents.number * layout.pages_for(residents.end_tokens)
+        residents = ResidentPlan(self.num_residents, *((1024, 1536) if gpu else (150, 250)))
+        self._half_pages: Final = residents.num_sequences * layout.pages_for(residents.end_tokens)
         self.half_bytes: Final = self._half_pages * PAGE_BYTES
         # Residents, guests, and guests of the time before, parked or not yet unmapped. They are addresses only.
         slots = self.num_residents + 2 * (2 + self._half_pages // self._prompt_pages[0])
@@ -258,7 +258,7 @@ class OnePool:
         self._rng = np.random.default_rng(settings.seed)
         self._pool = stack.enter_context(Pool(settings.device, self.half_bytes))
         self._cache = stack.enter_context(KVCache(layout, self._pool, slots=slots, max_tokens=max_tokens))
-        self._tenants = Tenants(self._cache, residents, settings, settings.shape, kept, self._rng)
+        self._occupants = Occupants(self._cache, residents, settings, settings.shape, kept, self._rng)
         self._way = way
         self._slack_us = 0.0
         """Of what runs beside a step; known after the first calm steps."""
@@ -268,7 +268,7 @@ class OnePool:
         """Steps beside which nothing is given or taken."""
         samples = self.samples["calm"]
         for _ in range(self._num_calm_steps):
-            take_step(samples, [self._tenants], beside=self._map_ahead)
+            take_step(samples, [self._occupants], beside=self._map_ahead)
         self._slack_us = SLACK_SHARE * summarize(samples["slack"][-self._num_calm_steps :]).p50
 
     def shrink(self) -> None:
@@ -292,7 +292,7 @@ class OnePool:
 
         times_back = len(samples["until back"])
         while len(samples["until back"]) == times_back:
-            take_step(samples, [self._tenants], beside=give_back)
+            take_step(samples, [self._occupants], beside=give_back)
         given_bytes = created_bytes - pool.created_bytes
         if given_bytes <= 0 or pool.created_bytes > self.half_bytes:
             left = f"{format_bytes(pool.created_bytes)} of {format_bytes(created_bytes)} are left"
@@ -300,11 +300,11 @@ class OnePool:
         samples["steps"].append(len(samples["step"]) - before)
         samples["given back"].append(given_bytes / MIB)
         samples["given back, says the device"].append((taken_bytes - self._taken_bytes()) / MIB)
-        self._tenants.check()
+        self._occupants.check()
 
     def regrow(self) -> None:
         """To the whole budget, until guests have all of its memory; then they end."""
-        samples, layout, tenants = self.samples["regrow"], self._cache.layout, self._tenants
+        samples, layout, occupants = self.samples["regrow"], self._cache.layout, self._occupants
         # The first guest has one page: how soon it comes is measured.
         prompts = [1, *draw_prompts(self._rng, layout, self._half_pages - layout.pages_for(1), self._prompt_pages)]
         before, grown, asked_us = len(samples["step"]), len(samples["grow"]), now_us()
@@ -312,7 +312,7 @@ class OnePool:
         guests: list[Guest] = []
 
         def admit() -> None:
-            guests.append(tenants.admit(prompts[len(guests)], samples["grow"]))
+            guests.append(occupants.admit(prompts[len(guests)], samples["grow"]))
             if len(guests) == 1:
                 samples["first page"].append(now_us() - asked_us)
 
@@ -326,23 +326,23 @@ class OnePool:
 
         while len(guests) < len(prompts):
             if self._way == AT_ONCE:
-                take_step(samples, [tenants], in_front=admit, beside=self._map_ahead)
+                take_step(samples, [occupants], in_front=admit, beside=self._map_ahead)
             else:
-                take_step(samples, [tenants], beside=admit_in_slack)
+                take_step(samples, [occupants], beside=admit_in_slack)
         samples["until all are in"].append(now_us() - asked_us)
         samples["steps"].append(len(samples["step"]) - before)
         mapped_bytes = sum(map(layout.pages_for, prompts)) * PAGE_BYTES
         samples["mapped"].append(mapped_bytes / MIB / (sum(samples["grow"][grown:]) / 1e6))
         for guest in guests:
             guest.sequence.advance(len(guest.tokens))
-        tenants.write_and_check(guests)
+        occupants.write_and_check(guests)
         # Guests end and are kept; of those before nothing is, and only that memory is created.
-        tenants.forget()
-        tenants.rewind()
+        occupants.forget()
+        occupants.rewind()
         self._cache.drain()
         self._pool.resize(self._pool.held_bytes)
         self._pool.resize(2 * self.half_bytes)
-        tenants.end(guests)
+        occupants.end(guests)
         self._cache.drain()
 
     def _map_ahead(self) -> None:
@@ -404,12 +404,12 @@ def _measure_two_caches(recorder: Recorder, pools: str) -> None:
         for salt, (name, pool) in enumerate(zip(names, (opened[0], opened[-1]), strict=True)):
             # No guest but the last has fewer pages than the fewest, and at most one comes a step.
             most_guests = 1 + pool.budget_bytes // PAGE_BYTES // prompt_pages[0]
-            residents = Residents(num_residents, start_tokens, start_tokens + most_guests + held_steps, ahead=True)
+            residents = ResidentPlan(num_residents, start_tokens, start_tokens + most_guests + held_steps, ahead=True)
             layout, slots = SHAPES[name].layout, num_residents + 2 * most_guests
             max_tokens = max(residents.end_tokens, layout.tokens_in(prompt_pages[1]))
             cache = stack.enter_context(KVCache(layout, pool, slots=slots, max_tokens=max_tokens))
-            tenants = Tenants(cache, residents, settings, SHAPES[name], PARKED, rng, salt)
-            sides.append((tenants, Samples(list)))
+            occupants = Occupants(cache, residents, settings, SHAPES[name], PARKED, rng, salt)
+            sides.append((occupants, Samples(list)))
         slack_us = 0.0
         for phase in range(4 if settings.quick else 10):
             (busy, samples), (other, _) = sides[phase % 2], sides[1 - phase % 2]
@@ -429,8 +429,8 @@ def _measure_two_caches(recorder: Recorder, pools: str) -> None:
 
 
 def _hand_over(
-    busy: Tenants,
-    other: Tenants,
+    busy: Occupants,
+    other: Occupants,
     samples: Samples,
     prompts: SequenceOf[int],
     held_steps: int,

@@ -61,8 +61,8 @@ def _uniform(x):
 def _tiles_in_use(p_starts, num_sequences, num_queries):
     """The first tile that a sequence of two queries or more has, and the end of the last one.
 
-    Before them lie the tiles of decode rows, and behind them those of sequences without queries, which pad a step. A piece that
-    turns out to be empty costs a program as much time as finding one that is not.
+    Before them lie the tiles of decode rows, and behind them those of sequences without queries, which pad a step. To find
+    an empty piece takes a program as long as to find one with queries.
     """
     everywhere: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
     i_b = gl.arange(0, SEQUENCES, layout=everywhere)

@@ -15,7 +15,7 @@ Legend: N tokens of the step, B sequences, R rows that are given a token, V voca
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -147,13 +147,12 @@ class Runner:
         tokens_R = forwarded.rows.out_R[: len(forwarded.slots)]
         readback = Readback(_to_host(tokens_R))
         wanted = self.sampler.num_logprobs[forwarded.slots]
-        for row, count in forwarded.candidates:
-            wanted[row] = count
-        if len(rows := np.flatnonzero(wanted >= 0)):
-            (rows_R,) = self.uploads.pack([rows])
-            readback.rows = list(zip(rows.tolist(), wanted[rows].tolist(), strict=True))
-            found = logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), int(wanted.max()))
-            readback.logprobs = [_to_host(tensor) for tensor in found]
+        asked = [(row, int(wanted[row])) for row in np.flatnonzero(wanted >= 0).tolist()]
+        # Beams apart: how many are asked for decides between equals, and no beam depends on what its neighbours ask.
+        for rows in filter(None, (asked, forwarded.candidates)):
+            (rows_R,) = self.uploads.pack([[row for row, _ in rows]])
+            found = logprobs(forwarded.logits_RV, tokens_R, rows_R.long(), max(count for _, count in rows))
+            readback.logprobs.append((rows, [_to_host(tensor) for tensor in found]))
         if forwarded.states is not None:
             readback.scored = forwarded.states.scored
             readback.scores = [_to_host(tensor) for tensor in prompt_logprobs.scores(self.model, forwarded.states)]
@@ -192,7 +191,7 @@ class Forwarded:
 
 
 class Logprobs(NamedTuple):
-    """Of one sampled token, under the model's own distribution."""
+    """Of one token, under the model's own distribution. Beams have no sampled token, and `chosen` means nothing there."""
 
     chosen: float
     likeliest: list[tuple[int, float]]
@@ -215,9 +214,8 @@ class Readback:
     """The results of a step on their way to the host, through pinned memory."""
 
     tokens_R: torch.Tensor
-    rows: Sequence[tuple[int, int]] = ()
-    """Rows with log-probabilities, and how many of the likeliest tokens each wants."""
-    logprobs: Sequence[torch.Tensor] = ()
+    logprobs: list[tuple[Sequence[tuple[int, int]], list[torch.Tensor]]] = field(default_factory=list)
+    """Rows with log-probabilities, how many of the likeliest tokens each wants, and what `sampler.logprobs` gives for them."""
     scored: Sequence[tuple[int, ScoredRows]] = ()
     scores: Sequence[torch.Tensor] = ()
     done: torch.cuda.Event | None = None
@@ -228,9 +226,8 @@ class Readback:
         if self.done is not None:
             self.done.synchronize()
         found: dict[int, Logprobs] = {}
-        if self.rows:
-            each_row = zip(self.rows, *(tensor.tolist() for tensor in self.logprobs), strict=True)
-            for (row, count), chosen, values, ids in each_row:
+        for rows, tensors in self.logprobs:
+            for (row, count), chosen, values, ids in zip(rows, *(tensor.tolist() for tensor in tensors), strict=True):
                 found[row] = Logprobs(chosen, list(zip(ids[:count], values[:count], strict=True)))
         return Results(self.tokens_R.numpy(), found, prompt_logprobs.read(self.scored, *self.scores) if self.scored else {})
 

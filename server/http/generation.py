@@ -55,7 +55,7 @@ class Deadline:
         self.arrived_s = arrived_s
         self.timeout_s = timeout_s
         self.spared_s = 0.0
-        """Added to the time: what was not the client's to wait for."""
+        """Seconds that do not count: the start of the grammar compiler."""
 
     def left_s(self) -> float | None:
         """Seconds that are left; None for any number."""
@@ -320,14 +320,14 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
         """New text as it comes, of all choices mixed. Raises: RequestFailed, EngineDead; ApiError when the time is over."""
-        async for indices in self._turns():
+        async for indices in self._fed():
             for index in indices:
                 if (delta := self._choices[index].take(index)) is not None:
                     yield delta
 
     async def whole(self) -> list[TextDelta]:
         """Each choice as one delta, at the end. Raises: as `deltas`."""
-        async for _ in self._turns():
+        async for _ in self._fed():
             pass
         return [delta for index, choice in enumerate(self._choices) if (delta := choice.take(index)) is not None]
 
@@ -360,8 +360,8 @@ class Generation:
         cached = self._answers.cached_tokens
         return sum(cached.get(request.request_id, 0) for request in self._first_requests)
 
-    async def _turns(self) -> AsyncIterator[Collection[int]]:
-        """Give each choice what the engine says of it; yields the choices of each turn. Raises: as `deltas`."""
+    async def _fed(self) -> AsyncIterator[Collection[int]]:
+        """Feed the choices with the engine's messages; yields the indices of those fed. Raises: as `deltas`."""
         try:
             async for news in self._answers:
                 yield self._feed(news)

@@ -327,10 +327,10 @@ class Guard:
 
     async def _read_body(self, scope: Scope, receive: Receive, at_end: contextlib.ExitStack) -> Receive:
         """Read all of a body, counted in the queue until the end; returns what the route receives."""
-        data = bytearray()
+        data, num_bytes = bytearray(), 0
 
-        def release() -> None:
-            self._queue.held_bytes -= len(data)
+        def release() -> None:  # it outlives the body, which it must not keep
+            self._queue.held_bytes -= num_bytes
 
         at_end.callback(release)
         try:
@@ -338,6 +338,7 @@ class Guard:
                 async for chunk in Request(scope, receive).stream():
                     self._queue.check_body(len(data) + len(chunk), held_bytes=len(data))
                     data += chunk
+                    num_bytes += len(chunk)
                     self._queue.held_bytes += len(chunk)
         except TimeoutError as error:
             raise errors.too_late(f"The body did not come within {BODY_S:g} s.", {"Connection": "close"}) from error

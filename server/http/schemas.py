@@ -441,7 +441,7 @@ class GenerationRequest(_SamplingFields):
         """`logprobs` and `prompt_logprobs` of SamplingParams."""
         return None, None
 
-    @property
+    @functools.cached_property
     def stream_counts(self) -> StreamOptions:
         """Which chunks of a stream count tokens."""
         return self.stream_options or StreamOptions()

@@ -190,6 +190,18 @@ def test_over_the_cache_it_finds_what_transformers_finds(
     assert held_by_sequences(one) == 0
 
 
+def test_what_neighbours_ask_decides_no_tie(harness: MakeHarness) -> None:
+    indifferent = tiny_model(vocab_size=20_000)
+    with torch.no_grad():
+        indifferent.lm_head.weight.zero_()
+    one = harness(indifferent)
+    alone = searched(one, prompt_of(9), 4, beam_width=3)
+    one.ask("beams", prompt_of(9), 4, beam_width=3)
+    one.ask("beside", prompt_of(8), 8, logprobs=20)
+    one.run()
+    assert answer(one, "beams").beams == alone.beams
+
+
 @pytest.mark.parametrize(("as_eos", "length_penalty"), [(True, -1.0), (False, 1.0)])
 def test_stop_tokens_end_beams(harness: MakeHarness, as_eos: bool, length_penalty: float) -> None:
     prompt = prompt_of(11, 5)

@@ -45,7 +45,9 @@ class Case:
     @property
     def queries(self) -> tuple[int, ...]:
         """Queries of each sequence."""
-        return self.counts or (1,) * len(self.lengths)
+        queries = self.counts or (1,) * len(self.lengths)
+        assert all(1 <= count <= length for count, length in zip(queries, self.lengths, strict=True)), self.name
+        return queries
 
     @property
     def is_decode(self) -> bool:

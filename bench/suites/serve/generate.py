@@ -117,8 +117,8 @@ class Measured(NamedTuple):
 def timed_runs(context: Context, engine: UserEngine, of_part: Sequence[Stage]) -> list[Measured]:
     """`1 + repeat` runs of all stages: of each run the first from an empty prefix cache, each other from what is left.
 
-    First tokens are held against those of some requests alone. How far they may be off follows from how far they move if all
-    but a prompt's own tokens are others. Raises: WrongNumbers.
+    First tokens are held against those of some requests alone. The bound is a share of how far they move when all but the
+    prompt's own tokens are replaced. Raises: WrongNumbers.
     """
     settings = context.settings
     alone = []

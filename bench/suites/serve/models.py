@@ -108,8 +108,8 @@ _FAMILIES: Final[Mapping[str, Config]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6},
 }
 _FIELDS: Final = (
-    *("hidden_size", "intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
-)
+    "hidden_size", "intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 _DENSE: Final = {  # family, and the fields above; layers and heads are those of `vmmkv plan`
     "llama-3.1-8b": ("llama", 4096, 14336, 128_256, 500_000.0, False, 128_000, 128_001),
     "qwen3-0.6b": ("qwen3", 1024, 3072, 151_936, 1_000_000.0, True, 151_643, 151_645),

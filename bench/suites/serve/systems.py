@@ -465,10 +465,11 @@ def take_turns(
     *,
     leaves_out: Callable[[str, int, int], bool] = lambda system, round_, place: False,
 ) -> list[dict[str, list[ServedRun]]]:
-    """The runs of each place in a round, by system. `names` are those of the places, as rows have them.
+    """Run every round's workloads on every system. Returns for each of `names` the runs by system.
 
-    The first workload of a round finds an empty prefix cache, each other what is left. In every other round the systems come
-    backwards, so that a drift of the machine is no system's.
+    Workload i of a round counts to `names[i]`, those beyond the last name to the last. The first workload of a round finds an
+    empty prefix cache, each other what is left. In every other round the systems come backwards, so that a drift of the machine
+    is no system's.
     """
     runs: list[dict[str, list[ServedRun]]] = [{system.name: [] for system in systems} for _ in names]
     for number, round_ in enumerate(rounds):
