@@ -161,6 +161,13 @@ MUTANTS = (
         (ORDER,),
     ),
     Mutant(
+        "an exchange not ordered behind recorded streams",
+        SHARING,
+        "                with memory.copying():\n                    _exchange(memory, mapping)",
+        "                _exchange(memory, mapping)",
+        (ORDER,),
+    ),
+    Mutant(
         "recorded streams not ordered behind copies",
         SLOT_MEMORY,
         "        if self.streams:\n            try:\n",

@@ -125,6 +125,19 @@ def test_copies_come_behind_what_recorded_streams_write_and_before_what_they_rea
         attend(device.driver, opened(device.cache, fork, owner=source.owner, stamps=source.stamps))
 
 
+def test_a_shared_page_is_exchanged_behind_what_recorded_streams_write(device):
+    side = device.driver.new_stream()
+    device.cache.record_stream(side)
+    source = device.live
+    source.sequence.grow(5)
+    with device.driver.on(side):
+        device.step(5)
+    (fork,) = device.cache.fork(source.sequence)
+    fork.own_from(1)
+    with device.driver.on(side):
+        attend(device.driver, opened(device.cache, fork, owner=source.owner, stamps=source.stamps))
+
+
 def test_zeroes_come_before_what_is_launched_next_and_after_nothing(device):
     sequence = device.live.sequence
     sequence.grow(6)

@@ -67,10 +67,10 @@ TOO_OLD = RuntimeError("The NVIDIA driver on your system is too old")
 @pytest.mark.parametrize(
     ("error", "message", "device", "bindings", "version", "init_error"),
     [
-        (MissingDriver, r"SYSTEM_DRIVER_MISMATCH \(what it means\)", "cuda:0", {"init": MISMATCH}, "13.0", None),
-        (NoDevice, "CUDA_VISIBLE_DEVICES", "cuda:0", {"init": NO_DEVICE}, "13.0", None),
-        (NoDevice, "CUDA_VISIBLE_DEVICES", "cuda:0", {"num_devices": 0}, "13.0", None),
-        (NoDevice, "'cuda:2' was asked for, and the GPUs are cuda:0 to cuda:1", "cuda:2", {"num_devices": 2}, "13.0", None),
+        (MissingDriver, r"SYSTEM_DRIVER_MISMATCH \(what it means\)", "cuda:0", {"init": MISMATCH}, None, None),
+        (NoDevice, "CUDA_VISIBLE_DEVICES", "cuda:0", {"init": NO_DEVICE}, None, None),
+        (NoDevice, "CUDA_VISIBLE_DEVICES", "cuda:0", {"num_devices": 0}, None, None),
+        (NoDevice, "'cuda:2' was asked for, and the GPUs are cuda:0 to cuda:1", "cuda:2", {"num_devices": 2}, None, None),
         (TorchWithoutCuda, rf"torch {re.escape(torch.__version__)} was built without CUDA", "cuda:0", {}, None, None),
         (MissingDriver, "too old", "cuda:0", {}, "13.0", TOO_OLD),
         (NoVirtualMemory, r"GPU number 1 \(cuda:1\)", "cuda:1", {"vmm": 0, "num_devices": 2}, "13.0", None),

@@ -70,9 +70,10 @@ def _exchange(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, str]
     answer = ""
     try:
         for line in _lines(client, "POST", "/v1/chat/completions", body):
-            if (data := line.removeprefix("data:").strip()) == "[DONE]":
+            field, _, data = line.partition(":")  # without a field it is a comment
+            if (data := data.strip()) == "[DONE]":
                 break
-            event = json.loads(data) if data.startswith("{") else {}  # else a comment
+            event = json.loads(data) if field == "data" and data.startswith("{") else {}
             if "error" in event:
                 raise ValueError(printable(str(event["error"].get("message", event["error"]))))
             for choice in event.get("choices", ()):

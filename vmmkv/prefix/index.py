@@ -63,7 +63,7 @@ class PrefixIndex:
     # what is known
 
     def num_inserted(self, slot: int) -> int:
-        """How many tokens of a running sequence are confirmed."""
+        """How many tokens of a running sequence are in the tree."""
         node = self.running[slot]
         return 0 if node is None else node.end
 
