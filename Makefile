@@ -34,7 +34,7 @@ help:
 	@echo "make bench [ARGS=...]              every benchmark suite at its size for this machine; see bench/README.md"
 	@echo "make docs                          the documentation as a site, in build/docs"
 	@echo
-	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
+	@echo "Each installs what it needs into $(VENV) first. PYTHON=python3.12 chooses the interpreter of a new one (3.11 or newer)."
 
 serve: $(VENV)/.serve-installed
 	@$(BIN)/vmmkv serve --port $(PORT) $(ARGS)
