@@ -216,6 +216,12 @@ def test_rows_are_copied_from_a_slot_or_from_an_extent_of_the_tree(prefix, drive
 # on
 
 
+def test_where_a_forced_method_is_impossible_all_is_computed(prefix):
+    begin(prefix, PROMPT[:40])
+    assert prefix.attach(PROMPT[:41], method=AttachMethod.ADOPT).method is AttachMethod.COMPUTE  # no slot is parked
+    assert prefix.attach([1, 2, 3], method=AttachMethod.ALIAS).method is AttachMethod.COMPUTE
+
+
 def test_two_that_computed_the_same_at_once_keep_a_copy_each(prefix, pool):
     first, second = prefix.attach(PROMPT[:32]).sequence, prefix.attach(PROMPT[:32]).sequence
     for sequence in (first, second):
