@@ -1,10 +1,11 @@
 """One batch of a VmmCache: what is mapped, shared, copied and given back, and how rows are written."""
 
 import copy
+import itertools
 import re
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -24,11 +25,12 @@ from tests.adapters.models import (
     prompts,
     wide_llama,
 )
-from vmmkv import GIB, MIB, KVCache, OutOfPages, Pool, RowsUnmapped
+from vmmkv import GIB, MIB, DriverError, KVCache, OutOfPages, Pool, RowsUnmapped
 from vmmkv.adapters.transformers import VmmCache
 from vmmkv.adapters.transformers import batch as batch_module
 from vmmkv.adapters.transformers import cache as cache_module
 from vmmkv.adapters.transformers.batch import Lineage, WindowRows
+from vmmkv.testing.fake_driver import FakeDriver
 from vmmkv.units import PAGE_BYTES
 
 PAGE_TOKENS = 32
@@ -125,8 +127,8 @@ def test_prompts_in_chunks_stay_one_until_they_differ(pool: Pool) -> None:
 
 def test_beams_copy_only_what_was_written_since_they_parted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_llama(initializer_range=0.3)
-    copy_rows, fork_rows = Mock(wraps=WindowRows.copy), Mock(wraps=WindowRows.fork)
-    monkeypatch.setattr(WindowRows, "copy", lambda *arguments: copy_rows(*arguments))
+    copy_rows, fork_rows = Mock(wraps=WindowRows.copies), Mock(wraps=WindowRows.fork)
+    monkeypatch.setattr(WindowRows, "copies", lambda *arguments: copy_rows(*arguments))
     monkeypatch.setattr(WindowRows, "fork", lambda *arguments: fork_rows(*arguments))
     with VmmCache(model.config, pool) as cache:
         generated(model, cache, prompts(70), num_beams=4, max_new_tokens=40)
@@ -203,6 +205,17 @@ def test_a_deep_copy_costs_a_page_for_each_row_of_the_batch(pool: Pool) -> None:
         before = pages(pool)
         with copy.deepcopy(cache):
             assert pages(pool) == before + 2
+
+
+def test_a_reorder_after_a_deep_copy_writes_nothing_of_the_copys(pool: Pool) -> None:
+    model = wide_llama()
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 1, num_tokens=PAGE_TOKENS + 8))
+        with copy.deepcopy(cache) as other:
+            kept = [states.clone() for states in other.states(0)]
+            cache.reorder_cache(torch.tensor([1, 0]))
+            forward(model, cache, ids_of(0, 1, num_tokens=1))
+            assert all(map(torch.equal, kept, other.states(0)))
 
 
 def test_a_batch_shrinks_by_one_row_at_a_time(pool: Pool) -> None:
@@ -299,12 +312,105 @@ def test_a_crop_that_finds_no_page_leaves_all_as_it_was(pool: Pool, make: Any) -
         cache.check()
 
 
+# a reorder that fails
+
+
+def num_sequences(cache: VmmCache) -> int:
+    """Running sequences in the slots of the cache and of its deep copies."""
+    return sum(len(rows.cache.sequences) for rows in cache._groups)
+
+
+def test_a_pass_that_forks_is_all_or_none_at_whichever_driver_call_it_fails(pool: Pool) -> None:
+    model, ids = gemma3(16), [ids_of(0, 0, num_tokens=40), *(ids_of(0, 1, num_tokens=1, seed=seed) for seed in (1, 2))]
+    driver, failures = cast(FakeDriver, pool.driver), 0
+    for number in itertools.count():
+        own = DynamicCache(config=model.config)
+        with Pool("cpu", GIB, driver=driver) as new, VmmCache(model.config, new) as cache:
+            for each, tokens in itertools.product((own, cache), ids[:2]):
+                forward(model, each, tokens)
+            with copy.deepcopy(cache) as other:  # so that the rows may not be written, and are forked
+                before, kept = num_sequences(cache), [each.clone() for layer in range(4) for each in other.states(layer)]
+                for each in (own, cache):
+                    each.reorder_cache(torch.tensor([1, 0]))
+                driver.fail_at = {driver.num_calls + number}
+                try:
+                    logits = forward(model, cache, ids[2])
+                except DriverError:
+                    failures += 1
+                    cache.crop(0)
+                    logits = forward(model, cache, ids[2])
+                driver.fail_at = set()
+                assert torch.allclose(logits, forward(model, own, ids[2]), atol=1e-4), f"call {number} failed"
+                assert num_sequences(cache) == before
+                assert all(map(torch.equal, kept, (each for layer in range(4) for each in other.states(layer))))
+                cache.check()
+            assert num_sequences(cache) == before / 2
+        if failures == number:
+            break
+    assert failures > 4 * 2  # of the forks and of the ends of as many sequences
+
+
+class Fails(TorchDispatchMode):
+    """One call of a function of torch finds no memory: that of this number, from 0 on."""
+
+    def __init__(self, function: str, number: int) -> None:
+        super().__init__()
+        self._function, self._left = function, number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == self._function:
+            self._left -= 1
+            if self._left == -1:
+                raise torch.OutOfMemoryError("told to fail")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_swap_that_finds_no_memory_to_copy_is_made_once(pool: Pool, number: int) -> None:
+    model, ids, more = gemma3(16), ids_of(0, 1, num_tokens=40), ids_of(0, 1, num_tokens=1, seed=1)
+    own = DynamicCache(config=model.config)
+    with VmmCache(model.config, pool) as cache:
+        for each in (own, cache):
+            forward(model, each, ids)
+            each.reorder_cache(torch.tensor([1, 0]))
+        with pytest.raises(torch.OutOfMemoryError), Fails("index_select", number):
+            forward(model, cache, more)
+        cache.crop(0)
+        assert torch.allclose(forward(model, cache, more), forward(model, own, more), atol=1e-4)
+
+
+def test_sequences_that_the_driver_does_not_let_end_are_ended_by_the_next_reset(pool: Pool) -> None:
+    model, driver = gemma3(16), cast(FakeDriver, pool.driver)
+    with VmmCache(model.config, pool) as cache:
+        forward(model, cache, ids_of(0, 1, num_tokens=40))
+        driver.fail_at = {driver.num_calls + 1}
+        with pytest.raises(DriverError):
+            cache.reset()
+        assert cache.batch_size == -1
+        cache.reset()
+        assert num_sequences(cache) == 0
+
+
+def test_a_first_pass_says_why_it_failed_even_if_the_pool_was_closed(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = llama(), Pool("cpu", GIB, driver=pool.driver)
+
+    def fail(*_: Any) -> None:
+        other.close()
+        raise DriverError("lost", call="map", code="FAKE")
+
+    monkeypatch.setattr(WindowRows, "grow", fail)
+    with VmmCache(model.config, other) as cache, pytest.raises(DriverError, match="lost"):
+        forward(model, cache, ids_of(0, num_tokens=3))
+
+
 # a batch that is repeated, selected, reordered, cropped and copied
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))])
 @pytest.mark.parametrize("make", [wide_llama, lambda: gemma3(16)], ids=["full", "hybrid"])
-def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(pool: Pool, make: Any, seed: int) -> None:
+def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, make: Any, seed: int
+) -> None:
     model = make()
     generator = torch.Generator().manual_seed(seed)
 
@@ -315,23 +421,30 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(pool: 
     left: list[tuple[VmmCache, list[torch.Tensor]]] = []
     for cache in (own, ours):
         cache.activate_past_recording()
-    ids = torch.tensor(choose(198, 2, 40)) + 1
+    copies, happened = WindowRows.copies, set()
+    monkeypatch.setattr(WindowRows, "copies", lambda *arguments: (happened.add("copy"), copies(*arguments))[1])
+    ids = torch.tensor(choose(198, 3 + seed % 2, 40)) + 1
     ids[1] = ids[seed % 2]  # equal prompts too
-    for _ in range(25):
+    for step in range(25):
         assert torch.allclose(forward(model, ours, ids), forward(model, own, ids), atol=1e-4)
-        batch, call, removed = len(ids), choose(9), choose(ids.shape[1])
+        batch, removed = len(ids), choose(ids.shape[1])
+        call = (8, 4)[step] if step < 2 else choose(9)  # the first two rows own what they do not share, and change places
         changes = {
             0: ("batch_repeat_interleave", 2 if batch <= 3 else 1),
-            1: ("batch_select_indices", torch.tensor(choose(batch, max(1, batch - 1)))),
-            2: ("batch_select_indices", torch.arange(batch) >= batch // 2),  # a mask
+            1: ("batch_select_indices", torch.tensor(choose(batch, max(2, batch - 1)))),
+            2: ("batch_select_indices", torch.arange(batch) != max(1, batch // 2)),  # a mask
             3: ("reorder_cache", torch.tensor(choose(batch, batch))),
-            4: ("reorder_cache", torch.tensor(choose(batch, batch))),
+            4: ("reorder_cache", torch.tensor([*reversed(range(min(2, batch))), *range(2, batch)])),
         }
         for cache in (ours, own):
             cache.crop(-removed)
             if call in changes:
                 name, argument = changes[call]
                 getattr(cache, name)(argument)
+        if call in (3, 4) and batch >= 3 and changes[call][1].tolist() != [*range(batch)]:
+            happened.add("reorder of three rows or more")
+        if 2 <= ours.batch_size < batch:
+            happened.add("shrink to two rows or more")
         assert ours.get_seq_length() == own.get_seq_length()
         assert ours.get_mask_sizes(3, 0) == own.get_mask_sizes(3, 0)
         if call == 5 and len(left) < 3:
@@ -344,6 +457,7 @@ def test_any_order_of_calls_gives_the_same_logits_and_leaves_copies_alone(pool: 
         cache.check()
         cache.close()
     ours.close()
+    assert happened == {"copy", "reorder of three rows or more", "shrink to two rows or more"}
 
 
 def test_beams_know_how_far_they_are_the_same() -> None:

@@ -303,6 +303,18 @@ def test_a_pass_that_failed_is_taken_back(cache: VmmCache, pool: Pool, small: An
         assert torch.equal(*(forward(small, each, IDS[:, :4]) for each in (cache, other)))
 
 
+def test_an_unfinished_pass_is_of_one_cache_and_not_of_its_copies(cache: VmmCache, small: Any) -> None:
+    states = torch.randn(2, 2, 3, 32)
+    forward(small, cache, IDS)
+    with copy.deepcopy(cache) as other:
+        for unfinished, each in ((other, cache), (cache, other)):
+            unfinished.update(states, states, 0)
+            forward(small, each, IDS[:, :1])
+            assert each.get_seq_length() == 10
+            unfinished.crop(0)
+            each.crop(-1)
+
+
 def test_too_many_tokens_are_refused_before_any_is_written(pool: Pool, small: Any) -> None:
     with VmmCache(small.config, pool, max_tokens=10) as cache:
         forward(small, cache, IDS)

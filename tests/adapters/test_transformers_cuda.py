@@ -49,14 +49,14 @@ def test_the_tokens_are_those_of_transformers_own_cache(pool: Pool, make: Any, a
     assert_same(model, pool, on_gpu(prompts(45, 20, 3)))
 
 
+@pytest.mark.parametrize("lengths", [(45,), (45, 20, 3)], ids=["one", "padded"])
 @HYBRID
-def test_flex_attention_gives_the_tokens_of_sdpa(pool: Pool, make: Any) -> None:
+def test_flex_attention_gives_the_tokens_of_sdpa(pool: Pool, make: Any, lengths: tuple[int, ...]) -> None:
     """sdpa is the reference, since torch's compiler fails on flex_attention over some of transformers' own cache's tensors."""
     model = make(head_dim=64).to("cuda:0")  # torch has no flex_attention in float32 that would fit heads of 256 into an SM
     model.set_attn_implementation("flex_attention")
     try:
-        for inputs in (prompts(45), prompts(45, 20, 3)):
-            assert_same(model, pool, on_gpu(inputs), reference="sdpa", max_new_tokens=6)
+        assert_same(model, pool, on_gpu(prompts(*lengths)), reference="sdpa", max_new_tokens=6)
     except RuntimeError as error:
         if "NoValidChoicesError" not in repr(error):
             raise

@@ -163,7 +163,10 @@ def _plain_window(
     config: Any = None,
     **_: Any,
 ) -> int | None:
-    """`_window_of` the mask, if it is for the last tokens and nothing is padded; else None."""
+    """The window of a causal mask for the last tokens without padding; None for any other mask.
+
+    `_EVERYTHING` if there is no window.
+    """
     in_graph = torch.compiler.is_compiling()
     window = _window_in_graph(mask_function, local_size, config) if in_graph else _window_of(mask_function)
     # Some caches have a tensor: on a GPU it would be waited for, and in a graph it cannot be read.

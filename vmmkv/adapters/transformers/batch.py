@@ -12,6 +12,7 @@ Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads
 import copy
 import functools
 import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -364,11 +365,11 @@ class WindowRows:
     def _named(self, parents: Seq[int]) -> list[Sequence]:
         return [self.sequences[parent] for parent in parents] if self.sequences else []
 
-    def replace(self, forks: list[Sequence]) -> None:
-        """Close the sequences; these forks of them take their place."""
-        for sequence in self.sequences:
-            sequence.close()
+    def replace(self, forks: list[Sequence]) -> list[Sequence]:
+        """These forks of the sequences, or none, take their place. Returns the sequences, which the caller closes."""
+        replaced = self.sequences
         self._take(forks, self._dropped)
+        return replaced
 
     def beside(self, forks: list[Sequence]) -> "WindowRows":
         """The rows of another batch in the same cache, whose sequences are these forks."""
@@ -378,13 +379,8 @@ class WindowRows:
             self._shared.num_batches += 1
         return other
 
-    def end(self) -> None:
-        """Close the sequences; the cache stays open. Idempotent."""
-        self.replace([])
-        self._dropped = 0
-
     def close(self) -> None:
-        """After `end`, close the cache if no other batch has slots in it. Idempotent."""
+        """Close the cache if no other batch has slots in it; no sequence may be left. Idempotent."""
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.num_batches -= 1
@@ -474,23 +470,26 @@ class WindowRows:
 
     # between passes
 
-    def copy(self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int) -> None:
-        """Copy rows from `first_token` on from each source to its target. All are read before one is written.
+    def copies(
+        self, sources: Seq[int], targets: Seq[int], first_token: int, num_tokens: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """What copies rows from `first_token` on from each source to its target: arguments of `index_copy_` (dimension 0).
 
-        The rows written must be in pages of one sequence alone. Cost: two kernels for each group of the layout.
+        The rows to be written must be in pages of one sequence alone. The rows of the sources are read here, which takes as
+        much memory. Cost: a kernel for each group of the layout, and another to write.
         """
         first = max(first_token - self._dropped, self.sequences[0].start())
         count = num_tokens - self._dropped - first
         if count <= 0:
             return
-        from_, to = (torch.tensor(each, device=self.cache.device) for each in (sources, targets))
+        from_B, to_B = (torch.tensor(each, device=self.cache.device) for each in (sources, targets))
         first_slot = self.sequences[0].slot
         for group in self.cache.layout.groups:
             plane = self.cache.k(group.layers[0])  # over the arena's whole storage, from its first byte on
             size = (*plane.shape[:2], group.row_bytes // plane.itemsize)
             whole_STE = plane.as_strided(size, (*plane.stride()[:2], 1), 0)  # all layers' rows as they lie
             part_BTE = whole_STE[first_slot : first_slot + len(self.sequences), first : first + count]
-            part_BTE.index_copy_(0, to, part_BTE.index_select(0, from_))
+            yield part_BTE, to_B, part_BTE.index_select(0, from_B)
 
     def check_kept(self, num_tokens: int) -> None:
         """Can it be truncated to so many tokens? Raises RowsUnmapped if the window has passed rows that the next one sees."""

@@ -106,6 +106,8 @@ class VmmCache(Cache):  # type: ignore[misc]
         """Do windows keep the rows that they have passed until `crop`?"""
         self._lineage: Lineage | None = None
         """None as long as there are no sequences."""
+        self._replaced: list[Sequence] = []
+        """Sequences that are no longer of the batch, and not closed yet: the driver may have refused it."""
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         """Rows of the lineage on the device: every layer of every pass asks for them."""
         self._stream: torch.Stream | None = None
@@ -210,7 +212,7 @@ class VmmCache(Cache):  # type: ignore[misc]
         self._follow_stream()
         size, self._num_new = k_BKTD.shape[0], k_BKTD.shape[2]
         if self._lineage is None or not self._num_tokens:
-            self.reset()  # a first pass may have failed
+            self._end()  # a first pass may have failed
             may_share = self._share_prompts and size > 1 and self._num_new > 1
             self._lineage = Lineage.of_prompts(prompts(k_BKTD, v_BKTD) if may_share else range(size))
             return self._lineage
@@ -222,24 +224,32 @@ class VmmCache(Cache):  # type: ignore[misc]
         # A prompt may come in chunks that are equal too. With single tokens the answers have begun.
         lineage = self._lineage
         if not (lineage.settled or (self._num_new > 1 and lineage.compact and agree(k_BKTD, v_BKTD, lineage.parents))):
-            self._lineage = self._settle(lineage)
+            self._settle(lineage)
+        self._close_replaced()
         if not self._record_past:
             for rows in self._groups:
                 rows.slide(self._num_tokens)
         self._grow(self._groups, self._num_tokens + self._num_new)
         return self._lineage
 
-    def _settle(self, lineage: Lineage) -> Lineage:
-        """Let memory follow the batch. All or none, except for copies, which can be made again."""
+    def _settle(self, lineage: Lineage) -> None:
+        """Let memory follow the batch. All or none: no row is written before all groups have read theirs."""
         moves = lineage.moves()
         if moves is not None:
-            for rows in self._groups:
-                rows.copy(*moves, self._num_tokens)
+            copies = [each for rows in self._groups for each in rows.copies(*moves, self._num_tokens)]
+            for place_BTE, targets_B, source_BTE in copies:
+                place_BTE.index_copy_(0, targets_B, source_BTE)
         else:
             for rows, forks in zip(self._groups, self._fork(lineage.parents), strict=True):
-                rows.replace(forks)
+                self._replaced += rows.replace(forks)
         self._indices.clear()
-        return lineage.settle(self._num_tokens, forked=moves is None)
+        self._lineage = lineage.settle(self._num_tokens, forked=moves is None)
+
+    def _close_replaced(self) -> None:
+        """If this fails, the next pass or `reset` goes on."""
+        while self._replaced:
+            self._replaced[-1].close()
+            self._replaced.pop()
 
     def _open(self, rows: WindowRows, k_BKTD: Tensor, v_BKTD: Tensor, num_sequences: int) -> None:
         later_pages = sum(
@@ -251,7 +261,7 @@ class VmmCache(Cache):  # type: ignore[misc]
             rows.open(k_BKTD, v_BKTD, num_sequences, dropped=self._dropped(rows))
             self._grow([rows], self._num_new, later_pages=later_pages)
         except BaseException:
-            self.reset()  # as before the first pass
+            self._end()  # as before the first pass
             raise
 
     def _dropped(self, rows: WindowRows) -> int:
@@ -391,7 +401,7 @@ class VmmCache(Cache):  # type: ignore[misc]
             )
         num_tokens = self._num_tokens + removed
         if not num_tokens:
-            self.reset()
+            self._end()
             return
         self._follow_stream()
         assert self._lineage is not None, "there are tokens"
@@ -413,10 +423,11 @@ class VmmCache(Cache):  # type: ignore[misc]
     def _end(self) -> None:
         self._follow_stream()
         for rows in self._groups:
-            rows.end()
+            self._replaced += rows.replace([])
         self._num_tokens, self._lineage = 0, None
         self._written.clear()
         self._indices.clear()
+        self._close_replaced()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i of the batch goes on from row `beam_idx[i]`. Rows that the two do not share are copied before the next token.
@@ -459,7 +470,7 @@ class VmmCache(Cache):  # type: ignore[misc]
             for index, layer in enumerate(self.layers)
         ]
         other._set_groups([rows.beside(sequences) for rows, sequences in zip(self._groups, forked, strict=True)])
-        other._written, other._indices = set(), {}
+        other._written, other._indices, other._replaced = set(), {}, []
         other._number = attention.enter(other)
         return other
 
