@@ -244,8 +244,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The assistant's next turn in one or several conversations, by the model's chat template; else as `generate`.
 
-        Each message has a `role` and a `content`.
-        Raises: as `generate`; ValueError for a conversation that the template refuses.
+        Each message has a `role` and a `content`, both texts.
+        Raises: as `generate`; ValueError for a message that is none, and for a conversation that the template refuses.
         """
 
         def encoded(conversation: Any) -> list[int]:
@@ -253,7 +253,8 @@ class LLM:
                 raise PromptError(f"{self._model} has no tokenizer: give token ids to generate")
             return self._tokenizer.encode_chat(conversation, chat_template_kwargs)
 
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        listed = _listed("messages", messages, "a list of messages, or a list of such lists")
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         return self._generate(conversations, encoded, sampling_params, priorities, progress, continues=False)
 
     def close(self) -> None:
@@ -303,7 +304,7 @@ class LLM:
                 all_params = [sampling_params or SamplingParams()] * len(prompts)
             else:
                 wanted = "SamplingParams, or a list with one for each prompt"
-                all_params = _listed("params", sampling_params, wanted, len(prompts))
+                all_params = _listed("sampling_params", sampling_params, wanted, len(prompts))
             all_priorities = [0] * len(prompts)
             if priorities is not None:
                 all_priorities = _listed("priorities", priorities, "a list with a number for each prompt", len(prompts))
@@ -312,7 +313,7 @@ class LLM:
             for index, (prompt, params, priority) in enumerate(zip(prompts, all_params, all_priorities, strict=True)):
                 try:
                     if not isinstance(params, SamplingParams):
-                        raise ValueError(f"its params are {shortened(params)}; wanted SamplingParams")
+                        raise ValueError(f"its sampling_params are {shortened(params)}; wanted SamplingParams")
                     checked = int(_PRIORITY.checked("its priority", priority))
                     batch.add(self._answers(f"{name}-{index}", encoded(prompt), params, checked, continues))
                 except ValueError as error:

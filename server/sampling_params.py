@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from reprlib import repr as shortened
 from typing import Any, Final, NoReturn, TypeVar
 
 from vmmkv.units import counted, format_bytes
@@ -246,9 +247,16 @@ class SamplingParams:
             )
 
     def _check_structured_outputs(self) -> None:
-        wanted = 'one of json, regex, choice and grammar, such as {"regex": "[0-9]+"}'
-        if not isinstance(self.structured_outputs, Mapping) or len(self.structured_outputs) != 1:
-            _refuse("structured_outputs", self.structured_outputs, wanted)
+        asked = self.structured_outputs
+        if isinstance(asked, Mapping) and (unknown := [str(key) for key in asked if key not in _STRUCTURES]):
+            raise InvalidParam("structured_outputs", unknown_option("", unknown[0], list(_STRUCTURES)).lstrip())
+        if not isinstance(asked, Mapping) or len(asked) != 1:
+            _refuse("structured_outputs", asked, 'one of json, regex, choice and grammar, such as {"regex": "[0-9]+"}')
+        ((name, value),) = asked.items()
+        kinds, wanted = _STRUCTURES[name]
+        if not isinstance(value, kinds) or (name == "choice" and not all(isinstance(text, str) for text in value)):
+            given = "a class" if isinstance(value, type) else shortened(value)
+            raise InvalidParam(f"structured_outputs.{name}", f"is {given}; wanted {wanted}")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise InvalidParam(name, "is not for structured outputs, which end where the grammar does")
@@ -265,6 +273,14 @@ _CHANGE_PROBABILITIES: Final = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
 )  # fmt: skip
 """Parameters that change probabilities unless they have their defaults."""
+
+_STRUCTURES: Final[Mapping[str, tuple[Any, str]]] = {
+    "json": ((dict, bool), "a schema, such as MyModel.model_json_schema()"),
+    "regex": ((str,), "a text, such as '[0-9]+'"),
+    "choice": ((list, tuple), "a list of texts, such as ['yes', 'no']"),
+    "grammar": ((str,), "a text in GBNF, such as 'root ::= \"a\"'"),
+}
+"""The types of each kind of `structured_outputs`, and what a refusal asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

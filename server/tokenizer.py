@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import jinja2
@@ -33,6 +34,7 @@ _CONTEXT_TOKENS: Final = 8
 """Tokens before a text that its decoding can depend on, with room to spare."""
 _SPACE: Final = "▁"
 """SentencePiece's space."""
+_MESSAGE: Final = 'a message is {"role": ..., "content": text}'
 
 
 class PromptError(ValueError):
@@ -87,8 +89,9 @@ class Tokenizer:
 
         Each message has a `role` and a `content`. `variables` go to the template, such as `enable_thinking`.
 
-        Raises: PromptError if there is no template, or it refuses the conversation or fails on it.
+        Raises: PromptError if a message is none, or there is no template, or it refuses the conversation or fails on it.
         """
+        _check_messages(messages)
         if self._tokenizer.chat_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         # Templates know the older name of developer messages.
@@ -146,6 +149,19 @@ class Tokenizer:
         # A batch of one releases Python's lock; `encode` holds it, 1.4 s for a million characters.
         ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise PromptError(f"{shortened(messages)} is not a list of messages; {_MESSAGE}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise PromptError(f"message {index} is {shortened(message)}; {_MESSAGE}")
+        for name in ("role", "content"):
+            if message.get(name) is None:
+                raise PromptError(f"message {index} has no {name}; {_MESSAGE}")
+            if not isinstance(message[name], str):
+                raise PromptError(f"the {name} of message {index} is {shortened(message[name])}, which is no text; {_MESSAGE}")
 
 
 class Detokenizer:

@@ -56,17 +56,21 @@ def of_object() -> Grammar:
 
 
 def of_structured_outputs(asked: Mapping[str, Any]) -> Grammar:
-    """The grammar of vLLM's `structured_outputs`: one of json, regex, choice and grammar. Raises: GrammarRefused."""
-    match asked:
-        case {"json": dict() | bool() as schema, **others} if not others:
-            return of_schema(schema)
-        case {"regex": str() as pattern, **others} if not others:
-            return Grammar("regex", pattern)
-        case {"choice": list() | tuple() as choices, **others} if not others:
-            return of_choices(choices)
-        case {"grammar": str() as source, **others} if not others:
-            return Grammar("ebnf", source)
-    raise GrammarRefused("it must have exactly one of json (a schema), regex, choice (a list of texts) and grammar (GBNF)")
+    """The grammar of vLLM's `structured_outputs`, of which SamplingParams or pydantic has checked key and type.
+
+    Raises: GrammarRefused.
+    """
+    ((kind, value),) = asked.items()
+    match kind:
+        case "json":
+            return of_schema(value)
+        case "regex":
+            return Grammar("regex", value)
+        case "choice":
+            return of_choices(value)
+        case _:
+            assert kind == "grammar", kind
+            return Grammar("ebnf", value)
 
 
 def of_choices(choices: Sequence[str]) -> Grammar:

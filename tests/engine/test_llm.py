@@ -195,7 +195,7 @@ def test_what_was_known_of_a_prompt_is_said(engine: LLM) -> None:
         ),
         ([[-1]], None, "prompt 0: Invalid prompt: -1 is not a token id"),
         ([[1] * 8000], SamplingParams(max_tokens=500), "lower max_tokens to 192"),
-        (["a", "b"], [SamplingParams()], "1 params for 2 prompts"),
+        (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         (["a"], SamplingParams(logit_bias={999: 1.0}), "Invalid logit_bias: 999 is not a token id"),
         (["a"], SamplingParams(stop_token_ids=[1, 999]), "Invalid stop_token_ids: 999 is not a token id"),
         (["\ud800"], None, "half of a surrogate pair"),
@@ -216,9 +216,9 @@ def test_what_was_known_of_a_prompt_is_said(engine: LLM) -> None:
         ({"a", "b"}, None, "wanted a text, token ids"),
         (torch.tensor(5), None, "prompts=5: wanted"),
         (torch.tensor([1.5, 2.5]), None, "prompt 0: 1.5 is not a token id"),
-        (["a", "b"], [SamplingParams(), None], "prompt 1: its params are None; wanted SamplingParams"),
-        (["a"], {"max_tokens": 5}, "params={'max_tokens': 5}: wanted SamplingParams, or a list"),
-        (["a"], 5, "params=5: wanted SamplingParams"),
+        (["a", "b"], [SamplingParams(), None], "prompt 1: its sampling_params are None; wanted SamplingParams"),
+        (["a"], {"max_tokens": 5}, "sampling_params={'max_tokens': 5}: wanted SamplingParams, or a list"),
+        (["a"], 5, "sampling_params=5: wanted SamplingParams"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(engine: LLM, prompts: Any, params: Any, said: str) -> None:
@@ -486,8 +486,25 @@ def test_a_chat_is_the_models_template_and_its_answer_alone(engine: LLM) -> None
     assert one.prompt_token_ids == prompt
     assert one.outputs[0].token_ids == engine.generate(prompt, GREEDY)[0].outputs[0].token_ids
     assert [each.outputs for each in engine.chat([HELLO, HELLO], GREEDY)] == [one.outputs] * 2
-    with pytest.raises(ValueError, match="prompt 0: the model's chat template refuses"):
-        engine.chat([{"role": "assistant", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "assistant", "content": "a"}], "prompt 0: the model's chat template refuses"),
+        ("hello", "messages='hello': wanted a list of messages"),
+        (HELLO[0], "wanted a list of messages"),
+        (["hello"], "prompt 0: 'hello' is not a list of messages; a message is {"),
+        ([HELLO, [{"role": "user"}]], 'prompt 1: message 0 has no content; a message is {"role": ..., "content": text}'),
+        ([*HELLO, {"content": "a"}], "prompt 0: message 1 has no role"),
+        ([*HELLO, {"role": "assistant", "content": None}], "prompt 0: message 1 has no content"),
+        ([*HELLO, "hello"], "prompt 0: message 1 is 'hello'; a message is"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "which is no text; a message is"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_what_is_one(engine: LLM, messages: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        engine.chat(messages)
 
 
 def test_a_beam_search_gives_its_best_answers(engine: LLM) -> None:
@@ -506,7 +523,5 @@ def test_an_answer_follows_its_grammar(directory: Path, tmp_path: Path) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=each) for each in asked]
     with LLM(ended, **OPTIONS) as one:
         texts = [found.outputs[0].text for found in one.generate(["abc"] * 3, params)]
-        with pytest.raises(ValueError, match="structured_outputs: it must have exactly one of"):
-            one.generate("abc", SamplingParams(structured_outputs={"xml": "a"}))
     for text, pattern in zip(texts, ("[0-9]{3}", "left|right", "true|false"), strict=True):
         assert re.fullmatch(pattern, text)

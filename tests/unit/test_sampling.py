@@ -5,13 +5,15 @@ import dataclasses
 import inspect
 import math
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vmmkv.server.http.schemas import ChatRequest, CompletionRequest
-from vmmkv.server.sampling_params import ELSEWHERE, SamplingParams
+from vmmkv.server.sampling_params import ELSEWHERE, InvalidParam, SamplingParams
 
 
 def test_the_defaults_ask_for_sixteen_tokens_of_the_model_as_it_is() -> None:
@@ -82,6 +84,9 @@ def test_the_ends_of_the_ranges_are_inside(options: dict[str, Any]) -> None:
         ("seed", np.float64(1), "64 bits"),
         ("ignore_eos", 1, "True or False"),
         ("logprobs", -1, "0 or more"),
+        ("structured_outputs", {}, "one of json, regex, choice and grammar"),
+        ("structured_outputs", {"json": {}, "regex": "a"}, "one of json, regex, choice and grammar"),
+        ("structured_outputs", "[0-9]", "one of json, regex, choice and grammar"),
     ],
 )
 def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wanted: str) -> None:
@@ -89,6 +94,24 @@ def test_a_refusal_names_the_option_and_what_it_may_be(name: str, value: Any, wa
         SamplingParams(**{name: value})
     assert str(raised.value).startswith(f"{name} is ")
     assert wanted in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"json": Path}, r"\.json is a class; wanted a schema, such as MyModel\.model_json_schema\(\)$"),
+        ({"json": "{}"}, r"\.json is '{}'; wanted a schema"),
+        ({"regex": re.compile("a")}, r"\.regex is re\.compile\('a'\); wanted a text"),
+        ({"choice": "yes"}, r"\.choice is 'yes'; wanted a list of texts"),
+        ({"choice": ["yes", 1]}, r"\.choice is \['yes', 1\]; wanted a list of texts"),
+        ({"grammar": None}, r"\.grammar is None; wanted a text in GBNF"),
+        ({"jsn": {}}, r" has no option jsn; did you mean json\?$"),
+        ({None: "a"}, r" has no option None; it has json, regex, choice, grammar$"),
+    ],
+)
+def test_a_structure_is_refused_by_its_kind_and_what_that_may_be(asked: Any, said: str) -> None:
+    with pytest.raises(InvalidParam, match="^structured_outputs" + said):
+        SamplingParams(structured_outputs=asked)
 
 
 @pytest.mark.parametrize(
