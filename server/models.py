@@ -12,6 +12,7 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -40,6 +41,7 @@ HASHED_ON_USE_BYTES: Final = 16 * MIB
 HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files fetched from a hub: no pickled weights, which can run code when they are loaded."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_CONVERSION_NEEDS: Final = ("accelerate", "gguf", "safetensors", "transformers")
 _STDERR: Final = 2
 
 
@@ -189,6 +191,8 @@ def fetch(model: KnownModel, *, cache_dir: Path, force: bool = False, thorough: 
     target = model_dir(model, cache_dir)
     if not force and target.is_dir() and manifest_problem(target, model, thorough=thorough) is None:
         return target
+    if missing := [name for name in _CONVERSION_NEEDS if importlib.util.find_spec(name) is None]:
+        raise ModelUnavailable(f"fetching needs {', '.join(missing)}: pip install '.[hf]'")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f"{model.name}.lock"), model.name):
@@ -286,8 +290,11 @@ def convert_in_child(model: KnownModel, gguf: Path, target: Path) -> None:
     root = str(Path(next(iter(vmmkv.__path__))).parent)
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "vmmkv.server.models", str(gguf), str(target), model.eos_token]
-    # It ends with this process, whose lock would be free for another fetch.
-    finished = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False, preexec_fn=die_with_parent())
+    # It ends with this process, whose lock would be free for another fetch. In a process group of its own Ctrl-C does not
+    # reach it, which would print a traceback: `run` kills it then.
+    finished = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, check=False, process_group=0, preexec_fn=die_with_parent()
+    )
     if finished.returncode:
         raise ModelUnavailable(
             f"converting {gguf.name} failed (exit status {finished.returncode}; its message is above); the download is kept: "

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from vmmkv.cli.main import main
 from vmmkv.server import models
 from vmmkv.server.models import MANIFEST_NAME, Artifact, KnownModel, ModelUnavailable, fetch, resolve
 
+CONVERT_IN_CHILD = models.convert_in_child
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 64
 
 
@@ -104,6 +106,21 @@ def test_an_interrupted_conversion_goes_on_without_a_second_download(source: Sou
     source.fetch()
     assert source.downloads == 1
     assert source.left_over == []
+
+
+def test_ctrl_c_does_not_reach_the_conversion(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\nsys.exit(os.getpgrp() == os.getpgid(os.getppid()))\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    CONVERT_IN_CHILD(source.model, tmp_path / "tiny.gguf", tmp_path)
+
+
+def test_nothing_is_downloaded_without_what_converts_it(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_CONVERSION_NEEDS", ("json", "no_such_package"))
+    with pytest.raises(ModelUnavailable, match=r"^fetching needs no_such_package: pip install '\.\[hf\]'$"):
+        source.fetch()
+    assert source.downloads == 0
 
 
 def test_half_of_an_unpacked_file_is_not_used(source: Source) -> None:
