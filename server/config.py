@@ -186,7 +186,8 @@ class FrontConfig:
     api_keys: Annotated[
         tuple[str, ...],
         _ADDRESS(
-            "require this key on every route but /health; repeatable. Other users of this machine see it in the process list",
+            "require this key on every route but /health and the page's files; repeatable. Other users of this machine see it "
+            "in the process list",
             "KEY",
             "no key needed",
             "api_key",

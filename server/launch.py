@@ -282,6 +282,7 @@ def _announcement(ready: Ready, model: str, listener: socket.socket) -> str:
     host = f"\\[{host}]" if ":" in host else host
     return (
         f"vmmkv serves {model} ({ready.dtype} on {ready.device}, {ready.implementation} implementation) at http://{host}:{port}/v1\n"
+        f"page: http://{host}:{port}/\n"
         f"KV budget {format_bytes(limits.budget_bytes)}: {counted(limits.pool_tokens, 'token', ',')}; "
         f"{counted(limits.max_sequences, 'sequence')} of up to {counted(limits.max_tokens, 'token', ',')}"
     )

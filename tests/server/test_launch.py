@@ -154,9 +154,10 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(model_dir: Path) -> 
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny"]
         assert client.completions.create(model="tiny", prompt="hello").choices[0].text == "hello"
-        warning, stage, serves, budget = served.log().splitlines()
+        warning, stage, serves, page, budget = served.log().splitlines()
         assert "listens beyond this machine and has no keys" in warning
         assert re.fullmatch(r"weights: [\d.]+ s", stage), "without a terminal each finished stage is a line"
+        assert re.fullmatch(r"page: http://0\.0\.0\.0:\d+/", page)
         assert serves.startswith("vmmkv serves") and budget.startswith("KV budget")
         served.process.send_signal(signal.SIGTERM)
         assert served.ends() == 0
