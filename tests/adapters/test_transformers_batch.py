@@ -678,6 +678,13 @@ class IndicesByStream(TorchDispatchMode):
             self.read.append((args[2], self.stream))
         return func(*args, **kwargs or {})
 
+    def streams(self) -> set[tuple[str, ...]]:
+        """The streams that one index was read on, for each."""
+        of_index: dict[int, set[str]] = {}
+        for index, stream in self.read:
+            of_index.setdefault(index.untyped_storage()._cdata, set()).add(stream)
+        return {tuple(sorted(streams)) for streams in of_index.values()}
+
 
 def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, far_slots: None
@@ -698,8 +705,17 @@ def test_an_index_is_read_on_the_stream_that_it_was_made_on_and_no_other(
             append(cache, 4, 1)
         indices.stream = "second"
     assert recorded[-2:] == ["first", "second"]  # what is closed there waits too
-    streams_of: dict[int, set[str]] = {}
-    for index, stream in indices.read:
-        streams_of.setdefault(index.untyped_storage()._cdata, set()).add(stream)
-    assert {stream for streams in streams_of.values() for stream in streams} == {"first", "second", "third"}
-    assert all(len(streams) == 1 for streams in streams_of.values())
+    assert indices.streams() == {("first",), ("second",), ("third",)}
+
+
+def test_a_deep_copy_on_another_stream_makes_indices_of_its_own(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "record_stream", lambda cache, stream: None)
+    with VmmCache(llama().config, pool) as cache, torch.inference_mode(), IndicesByStream() as indices:
+        monkeypatch.setattr(cache_module, "_current_stream", lambda device: indices.stream)
+        for layer in range(4):
+            cache.update(*torch.randn(2, 1, 2, 3, 32).repeat_interleave(8, dim=1), layer)  # equal prompts, kept once
+        cache.states(2)
+        with copy.deepcopy(cache) as other:
+            for each, indices.stream in ((other, "second"), (cache, "first")):
+                each.states(2)
+    assert indices.streams() == {("first",), ("second",)}

@@ -6,7 +6,8 @@ cache for each window, so that a layer is one strided tensor:
     slot first     | p | p | p | p | new |
     slot first + 1 | p | p | p | p | new |
 
-Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads; T tokens; D head dim.
+Legend: B rows of the batch, or sequences; P pairs of rows; L layers; K kv heads; T tokens; D head dim;
+S slots; E elements of a row of all layers.
 """
 
 import copy

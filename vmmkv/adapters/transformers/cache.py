@@ -24,7 +24,7 @@ A forward pass:
 Between passes nothing is copied: a batch that is repeated, selected or reordered changes its `Lineage` at once, and memory
 follows before the next token. A pass that is not finished counts for nothing.
 
-Legend: B rows of the batch; K kv heads; T tokens; D head dim.
+Legend: B rows of the batch; K kv heads; T tokens; D head dim; E elements of a row of all layers.
 """
 
 import copy
