@@ -86,7 +86,8 @@ def check(problem: dict[str, Any]) -> torch.Tensor:
     assert given_MN is target_MN
     wide_MN = target_MN._base
     assert wide_MN[:, :8].isnan().all() and wide_MN[:, -8:].isnan().all()
-    assert_close(given_MN, truth_MN, torchs_MN)
+    # The gate is rounded after the layer, after silu and after the product.
+    assert_close(given_MN, truth_MN, torchs_MN, roundings=3 if problem.get("gated") else 0)
     return given_MN
 
 
