@@ -86,8 +86,7 @@ def check(problem: dict[str, Any]) -> torch.Tensor:
     assert given_MN is target_MN
     wide_MN = target_MN._base
     assert wide_MN[:, :8].isnan().all() and wide_MN[:, -8:].isnan().all()
-    # The gate is rounded after the layer, after silu and after the product.
-    assert_close(given_MN, truth_MN, torchs_MN, roundings=3 if problem.get("gated") else 0)
+    assert_close(given_MN, truth_MN, torchs_MN)
     return given_MN
 
 
@@ -103,7 +102,7 @@ FORMS = ("plain", "norm bias residual", "gated norm bias")
          ("gated norm", 2, 40, 712, FP32, DOTS), ("norm bias residual", 8, 40, 712, FP16, SPLITS)],
         [*((form, rows, *shape, dtype, None)
            for form in FORMS for rows in (1, 3, MAX_ROWS) for shape in SHAPES for dtype in (FP16, FP32)),
-         *((form, rows, 40, 712, dtype, cut) for form in FORMS[1:] for rows in (1, 2, 8)
+         *((form, rows, 40, 712, dtype, cut) for form in ("norm bias residual", "gated norm") for rows in (1, 2, 8)
            for cut in (REGISTERS, ONE_ROW, DOTS, SPLITS) for dtype in (FP16, FP32))],
     ),
 )  # fmt: skip

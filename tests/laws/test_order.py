@@ -113,7 +113,8 @@ def test_a_parked_slot_is_not_unmapped_before_a_copy_from_it_has_run(device):
     device.live = device.opened("red")
 
 
-def test_copies_come_behind_what_recorded_streams_write_and_before_what_they_read(device):
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_copies_come_behind_what_recorded_streams_write_and_before_what_they_read(device, exchanges):
     side = device.driver.new_stream()
     device.cache.record_stream(side)
     source = device.live
@@ -121,19 +122,8 @@ def test_copies_come_behind_what_recorded_streams_write_and_before_what_they_rea
     with device.driver.on(side):
         device.step(5)
     (fork,) = device.cache.fork(source.sequence)
-    with device.driver.on(side):
-        attend(device.driver, opened(device.cache, fork, owner=source.owner, stamps=source.stamps))
-
-
-def test_a_shared_page_is_exchanged_behind_what_recorded_streams_write(device):
-    side = device.driver.new_stream()
-    device.cache.record_stream(side)
-    source = device.live
-    source.sequence.grow(5)
-    with device.driver.on(side):
-        device.step(5)
-    (fork,) = device.cache.fork(source.sequence)
-    fork.own_from(1)
+    if exchanges:
+        fork.own_from(1)  # the page that both hold
     with device.driver.on(side):
         attend(device.driver, opened(device.cache, fork, owner=source.owner, stamps=source.stamps))
 
