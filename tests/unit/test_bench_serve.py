@@ -137,13 +137,14 @@ def kernel(name: str, start_us: float, end_us: float) -> KernelSpan:
 
 
 def test_an_instant_belongs_to_the_kernel_that_has_run_longest() -> None:
-    step = [kernel("_begin", 0, 1), kernel("attend", 1, 5), kernel("gemm", 3, 8), kernel("copy", 9, 10)]
-    again = [kernel(each.name, each.start_us + 12, each.end_us + 12) for each in step]
-    (times,) = steps_of([*step, *again])
-    assert times.by_kind_us == {"attention": 4, "GEMM": 3, "other kernels": 2}
-    assert (times.total_us, times.gaps_us, times.between_us, times.num_kernels) == (12, 3, 2, 4)
-    with pytest.raises(WrongNumbers, match="no whole one"):
-        steps_of(step)
+    step = [kernel("_begin", 0, 1), kernel("attend", 1, 5), kernel("gemm", 3, 8), kernel("_end", 9, 10)]
+    again = [kernel(each.name, each.start_us + 12, each.end_us + 12) for each in step[1:]]
+    decode, mixed = steps_of([*step, *again])
+    gaps = {"gaps": 4, "gap between steps": 3}
+    assert decode == (13, {"attention": 4, "GEMM": 3, "other kernels": 2, **gaps}, 4, False)
+    assert mixed.is_mixed and mixed.total_us == 9 and mixed.parts_us["gap between steps"] == 0
+    with pytest.raises(WrongNumbers, match="no end of a step"):
+        steps_of(step[:-1])
     assert steps.kind_of("_prefill_hopper") == "attention"
 
 

@@ -7,7 +7,7 @@ compared     closed, rates, outside: systems over the same weights with the same
 outside      transformers and vLLM as systems
 over_http    http: the same requests by `vmmkv serve` over HTTP, asked by client processes (client)
 grammar      answers by a grammar: masks, and jump-forward (schemas)
-steps        step, breakdown: decode steps against the byte limit, and by kernel
+steps        step, breakdown: decode steps against the byte limit, and steps by kind of kernel
 """
 
 from collections.abc import Callable

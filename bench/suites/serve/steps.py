@@ -1,4 +1,4 @@
-"""Decode steps: against the time to read weights, K and V once, and from the profiler what they are made of.
+"""Steps: decode steps against the time to read weights, K and V once, and from the profiler what all steps are made of.
 
     kernels   |== a ==|   |== b =====|
                                |== c =========|        c waits in its beginning for b: programmatic dependent launch
@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import WrongNumbers
 from bench.suites.serve import Context
-from bench.suites.serve.generate import random_tokens
-from bench.suites.serve.models import Weights, read_s
+from bench.suites.serve.generate import random_tokens, stages
+from bench.suites.serve.models import Weights, prefill_s, read_s
 from bench.suites.serve.systems import EngineLimits, EngineSystem
 from vmmkv.units import ceil_div
 
@@ -34,8 +34,10 @@ _SETTLING: Final = 8
 _PROFILED: Final = 20
 _COPIES: Final = ("Memcpy", "Memset")
 """What the profiler calls what is no kernel. While nothing else is done, they are in the gaps."""
-_STEP_BEGINS: Final = "_begin"
-"""The first kernel of each decode step, by its name: see kernels/step.py."""
+_DECODE_BEGINS: Final = "_begin"
+"""The first kernel of a decode step, by its name; a mixed step has none of it. See kernels/step.py."""
+_STEP_ENDS: Final = "_end"
+"""The last kernel of each step."""
 _OTHER: Final = "other kernels"
 _KINDS: Final = (
     ("attention", re.compile(r"attend|merge_|prefill|flash|fmha|attention|sdpa")),
@@ -45,11 +47,14 @@ _KINDS: Final = (
 
 
 def run(context: Context, part: str) -> None:
-    """Decode steps, timed or profiled."""
-    if part == "breakdown" and not context.settings.on_gpu:
+    """Steps, timed or profiled."""
+    if part == "step":
+        _time_steps(context, context.engine(_open, context))
+    elif context.settings.on_gpu:
+        _break_down_decoding(context, context.engine(_open, context))
+        _break_down_mixed(context, context.engine(_open, context))
+    else:
         context.recorder.say("absent: breakdown: there are no kernels to trace on a CPU")
-        return
-    (_time_steps if part == "step" else _break_down)(context, context.engine(_open, context))
 
 
 def _open(context: Context) -> EngineSystem:
@@ -77,7 +82,7 @@ def _time_steps(context: Context, engine: EngineSystem) -> None:
             context.recorder.samples(name, _SYSTEM, "step", "us", times_us, limit_us)
 
 
-def _break_down(context: Context, engine: EngineSystem) -> None:
+def _break_down_decoding(context: Context, engine: EngineSystem) -> None:
     """For every batch, at one context: the time of each kind of kernel, and of none.
 
     The profiler is started and stopped while steps are under way: on CUDA 13 a session without kernels was seen to leave all
@@ -90,13 +95,33 @@ def _break_down(context: Context, engine: EngineSystem) -> None:
         with recorder.guarded(name, _SYSTEM):
             steps = steps_of(_trace(context, engine, batch, rows))
             steps = steps[1:-1] or steps  # the profiler's beginning and end disturb the steps beside them
+            counts = {each.num_kernels for each in steps}
+            if max(counts) > 2 * min(counts):
+                raise WrongNumbers(f"the steps of the trace have from {min(counts)} to {max(counts)} kernels: it is not steady")
             recorder.samples(name, _SYSTEM, "step, profiled", "us", [each.total_us for each in steps])
             recorder.samples(name, _SYSTEM, "kernels", "/step", [each.num_kernels for each in steps])
-            shares = {kind: [each.by_kind_us[kind] for each in steps] for kind, _ in _KINDS}
-            shares |= {"gaps": [each.gaps_us for each in steps], "gap between steps": [each.between_us for each in steps]}
-            for metric, parts_us in shares.items():
-                of_step = [100 * us / each.total_us for us, each in zip(parts_us, steps, strict=True)]
+            for metric in steps[0].parts_us:
+                of_step = [100 * each.parts_us[metric] / each.total_us for each in steps]
                 recorder.samples(name, _SYSTEM, metric, "% of the step", of_step)
+
+
+def _break_down_mixed(context: Context, engine: EngineSystem) -> None:
+    """The requests of the part `mixed`, from the first to the last step: seconds by kind of step and of kernel."""
+    (stage,), recorder, model = stages(context.model, context.settings, "mixed"), context.recorder, context.model
+    name = context.name("breakdown", stage.workload.text)
+    with recorder.guarded(name, _SYSTEM):
+        engine.run(stage.workload)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            engine.run(stage.workload)
+        steps = steps_of(_kernels_of(profiler))
+        mixed_s = sum(prefill_s(model, 0, len(ask.prompt)) for ask in stage.workload.asks)
+        bounds = {("mixed", "total"): mixed_s, ("decode", "total"): stage.bound_s - mixed_s}
+        for kind in ("mixed", "decode"):
+            of_kind = [each for each in steps if each.is_mixed == (kind == "mixed")]
+            parts_s = {part: 1e-6 * sum(each.parts_us[part] for each in of_kind) for part in steps[0].parts_us}
+            bounds[kind, "GEMM"] = mixed_s if kind == "mixed" else len(of_kind) * read_s(model, 0)
+            for part, seconds in {"total": 1e-6 * sum(each.total_us for each in of_kind), **parts_s}.items():
+                recorder.figure(name, _SYSTEM, f"{kind} steps: {part}", "s", seconds, len(of_kind), bounds.get((kind, part)))
 
 
 @torch.inference_mode()
@@ -147,15 +172,10 @@ class StepTimes(NamedTuple):
     """Of one step, from its first kernel's beginning to that of the next step."""
 
     total_us: float
-    by_kind_us: dict[str, float]
-    between_us: float
-    """From its last kernel's end to the next step's first kernel."""
+    parts_us: dict[str, float]
+    """By kind of kernel; `gaps`, in which no kernel runs; and of these `gap between steps`, behind the last kernel."""
     num_kernels: int
-
-    @property
-    def gaps_us(self) -> float:
-        """All time in which no kernel runs."""
-        return max(0.0, self.total_us - sum(self.by_kind_us.values()))
+    is_mixed: bool
 
 
 def _trace(context: Context, engine: EngineSystem, batch: int, rows: int) -> list[KernelSpan]:
@@ -167,6 +187,10 @@ def _trace(context: Context, engine: EngineSystem, batch: int, rows: int) -> lis
             profiler.start()
         elif number == _SETTLING + _PROFILED:
             profiler.stop()
+    return _kernels_of(profiler)
+
+
+def _kernels_of(profiler: profile) -> list[KernelSpan]:
     return [
         KernelSpan(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()  # type: ignore[no-untyped-call]
@@ -180,21 +204,22 @@ def kind_of(name: str) -> str:
 
 
 def steps_of(kernels: Iterable[KernelSpan]) -> list[StepTimes]:
-    """All steps that are wholly in a trace. Raises: WrongNumbers if there is none, or they do not have the same kernels."""
+    """The steps of a trace; its beginning may cut the first. Raises: WrongNumbers if there is none."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start_us)
-    begins = [index for index, kernel in enumerate(ordered) if kernel.name == _STEP_BEGINS]
-    if len(begins) < 2:
-        raise WrongNumbers(f"{len(ordered)} kernels were seen, and {len(begins)} beginnings of steps: there is no whole one")
+    ends = [index for index, kernel in enumerate(ordered, 1) if kernel.name == _STEP_ENDS]
+    if not ends:
+        raise WrongNumbers(f"{len(ordered)} kernels were seen, and no end of a step")
     steps = []
-    busy_until_us = max((kernel.end_us for kernel in ordered[: begins[0]]), default=float("-inf"))
-    for begin, end in itertools.pairwise(begins):
-        by_kind = {kind: 0.0 for kind, _ in _KINDS}
+    busy_until_us = float("-inf")
+    for begin, end in itertools.pairwise([0, *ends]):
+        parts_us = {kind: 0.0 for kind, _ in _KINDS}
         for kernel in ordered[begin:end]:  # a kernel's own time is that after those that began before it had ended
-            by_kind[kind_of(kernel.name)] += max(0.0, kernel.end_us - max(kernel.start_us, busy_until_us))
+            parts_us[kind_of(kernel.name)] += max(0.0, kernel.end_us - max(kernel.start_us, busy_until_us))
             busy_until_us = max(busy_until_us, kernel.end_us)
-        last_us, next_us = max(kernel.end_us for kernel in ordered[begin:end]), ordered[end].start_us
-        steps.append(StepTimes(next_us - ordered[begin].start_us, by_kind, max(0.0, next_us - last_us), end - begin))
-    counts = {each.num_kernels for each in steps}
-    if max(counts) > 2 * min(counts):
-        raise WrongNumbers(f"the steps of the trace have from {min(counts)} to {max(counts)} kernels: it is not steady")
+        next_us = ordered[end].start_us if end < len(ordered) else busy_until_us
+        total_us = next_us - ordered[begin].start_us
+        parts_us["gaps"] = max(0.0, total_us - sum(parts_us.values()))
+        parts_us["gap between steps"] = max(0.0, next_us - busy_until_us)
+        is_mixed = all(kernel.name != _DECODE_BEGINS for kernel in ordered[begin:end])
+        steps.append(StepTimes(total_us, parts_us, end - begin, is_mixed))
     return steps
