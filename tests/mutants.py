@@ -233,6 +233,13 @@ MUTANTS = (
         (CACHE,),
     ),
     Mutant(
+        "a slot that is not free again when nothing is mapped there",
+        MAPPER,
+        "            self.emptied_slots.add(mapping.span.slot)\n",
+        "            pass\n",
+        (CACHE,),
+    ),
+    Mutant(
         "a rollback that leaves a page",
         MAPPER,
         "for mapping in reversed(self._new):",
@@ -242,8 +249,8 @@ MUTANTS = (
     Mutant(
         "a pinned slot not spared",
         "cache.py",
-        "next((slot for slot in self.parked_slots if slot not in pinned), next(iter(self.parked_slots)))",
-        "next(iter(self.parked_slots))",
+        "next(self.unpinned(parked_slots), next(iter(parked_slots))).slot",
+        "next(iter(parked_slots)).slot",
         (PREFIX_UNIT,),
     ),
     Mutant(

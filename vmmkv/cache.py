@@ -21,6 +21,7 @@ can fail come first: a failure leaves the slots as they were.
 import contextlib
 import functools
 import itertools
+import operator
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -396,6 +397,10 @@ class KVCache(_Planes):
         """Internal: the running sequences by slot."""
         self.parked_slots: dict[int, ParkedSlot] = {}
         """Internal: the parked slots, the oldest first."""
+        self.loose_slots: dict[int, ParkedSlot] = {}
+        """Internal: those of them that the prefix tree does not keep, in the same order."""
+        self._parked_of: dict[tuple[Hashable, bool], dict[int, ParkedSlot]] = {}
+        """The parked slots by tenant, the blank ones apart, in the same order."""
         self.prefix: PrefixIndex | None = None
         """Internal: the prefix tree that shares this cache's slots and extents, if there is one."""
         self.blocked_steps = 0
@@ -759,6 +764,14 @@ class KVCache(_Planes):
             self.memory.check()
             assert sorted(self.sequences) == self.table.where(SlotState.LIVE), "a live slot has no sequence"
             assert sorted(self.parked_slots) == self.table.where(SlotState.PARKED), "a parked slot is not listed"
+            parked_slots = self.parked_slots.values()
+            assert list(parked_slots) == sorted(parked_slots, key=_stamp), "parked slots are out of order"
+            loose = [parked for parked in parked_slots if self.prefix is None or parked.slot not in self.prefix.parked_at]
+            assert list(self.loose_slots.values()) == loose, "the slots that no prefix tree keeps are miscounted"
+            assert sum(map(len, self._parked_of.values())) == len(parked_slots), "a parked slot is of two tenants, or of none"
+            for (tenant, is_blank), found in self._parked_of.items():
+                wanted = [parked for parked in parked_slots if (parked.tenant, not parked.length) == (tenant, is_blank)]
+                assert list(found.values()) == wanted != [], f"the parked slots of {tenant!r} are miscounted"
             for slot, parked in self.parked_slots.items():
                 assert parked.num_pages == self.memory.num_pages(slot), f"parked slot {slot} has lost or gained pages"
             if self.prefix is not None:
@@ -788,11 +801,9 @@ class KVCache(_Planes):
 
     def open_any(self, end: int, tenant: Hashable) -> Sequence:
         """A new sequence in a blank parked slot of the tenant, a free slot, or one that is made free: see `open`."""
-        parked = [parked for parked in self.parked_slots.values() if parked.tenant == tenant]
-        blank = [each for each in parked if not each.length]
-        chosen = blank[-1] if blank else None
-        if chosen is None and not self.table.where(SlotState.FREE):
-            chosen = next((each for each in parked if not self.is_pinned(each.slot)), None)
+        chosen = next(reversed(self._parked_of.get((tenant, True), {}).values()), None)
+        if chosen is None and not self.table.num(SlotState.FREE):
+            chosen = next(self.unpinned(self._parked_of.get((tenant, False), {}).values()), None)
         if chosen is not None:
             self.check_capture()
             return self.take_over(chosen, 0, end)
@@ -802,7 +813,7 @@ class KVCache(_Planes):
         """A parked slot becomes live with what is mapped there, and its first rows if `num_tokens` is not 0."""
         slot = parked.slot
         self._leave_slot(slot)
-        del self.parked_slots[slot]  # so that making room for it does not evict it
+        self._unlist(parked)  # so that making room for it does not evict it
         try:
             parked.fence.order(self.memory.streams)
             sharing.cut_shared(self.memory, slot, num_tokens, parked.fence)
@@ -813,8 +824,10 @@ class KVCache(_Planes):
             self.memory.unuse(slot)
             parked.length = min(parked.length, self.memory.committed(slot))  # what was cut by now does not come back
             parked.num_pages = self.memory.num_pages(slot)
-            self.parked_slots[slot] = parked
-            self.parked_slots = dict(sorted(self.parked_slots.items(), key=lambda entry: entry[1].stamp))
+            for listed in self._list(parked):
+                in_order = sorted(listed.values(), key=_stamp)
+                listed.clear()
+                listed.update((each.slot, each) for each in in_order)
             with contextlib.suppress(DriverError):  # else the device is lost, and nothing is read or unmapped any more
                 parked.fence = self.memory.fence()
             raise
@@ -863,8 +876,9 @@ class KVCache(_Planes):
         self._leave_slot(slot)
         self.memory.unuse(slot)
         num_pages = self.memory.num_pages(slot)
-        self.parked_slots[slot] = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), fence, num_pages)
-        return self.parked_slots[slot]
+        parked = ParkedSlot(slot, num_tokens, sequence.tenant, self.pool.tick(), fence, num_pages)
+        self._list(parked)
+        return parked
 
     def end_sequence(self, sequence: Sequence) -> None:
         """End a sequence and reclaim its memory. Cost: the limit's write, which gives the fence, or a fence."""
@@ -878,7 +892,7 @@ class KVCache(_Planes):
     def evict_parked(self, parked: ParkedSlot) -> None:
         """Reclaim a parked slot's memory. No driver call."""
         slot = parked.slot
-        del self.parked_slots[slot]
+        self._unlist(parked)
         self._leave_slot(slot)
         self.table.clear(slot, SlotState.CLOSING)
         self.memory.reclaim_all(slot, parked.fence)
@@ -911,9 +925,10 @@ class KVCache(_Planes):
 
     def _run_to_clear(self, count: int) -> int:
         """The first of `count` adjacent slots that run no sequence, without pinned ones if possible; one: the oldest parked."""
-        pinned = [slot for slot in self.parked_slots if self.is_pinned(slot)]
         if count == 1 and self.parked_slots:
-            return next((slot for slot in self.parked_slots if slot not in pinned), next(iter(self.parked_slots)))
+            parked_slots = self.parked_slots.values()
+            return next(self.unpinned(parked_slots), next(iter(parked_slots))).slot
+        pinned = [slot for slot in self.parked_slots if self.is_pinned(slot)]
         states = SlotState.FREE, SlotState.PARKED, SlotState.CLOSING
         for spared in (pinned, ()):
             first = self.table.run_of(count, *states, without=spared)
@@ -927,6 +942,10 @@ class KVCache(_Planes):
     def is_pinned(self, slot: int) -> bool:
         """Does the prefix cache keep this parked slot before others?"""
         return self.prefix is not None and self.prefix.is_pinned(slot)
+
+    def unpinned(self, parked_slots: Iterable[ParkedSlot]) -> Iterator[ParkedSlot]:
+        """Those without pinned rows, in the same order. Cost: grows with the pinned ones that come first."""
+        return (parked for parked in parked_slots if not self.is_pinned(parked.slot))
 
     def forget_rows(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
@@ -968,9 +987,11 @@ class KVCache(_Planes):
     def idle_pages(self, enough: int) -> int:
         """Pages that can be evicted and that no running work may touch; counted no further than `enough`."""
         num_pages = self.memory.mapper.passed_pages()
-        for parked in itertools.takewhile(lambda parked: parked.fence.done(), self._evictable_slots()):  # the oldest goes first
+        for parked in self.loose_slots.values():
             if num_pages >= enough:
                 return num_pages
+            if not parked.fence.done():  # the oldest goes first
+                break
             num_pages += self.memory.idle_pages(parked.slot)
         if self.prefix is not None:
             num_pages += self.prefix.idle_pages(enough - num_pages)
@@ -982,7 +1003,7 @@ class KVCache(_Planes):
 
     def oldest_evictable(self) -> Evictable | None:
         """The least recently used parked slot, or leaf of the prefix tree, and how to evict it."""
-        parked, leaf = next(self._evictable_slots(), None), None if self.prefix is None else self.prefix.oldest()
+        parked, leaf = next(iter(self.loose_slots.values()), None), None if self.prefix is None else self.prefix.oldest()
         if parked is None or (leaf is not None and leaf.stamp < parked.stamp):
             return leaf
         return Evictable(parked.stamp, parked.fence.done(), lambda: self.evict_parked(parked))
@@ -992,8 +1013,10 @@ class KVCache(_Planes):
         try:
             return self.memory.mapper.collect(budget_us, max_pages)
         finally:
-            for slot in self.table.where(SlotState.CLOSING):
-                self._free_if_bare(slot)
+            emptied = self.memory.mapper.emptied_slots
+            while emptied:
+                if self.table.states[slot := emptied.pop()] == SlotState.CLOSING:
+                    self._free_if_bare(slot)
 
     def wait_for_reclaim(self) -> bool:
         """Block until the oldest fence of reclaimed memory has passed; False if there is none."""
@@ -1024,6 +1047,19 @@ class KVCache(_Planes):
     def _leave_slot(self, slot: int) -> None:
         if self.prefix is not None:
             self.prefix.leave(slot)
+
+    def _list(self, parked: ParkedSlot) -> tuple[dict[int, ParkedSlot], ...]:
+        """Add a parked slot as the newest one to all lists that it is in, and return these."""
+        of_tenant = self._parked_of.setdefault((parked.tenant, not parked.length), {})
+        self.parked_slots[parked.slot] = self.loose_slots[parked.slot] = of_tenant[parked.slot] = parked
+        return self.parked_slots, self.loose_slots, of_tenant
+
+    def _unlist(self, parked: ParkedSlot) -> None:
+        of_tenant = self._parked_of[parked.tenant, not parked.length]
+        del self.parked_slots[parked.slot], of_tenant[parked.slot]
+        self.loose_slots.pop(parked.slot, None)
+        if not of_tenant:
+            del self._parked_of[parked.tenant, not parked.length]
 
     def _free_if_bare(self, slot: int) -> None:
         if self.memory.is_bare(slot):
@@ -1057,10 +1093,6 @@ class KVCache(_Planes):
                 return
             fence.wait()
 
-    def _evictable_slots(self) -> Iterator[ParkedSlot]:
-        """Parked slots, the oldest first, but for those that are evicted leaf by leaf with the prefix tree."""
-        return (parked for slot, parked in self.parked_slots.items() if self.prefix is None or not self.prefix.keeps(slot))
-
     def _check_fork(self, sequences: list[Sequence], max_tokens: int | None) -> int:
         """Where their forks end."""
         end = self.check_end(max_tokens)
@@ -1081,6 +1113,8 @@ class KVCache(_Planes):
         if self.parked_slots.get(parked.slot) is not parked:
             raise Evicted(f"slot {parked.slot} is parked no longer: it was evicted or adopted; open a new sequence")
 
+
+_stamp = operator.attrgetter("stamp")
 
 _Number = TypeVar("_Number", bound=np.generic)
 

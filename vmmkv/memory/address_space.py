@@ -67,10 +67,16 @@ class SlotTable:
         """The slots in that state, in order."""
         return [int(slot) for slot in np.flatnonzero(self.states == state)]
 
+    def num(self, *states: SlotState) -> int:
+        """How many slots are in one of these states."""
+        return sum(int(np.count_nonzero(self.states == state)) for state in states)
+
     def run_of(self, count: int, *states: SlotState, without: Sequence[int] = ()) -> int | None:
         """The first of the lowest `count` adjacent slots that all are in one of these states, or None."""
-        suitable = np.isin(self.states, states)
+        suitable = np.logical_or.reduce([self.states == state for state in states])
         suitable[list(without)] = False
+        if count == 1:
+            return int(suitable.argmax()) if suitable.any() else None
         if count > len(suitable):
             return None
         sums = np.concatenate(([0], np.cumsum(suitable)))

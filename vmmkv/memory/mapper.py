@@ -194,6 +194,9 @@ class Mapper:
         """Running mean of mapping one page, driver and Python; the start is a guess on the high side."""
         self.unmap_us = 50.0
         """Running mean of unmapping one."""
+        self.emptied_slots: set[int] = set()
+        """Under which reclaimed memory was unmapped, and in one group at least nothing else is mapped. `KVCache.collect`
+        takes them from here."""
         self._pending: dict[Fence, dict[Mapping, None]] = {}
         """By the fence they wait for, the oldest first."""
 
@@ -283,6 +286,8 @@ class Mapper:
         self.unmap(mapping)
         self._forget(mapping)
         self.let_go(mapping)
+        if not mapping.span.mappings and mapping.span.index >= 0:  # else it is a window, of no slot
+            self.emptied_slots.add(mapping.span.slot)
 
     def _forget(self, mapping: Mapping) -> None:
         fence = mapping.fence

@@ -384,7 +384,10 @@ class SlotMemory:
             assert not (table.limits[slot] or table.lengths[slot] or table.ends[slot]), (
                 f"slot {slot} has no sequence and yet a limit"
             )
-        assert (state is SlotState.FREE) <= self.is_bare(slot), f"slot {slot} is free and something is mapped"
+        is_bare = self.is_bare(slot)
+        assert (state is SlotState.FREE) <= is_bare, f"slot {slot} is free and something is mapped"
+        if state is SlotState.CLOSING and is_bare:
+            assert slot in self.mapper.emptied_slots, f"slot {slot} is bare and would never be free"
 
     def _tokens_under(self, end_pages: list[int]) -> int:
         rows = (arena.group.tokens_under(end) for arena, end in zip(self.arenas, end_pages, strict=True))

@@ -183,7 +183,7 @@ class Attacher:
         try:
             sequence = self._cache.take_over(parked, num_tokens, end)
         except BaseException:
-            index.parked_at[slot] = node
+            index.keep(slot, node)
             raise
         finally:
             index.tree.unlock(node)

@@ -10,6 +10,7 @@ mapped into every slot that matches its tokens.
 Only confirmed rows are shared: rows that were computed and read back by the host, not merely launched.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Hashable
@@ -157,7 +158,7 @@ class PrefixCache:
                 self._index.running[slot] = node
                 raise
             self._index.tree.unlock(node)
-            self._index.parked_at[slot] = node
+            self._index.keep(slot, node)
 
     def release(self, sequence: Sequence, tokens: Tokens = ()) -> None:
         """End or preempt a sequence: insert its tokens, and free its slot. Full extents stay in the tree.
@@ -254,10 +255,8 @@ class PrefixCache:
         stay. No driver call: `KVCache.map_ahead` unmaps.
         """
         with self.cache.pool.lock:
-            table = self.cache.table
-            missing = count - len(table.where(SlotState.FREE)) - len(table.where(SlotState.CLOSING))
-            unpinned = [parked for slot, parked in self.cache.parked_slots.items() if not self._index.is_pinned(slot)]
-            for parked in unpinned[: max(0, missing)]:
+            missing = count - self.cache.table.num(SlotState.FREE, SlotState.CLOSING)
+            for parked in list(itertools.islice(self.cache.unpinned(self.cache.parked_slots.values()), max(0, missing))):
                 self.cache.evict_parked(parked)
 
     def __repr__(self) -> str:

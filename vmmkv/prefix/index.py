@@ -9,6 +9,7 @@ The caller holds the pool's lock.
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -126,10 +127,6 @@ class PrefixIndex:
 
     # what the cache asks
 
-    def keeps(self, slot: int) -> bool:
-        """Is this parked slot evicted with the tree's leaves, not by itself?"""
-        return slot in self.parked_at
-
     def is_pinned(self, slot: int) -> bool:
         """Has a parked slot pinned rows?"""
         node = self.parked_at.get(slot)
@@ -200,9 +197,9 @@ class PrefixIndex:
 
     def _oldest_parked(self) -> ParkedSlot | None:
         """A parked slot whose node is locked, pinned or no leaf: pages may be its alone. Pinned ones come last."""
-        slots = [slot for slot in self._cache.parked_slots if slot in self.parked_at and slot != self.source]
-        slot = next((slot for slot in slots if not self.is_pinned(slot)), next(iter(slots), None))
-        return None if slot is None else self._cache.parked_slots[slot]
+        parked_slots = self._cache.parked_slots.items()
+        kept, again = itertools.tee(each for slot, each in parked_slots if slot in self.parked_at and slot != self.source)
+        return next(self._cache.unpinned(kept), next(again, None))
 
     def _oldest_passed(self) -> Node[Placed] | None:
         """The least recently used node with passed extents that is not on the way to a pinned one.
@@ -229,6 +226,11 @@ class PrefixIndex:
                 self.tree.pin(node, None)
         while (leaf := self.tree.oldest_evictable()) is not None:
             self.evict_leaf(leaf)
+
+    def keep(self, slot: int, node: Node[Placed]) -> None:
+        """A parked slot's rows end at a node: it is evicted with the tree's leaves, not by itself."""
+        self.parked_at[slot] = node
+        del self._cache.loose_slots[slot]
 
     def forget(self, slot: int, num_tokens: int) -> None:
         """The rows of a slot past `num_tokens` are gone, or about to be written."""
