@@ -256,7 +256,7 @@ class RadixMachine(RuleBasedStateMachine):
             mark = self.marks[path]
             assert (node.start, node.end) == (self.start(path), len(path[1]))
             assert (node.locks, node.pinned_until) == (mark.locks, mark.until)
-            assert node.residents == mark.residents
+            assert node.residents.keys() == mark.residents
             assert node.stamp == mark.stamp if node.is_leaf else node.stamp <= mark.stamp
         assert self.tree.num_nodes == len(self.marks)
         assert self.tree.num_tokens == sum(len(path[1]) - self.start(path) for path in self.marks)

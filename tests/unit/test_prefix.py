@@ -15,7 +15,7 @@ from tests.unit.support import LAYOUT, Calls
 from vmmkv import DriverError, KVCache, KVLayout, OutOfPages, Pool, SequenceTooLong
 from vmmkv.errors import BudgetError
 from vmmkv.memory.pool import LARGE_PAGES
-from vmmkv.prefix import AttachMethod, PrefixCache
+from vmmkv.prefix import AttachMethod, PrefixCache, attach
 from vmmkv.units import PAGE_BYTES
 
 PROMPT = [7 * token % 251 for token in range(100)]
@@ -132,6 +132,14 @@ def test_adopting_loses_at_most_sixteen_pages_of_another_prompt(pool, long_prefi
     attached = long_prefix.attach([*prompt[:20], 0])
     assert (attached.method, attached.num_tokens) == (method, 20)
     assert long_prefix.match([*prompt, 0]) == (20 if method is AttachMethod.ADOPT else 20 + num_past)
+
+
+def test_of_many_slots_with_the_prompt_some_are_looked_at_in_turn(prefix, monkeypatch):
+    monkeypatch.setattr(attach, "MOST_LOOKED_AT", 1)
+    begin(prefix, [*PROMPT[:20], 1])
+    park(prefix, [*PROMPT[:20], 2], method=AttachMethod.ALIAS)
+    methods = [prefix.attach([*PROMPT[:20], token]).method for token in (3, 4)]
+    assert methods == [AttachMethod.ALIAS, AttachMethod.ADOPT]  # the first one is running
 
 
 def test_of_less_than_a_page_an_alias_is_a_copy(prefix):

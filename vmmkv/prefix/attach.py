@@ -4,7 +4,8 @@
     alias      the extents that hold only matched rows are mapped under a free slot, and the rest is copied
     compute    nothing is attached
 
-The rule is fixed: adopt if that loses no more than `MOST_LOST_PAGES` past the match, else alias, else compute.
+The rule is fixed: adopt if that loses no more than `MOST_LOST_PAGES` past the match, else alias, else compute. Where many slots
+have the match, `MOST_LOOKED_AT` of them are looked at, in turn.
 
     rows      0 .............................. m | m + 1 ...       m tokens are matched
     extents   |  a  |  a  |  a  |     t     |                      a: all its rows are matched; it is aliased
@@ -35,6 +36,9 @@ from vmmkv.units import PAGE_BYTES
 MOST_LOST_PAGES: Final = LARGE_PAGES
 """Adopting a slot overwrites its rows past the match. A slot with more of them is left alone, so that a new conversation
 with the same system prompt does not overwrite a long one."""
+
+MOST_LOOKED_AT: Final = 64
+"""Residents of a node among which a slot to adopt is chosen. A system prompt can have thousands."""
 
 
 class AttachMethod(enum.Enum):
@@ -163,12 +167,19 @@ class Attacher:
         return None
 
     def _adoptable(self, hit: Hit, *, is_forced: bool) -> ParkedSlot | None:
-        """The shortest parked slot with these rows that may be overwritten past them; None if there is none."""
+        """A parked slot with these rows that may be overwritten past them; None if there is none.
+
+        It is the shortest of all residents if it is forced or they are few, else of some, which are others at each call.
+        """
         most_lost = self._cache.max_tokens if is_forced else MOST_LOST_PAGES * PAGE_BYTES // self._row_bytes
         parked_slots, parked_at = self._cache.parked_slots, self._index.parked_at
-        parked = [parked_slots[slot] for slot in hit.path[-1].residents if slot in parked_at]
+        node = hit.path[-1]
+        if node.end > hit.num_tokens and len(node.residents) > 1:
+            return None  # rows past the match are in use
+        residents = node.some_residents(len(node.residents) if is_forced else MOST_LOOKED_AT)
+        parked = [parked_slots[slot] for slot in residents if slot in parked_at]
         parked = [each for each in parked if each.length - hit.num_tokens <= most_lost]
-        # A system prompt has hundreds of residents, and nearly always the first of them can be adopted.
+        # Nearly always the first can be adopted.
         parked.sort(key=lambda each: (each.length, -each.stamp))
         fits = (each for each in parked if hit.is_in(each.slot) and self._index.is_free_past(each.slot, hit.num_tokens))
         return next(fits, None)

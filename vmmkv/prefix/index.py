@@ -118,7 +118,7 @@ class PrefixIndex:
             if (
                 node.locks
                 or self.tree.is_pinned(node)
-                or node.residents != {slot}
+                or len(node.residents) > 1
                 or any(child is not below for child in node.children.values())
             ):
                 return False
@@ -250,7 +250,7 @@ class PrefixIndex:
         known = self.parked_at | running
         residents: Counter[int] = Counter()
         for node in self.tree.nodes():
-            residents.update(node.residents)
+            residents.update(node.residents.keys())
             for piece in node.pieces:
                 group = self._layout.groups[piece.group]
                 assert piece.end_token == end_token(group, piece.value.end_page), "a piece ends elsewhere than its extent"

@@ -24,9 +24,9 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter, lt
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -39,7 +39,7 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
 TOKEN_BYTES: Final = 4
 
-_NO_SLOTS: Final[frozenset[int]] = frozenset()
+_NO_SLOTS: Final[Mapping[int, None]] = MappingProxyType({})
 
 
 class Piece(NamedTuple, Generic[T]):
@@ -108,7 +108,7 @@ class Node(Generic[T]):
         """Seconds of the tree's `now` until which it is not evicted; inf for ever, None for not pinned."""
         self.is_queued = False
         """Has it an entry in the heap of `_EvictionOrder`?"""
-        self.residents: AbstractSet[int] = _NO_SLOTS
+        self.residents: Mapping[int, None] = _NO_SLOTS
         """The slots whose rows hold the whole path up to `end`."""
 
     def __repr__(self) -> str:
@@ -121,16 +121,25 @@ class Node(Generic[T]):
         return np.frombuffer(self.edge, dtype=np.int32)
 
     def add_resident(self, slot: int) -> None:
-        """A slot holds the whole path. The set is made for the first one (216 bytes)."""
-        if isinstance(self.residents, set):
-            self.residents.add(slot)
+        """A slot holds the whole path. The dictionary is made for the first one (232 bytes)."""
+        if isinstance(self.residents, dict):
+            self.residents[slot] = None
         else:
-            self.residents = {slot}
+            self.residents = {slot: None}
 
     def remove_resident(self, slot: int) -> None:
         """A slot that is a resident holds the path no longer."""
-        assert isinstance(self.residents, set)
-        self.residents.remove(slot)
+        assert isinstance(self.residents, dict)
+        del self.residents[slot]
+
+    def some_residents(self, count: int) -> list[int]:
+        """At most `count` residents. If there are more, all come in turn from call to call."""
+        slots = list(itertools.islice(self.residents, count))
+        if len(slots) < len(self.residents):
+            for slot in slots:
+                self.remove_resident(slot)
+                self.add_resident(slot)  # behind the others
+        return slots
 
     @property
     def is_leaf(self) -> bool:
@@ -305,7 +314,7 @@ class RadixTree(Generic[T]):
         node.start = num_tokens
         upper.adopt(node)
         if node.residents:
-            upper.residents = set(node.residents)
+            upper.residents = dict(node.residents)
         self.num_nodes += 1
         return upper
 
