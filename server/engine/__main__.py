@@ -60,8 +60,10 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
     send(loaded.ready)
     loaded.engine.settle()
     # What has been loaded stays. A full garbage collection would traverse it between two steps: 0.2 s for 400,000 objects.
+    gc.callbacks.append(freeze_survivors)
     gc.collect()
-    gc.freeze()
+    gc.collect()  # the next is due when there is a quarter more than this one left, which is nothing
+    gc.set_threshold(*gc.get_threshold()[:2], 2)
     log.info(
         "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
         format_bytes(loaded.ready.limits.budget_bytes),
@@ -79,6 +81,16 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
             mapper.work(math.inf)
     loaded.close()
     return 0
+
+
+def freeze_survivors(phase: str, info: dict[str, int]) -> None:
+    """After a full garbage collection freeze what is left, so that the next one walks only what is new. For `gc.callbacks`.
+
+    The prefix tree grows to hundreds of thousands of objects, and traversing it stops the engine: 0.3 s for 50,000 nodes.
+    Frozen objects are freed by their reference counts. A frozen cycle is not freed; requests leave none.
+    """
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
 
 
 def receive(loaded: Loaded, mapper: MapMaker, socket: "zmq.Socket[Any]") -> bool:

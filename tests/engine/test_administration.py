@@ -1,5 +1,6 @@
 """The engine's map of memory: it is what is mapped, and to make it keeps no step waiting."""
 
+import gc
 import math
 import time
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.engine.conftest import PAGE_TOKENS, Harness, MakeHarness, prompt_of
 from vmmkv.memory.memory_map import SlotMap
+from vmmkv.server.engine.__main__ import freeze_survivors
 from vmmkv.server.engine.administration import SLICE_US, MapMaker
 from vmmkv.server.protocol import FromEngine, MemoryMap, Snapshot, decode_from_engine, encode
 
@@ -128,3 +130,16 @@ def test_a_larger_budget_admits_requests_that_found_no_room(harness: MakeHarness
     one.step()
     assert one.engine.num_running == 2
     one.run()
+
+
+def test_what_survives_a_full_garbage_collection_is_walked_by_no_later_one() -> None:
+    old: list[object] = []
+    gc.callbacks.append(freeze_survivors)
+    try:
+        gc.collect(1)
+        assert any(each is old for each in gc.get_objects())
+        gc.collect()
+        assert not any(each is old for each in gc.get_objects())
+    finally:
+        gc.callbacks.remove(freeze_survivors)
+        gc.unfreeze()
