@@ -171,7 +171,7 @@ class Engine:
             assert self._structured is not None, "it was refused"
             self._structured.open(request)
         else:
-            self._scheduler.waiting.append(request)
+            self._scheduler.add(request)
 
     def _why_refused(self, ask: Generate, num_suppressed: int) -> str | None:
         """What is wrong with a request that can never be served, in words for the client; None if it may be."""
@@ -425,7 +425,7 @@ class Engine:
             if refusal is not None:
                 self._send(Failed(request_id=request.ask.request_id, message=refusal))
                 continue
-            self._scheduler.waiting.append(request)
+            self._scheduler.add(request)
             if request.num_generated:
                 self._forced.append(request)
         if structured.num_opening and not self.in_flight and not self._scheduler.has_work:

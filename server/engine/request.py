@@ -76,6 +76,8 @@ class Request:
     """Tokens that have been sent."""
     num_admitted: int = 0
     """How often it has begun: more than once if it was preempted."""
+    place: int = 0
+    """Its place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
     num_overtaken: int = 0
     """Later requests that began before it, because more of their prompts was cached."""
     num_tokens_stuck: int | None = None
@@ -312,6 +314,8 @@ class RequestTable:
         """Tokens with which a request is done. The last one is never written: nothing attends to it."""
         self.epochs = np.zeros(1 + num_slots, np.int64)
         """Counts the requests that entered or left: results of a step for another epoch are dropped."""
+        self.places = np.zeros(1 + num_slots, np.int64)
+        """The requests' `place`."""
         self.ignores_eos = np.zeros(1 + num_slots, np.bool_)
         self.has_stops = np.zeros(1 + num_slots, np.bool_)
         """Has this request `stop_token_ids` of its own?"""
@@ -328,6 +332,7 @@ class RequestTable:
         self.num_confirmed[slot] = num_rows
         self.max_tokens[slot] = request.max_tokens
         self.epochs[slot] += 1
+        self.places[slot] = request.place
         self.ignores_eos[slot] = request.ask.params.ignore_eos
         self.has_stops[slot] = bool(request.ask.params.stop_token_ids)
         self.constrained[slot] = request.matcher is not None

@@ -1,9 +1,13 @@
 """Which requests run, how many tokens each computes in a step, and which are preempted when pages run out."""
 
+import itertools
 import logging
 import math
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -28,6 +32,11 @@ _MAX_OVERTAKEN: Final = 16
 
 _MIN_AWAITED: Final = 256
 """Tokens of a common prefix for which a request waits until a running one has computed them. Fewer are computed again."""
+
+
+_place: Final = attrgetter("place")
+_urgency: Final = attrgetter("ask.priority", "place")
+"""The order of waiting requests."""
 
 
 class CannotRun(Exception):
@@ -69,8 +78,8 @@ class Scheduler:
     ) -> None:
         """`drain` reads the steps in flight, and says whether there were any."""
         self.waiting: list[Request] = []
-        """In order of arrival; preempted ones first."""
-        self.running: list[Request] = []
+        """By priority, the newest preempted ones first, then in order of arrival."""
+        self.running: dict[Request, None] = {}
         """In order of admission."""
         self.table: Final = RequestTable(cache.num_slots, cache.max_tokens)
         self.num_preempted = 0
@@ -81,8 +90,17 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._drain = drain
         self._windowed = [index for index, group in enumerate(cache.layout.groups) if group.window is not None]
-        self._decoding: Slots | None = None
-        """Slots of the requests that decode, the oldest first; None if they have to be looked up."""
+        self._places = itertools.count(1)
+        self._by_id: dict[str, Request] = {}
+        """Those that wait or run."""
+        self._slots_taken: Counter[int] = Counter()
+        """Slots of running requests, by priority."""
+        self._prefilling: dict[Request, None] = {}
+        """Running requests that do not decode."""
+        self._unconfirmed: list[Request] = []
+        """Running requests whose prompts had not been read back at the last plan, or that have begun since."""
+        self._decoding: Slots = np.zeros(0, np.int64)
+        """Slots of the requests that decode, the oldest first, but for those whose last token has been launched."""
         self._unassigned: list[Request] = []
         """Running requests whose sampling parameters are not on the device yet."""
         self._num_refused = 0
@@ -94,9 +112,14 @@ class Scheduler:
         """Is any request waiting or running?"""
         return bool(self.waiting or self.running)
 
+    def add(self, request: Request) -> None:
+        """A request comes, and waits."""
+        self._by_id[request.ask.request_id] = request
+        self._enqueue(request, next(self._places))
+
     def find(self, request_id: str) -> Request | None:
         """The request of that id, if it has not ended."""
-        return next((request for request in (*self.running, *self.waiting) if request.ask.request_id == request_id), None)
+        return self._by_id.get(request_id)
 
     def schedule(self) -> Step | None:
         """The next step, whose memory is mapped; None if there is nothing to compute.
@@ -113,7 +136,7 @@ class Scheduler:
                     self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
         left = self._step_tokens - len(self._slots_decoding())
         chunks: list[Chunk] = []
-        for request in self.running.copy() if len(decoding) < len(self.running) else ():
+        for request in sorted(self._prefilling, key=_place):
             if not request.is_running or (request.beams and not self._with_room(request, request.beams.arrange)):
                 continue
             for pending in request.pending():
@@ -130,18 +153,24 @@ class Scheduler:
         """A step is in flight, or about to be: count its tokens."""
         self.table.num_coming[step.slots] += 1
         self._cache.advance(step.slots)
+        sampled: list[int] = []
         for chunk in step.chunks:
             chunk.sequence.advance(len(chunk.tokens))
             if chunk.is_sampled:
                 chunk.request.status = Status.DECODING
-                self.table.num_coming[chunk.slot] += 1
-                self._decoding = None
+                del self._prefilling[chunk.request]
+                sampled.append(chunk.slot)
+        if sampled:
+            self.table.num_coming[sampled] += 1
+            slots = np.append(self._decoding, sampled)
+            self._decoding = slots[self.table.places[slots].argsort(kind="stable")]
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
         self.table.append_forced(request.memory.slot, tokens)
         request.status = Status.PREFILLING
-        self._decoding = None
+        self._prefilling[request] = None
+        self._decoding = self._decoding[self._decoding != request.memory.slot]
 
     def insert_prefix(self, request: Request) -> None:
         """Rows of a running request's prompt have been read back: from now on others may attach to them."""
@@ -156,8 +185,9 @@ class Scheduler:
 
         `keep`: the prefix cache keeps what it has computed until the room is needed; not after a failure.
         """
+        self._by_id.pop(request.ask.request_id, None)
         if not request.is_running:
-            self.waiting.remove(request)
+            self._dequeue(request)
             request.status = Status.FINISHED
             self._num_refused = 0
             return
@@ -170,7 +200,7 @@ class Scheduler:
     def slide_windows(self) -> bool:
         """Give back the rows that have left the windows of running requests; were there any?"""
         has_moved = False
-        for sequence in (each for request in self.running for each in request.sequences):
+        for sequence in (each for request in self.running if self._windowed for each in request.sequences):
             for group in self._windowed:
                 before = sequence.start(group)
                 sequence.advance_start(group)
@@ -181,9 +211,6 @@ class Scheduler:
 
     def _slots_decoding(self) -> Slots:
         """Slots of the requests that decode, and have not launched their last token yet."""
-        if self._decoding is None:
-            decoding = [request.memory.slot for request in self.running if request.status is Status.DECODING]
-            self._decoding = np.array(decoding, np.int64)
         wants = self.table.num_coming[self._decoding] < self.table.max_tokens[self._decoding]
         if not wants.all():
             self._decoding = self._decoding[wants]
@@ -196,10 +223,10 @@ class Scheduler:
         num_tokens, num_slots, num_left = self._num_free_tokens(), self._num_slots_for(), _MAX_ADMITTED
         if num_tokens <= 0:
             return
-        if num_slots <= 0 and self._num_slots_for(min(request.ask.priority for request in self.waiting)) <= 0:
+        if num_slots <= 0 and self._num_slots_for(self.waiting[0].ask.priority) <= 0:
             self._num_refused = len(self.waiting)
             return
-        queue = _Queue(self.waiting, self.running, self._prefix)
+        queue = self._queue()
         while num_tokens > 0 and num_left:
             request = queue.next()
             if request is None or request.num_slots > self._num_slots_for(request.ask.priority):
@@ -212,13 +239,27 @@ class Scheduler:
                     self._num_refused = len(self.waiting)
                     return
                 num_tokens, num_slots = self._num_free_tokens(), self._num_slots_for()
-                queue = _Queue(self.waiting, self.running, self._prefix)
+                queue = self._queue()
                 continue
-            self._start(request, *opened)
             queue.admitted(request)
+            self._start(request, *opened)
             num_tokens -= len(request.tokens) - request.memory.length
             num_slots -= request.num_slots
             num_left -= 1
+
+    def _queue(self) -> "_Queue":
+        """The waiting requests in the order of admission, as of now."""
+        self._unconfirmed = [each for each in self._unconfirmed if each.is_running and not each.is_prompt_confirmed]
+        return _Queue(self.waiting, self._unconfirmed, self._prefix)
+
+    def _enqueue(self, request: Request, place: int) -> None:
+        request.place = place
+        insort(self.waiting, request, key=_urgency)
+
+    def _dequeue(self, request: Request) -> None:
+        index = bisect_left(self.waiting, _urgency(request), key=_urgency)
+        assert self.waiting[index] is request, "it does not wait"
+        del self.waiting[index]
 
     def _open(self, request: Request) -> tuple[KVSequence, int] | None:
         """Memory for all tokens of a request, and how many of them need not be computed; None if there are too few pages.
@@ -247,9 +288,13 @@ class Scheduler:
         """A waiting request runs from now on."""
         if request.num_admitted == 0:
             request.num_cached = min(num_known, len(request.prompt))
-        self.waiting.remove(request)
-        self.running.append(request)
+        self._dequeue(request)
+        request.place = next(self._places)
         request.enter(self.table, sequence, num_known)
+        self.running[request] = self._prefilling[request] = None
+        if not request.is_prompt_confirmed:
+            self._unconfirmed.append(request)
+        self._slots_taken[request.ask.priority] += request.num_slots
         if request.ask.params.beam_width:
             request.beams = BeamGroup(request, self._cache)
         else:
@@ -277,17 +322,16 @@ class Scheduler:
 
     def _num_free_tokens(self) -> int:
         """Tokens of the next step that no running request will compute."""
-        pending = self.table.num_known - self._cache.lengths
-        return self._step_tokens - sum(
-            1 if request.status is Status.DECODING else max(0, int(pending[request.memory.slot])) for request in self.running
-        )
+        slots = [request.memory.slot for request in self._prefilling]
+        pending = self.table.num_known[slots] - self._cache.lengths[slots]
+        return self._step_tokens - (len(self.running) - len(slots)) - int(pending.clip(min=0).sum())
 
     def _num_slots_for(self, priority: float = math.inf) -> int:
         """Slots that a request of this priority can have, by preemption if need be; by default without.
 
         A lower number is more urgent.
         """
-        return self._max_sequences - sum(request.num_slots for request in self.running if request.ask.priority <= priority)
+        return self._max_sequences - sum(count for each, count in self._slots_taken.items() if each <= priority)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -319,8 +363,10 @@ class Scheduler:
 
     def _stop(self, request: Request, status: Status, keep: Callable[[KVSequence, TokenIds], None] | None = None) -> None:
         """It runs no longer. `keep` takes its own sequence, and what it has computed."""
-        self.running.remove(request)
-        self._decoding = None
+        del self.running[request]
+        self._prefilling.pop(request, None)
+        self._slots_taken -= Counter({request.ask.priority: request.num_slots})
+        self._decoding = self._decoding[self._decoding != request.memory.slot]
         self._num_refused = 0
         if request.beams is not None:
             request.beams.close()
@@ -335,19 +381,19 @@ class Scheduler:
 
     def _least_urgent(self) -> Request:
         """The newest running request of the lowest priority."""
-        return max(reversed(self.running), key=lambda running: running.ask.priority)
+        lowest = max(self._slots_taken)
+        return next(running for running in reversed(self.running) if running.ask.priority == lowest)
 
     def _preempt_for(self, request: Request) -> bool:
         """Make room for a waiting request: read the steps in flight, slide windows, or else preempt a less urgent request.
 
         False if no running request is less urgent, or all of them together hold too little.
         """
-        if not self.running or (last := self._least_urgent()).ask.priority <= request.ask.priority:
-            return False
-        if not self._could_fit(request):
+        if max(self._slots_taken, default=request.ask.priority) <= request.ask.priority or not self._could_fit(request):
             return False
         if not self._drain() and not self.slide_windows():
-            self._preempt(last, max_others=len(self.running) - 1)  # `request` runs by then, and one more must have ended
+            # `request` runs by then, and one more must have ended.
+            self._preempt(self._least_urgent(), max_others=len(self.running) - 1)
         return True
 
     def _could_fit(self, request: Request) -> bool:
@@ -368,28 +414,33 @@ class Scheduler:
         if request.beams is not None:
             request.max_others = max_others
         self._stop(request, Status.WAITING, None if self._prefix is None else self._prefix.release)
-        self.waiting.insert(0, request)
+        self._enqueue(request, -next(self._places))
         self.num_preempted += 1
 
 
 class _Queue:
     """The order in which waiting requests are admitted to one step: by priority, by the longest cached prefix (as in SGLang),
-    by arrival. A prompt is looked up once."""
+    by arrival. A prompt is looked up once.
 
-    def __init__(self, waiting: list[Request], running: list[Request], prefix: Prefixes | None) -> None:
-        priority = min((request.ask.priority for request in waiting), default=0)
-        self._urgent = [request for request in waiting if request.ask.priority == priority]
-        self._prefilling = [request for request in running if not request.is_prompt_confirmed]
+    `waiting` is in order of priority and arrival; `computing` are the running requests whose prompts have no rows yet. The
+    caller removes from one and adds to the other what is admitted.
+    """
+
+    def __init__(self, waiting: list[Request], computing: list[Request], prefix: Prefixes | None) -> None:
+        self._waiting = waiting
+        self._priority = waiting[0].ask.priority if waiting else None
+        self._computing = computing
         self._prefix = prefix
         self._num_cached: dict[Request, int] = {}
 
     def next(self) -> Request | None:
         """The next request to admit; None if each waits for a running one to compute tokens that both share."""
-        if not self._urgent or self._prefix is None or self._urgent[0].num_overtaken >= _MAX_OVERTAKEN:
-            return next(iter(self._urgent), None)
+        urgent = self._urgent()
+        if not urgent or self._prefix is None or urgent[0].num_overtaken >= _MAX_OVERTAKEN:
+            return next(iter(urgent), None)
         best: Request | None = None
         longest = -1
-        for request in self._urgent[:_MAX_COMPARED]:
+        for request in urgent:
             num_cached = self._num_cached.get(request)
             if num_cached is None:
                 num_cached = self._prefix.match(request.attachable, namespace=request.namespace)
@@ -399,13 +450,13 @@ class _Queue:
         return best
 
     def admitted(self, request: Request) -> None:
-        """It runs now, and has overtaken those that arrived before it."""
-        index = self._urgent.index(request)
-        for passed in self._urgent[:index]:
+        """It is about to run, and has overtaken those that arrived before it."""
+        for passed in itertools.takewhile(lambda each: each is not request, self._urgent()):
             passed.num_overtaken += 1
-        del self._urgent[index]
-        if not request.is_prompt_confirmed:
-            self._prefilling.append(request)
+
+    def _urgent(self) -> list[Request]:
+        """The waiting requests that are compared."""
+        return [request for request in self._waiting[:_MAX_COMPARED] if request.ask.priority == self._priority]
 
     def _is_being_computed(self, request: Request, num_cached: int) -> bool:
         """Does a running request compute more of this prompt than is cached by now?"""
@@ -414,5 +465,5 @@ class _Queue:
             other.prompt[0] == first
             and other.namespace == request.namespace
             and num_common(other.prompt, wanted) >= num_cached + _MIN_AWAITED
-            for other in self._prefilling
+            for other in self._computing
         )

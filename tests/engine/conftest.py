@@ -180,6 +180,15 @@ class Harness:
         """Recount what the table says of the requests that run, and that it says nothing of free slots."""
         scheduler, lengths, limits = self.engine._scheduler, self.cache.lengths, self.cache.limits
         table, running = scheduler.table, {request.memory.slot: request for request in scheduler.running}
+        places = [request.place for request in scheduler.running]
+        waiting = [(request.ask.priority, request.place) for request in scheduler.waiting]
+        assert places == sorted(places) and waiting == sorted(waiting), "oldest first"
+        assert set(scheduler._prefilling) == {each for each in scheduler.running if each.status is Status.PREFILLING}
+        decoding = [each for each in scheduler.running if each.status is Status.DECODING]
+        slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
+        assert scheduler._slots_decoding().tolist() == slots
+        assert scheduler._slots_taken.total() == sum(request.num_slots for request in scheduler.running)
+        assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting}
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)
             confirmed, known, coming, end = (

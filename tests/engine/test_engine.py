@@ -231,7 +231,7 @@ def test_a_token_that_the_device_had_no_room_for_is_no_answer(harness: MakeHarne
     one = harness(slots=4, ours=True, lookahead=0)
     one.ask("a", prompt_of(12, 1), 10)
     one.step()
-    one.cache.limit[one.engine._scheduler.running[0].memory.slot] = 12  # as if a raise of it had been lost
+    one.cache.limit[next(iter(one.engine._scheduler.running)).memory.slot] = 12  # as if a raise of it had been lost
     one.engine.step()
     assert min(one.tokens("a")) >= 0 and one.failures().keys() == {"a"}
 
