@@ -9,7 +9,8 @@ Groups are found by the tokens alone, wherever the rows lie. A leader is a row o
 When it leaves, there is another batch. Members of a group stand side by side. Legend: B rows of the batch, G groups.
 """
 
-import itertools
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -28,9 +29,12 @@ _MIN_COMMON: Final = 256
 _MIN_SAVED: Final = 16_384
 """Rows that a group must save a step, for two more launches a layer: see docs/performance.md."""
 
+_MAX_BOUNDS: Final = 256
+"""Places at which a run of prompts is cut into groups: the time grows by their square."""
+
 
 class PrefixGroup(NamedTuple):
-    """Requests with a common prefix: their indices among those compared, and the number of common tokens."""
+    """Requests with a common prefix: their slots, and the number of common tokens."""
 
     members: list[int]
     num_common: int
@@ -55,33 +59,81 @@ class Prompt:
         return cls(namespace, tokens, tokens.astype(">i4").tobytes())
 
 
-def groups_of(prompts: Sequence[Prompt]) -> list[PrefixGroup]:
-    """The groups that save most, the largest saving first, at most MAX_GROUPS of them.
+class SortedPrompts:
+    """The prompts of a batch in sorted order, and what neighbours have in common; it is changed as requests come and go.
 
-    Cost: host work by the tokens that neighbours in sorted order have in common; nothing to speak of where none have.
+    Cost: a change looks at the prompts that are neighbours then, and moves 8 bytes for each prompt behind it.
     """
-    order = sorted(range(len(prompts)), key=lambda index: (repr(prompts[index].namespace), prompts[index].key))
-    commons = [_num_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
-    found: list[PrefixGroup] = []
-    begin = 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or not commons[end - 1]:
-            if end - begin > 1:
-                found += _best(order[begin:end], commons[begin : end - 1])
-            begin = end
-    found = [group for group in found if group.saved >= _MIN_SAVED]
-    return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Prompt] = {}
+        """By slot."""
+        self._order: list[tuple[str, bytes, int]] = []
+        """Namespace, key and slot."""
+        self._commons = array("q")
+        """At [i]: tokens that the prompts [i - 1] and [i] of the order have in common; 0 at both ends."""
+
+    def add(self, slot: int, prompt: Prompt) -> None:
+        """A request joins the batch."""
+        entry = _entry(slot, prompt)
+        index = bisect_left(self._order, entry)
+        self._prompts[slot] = prompt
+        self._order.insert(index, entry)
+        self._commons[index : index + 1] = array("q", [self._num_common(index), self._num_common(index + 1)])
+
+    def remove(self, slot: int) -> None:
+        """A request leaves the batch. Its neighbours have in common what both had in common with it."""
+        index = bisect_left(self._order, _entry(slot, self._prompts.pop(slot)))
+        del self._order[index]
+        self._commons[index : index + 2] = array("q", [min(self._commons[index : index + 2])])
+
+    def groups(self) -> list[PrefixGroup]:
+        """The groups that save most, the largest saving first, at most MAX_GROUPS of them.
+
+        Cost: numpy calls over all prompts, and `_best` for each run of neighbours that may save enough.
+        """
+        commons = np.array(self._commons)
+        ends = np.flatnonzero(commons == 0)
+        """Runs of prompts with a common prefix are [ends[i], ends[i + 1])."""
+        if len(ends) < 2:
+            return []
+        most = np.maximum.reduceat(commons, ends[:-1]) * (np.diff(ends) - 1)
+        found: list[PrefixGroup] = []
+        for run in np.flatnonzero(most >= _MIN_SAVED).tolist():
+            begin, end = ends[run], ends[run + 1]
+            members = [slot for _, _, slot in self._order[begin:end]]
+            found += _best(members, commons[begin + 1 : end])
+        found = [group for group in found if group.saved >= _MIN_SAVED]
+        return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
+
+    def _num_common(self, index: int) -> int:
+        """What the prompts [index - 1] and [index] have in common; 0 for less than _MIN_COMMON."""
+        if not 0 < index < len(self._order):
+            return 0
+        one, other = (self._prompts[slot] for _, _, slot in self._order[index - 1 : index + 1])
+        least = 4 * _MIN_COMMON
+        if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
+            return 0
+        return num_common(one.tokens, other.tokens)
 
 
-def _best(members: list[int], commons: list[int]) -> list[PrefixGroup]:
+def _entry(slot: int, prompt: Prompt) -> tuple[str, bytes, int]:
+    return repr(prompt.namespace), prompt.key, slot
+
+
+def _best(members: list[int], common: Slots) -> list[PrefixGroup]:
     """A run of neighbours, cut so that the groups save most: best[j] of all cuts of the members before bounds[j].
 
-    Cost: numpy calls by the places where what neighbours have in common changes; no recursion, which could go as deep.
+    Cost: numpy calls by the places where what neighbours have in common changes, of which _MAX_BOUNDS or so are tried; no
+    recursion, which could go as deep.
     """
-    common = np.array(commons, np.int64)
-    may_cut = np.ones(len(common), np.bool_)  # within a run of equals a cut saves less than at its ends
-    may_cut[1:-1] = (common[1:-1] != common[:-2]) | (common[1:-1] != common[2:])
-    bounds = np.concatenate([[0], 1 + np.flatnonzero(may_cut), [len(members)]])
+    least_common = int(common.min())
+    if (common - least_common).sum() <= least_common:  # all that a cut could gain is no more than what it loses
+        return [PrefixGroup(members, least_common)]
+    coarse, bounds = common, _bounds(common)
+    while len(bounds) > _MAX_BOUNDS:
+        coarse = coarse // 2
+        bounds = _bounds(coarse)
     best, begins = np.zeros(len(bounds), np.int64), np.zeros(len(bounds), np.int64)
     least = np.full(len(bounds), np.iinfo(np.int32).max, np.int64)
     """By where a group begins: what its members have in common."""
@@ -104,11 +156,11 @@ def _best(members: list[int], commons: list[int]) -> list[PrefixGroup]:
     return groups
 
 
-def _num_common(one: Prompt, other: Prompt) -> int:
-    least = 4 * _MIN_COMMON
-    if one.namespace != other.namespace or len(one.key) < least or one.key[:least] != other.key[:least]:
-        return 0
-    return num_common(one.tokens, other.tokens)
+def _bounds(common: Slots) -> Slots:
+    """Where cuts may save: within a run of equals a cut saves less than at its ends."""
+    may_cut = np.ones(len(common), np.bool_)
+    may_cut[1:-1] = (common[1:-1] != common[:-2]) | (common[1:-1] != common[2:])
+    return np.concatenate([[0], 1 + np.flatnonzero(may_cut), [len(common) + 1]])
 
 
 class BatchOrder:
@@ -118,31 +170,37 @@ class BatchOrder:
         self._table = table
         self._known: tuple[Slots, Slots, Slots] | None = None
         """Slots as they were scheduled, their epochs, and the slots in order."""
-        self._prompts: dict[int, tuple[int, Prompt]] = {}
-        """By slot: the epoch, and its prompt as it is compared."""
+        self._prompts = SortedPrompts()
+        self._epochs_S = np.zeros_like(table.epochs)
+        """By slot: the epoch whose prompt is in `_prompts`; 0 for none."""
 
     def arrange(self, slots: Slots, set_groups: Callable[[Slots, Sequence[PrefixGroup]], None]) -> Slots:
         """The slots in order. `set_groups` is called with a new order and its groups."""
         epochs = self._table.epochs[slots]
         if self._known is None or not (np.array_equal(self._known[0], slots) and np.array_equal(self._known[1], epochs)):
-            groups = groups_of([self._prompt_in(slot) for slot in slots.tolist()])
-            members = [member for group in groups for member in group.members]
-            others = np.ones(len(slots), np.bool_)
-            others[members] = False
-            ordered = np.concatenate([slots[members], slots[others]])
+            self._update(slots, epochs)
+            groups = self._prompts.groups()
+            members = np.array([slot for group in groups for slot in group.members], np.int64)
+            is_member_S = np.zeros(len(self._epochs_S), np.bool_)
+            is_member_S[members] = True
+            ordered = np.concatenate([members, slots[~is_member_S[slots]]])
             self._known = None  # in case `set_groups` raises
             set_groups(ordered, groups)
             self._known = slots, epochs, ordered
         return self._known[2]
 
-    def _prompt_in(self, slot: int) -> Prompt:
-        epoch = int(self._table.epochs[slot])
-        known = self._prompts.get(slot)
-        if known is None or known[0] != epoch:
-            request = self._table.requests[slot]
-            assert request is not None, "no request runs there"
-            known = self._prompts[slot] = epoch, Prompt.of(request.namespace, request.prompt)
-        return known[1]
+    def _update(self, slots: Slots, epochs: Slots) -> None:
+        """Add the prompts that have come since the last batch, and remove those that have gone."""
+        now_S = np.zeros_like(self._epochs_S)
+        now_S[slots] = epochs
+        for slot in np.flatnonzero(now_S != self._epochs_S).tolist():
+            if self._epochs_S[slot]:
+                self._prompts.remove(slot)
+            if now_S[slot]:
+                request = self._table.requests[slot]
+                assert request is not None, "no request runs there"
+                self._prompts.add(slot, Prompt.of(request.namespace, request.prompt))
+            self._epochs_S[slot] = now_S[slot]
 
 
 class GroupTensors:

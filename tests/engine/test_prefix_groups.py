@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.conftest import MakeHarness, prompt_of
 from vmmkv.server.engine import prefix_groups
-from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, groups_of
+from vmmkv.server.engine.prefix_groups import MAX_GROUPS, GroupTensors, PrefixGroup, Prompt, SortedPrompts
 from vmmkv.server.engine.request import Slots
 from vmmkv.server.engine.uploads import Uploads
 
@@ -25,6 +25,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts_of(tokens: Sequence[Sequence[int]], namespaces: Sequence[Hashable] = ()) -> list[Prompt]:
     spaces = namespaces or [None] * len(tokens)
     return [Prompt.of(space, np.array(each, np.int32)) for space, each in zip(spaces, tokens, strict=True)]
+
+
+def groups_of(prompts: Sequence[Prompt]) -> list[PrefixGroup]:
+    batch = SortedPrompts()
+    for index, prompt in enumerate(prompts):
+        batch.add(index, prompt)
+    return batch.groups()
 
 
 def num_common(*tokens: Sequence[int]) -> int:
@@ -88,6 +95,23 @@ def test_what_saves_too_little_is_not_shared() -> None:
     assert groups_of(prompts_of([[*short, index] for index in range(100)])) == []
 
 
+def test_groups_after_any_changes_are_those_of_a_new_batch(small: None) -> None:
+    random = np.random.default_rng(5)
+    batch, there = SortedPrompts(), dict[int, Prompt]()
+    for _ in range(600):
+        slot = int(random.integers(12))
+        if there.pop(slot, None) is not None:
+            batch.remove(slot)
+        else:
+            tokens, space = random.integers(3, size=random.integers(1, 9)).tolist(), ("a", "b")[random.integers(2)]
+            (there[slot],) = prompts_of([tokens], [space])
+            batch.add(slot, there[slot])
+        fresh = SortedPrompts()
+        for other, prompt in there.items():
+            fresh.add(other, prompt)
+        assert batch.groups() == fresh.groups()
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_many_sharers_beside_fewer_that_share_more(step: int) -> None:
     """As many as may run; each goes on a little from the one before, or all have the same in common but for the last two."""
@@ -146,10 +170,10 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
     placed: list[tuple[Slots, list[PrefixGroup]]] = []
     searched = 0
 
-    def searching(prompts: Sequence[Prompt]) -> list[PrefixGroup]:
+    def searching(prompts: SortedPrompts) -> list[PrefixGroup]:
         nonlocal searched
         searched += 1
-        return groups_of(prompts)
+        return search(prompts)
 
     def share(slots: Slots, groups: list[PrefixGroup]) -> None:
         table = one.engine._scheduler.table
@@ -160,7 +184,8 @@ def test_rows_in_the_order_of_groups_give_the_same_tokens(
             row += len(group.members)
         placed.append((slots, groups))
 
-    monkeypatch.setattr(prefix_groups, "groups_of", searching)
+    search = SortedPrompts.groups
+    monkeypatch.setattr(SortedPrompts, "groups", searching)
     one = harness(ours=True, share=True, lookahead=lookahead, slots=7)
     monkeypatch.setattr(one.runner, "has_prefix_groups", True)
     monkeypatch.setattr(one.runner, "set_prefix_groups", share)
