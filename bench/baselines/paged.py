@@ -10,7 +10,7 @@ K kv heads, D head dim.
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,7 @@ from vmmkv import KVLayout
 from vmmkv.cache import CacheStats
 from vmmkv.errors import OutOfPages
 from vmmkv.prefix import PrefixStats
-from vmmkv.prefix.radix_tree import Match, Node, Piece, RadixTree
+from vmmkv.prefix.radix_tree import Lookup, Match, Node, Piece, RadixTree
 from vmmkv.server.engine.attention import AttentionMetadata, KVRows
 from vmmkv.server.engine.kv_backend import TokenIds
 from vmmkv.units import ceil_div
@@ -274,9 +274,10 @@ class PagedPrefixes:
         self._tree = cache.blocks.tree
         self._counts: Counter[str] = Counter()
 
-    def match(self, tokens: TokenIds, *, namespace: Hashable = None) -> int:
+    def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
         """Rows of whole blocks."""
-        return len(_whole(self._tree.match(namespace, tokens[:-1]))) * BLOCK_ROWS
+        lookup: Lookup[int] = Lookup(namespace, tokens[:-1])
+        return lambda: len(_whole(self._tree.resume(lookup))) * BLOCK_ROWS
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> AttachedBlocks:
         """See Prefixes.attach. Cost: an upload if anything is known."""

@@ -141,8 +141,8 @@ class PrefixHit(Protocol):
 class Prefixes(Protocol):
     """Rows of earlier sequences. See `vmmkv.prefix.PrefixCache`, which says what each method does and costs."""
 
-    def match(self, tokens: TokenIds, *, namespace: Hashable = None) -> int:
-        """How many of the first tokens are cached."""
+    def lookup(self, tokens: TokenIds, *, namespace: Hashable = None) -> Callable[[], int]:
+        """How many of the first tokens are cached, at each call."""
 
     def attach(self, tokens: TokenIds, *, namespace: Hashable = None, max_tokens: int | None = None) -> PrefixHit:
         """A new sequence with the rows that are cached, but for the last token's."""

@@ -11,7 +11,7 @@ Once a step has sampled for it, a request's last token is on the device, and `nu
 
 import enum
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,8 @@ class Request:
     """Its place in order of arrival while it waits (below 0 once preempted), in order of admission while it runs."""
     num_overtaken: int = 0
     """Later requests that began before it, because more of their prompts was cached."""
+    lookup: Callable[[], int] | None = None
+    """How many of its tokens are cached; of a waiting request, once that has been asked."""
     num_tokens_stuck: int | None = None
     """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
     max_others: int | None = None
@@ -192,7 +194,7 @@ class Request:
 
     def enter(self, table: "RequestTable", sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
-        self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
+        self.sequence, self.table, self.status, self.lookup = sequence, table, Status.PREFILLING, None
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

@@ -15,7 +15,7 @@ import numpy as np
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
-from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step
 from vmmkv.server.engine.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -399,7 +399,7 @@ class Scheduler:
     def _could_fit(self, request: Request) -> bool:
         """Would a waiting request fit if all less urgent ones were preempted? An upper bound: shared pages count for each."""
         layout, stats = self._cache.layout, self._cache.stats()
-        num_known = 0 if self._prefix is None else self._prefix.match(request.attachable, namespace=request.namespace)
+        num_known = 0 if self._prefix is None else _num_cached(request, self._prefix)
         wanted_bytes = (len(request.tokens) - num_known) * layout.row_bytes
         given_bytes = sum(
             layout.pages_for(int(self._cache.limits[sequence.slot])) * PAGE_BYTES
@@ -443,8 +443,7 @@ class _Queue:
         for request in urgent:
             num_cached = self._num_cached.get(request)
             if num_cached is None:
-                num_cached = self._prefix.match(request.attachable, namespace=request.namespace)
-                self._num_cached[request] = num_cached
+                num_cached = self._num_cached[request] = _num_cached(request, self._prefix)
             if num_cached > longest and not self._is_being_computed(request, num_cached):
                 best, longest = request, num_cached
         return best
@@ -460,10 +459,19 @@ class _Queue:
 
     def _is_being_computed(self, request: Request, num_cached: int) -> bool:
         """Does a running request compute more of this prompt than is cached by now?"""
-        first, wanted = request.prompt[0], request.attachable
+        end = num_cached + _MIN_AWAITED
+        wanted = request.attachable[:end]
         return any(
-            other.prompt[0] == first
+            len(other.prompt) >= end == len(wanted)
+            and np.array_equal(other.prompt[num_cached:end], wanted[num_cached:])  # first, for these are few
             and other.namespace == request.namespace
-            and num_common(other.prompt, wanted) >= num_cached + _MIN_AWAITED
+            and np.array_equal(other.prompt[:num_cached], wanted[:num_cached])
             for other in self._computing
         )
+
+
+def _num_cached(request: Request, prefix: Prefixes) -> int:
+    """How many tokens of a waiting request are cached."""
+    if request.lookup is None:
+        request.lookup = prefix.lookup(request.attachable, namespace=request.namespace)
+    return request.lookup()

@@ -189,7 +189,7 @@ def test_what_a_prefix_is_followed_by_in_its_node_can_go() -> None:
     assert attached.num_tokens == 32
     attached.sequence.grow(len(other))  # 63 blocks more, where all but two of the 100 are cached and unused
     cache.check()
-    assert prefixes.match(long) == 32
+    assert prefixes.lookup(long)() == 32
     attached.sequence.close()
 
 
@@ -202,9 +202,9 @@ def test_a_refused_request_has_evicted_nothing() -> None:
     other = cache.open()
     with pytest.raises(OutOfPages, match="6 blocks are needed, 0 are free and 5 can be evicted"):
         other.grow(6 * BLOCK_ROWS)
-    assert prefixes.match(prompt) == 4 * BLOCK_ROWS, "all but the last token's block, which is always computed"
+    assert prefixes.lookup(prompt)() == 4 * BLOCK_ROWS, "all but the last token's block, which is always computed"
     other.grow(5 * BLOCK_ROWS)
-    assert prefixes.match(prompt) == 0
+    assert prefixes.lookup(prompt)() == 0
     cache.check()
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.laws.machine import walks
 from vmmkv.prefix import radix_tree
-from vmmkv.prefix.radix_tree import Node, Piece, RadixTree
+from vmmkv.prefix.radix_tree import Lookup, Node, Piece, RadixTree
 
 MAX_TOKENS = 9
 
@@ -57,6 +57,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.held: dict[tuple[Path, int], int] = {}
         self.num_values = 0
         self.returned: Counter[int] = Counter()
+        self.lookups: list[tuple[Path, Lookup[int]]] = []
 
     def tick(self) -> int:
         self.last_stamp = next(self.clock)
@@ -165,6 +166,15 @@ class RadixMachine(RuleBasedStateMachine):
         ends = [self.path(node)[1] for node in match.path]
         assert all(end == tokens[: len(end)] for end in ends[:-1])
         assert ends == [] or ends[-1][: match.num_tokens] == tokens[: match.num_tokens]
+
+    @rule(space=spaces, tokens=prompts)
+    def look_up(self, space, tokens):
+        self.lookups.append(((space, tokens), Lookup(space, tokens)))
+
+    @rule()
+    def resume(self):
+        for path, lookup in self.lookups:
+            assert self.tree.resume(lookup) == self.tree.match(*path)
 
     @precondition(lambda self: self.marks)
     @rule(pick=picks)

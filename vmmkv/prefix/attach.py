@@ -30,7 +30,7 @@ from vmmkv.memory.pool import LARGE_PAGES, Extent
 from vmmkv.memory.sharing import Pages, Windows, copy_slot_bytes
 from vmmkv.memory.slot_memory import SlotMemory
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Node, Piece, Tokens
+from vmmkv.prefix.radix_tree import Match, Node, Piece, Tokens
 from vmmkv.units import PAGE_BYTES
 
 MOST_LOST_PAGES: Final = LARGE_PAGES
@@ -154,7 +154,10 @@ class Attacher:
 
     def find(self, namespace: Hashable, tokens: Tokens) -> Hit | None:
         """The most tokens of a prompt that can be attached, all but the last at most. Changes nothing."""
-        match = self._index.tree.match(namespace, tokens[: len(tokens) - 1])
+        return self.hit(self._index.tree.match(namespace, tokens[: len(tokens) - 1]))
+
+    def hit(self, match: Match[Placed]) -> Hit | None:
+        """What can be attached of a match."""
         num_tokens = match.num_tokens
         while num_tokens > 0:
             starts = [self._cache.layout.start_for(group, num_tokens) for group in self._cache.layout.groups]

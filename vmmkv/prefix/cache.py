@@ -13,7 +13,7 @@ Only confirmed rows are shared: rows that were computed and read back by the hos
 import itertools
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from vmmkv.errors import SequenceTooLong
 from vmmkv.memory.memory_map import SlotState
 from vmmkv.prefix.attach import Attached, Attacher, AttachMethod
 from vmmkv.prefix.index import Placed, PrefixIndex
-from vmmkv.prefix.radix_tree import Node, Tokens, pack
+from vmmkv.prefix.radix_tree import Lookup, Node, Tokens, pack
 from vmmkv.units import counted, format_bytes
 
 
@@ -76,11 +76,19 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
         """How many of the first tokens could be attached now, all but one at most. Changes nothing."""
-        tokens = _checked(tokens)
-        with self.cache.pool.lock:
-            self.cache.check_open()
-            hit = self._attacher.find(namespace, tokens)
-            return 0 if hit is None else hit.num_tokens
+        return self.lookup(tokens, namespace=namespace)()
+
+    def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Callable[[], int]:
+        """`match` of the same tokens, to be called again and again: a call looks at what has changed since the last one."""
+        lookup: Lookup[Placed] = Lookup(namespace, _checked(tokens)[:-1])
+
+        def match() -> int:
+            with self.cache.pool.lock:
+                self.cache.check_open()
+                hit = self._attacher.hit(self._index.tree.resume(lookup))
+                return 0 if hit is None else hit.num_tokens
+
+        return match
 
     def attach(
         self,

@@ -235,6 +235,21 @@ class Inserted(NamedTuple, Generic[T]):
     """The pieces that were not taken, since the path had one in their place: still the caller's."""
 
 
+class Lookup(Generic[T]):
+    """Tokens that are matched again and again: `RadixTree.resume` goes on from where the last match ended."""
+
+    __slots__ = ("namespace", "num_known", "packed", "path")
+
+    def __init__(self, namespace: Hashable, tokens: Tokens) -> None:
+        """Raises ValueError for anything but token ids."""
+        self.namespace = namespace
+        self.packed = pack(tokens)
+        self.path: list[Node[T]] = []
+        """Of the last match. A node that is still in the tree still ends with the same tokens."""
+        self.num_known = 0
+        """Tokens that it matched."""
+
+
 # the tree
 
 
@@ -262,6 +277,25 @@ class RadixTree(Generic[T]):
         packed = pack(tokens)
         root = self._roots.get(namespace)
         return Match([], 0) if root is None else Match(*_walk(root, packed))
+
+    def resume(self, lookup: Lookup[T]) -> Match[T]:
+        """The longest known prefix as of now. O(nodes of the path + tokens that have become known since the last time)."""
+        path, num_known = lookup.path, lookup.num_known
+        while path and path[-1].parent is None:  # removed, children first
+            path.pop()
+            num_known = path[-1].end if path else 0
+        node = path[-1] if path else self._roots.get(lookup.namespace)
+        if node is None:
+            lookup.num_known = 0
+            return Match([], 0)
+        while node.parent is not None and node.start >= num_known:  # split
+            node = node.parent
+        path = node.path()
+        if num_known == node.end:
+            below, num_known = _walk(node, lookup.packed)
+            path += below
+        lookup.path, lookup.num_known = path, num_known
+        return Match(path, num_known)
 
     def nodes(self) -> Iterator[Node[T]]:
         """All nodes, parents before their children."""
@@ -437,20 +471,21 @@ class RadixTree(Generic[T]):
         return duplicates
 
 
-def _walk(root: Node[T], packed: bytes) -> tuple[list[Node[T]], int]:
-    """The nodes along some tokens, the last one perhaps matched in part, and how many tokens are matched."""
+def _walk(node: Node[T], packed: bytes) -> tuple[list[Node[T]], int]:
+    """The nodes along some tokens, below one whose path they begin with, and how many tokens are matched.
+
+    The last node may be matched in part.
+    """
     path: list[Node[T]] = []
     tokens = memoryview(packed).cast("i")
-    num_tokens, at, node = len(tokens), 0, root
+    num_tokens, at = len(tokens), node.end
     while at < num_tokens and (below := node.below) is not None:
         child = below.get(tokens[at]) if isinstance(below, dict) else below
-        if child is None:
+        if child is None or child.first_token != tokens[at]:
             break
-        if not packed.startswith(child.edge, at * TOKEN_BYTES):
-            if common := _num_common(packed, at, child.edge):
-                path.append(child)
-            return path, at + common
         path.append(child)
+        if not packed.startswith(child.edge, at * TOKEN_BYTES):
+            return path, at + _num_common(packed, at, child.edge)
         at, node = child.end, child
     return path, at
 
