@@ -13,7 +13,6 @@ A flag goes before a variable, that before the file, that before the default. ty
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from vmmkv.config import LOG_LEVELS, PREFIX
+from vmmkv.errors import did_you_mean
 from vmmkv.units import KIB, MIB, PAGE_BYTES, counted, format_bytes, parse_bytes
 
 DEFAULT_MODEL: Final = "smollm2-135m"
@@ -369,8 +369,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {error}") from error
     fields = {one.name: one.field for one in OPTIONS}
     if unknown := [key for key in found if key not in fields]:
-        near = difflib.get_close_matches(unknown[0].replace("-", "_").lower(), fields, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"
+        remedy = did_you_mean(unknown[0].replace("-", "_").lower(), fields) or f"the keys are {', '.join(fields)}"
         raise ValueError(f"{path}: unknown key {', '.join(unknown)}; {remedy}")
     return {fields[key]: value for key, value in found.items()}
 

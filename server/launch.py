@@ -312,15 +312,15 @@ def _listen(host: str, port: int) -> socket.socket:
         raise CannotStart(f"cannot listen on --host {host} --port {port}: {reason}{remedy}") from error
 
 
-def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> list[str] | None:
-    """Names in the Host header that are answered; None for any.
+def answered_hosts(front: FrontConfig, host: str, *, here: bool) -> frozenset[str] | None:
+    """Names in the Host header that are answered, besides addresses; None for any.
 
     By DNS rebinding a page of another site can reach a server on this machine through its browser, under a name that points
     to 127.0.0.1. So a server that listens `here` alone answers to its own names, and so does any server with allowed hosts.
     """
     if not here and not front.allowed_hosts:
         return None
-    return [*front.allowed_hosts, host, "localhost", "*.localhost", "127.0.0.1", "[::1]"]
+    return frozenset(map(str.lower, (*front.allowed_hosts, host, "localhost")))
 
 
 def _is_loopback(listener: socket.socket) -> bool:

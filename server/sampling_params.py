@@ -4,7 +4,6 @@ SamplingParams is what a caller asks for, validated when it is made, and part of
 Limits is what a model and its memory allow; every process refuses a request by `Limits.check`.
 """
 
-import difflib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from numbers import Integral, Real
 from reprlib import repr as shortened
 from typing import Any, Final, NoReturn, TypeVar
 
+from vmmkv.errors import did_you_mean
 from vmmkv.units import counted, format_bytes
 
 T = TypeVar("T")
@@ -73,9 +73,8 @@ class RequestRefused(ValueError):
 
 def unknown_option(owner: str, name: str, options: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """The error text for an option that does not exist: what to use instead, the nearest name, or all names."""
-    near = difflib.get_close_matches(name, options)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(options)}"
-    return f"{owner} has no option {name}; {(elsewhere or {}).get(name, remedy)}"
+    remedy = (elsewhere or {}).get(name) or did_you_mean(name, options) or f"it has {', '.join(options)}"
+    return f"{owner} has no option {name}; {remedy}"
 
 
 def _explains_unknown_options(cls: type[T]) -> type[T]:

@@ -3,6 +3,15 @@
 A message says what was given, what was wanted, what there was, and what would work.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say of a misspelt name: the nearest of those that are known; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
 
 class VmmkvError(Exception):
     """The root of all exceptions of vmmkv."""

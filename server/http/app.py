@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vmmkv import __version__
 from vmmkv.server.config import FrontConfig
@@ -60,9 +59,9 @@ class Service:
     """One model: its engine, its tokenizer once that is loaded, and admission to it."""
 
     def __init__(
-        self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Sequence[str] | None = None
+        self, engine: EngineClient, model: str, front: FrontConfig | None = None, hosts: Collection[str] | None = None
     ) -> None:
-        """`hosts`: names in the Host header that are answered; None for any."""
+        """`hosts`: as of `Guard`."""
         self.front = front or FrontConfig()
         self.hosts = hosts
         self.engine = engine
@@ -129,13 +128,12 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_generation_routes(service), dependencies=needs_key)
     app.include_router(_server_routes(service), dependencies=needs_key)
     app.include_router(page.routes(service.engine, service.dashboard, service.queue), dependencies=needs_key)
-    if service.front.admin_key is not None:
-        app.include_router(_admin_routes(service.engine), dependencies=needs_key)
+    app.include_router(_admin_routes(service.engine), dependencies=needs_key)
     errors.install(app)
-    if service.hosts is not None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=service.hosts, www_redirect=False)
-    on_refused = service.metrics.refused
-    app.add_middleware(Guard, queue=service.queue, on_refused=lambda status: on_refused.labels(str(status)).inc())
+    refused = service.metrics.refused
+    app.add_middleware(
+        Guard, queue=service.queue, hosts=service.hosts, on_refused=lambda status: refused.labels(str(status)).inc()
+    )
     return app
 
 

@@ -81,8 +81,8 @@ def too_late(message: str, headers: Mapping[str, str]) -> ApiError:
 
 
 def not_the_administrator() -> ApiError:
-    """403: an API key does not open the administrator's routes."""
-    message = "This route is for the administrator: send the server's admin key as 'Authorization: Bearer KEY'."
+    """403: only the server's admin key opens the administrator's routes."""
+    message = "This route is for the administrator: start the server with --admin-key KEY and send 'Authorization: Bearer KEY'."
     return ApiError(403, message, code="insufficient_permissions")
 
 
@@ -122,14 +122,12 @@ def _from_validation(error: Mapping[str, Any]) -> ApiError:
     match error["type"]:
         case "json_invalid":
             return ApiError(400, f"The body is not valid JSON: {context.get('error', error['msg'])}.", code="invalid_json")
-        case "extra_forbidden":
-            message, code = f"Unknown parameter: {param!r}.", "unknown_parameter"
         case "missing" | "model_attributes_type" if not path:  # no body, or one that is no object
             message, code = "The body must be a JSON object, sent with Content-Type: application/json.", "invalid_body"
         case "missing":
             message, code = f"Missing required parameter: {param!r}.", "missing_required_parameter"
-        case "unsupported_parameter":
-            message, code = error["msg"], "unsupported_parameter"
+        case "unsupported_parameter" | "unknown_parameter" as code:
+            message = error["msg"]
         case _:
             message, code = f"Invalid {param or 'body'}: {_in_words(error)}.", "invalid_value"
     return ApiError(400, message, param=param, code=code)

@@ -1,6 +1,6 @@
 """Admission: the caller of a request, its size, and whether there is room for it.
 
-    headers ── X-Request-Id ── key ── room in the queue ── body, up to its limit ──> the route      (Guard)
+    headers ── X-Request-Id ── host ── key ── room in the queue ── body, up to its limit ──> the route      (Guard)
     place ── tokenise ── check_tokens ── engine ── ... ── its end                                    (AdmissionQueue)
 
 No byte of a body is read before its sender has shown a key and there is room. A body is read whole, so that one that is too
@@ -13,6 +13,7 @@ import binascii
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 import re
@@ -20,10 +21,11 @@ import secrets
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -246,11 +248,17 @@ class RequestState:
 
 
 class Guard:
-    """ASGI middleware before every route. `on_refused` is called with the status of each refusal on the counted paths."""
+    """ASGI middleware before every route. `on_refused` is called with the status of each refusal on the counted paths.
 
-    def __init__(self, app: ASGIApp, *, queue: AdmissionQueue, on_refused: Callable[[int], None]) -> None:
+    `hosts` are names that the Host header may say, besides addresses and those under localhost; None for any.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, queue: AdmissionQueue, hosts: Collection[str] | None, on_refused: Callable[[int], None]
+    ) -> None:
         self._app = app
         self._queue = queue
+        self._hosts = hosts
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -293,6 +301,9 @@ class Guard:
         if size_bytes > MAX_HEADER_BYTES:
             message = f"The headers have {size_bytes} bytes; {MAX_HEADER_BYTES} is the most."
             raise ApiError(431, message, code="headers_too_large")
+        if not self._answers_to(host := headers.get(b"host", b"").decode("latin-1")):
+            message = f"This server does not answer to the host {host!r}: use its address, or start it with --allowed-host."
+            raise ApiError(400, message, code="unknown_host")
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         caller = ANONYMOUS if is_open else self._queue.identify(headers.get(b"authorization"))
         if caller is None:
@@ -308,6 +319,18 @@ class Guard:
                 receive = await self._read_body(scope, receive, at_end)
             scope.setdefault("state", {})["request"] = RequestState(caller, at_end)
             await self._app(scope, receive, send)
+
+    def _answers_to(self, host: str) -> bool:
+        if self._hosts is None:
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return name in self._hosts or name.endswith(".localhost")
 
     async def _head(self, scope: Scope, headers: dict[bytes, bytes], _: Receive, send: Send) -> None:
         """The headers that GET would get. A stream ends there."""

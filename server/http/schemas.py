@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vmmkv.errors import did_you_mean
 from vmmkv.server.sampling_params import MAX_BIAS, MAX_CHOICES, MAX_INDEX, Interval, InvalidParam, SamplingParams
 from vmmkv.server.structured_output.schema import (
     MAX_SOURCE_CHARS,
@@ -54,14 +55,14 @@ _TOOLS_INSTEAD: Final = '; for an answer of a schema send "response_format": {"t
 
 
 class WireRequest(BaseModel):
-    """Strict (no `"5"` for 5), closed to unknown fields, and clear about parameters that are not served."""
+    """Strict (no `"5"` for 5), and clear about parameters that are unknown or not served."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     unserved: ClassVar[Unserved] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unserved(cls, data: Any) -> Any:
+    def _refuse_others(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         for name, neutral in cls.unserved.items():
@@ -75,13 +76,23 @@ class WireRequest(BaseModel):
                     "The parameter '{param}' is not supported by this server; {wanted}.",
                     {"param": name, "wanted": wanted},
                 )
+        fields = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in data:
+            if name not in fields and name not in cls.unserved:
+                near = did_you_mean(name, fields)
+                context = {"param": _encodable(name), "remedy": f"; {near}" if near else "."}
+                raise PydanticCustomError("unknown_parameter", "Unknown parameter: '{param}'{remedy}", context)
         return {name: value for name, value in data.items() if name not in cls.unserved}
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
     """What is wrong with a field, or with `param` within it."""
-    why = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
-    return PydanticCustomError("combination", "{why}", {"why": why, "param": param})
+    return PydanticCustomError("combination", "{why}", {"why": _encodable(message), "param": param})
+
+
+def _encodable(text: str) -> str:
+    """A client's text as UTF-8 can carry it: it may have half of a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 # Values with several forms.

@@ -116,6 +116,19 @@ def test_a_misspelt_variable_stops_the_server(
     assert launched == []
 
 
+@pytest.mark.parametrize("text", ["true", "false", "FALSE", "0", "maybe"])
+def test_a_switchs_variable_is_true_or_false(
+    text: str, launched: list[Configs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VMMKV_PREFIX_CACHE", text)
+    if text == "maybe":
+        assert main(["serve"]) == 2
+        assert "use true or false" in capsys.readouterr().err
+    else:
+        assert main(["serve"]) == 3
+        assert launched == [(ServeConfig(prefix_cache=text == "true"), FrontConfig())]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

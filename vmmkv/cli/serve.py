@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,8 +86,16 @@ def _parameters() -> Iterator[inspect.Parameter]:
             help=one.help.text,
             show_default=one.help.default or _shown(one.default),
             rich_help_panel=one.help.panel,
+            parser=_switch if one.kind is bool else None,
         )
         yield inspect.Parameter(one.field, keyword, annotation=Annotated[kind | None, info], default=None)
+
+
+def _switch(text: str) -> bool:
+    """What a switch's variable says. Raises: typer.BadParameter."""
+    if text.lower() not in ConfigParser.BOOLEAN_STATES:
+        raise typer.BadParameter(f"{text!r} is not known; use true or false")
+    return ConfigParser.BOOLEAN_STATES[text.lower()]
 
 
 def _shown(default: Any) -> str:
