@@ -391,6 +391,24 @@ def test_sequences_that_the_driver_does_not_let_end_are_ended_by_the_next_reset(
         assert num_sequences(cache) == 0
 
 
+def test_a_cache_that_the_driver_does_not_let_close_is_closed_by_the_next_call(pool: Pool) -> None:
+    model, driver = gemma3(16), cast(FakeDriver, pool.driver)
+    for number in itertools.count():
+        cache = VmmCache(model.config, pool)
+        forward(model, cache, ids_of(0, num_tokens=3))
+        driver.fail_at = {driver.num_calls + number}
+        try:
+            cache.close()
+        except DriverError:
+            driver.fail_at = set()
+            cache.close()
+            assert not pool.caches, f"call {number} failed"
+        else:
+            driver.fail_at = set()
+            break
+    assert number > 4
+
+
 def test_a_first_pass_says_why_it_failed_even_if_the_pool_was_closed(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = llama(), Pool("cpu", GIB, driver=pool.driver)
 

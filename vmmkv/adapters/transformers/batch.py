@@ -381,12 +381,12 @@ class WindowRows:
         return other
 
     def close(self) -> None:
-        """Close the cache if no other batch has slots in it; no sequence may be left. Idempotent."""
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            shared.num_batches -= 1
-            if not shared.num_batches:
-                shared.cache.close()
+        """Close the cache if no other batch has slots in it; no sequence may be left. Idempotent, also after a failure."""
+        if self._shared is not None:
+            if self._shared.num_batches == 1:
+                self._shared.cache.close()
+            self._shared.num_batches -= 1
+            self._shared = None
 
     # each forward pass
 
