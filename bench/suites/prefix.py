@@ -140,11 +140,14 @@ def _measure_chat(context: Context, systems: Sequence[Any], prefix: str) -> None
             out=(out, out),
             think_s=0.0,
         )
-        (runs,) = take_turns(context.recorder, systems, [[talks]], [name])
-        for system, (run,) in runs.items():
-            share_same([run], runs[systems[0].name][0], strict=not context.settings.on_gpu)
-            context.recorder.figure(name, system, "total", "s", run.seconds)
-            _add_rows(context.recorder, name, system, [run])
+        first: ServedRun | None = None
+        for system in systems:
+            context.recorder.note(f"{name}, {system.name}")
+            run = system.run(talks)
+            first = first or run
+            share_same([run], first, strict=not context.settings.on_gpu)
+            context.recorder.figure(name, system.name, "total", "s", run.seconds)
+            _add_rows(context.recorder, name, system.name, [run])
 
 
 def _add_rows(recorder: Recorder, name: str, system: str, runs: Sequence[ServedRun]) -> None:
