@@ -86,7 +86,7 @@ MUTANTS = (
         SLOT_MEMORY,
         "fence = driver.write_behind(self.limit, limits, self.streams)",
         "fence = driver.write_behind(self.limit, limits)",
-        (CACHE,),
+        (ORDER,),
     ),
     Mutant(
         "zeroes and limits not ordered before use",
@@ -137,7 +137,7 @@ MUTANTS = (
         MAPPER,
         "                never_live.wait()  # zeroes may be on their way to it\n",
         "",
-        (CACHE,),
+        (ORDER,),
     ),
     Mutant(
         "a busy page evicted without waiting",
@@ -151,7 +151,7 @@ MUTANTS = (
         SHARING,
         "            memory.mapper.reclaim([mapping], fence)\n",
         "            memory.mapper.unmap(mapping)\n            memory.mapper.let_go(mapping)\n",
-        (PREFIX,),
+        (ORDER,),
     ),
     Mutant(
         "copies not ordered behind recorded streams",
@@ -194,7 +194,7 @@ MUTANTS = (
         MAPPER,
         "extent.tenant, extent.zeroed = tenant, False  # before",
         "extent.tenant = tenant  # before",
-        (CACHE,),
+        (ORDER,),
     ),
     Mutant(
         "an exchanged page without its tenant",
@@ -222,7 +222,7 @@ MUTANTS = (
         MAPPER,
         "and not extent.shared and extent.num_pages == 1:",
         "and extent.num_pages == 1:",
-        (PREFIX,),
+        (ORDER,),
     ),
     # the books
     Mutant(

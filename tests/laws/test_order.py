@@ -7,6 +7,7 @@ import pytest
 from tests.laws.model import ONE_GROUP, TENANTS, Live, append, attend, check_limits, opened
 from tests.laws.simulated_driver import SimulatedDriver
 from vmmkv import KVCache, Pool
+from vmmkv.errors import DriverError
 from vmmkv.prefix import PrefixCache
 from vmmkv.testing.fake_driver import LawBroken
 from vmmkv.units import PAGE_BYTES
@@ -86,6 +87,17 @@ def test_a_limit_is_lowered_behind_a_raise_that_another_stream_still_has_to_writ
     sequence.truncate(0)
 
 
+def test_a_limit_is_lowered_behind_what_recorded_streams_write(device):
+    side = device.driver.new_stream()
+    device.cache.record_stream(side)
+    sequence = device.live.sequence
+    sequence.grow(9)
+    with device.driver.on(side):
+        device.step(9)
+    sequence.truncate(1)
+    device.driver.synchronize_stream(device.driver.main)
+
+
 def test_an_adopted_slot_is_not_written_before_work_that_reads_it_has_run(device):
     device.live.sequence.grow(9)
     device.step(9)
@@ -111,6 +123,18 @@ def test_a_parked_slot_is_not_unmapped_before_a_copy_from_it_has_run(device):
     device.cache.evict(parked)
     device.cache.map_ahead()
     device.live = device.opened("red")
+
+
+def test_a_window_is_not_unmapped_before_its_copy_has_run(device):
+    prefix, prompt = PrefixCache(device.cache), list(range(8))
+    device.live.sequence.close()
+    first = prefix.attach(prompt).sequence
+    first.grow(8)
+    first.advance(8)
+    device.driver.finish_all()
+    prefix.release(first, prompt)
+    attached = prefix.attach([*prompt[:5], 99])
+    assert (attached.num_tokens, attached.num_aliased) == (5, 1)  # row 4 is copied, from an extent under no slot
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
@@ -149,7 +173,28 @@ def test_a_page_is_not_unmapped_before_a_fence_behind_its_work_was_seen(device):
     assert device.cache.stats().num_sequences == 0
 
 
-def test_memory_that_passes_to_another_tenant_is_zeroed_first(device):
+def test_pages_of_a_growth_that_fails_are_not_unmapped_before_their_zeroes(device):
+    device.driver.fail_at = {device.driver.num_calls + 10}
+    with pytest.raises(DriverError):
+        device.live.sequence.grow(9)
+    assert device.driver.calls["zero"] and device.live.sequence.limit == 0
+
+
+def test_a_reclaimed_page_that_a_fork_holds_is_not_written_again(device):
+    sequence = device.live.sequence
+    sequence.grow(9)
+    device.step(9)
+    (fork,) = device.cache.fork(sequence)
+    forked = opened(device.cache, fork, owner=device.live.owner, stamps=device.live.stamps)
+    sequence.truncate(1)
+    sequence.grow(9)
+    device.step(8)
+    attend(device.driver, forked)
+
+
+@pytest.mark.parametrize("creates_zeroed", [False, True])
+def test_memory_that_passes_to_another_tenant_is_zeroed_first(device, creates_zeroed):
+    device.driver.creates_zeroed = creates_zeroed
     device.pool.resize(3 * PAGE_BYTES)
     sequence = device.live.sequence
     sequence.grow(8)
