@@ -136,7 +136,7 @@ def run(
     plan = make_plan(
         layout=_uniform(layers, kv_heads, head_dim, window, dtype) if model is None else KVLayout.from_config(config, dtype),
         dtype=dtype,
-        memory_bytes=parse_bytes(memory),
+        memory_bytes=_parse_memory(memory),
         max_tokens=(model_tokens or max(planned)) if max_tokens is None else max_tokens,
         model_tokens=model_tokens,
         guard_tokens=guard_tokens,
@@ -144,6 +144,14 @@ def run(
     )
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else format_plan(plan))
     return 0
+
+
+def _parse_memory(text: str) -> int:
+    """Bytes. Raises: ValueError for no size, and for so few bytes without a unit that one is missing."""
+    size_bytes, given = parse_bytes(text), text.strip()
+    if size_bytes < PAGE_BYTES and given[-1].isdigit():
+        raise ValueError(f"--memory {given} has no unit, and as bytes it is less than a page: write {given}GiB, or {given}MiB")
+    return size_bytes
 
 
 def make_plan(
@@ -172,7 +180,7 @@ def make_plan(
         raise ValueError(
             f"{format_bytes(memory_bytes)} is less than a page of {format_bytes(PAGE_BYTES)} for each of "
             f"{num_groups} {'group' if num_groups == 1 else 'groups'} of layers; give at least "
-            f"{format_bytes(num_groups * PAGE_BYTES)}, with its unit"
+            f"{format_bytes(num_groups * PAGE_BYTES)}"
         )
     fitting = layout.tokens_in(memory_pages, guard_tokens)
     longest = None if fitting == _ANY_LENGTH else fitting
