@@ -82,6 +82,10 @@ class Request:
     """Later requests that began before it, because more of their prompts was cached."""
     lookup: Callable[[], int] | None = None
     """How many of its tokens are cached; of a waiting request, once that has been asked."""
+    awaited: "Request | None" = None
+    """A running request that computes some of its prompt, while it waits."""
+    num_awaited: int = 0
+    """Tokens that both prompts begin with."""
     num_tokens_stuck: int | None = None
     """Tokens it had when it was last preempted while running alone. If it has no more by then, it can never fit."""
     max_others: int | None = None
@@ -194,7 +198,8 @@ class Request:
 
     def enter(self, table: "RequestTable", sequence: KVSequence, num_rows: int) -> None:
         """It runs from now on, in a sequence that has its first rows."""
-        self.sequence, self.table, self.status, self.lookup = sequence, table, Status.PREFILLING, None
+        self.sequence, self.table, self.status = sequence, table, Status.PREFILLING
+        self.lookup = self.awaited = None
         if not self.num_admitted:
             self.queued_us = max(1, int((time.perf_counter() - self.arrived_s) * 1e6))
         self.num_admitted += 1

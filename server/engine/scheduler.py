@@ -3,8 +3,7 @@
 import itertools
 import logging
 import math
-from bisect import bisect_left, insort
-from collections import Counter
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -15,7 +14,7 @@ import numpy as np
 from vmmkv import PAGE_BYTES, DriverError, OutOfPages
 from vmmkv.server.engine.beams import BeamGroup
 from vmmkv.server.engine.kv_backend import EngineCache, KVSequence, Prefixes, Slots, TokenIds
-from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step
+from vmmkv.server.engine.request import Chunk, Request, RequestTable, Status, Step, num_common
 from vmmkv.server.engine.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -93,8 +92,8 @@ class Scheduler:
         self._places = itertools.count(1)
         self._by_id: dict[str, Request] = {}
         """Those that wait or run."""
-        self._slots_taken: Counter[int] = Counter()
-        """Slots of running requests, by priority."""
+        self._priorities: list[int] = []
+        """Of the running requests, sorted; each as often as it has slots."""
         self._prefilling: dict[Request, None] = {}
         """Running requests that do not decode."""
         self._unconfirmed: list[Request] = []
@@ -129,12 +128,12 @@ class Scheduler:
         self._admit()
         self._assign_sampling()
         lengths, limits = self._cache.lengths, self._cache.limits
-        decoding = self._slots_decoding()
+        decoding = self._decoding
         if len(short := decoding[lengths[decoding] >= limits[decoding]]):
             for request in [self.table.requests[slot] for slot in short]:
                 if request is not None and request.is_running:  # else it was preempted, or has ended, for an earlier one
                     self._with_room(request, partial(request.memory.grow, request.memory.length + 1))
-        left = self._step_tokens - len(self._slots_decoding())
+        left = self._step_tokens - len(self._decoding)
         chunks: list[Chunk] = []
         for request in sorted(self._prefilling, key=_place):
             if not request.is_running or (request.beams and not self._with_room(request, request.beams.arrange)):
@@ -146,12 +145,13 @@ class Scheduler:
                         break
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
-        slots, chunks = self._slots_decoding(), [chunk for chunk in chunks if chunk.request.is_running]
+        slots, chunks = self._decoding, [chunk for chunk in chunks if chunk.request.is_running]
         return Step(slots, lengths[slots] + 1, self.table.epochs[slots], chunks) if len(slots) or chunks else None
 
     def launched(self, step: Step) -> None:
         """A step is in flight, or about to be: count its tokens."""
-        self.table.num_coming[step.slots] += 1
+        table = self.table
+        table.num_coming[step.slots] += 1
         self._cache.advance(step.slots)
         sampled: list[int] = []
         for chunk in step.chunks:
@@ -161,9 +161,12 @@ class Scheduler:
                 del self._prefilling[chunk.request]
                 sampled.append(chunk.slot)
         if sampled:
-            self.table.num_coming[sampled] += 1
+            table.num_coming[sampled] += 1
             slots = np.append(self._decoding, sampled)
-            self._decoding = slots[self.table.places[slots].argsort(kind="stable")]
+            self._decoding = slots[table.places[slots].argsort(kind="stable")]
+        wants = table.num_coming[self._decoding] < table.max_tokens[self._decoding]
+        if not wants.all():
+            self._decoding = self._decoding[wants]
 
     def force(self, request: Request, tokens: list[int]) -> None:
         """A running request goes on with these tokens; what a launched step samples for it is dropped."""
@@ -208,13 +211,6 @@ class Scheduler:
         if has_moved:
             self._num_refused = 0
         return has_moved
-
-    def _slots_decoding(self) -> Slots:
-        """Slots of the requests that decode, and have not launched their last token yet."""
-        wants = self.table.num_coming[self._decoding] < self.table.max_tokens[self._decoding]
-        if not wants.all():
-            self._decoding = self._decoding[wants]
-        return self._decoding
 
     def _admit(self) -> None:
         """Admit requests whose prompts the next step can begin with. To map memory for more would only delay it."""
@@ -294,7 +290,8 @@ class Scheduler:
         self.running[request] = self._prefilling[request] = None
         if not request.is_prompt_confirmed:
             self._unconfirmed.append(request)
-        self._slots_taken[request.ask.priority] += request.num_slots
+        place = bisect_left(self._priorities, request.ask.priority)
+        self._priorities[place:place] = [request.ask.priority] * request.num_slots
         if request.ask.params.beam_width:
             request.beams = BeamGroup(request, self._cache)
         else:
@@ -331,7 +328,7 @@ class Scheduler:
 
         A lower number is more urgent.
         """
-        return self._max_sequences - sum(count for each, count in self._slots_taken.items() if each <= priority)
+        return self._max_sequences - bisect_right(self._priorities, priority)
 
     def _with_room(self, request: Request, take: Callable[[], None]) -> bool:
         """Have a running request take memory, from others if need be; False if it was preempted, or has ended.
@@ -365,7 +362,8 @@ class Scheduler:
         """It runs no longer. `keep` takes its own sequence, and what it has computed."""
         del self.running[request]
         self._prefilling.pop(request, None)
-        self._slots_taken -= Counter({request.ask.priority: request.num_slots})
+        place = bisect_left(self._priorities, request.ask.priority)
+        del self._priorities[place : place + request.num_slots]
         self._decoding = self._decoding[self._decoding != request.memory.slot]
         self._num_refused = 0
         if request.beams is not None:
@@ -381,7 +379,7 @@ class Scheduler:
 
     def _least_urgent(self) -> Request:
         """The newest running request of the lowest priority."""
-        lowest = max(self._slots_taken)
+        lowest = self._priorities[-1]
         return next(running for running in reversed(self.running) if running.ask.priority == lowest)
 
     def _preempt_for(self, request: Request) -> bool:
@@ -389,7 +387,7 @@ class Scheduler:
 
         False if no running request is less urgent, or all of them together hold too little.
         """
-        if max(self._slots_taken, default=request.ask.priority) <= request.ask.priority or not self._could_fit(request):
+        if not self.running or self._priorities[-1] <= request.ask.priority or not self._could_fit(request):
             return False
         if not self._drain() and not self.slide_windows():
             # `request` runs by then, and one more must have ended.
@@ -459,15 +457,16 @@ class _Queue:
 
     def _is_being_computed(self, request: Request, num_cached: int) -> bool:
         """Does a running request compute more of this prompt than is cached by now?"""
-        end = num_cached + _MIN_AWAITED
-        wanted = request.attachable[:end]
-        return any(
-            len(other.prompt) >= end == len(wanted)
-            and np.array_equal(other.prompt[num_cached:end], wanted[num_cached:])  # first, for these are few
-            and other.namespace == request.namespace
-            and np.array_equal(other.prompt[:num_cached], wanted[:num_cached])
-            for other in self._computing
-        )
+        end, wanted = num_cached + _MIN_AWAITED, request.attachable
+        for other in self._computing if len(wanted) >= end else ():
+            if other is not request.awaited:
+                is_alike = np.array_equal(other.prompt[num_cached:end], wanted[num_cached:end])  # first, for these are few
+                if not is_alike or other.namespace != request.namespace:
+                    continue
+                request.awaited, request.num_awaited = other, num_common(other.prompt, wanted)
+            if request.num_awaited >= end:
+                return True
+        return False
 
 
 def _num_cached(request: Request, prefix: Prefixes) -> int:

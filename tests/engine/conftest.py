@@ -186,8 +186,9 @@ class Harness:
         assert set(scheduler._prefilling) == {each for each in scheduler.running if each.status is Status.PREFILLING}
         decoding = [each for each in scheduler.running if each.status is Status.DECODING]
         slots = [each.memory.slot for each in decoding if table.num_coming[each.memory.slot] < each.max_tokens]
-        assert scheduler._slots_decoding().tolist() == slots
-        assert scheduler._slots_taken.total() == sum(request.num_slots for request in scheduler.running)
+        assert scheduler._decoding.tolist() == slots
+        priorities = [each.ask.priority for each in scheduler.running for _ in range(each.num_slots)]
+        assert scheduler._priorities == sorted(priorities)
         assert set(scheduler._by_id.values()) == {*scheduler.running, *scheduler.waiting}
         for slot, owner in enumerate(table.requests):
             assert owner is running.get(slot)

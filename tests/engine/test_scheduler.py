@@ -9,7 +9,9 @@ import torch
 from tests.engine.conftest import PAGE_TOKENS, VOCABULARY, Harness, MakeHarness, prompt_of, tiny_model, wide_rows, windowed
 from tests.engine.test_beams import answer, by_transformers, check
 from vmmkv import PAGE_BYTES, KVLayout
+from vmmkv.server.engine import scheduler
 from vmmkv.server.engine.kv_backend import least_bytes
+from vmmkv.server.engine.request import num_common
 from vmmkv.server.protocol import Abort
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 2])
@@ -329,3 +331,19 @@ def test_the_least_is_no_more_than_what_a_layout_says(window: int | None) -> Non
         assert rows == layout.token_bytes(num_prompt + num_rows)
         computed = least_bytes(layout, num_prompt, num_rows, num_beams=1, attaches=False)
         assert rows <= computed <= layout.peak_pages(num_prompt + num_rows, sliding=False) * PAGE_BYTES
+
+
+def test_prompts_that_wait_for_a_running_one_are_compared_with_it_once(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(scheduler, "num_common", lambda *prompts: compared.append(num_common(*prompts)) or compared[-1])
+    one, stem = harness(ours=True, share=True, step_tokens=1200), prompt_of(1000)
+    for index in range(4):
+        one.ask(str(index), [*stem, 1 + index], 4)
+    one.step()
+    for _ in range(5):  # its rows have not been read back
+        one.engine._scheduler.schedule()
+    assert running(one) == ["0"] and compared == [1000, 1000, 1000]
+    one.run()
+    assert all(one.tokens(str(index)) == one.expected([*stem, 1 + index], 4) for index in range(4))
