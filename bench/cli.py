@@ -27,7 +27,7 @@ SUITES: Final = {
     "resize": "what it costs to give memory back, and to take it again, while sequences decode on",
     "memory_efficiency": "memory held beyond the rows, and how many sequences fit, by each way to lay out a cache",
     "kernels": "attention over each kind of memory, by our kernels, torch's SDPA and FlashAttention-3; append",
-    "prefix": "a shared prefix: requests and conversations over slots, blocks and without sharing; attaching; the tree",
+    "prefix": "a shared prefix: requests and conversations over slots, blocks, unshared; attaching; the host's work by size",
     "serve": "the engine under load: workloads, rates, HTTP, grammars, decode steps, and where their time goes",
     "transformers": "a VmmCache in transformers, against DynamicCache and StaticCache: time, memory, what fits",
     "quality": "what quantised K and V cost a real model: perplexity, and the error of attention; not part of all",
@@ -53,7 +53,7 @@ _SUITE_LIST: Final = f"""suites:
 What says something where:
   on a GPU alone   driver_calls, append, resize, kernels, prefix, serve, transformers: on a CPU host memory stands for the
                    GPU's, models are tiny, and Triton's kernels run interpreted or not at all; that shows that a suite works
-  anywhere         memory_efficiency, which counts bytes; quality, but for speed
+  anywhere         memory_efficiency, which counts bytes; prefix --parts tree host; quality, but for speed
   more than torch  serve's parts http and grammar need the tokenizer of SmolLM2 (or --tokenizer FILE); quality needs SmolLM2
                    (`vmmkv fetch smollm2-135m`); kernels --fa3 needs FlashAttention-3, see bench/README.md
 

@@ -37,7 +37,23 @@ GPU: Final = "GPU"
 
 _HIGHER: Final = frozenset({"GB/s", "MiB/s", "TFLOP/s", "tok/s", "x", "requests/s"})
 _LOWER: Final = frozenset(
-    {"us", "ms", "s", "steps", "calls", "/request", "/turn", "bytes", "bytes/token", "B", "KiB", "MiB", "GiB", "runs"}
+    {
+        "us",
+        "ms",
+        "s",
+        "ns/token",
+        "steps",
+        "calls",
+        "/request",
+        "/turn",
+        "bytes",
+        "bytes/token",
+        "B",
+        "KiB",
+        "MiB",
+        "GiB",
+        "runs",
+    }
 )
 _BY_METRIC: Final[Mapping[str, bool | None]] = {
     "rate": None,  # what was offered
@@ -66,6 +82,7 @@ _BY_METRIC: Final[Mapping[str, bool | None]] = {
     "perplexity": False,
     "attention output error": False,
     "gap": False,
+    "growth": False,
 }
 """By how a metric begins, where its unit does not say which direction is better, or says it wrongly."""
 

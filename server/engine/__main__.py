@@ -59,11 +59,7 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
         return 1
     send(loaded.ready)
     loaded.engine.settle()
-    # What has been loaded stays. A full garbage collection would traverse it between two steps: 0.2 s for 400,000 objects.
-    gc.callbacks.append(freeze_survivors)
-    gc.collect()
-    gc.collect()  # the next is due when there is a quarter more than this one left, which is nothing
-    gc.set_threshold(*gc.get_threshold()[:2], 2)
+    collect_what_is_new()
     log.info(
         "KV cache: %s on %s, %s tokens in all; the model runs by the code of %s",
         format_bytes(loaded.ready.limits.budget_bytes),
@@ -81,6 +77,14 @@ def serve(config: ServeConfig, socket: "zmq.Socket[Any]") -> int:
             mapper.work(math.inf)
     loaded.close()
     return 0
+
+
+def collect_what_is_new() -> None:
+    """Have garbage collections walk only what is new, not what has been loaded: 0.2 s between two steps for 400,000 objects."""
+    gc.callbacks.append(freeze_survivors)
+    gc.collect()
+    gc.collect()  # the next is due when there is a quarter more than this one left, which is nothing
+    gc.set_threshold(*gc.get_threshold()[:2], 2)
 
 
 def freeze_survivors(phase: str, info: dict[str, int]) -> None:

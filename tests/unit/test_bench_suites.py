@@ -14,6 +14,7 @@ from bench.suites import append, memory_efficiency, prefix, resize, transformers
 from bench.suites.kernels import memories
 from bench.suites.kernels.attention import Queries
 from bench.suites.kernels.memories import Case, Format, open_memory, rows_of
+from bench.suites.prefix import host
 from bench.workloads import Ask, Workload
 from tests.unit.test_bench_rows import SETTINGS, recorder_in
 
@@ -152,10 +153,20 @@ def test_attaching_by_each_way_and_the_tree_are_timed(tmp_path: Path) -> None:
     assert ("a tree of 1,000 nodes", "radix tree") in found(rows, "match, next turn")
 
 
+def test_what_the_host_does_between_steps_is_timed_by_size(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "prefix", "host")
+    for text in ("running requests", "tokens of each waiting prompt", "parked slots"):
+        timed, grown = (
+            {row.metric.removeprefix("growth, ") for row in rows if text in row.workload and row.unit == unit}
+            for unit in ("us", "x")
+        )
+        assert timed == grown != set()
+
+
 def test_a_tree_that_forgets_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "_pieces", lambda start, end: [])
-    real = prefix.RadixTree.match
-    monkeypatch.setattr(prefix.RadixTree, "match", lambda self, namespace, tokens: real(self, namespace, tokens[:-200]))
+    monkeypatch.setattr(host, "_pieces", lambda start, end: [])
+    real = host.RadixTree.match
+    monkeypatch.setattr(host.RadixTree, "match", lambda self, namespace, tokens: real(self, namespace, tokens[:-200]))
     recorder = recorder_in(tmp_path, "prefix", replace(SETTINGS, parts=("tree",)))
     prefix.run(recorder)
     assert recorder.failed

@@ -3,16 +3,12 @@
     requests     requests that share a prefix, cold and warm, by the engine over each memory
     chat         conversations of many turns, likewise: a turn's prompt is all that was said before, and what is new
     attach       attaching a prefix of each length, by adoption, by aliases, and not at all; no model
-    tree         the radix tree alone, on the host, by its size
+    tree, host   what the host does between two steps, by size: see bench.suites.prefix.host; no model, no device
 
 Attention over shared rows is in the suite kernels, part `shared`.
 """
 
-import gc
-import itertools
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,16 +18,16 @@ from bench import workloads
 from bench.baselines.backend import systems_on
 from bench.harness import Recorder, Settings, WrongNumbers, now_us, release_memory, synchronize
 from bench.suites.driver_calls import TimedDriver
+from bench.suites.prefix import host
 from bench.suites.serve import Context
 from bench.suites.serve.compared import checked, opened
 from bench.suites.serve.systems import EngineLimits, ServedRun, share_same, take_turns
 from bench.workloads import Ask, TokenIds, Workload
 from vmmkv import KVCache, Pool, PrefixCache
 from vmmkv.driver import open_driver
-from vmmkv.prefix.radix_tree import Piece, RadixTree
 from vmmkv.units import GIB, MIB, PAGE_BYTES
 
-PARTS: Final = ("requests", "chat", "attach", "tree")
+PARTS: Final = ("requests", "chat", "attach", "tree", "host")
 _PLAIN: Final = "llama-3.1-8b"
 """The shape whose workloads are named without it."""
 _NO_SHARING: Final = "none"
@@ -71,7 +67,9 @@ def run(recorder: Recorder) -> None:
                 _Attaching(recorder, tokens, 0.02 if small else 0.7).run(f"{named}attach {tokens} tokens")
             release_memory(settings.device)
     if settings.wants("tree"):
-        _measure_tree(recorder)
+        host.measure_tree(recorder)
+    if settings.wants("host"):
+        host.measure_engine(recorder)
 
 
 # requests and conversations, by the engine
@@ -227,121 +225,3 @@ class _Attaching:
             self._cache.drain()
         self._recorder.samples(name, way, "in the driver", "us", driver_us)
         self._recorder.samples(name, way, "until the device is done", "us", whole_us)
-
-
-# the tree
-
-_TURNS: Final = 10
-_TURN_TOKENS: Final = (16, 113)
-"""From 16 to 112: a question and a short answer; 64 on average."""
-_SYSTEM_TOKENS: Final = (200, 500, 1000, 2000)
-_PIECE_TOKENS: Final = 16
-"""Rows of Llama-3.1-8B in a page, and of a block of most block tables."""
-_VOCABULARY: Final = 128_256
-_MOST_CHECKED: Final = 50_000
-"""Nodes: to recount more takes longer than to measure."""
-_LEAST_MEASURED_BYTES: Final = 4 << 20
-"""Of growth of the process: below it, a page of the allocator's is no noise any more."""
-
-
-class Talks:
-    """Conversations of random turns behind one of a few system prompts; of the same seed the same."""
-
-    def __init__(self, num_talks: int, seed: int) -> None:
-        self._rng = rng = np.random.default_rng(seed)
-        # Turns are slices of one text: a million random arrays would take longer than what is measured.
-        self._text = rng.integers(0, _VOCABULARY, 1 << 20, dtype=np.int32)
-        self._systems = [rng.integers(0, _VOCABULARY, count, dtype=np.int32) for count in _SYSTEM_TOKENS]
-        self._begins = rng.integers(0, len(self._text) - _TURN_TOKENS[1], (num_talks, _TURNS), dtype=np.int32)
-        self._counts = rng.integers(*_TURN_TOKENS, (num_talks, _TURNS), dtype=np.int32)
-
-    def prompt(self, talk: int, num_turns: int, *more: TokenIds) -> TokenIds:
-        """The system prompt, so many turns, and more."""
-        places = zip(self._begins[talk, :num_turns].tolist(), self._counts[talk, :num_turns].tolist(), strict=True)
-        turns = [self._text[begin : begin + count] for begin, count in places]
-        return np.concatenate((self._systems[talk % len(self._systems)], *turns, *more))
-
-    def new_turn(self) -> TokenIds:
-        """A turn that no conversation has."""
-        turn = self._rng.integers(0, _VOCABULARY, int(self._rng.integers(*_TURN_TOKENS)), dtype=np.int32)
-        turn[0] += _VOCABULARY
-        return turn
-
-    def pick(self, num_talks: int, count: int) -> list[int]:
-        """So many of the first conversations, at random."""
-        return [int(talk) for talk in self._rng.integers(0, num_talks, count)]
-
-
-def _measure_tree(recorder: Recorder) -> None:
-    """One tree that grows from size to size. Conversations are as long in a large tree as in a small one, so figures should
-    be the same for all sizes, but for the processor's caches. Python's garbage collector is off while the tree grows."""
-    quick, on_gpu = recorder.settings.quick, recorder.settings.on_gpu
-    sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000) if on_gpu else (1_000, 10_000, 100_000, 1_000_000)
-    talks = Talks(max(sizes) // _TURNS, recorder.settings.seed)
-    tree: RadixTree[int] = RadixTree(itertools.count().__next__)
-    empty_bytes, num_talks = _resident_bytes(), 0
-    for size in recorder.track(sizes, lambda size: f"a tree of {size} nodes"):
-        name = f"a tree of {size:,} nodes"
-        with recorder.guarded(name):
-            gc.disable()
-            for talk in range(num_talks, size // _TURNS):
-                known = 0
-                for num_turns in range(_TURNS + 1):
-                    prompt = talks.prompt(talk, num_turns)
-                    known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
-            gc.enable()
-            num_talks = size // _TURNS
-            if tree.num_nodes < _MOST_CHECKED:
-                tree.check()
-            grown_bytes = _resident_bytes() - empty_bytes
-            if grown_bytes >= _LEAST_MEASURED_BYTES:
-                recorder.figure(name, "radix tree", "memory, a node", "B", grown_bytes / tree.num_nodes, tree.num_nodes)
-            gc.collect()
-            for metric, samples_us in _time_tree(tree, talks, num_talks, 100 if quick else 2000).items():
-                recorder.samples(name, "radix tree", metric, "us", samples_us)
-
-
-def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -> dict[str, list[float]]:
-    """Each operation on whole conversations. The tree stays as large. Raises: WrongNumbers."""
-    samples: dict[str, list[float]] = {}
-
-    def timed(metric: str, call: Callable[[], Any]) -> Any:
-        began_us = now_us()
-        answer = call()
-        samples.setdefault(metric, []).append(now_us() - began_us)
-        return answer
-
-    for metric, num_turns in (("match, next turn", _TURNS), ("match, new conversation", 0)):
-        for talk in talks.pick(num_talks, count):
-            prompt = talks.prompt(talk, num_turns, new := talks.new_turn())
-            match = timed(metric, lambda: tree.match(None, prompt))  # noqa: B023
-            if match.num_tokens != len(prompt) - len(new):
-                raise WrongNumbers(f"{match.num_tokens} tokens match, of {len(prompt)} without the last {len(new)}")
-    for talk in talks.pick(num_talks, count):
-        known = len(talks.prompt(talk, _TURNS))
-        prompt = talks.prompt(talk, _TURNS, talks.new_turn())
-        pieces = _pieces(known, len(prompt))
-        inserted = timed("insert, next turn", lambda: tree.insert(None, prompt, pieces))  # noqa: B023
-        if len(inserted.duplicates) or (inserted.node.start, inserted.node.end) != (known, len(prompt)):
-            raise WrongNumbers(f"{inserted}: wanted [{known}, {len(prompt)}) and no duplicates")
-        timed("remove", lambda: tree.remove(inserted.node))  # noqa: B023
-    for talk in talks.pick(num_talks, count):
-        used = tree.match(None, talks.prompt(talk, _TURNS)).path[-1]
-        timed("touch", lambda: tree.touch(used))  # noqa: B023
-        oldest = timed("oldest_evictable", tree.oldest_evictable)
-        if oldest is None or oldest is used:
-            raise WrongNumbers(f"{oldest} is the first to go, and {used} was used last")
-        tokens = np.concatenate([node.tokens for node in oldest.path()])
-        tree.insert(None, tokens, tree.remove(oldest))
-    return samples
-
-
-def _pieces(start: int, end: int) -> list[Piece[int]]:
-    numbers = range(start // _PIECE_TOKENS + 1, end // _PIECE_TOKENS + 1)
-    return [Piece(number * _PIECE_TOKENS, 0) for number in numbers]
-
-
-def _resident_bytes() -> int:
-    """Of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

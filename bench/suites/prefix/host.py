@@ -1,0 +1,431 @@
+"""What the host does between two steps, by size: no model, and a driver that has addresses and no memory.
+
+    tree    the radix tree, and a full garbage collection in the engine's process, by nodes
+    host    the scheduler, by requests that run and by tokens of prompts that wait; the cache, by parked slots
+
+At every size as much changes, so the figures should be the same. *Growth* is the time at the largest size over that at the
+smallest.
+"""
+
+import functools
+import gc
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from bench.harness import Recorder, WrongNumbers, now_us
+from bench.workloads import TokenIds
+from vmmkv import KVCache, KVLayout, Pool, PrefixCache
+from vmmkv import Sequence as VmmSequence
+from vmmkv.prefix import AttachMethod
+from vmmkv.prefix.radix_tree import Piece, RadixTree
+from vmmkv.server.engine.__main__ import collect_what_is_new, freeze_survivors
+from vmmkv.server.engine.kv_backend import PARKED_SLOTS, Slots
+from vmmkv.server.engine.prefix_groups import BatchOrder, GroupTensors, PrefixGroup
+from vmmkv.server.engine.request import Request, Status, Step
+from vmmkv.server.engine.sampler import Sampler
+from vmmkv.server.engine.scheduler import Scheduler
+from vmmkv.server.engine.uploads import Uploads
+from vmmkv.server.protocol import Generate
+from vmmkv.server.sampling_params import SamplingParams
+from vmmkv.testing.fake_driver import FakeDriver
+from vmmkv.units import MIB, PAGE_BYTES
+
+_VOCABULARY: Final = 128_256
+
+
+class _Timed:
+    """Calls, and the microseconds that each took, by metric."""
+
+    def __init__(self) -> None:
+        self.samples: dict[tuple[str, str], list[float]] = {}
+
+    def __call__(self, metric: str, call: Callable[[], Any], num_tokens: int | None = None) -> Any:
+        """With `num_tokens`: nanoseconds for each of them."""
+        began_us = now_us()
+        answer = call()
+        took_us = now_us() - began_us
+        key, value = ((metric, "us"), took_us) if num_tokens is None else ((metric, "ns/token"), 1e3 * took_us / num_tokens)
+        self.samples.setdefault(key, []).append(value)
+        return answer
+
+    def record(self, recorder: Recorder, workload: str, system: str) -> None:
+        """A row of each metric."""
+        for (metric, unit), samples in self.samples.items():
+            recorder.samples(workload, system, metric, unit, samples)
+
+
+def _add_growth(recorder: Recorder, workloads: Sequence[str]) -> None:
+    """Rows of growth from the first of these workloads to the last, by p20: other work on the machine adds to the rest."""
+    first = {row.metric: row.summary.p20 for row in recorder.rows if row.workload == workloads[0]}
+    for row in [row for row in recorder.rows if row.workload == workloads[-1] and row.unit == "us"]:
+        if row.metric in first:
+            workload = f"{workloads[0]} to {workloads[-1]}"
+            recorder.figure(workload, row.system, f"growth, {row.metric}", "x", row.summary.p20 / first[row.metric])
+
+
+# the engine
+
+_LAYOUT: Final = KVLayout.uniform(layers=1, kv_heads=16, head_dim=128, dtype=torch.float16)
+_PAGE_TOKENS: Final = 256
+_STEM_TOKENS: Final = 4 * _PAGE_TOKENS
+"""Of the prefix that all prompts share, if they are short."""
+_STEP_TOKENS: Final = 8192
+_NUM_WAITING: Final = 32
+_MAX_NEW: Final = 4096
+"""Tokens of an answer: no request ends by itself."""
+_CPU: Final = torch.device("cpu")
+
+
+def measure_engine(recorder: Recorder) -> None:
+    """Of each size its own cache and scheduler."""
+    quick = recorder.settings.quick
+    cases = (
+        ("running requests", _time_running, (32, 64) if quick else (256, 1_024, 4_096)),
+        ("tokens of each waiting prompt", _time_waiting, (1_000, 10_000) if quick else (1_000, 10_000, 100_000, 1_000_000)),
+        ("parked slots", _time_parked, (20, 100) if quick else (100, 1_000, 12_288)),
+    )
+    for text, measure, sizes in cases:
+        names = [f"{size:,} {text}" for size in sizes]
+        for name, size in recorder.track(list(zip(names, sizes, strict=True)), lambda case: case[0]):
+            with recorder.guarded(name):
+                prompts = _Prompts(recorder.settings.seed, size - _PAGE_TOKENS if measure is _time_waiting else _STEM_TOKENS)
+                measure(size, prompts, 10 if quick else 300).record(recorder, name, "vmmkv")
+        _add_growth(recorder, names)
+
+
+class _Prompts:
+    """Prompts that begin with the same tokens, and end with a page of their own."""
+
+    def __init__(self, seed: int, num_shared: int) -> None:
+        self._rng = np.random.default_rng((seed, num_shared))
+        self._firsts = itertools.count(_VOCABULARY)
+        self._shared = self.unlike(num_shared)
+
+    def unlike(self, num_tokens: int) -> TokenIds:
+        """Random tokens, of which the first has not been anywhere."""
+        tokens = self._rng.integers(0, _VOCABULARY, num_tokens, dtype=np.int32)
+        tokens[0] = next(self._firsts)
+        return tokens
+
+    def next(self) -> TokenIds:
+        """Another prompt."""
+        return np.concatenate((self._shared, self.unlike(_PAGE_TOKENS)))
+
+
+class _Engine:
+    """The loop of an engine without its model: requests wait, run, and end."""
+
+    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+        slots = (1 + PARKED_SLOTS) * max_sequences
+        self.cache = _open_cache(slots, max_tokens, slots * _LAYOUT.pages_for(max_tokens))
+        sampler = Sampler(1 + slots, _VOCABULARY, Uploads(_CPU))
+        self.scheduler = Scheduler(
+            self.cache,
+            PrefixCache(self.cache),
+            sampler,
+            step_tokens=_STEP_TOKENS,
+            max_sequences=max_sequences,
+            drain=lambda: False,
+        )
+        self._numbers = itertools.count()
+
+    def request(self, prompt: TokenIds, priority: int = 0) -> Request:
+        """A request that does not wait yet."""
+        params = SamplingParams(max_tokens=_MAX_NEW, temperature=0.0)
+        ask = Generate(request_id=str(next(self._numbers)), prompt=prompt.tolist(), params=params, priority=priority)
+        return Request(ask, frozenset())
+
+    def launch(self) -> Step:
+        """The next step. Raises: WrongNumbers if there is none."""
+        step = self.scheduler.schedule()
+        if step is None:
+            raise WrongNumbers("there is nothing to compute")
+        self.scheduler.launched(step)
+        return step
+
+    def read(self, step: Step) -> None:
+        """Map ahead while the device computes it; it has sampled token 0 everywhere."""
+        self.cache.map_ahead(math.inf, lookahead_tokens=_PAGE_TOKENS // 2)
+        table = self.scheduler.table
+        table.num_confirmed[step.slots] = step.ends
+        for chunk in step.chunks:
+            table.num_confirmed[chunk.slot] = chunk.end
+            self.scheduler.insert_prefix(chunk.request)
+        slots = np.append(step.slots, [chunk.slot for chunk in step.chunks if chunk.is_sampled]).astype(np.int64)
+        table.append(slots, np.zeros(len(slots), np.int32))
+
+
+def _open_cache(slots: int, max_tokens: int, num_pages: int) -> KVCache:
+    driver = FakeDriver(memory_bytes=num_pages * PAGE_BYTES + 16 * MIB)  # the null page is beyond the budget
+    return KVCache(_LAYOUT, Pool(_CPU, num_pages * PAGE_BYTES, driver=driver), slots=slots, max_tokens=max_tokens)
+
+
+def _time_running(num_requests: int, prompts: _Prompts, count: int) -> _Timed:
+    """A full batch whose prompts share a prefix: all of one priority, and of a quarter as many priorities."""
+    timed, draw = _Timed(), np.random.default_rng(0)
+    _time_batch(timed, "", num_requests, prompts, count, lambda: 0)
+    _time_batch(timed, ", many priorities", num_requests, prompts, count, lambda: int(draw.integers(num_requests // 4)))
+    return timed
+
+
+def _time_batch(
+    timed: _Timed, text: str, num_requests: int, prompts: _Prompts, count: int, priority: Callable[[], int]
+) -> None:
+    engine = _Engine(num_requests, _STEM_TOKENS + _PAGE_TOKENS + _MAX_NEW)
+    scheduler, order = engine.scheduler, BatchOrder(engine.scheduler.table)
+    tensors, uploads, groups = GroupTensors(num_requests, _CPU), Uploads(_CPU), list[PrefixGroup]()
+
+    def set_groups(slots: Slots, found: Sequence[PrefixGroup]) -> None:
+        groups[:] = found
+        tensors.upload(slots, found, uploads)
+
+    def change(ended: Request, begins: Request) -> Step:
+        scheduler.finish(ended)
+        scheduler.add(begins)
+        return engine.launch()
+
+    for _ in range(num_requests):
+        scheduler.add(engine.request(prompts.next(), priority()))
+    while scheduler.waiting:
+        engine.read(engine.launch())
+    for _ in range(count):
+        begins = engine.request(prompts.next(), priority())
+        step = timed(f"one request ends, one begins{text}", functools.partial(change, next(iter(scheduler.running)), begins))
+        if [chunk.request for chunk in step.chunks] != [begins] or len(step.slots) != num_requests - 1:
+            raise WrongNumbers(f"{len(step.chunks)} requests begin, and {len(step.slots)} go on")
+        engine.read(step)
+        step = timed(f"a step of the same requests{text}", engine.launch)
+        timed(f"groups, one request is another{text}", lambda: order.arrange(step.slots, set_groups))  # noqa: B023
+        if [len(group.members) for group in groups] != [num_requests]:
+            raise WrongNumbers(f"groups of {[len(group.members) for group in groups]}; all {num_requests} share a prefix")
+        engine.read(step)
+        scheduler.add(waits := engine.request(prompts.next(), num_requests))
+        engine.read(timed(f"a step while one waits for a slot{text}", engine.launch))
+        scheduler.finish(waits)
+
+
+def _time_waiting(num_tokens: int, prompts: _Prompts, count: int) -> _Timed:
+    """Prompts that share all but their last page with the one that is computed, and then begin one after the other."""
+    timed, engine = _Timed(), _Engine(2, num_tokens + _MAX_NEW)
+    scheduler = engine.scheduler
+    scheduler.add(first := engine.request(prompts.next()))
+    step = engine.launch()
+    while first.status is not Status.DECODING:
+        engine.read(step)
+        step = engine.launch()
+    for _ in range(_NUM_WAITING):
+        scheduler.add(engine.request(prompts.next()))
+    timed("the first plan, all wait for the same rows", scheduler.schedule, _NUM_WAITING * num_tokens)
+    for _ in range(count):
+        timed("a plan, all wait for the same rows", scheduler.schedule)
+    if len(scheduler.waiting) != _NUM_WAITING:
+        raise WrongNumbers(f"{len(scheduler.waiting)} wait, and all {_NUM_WAITING} should")
+    engine.read(step)
+    for _ in range(min(count, _NUM_WAITING)):
+        step = timed("one of those that wait begins", engine.launch, num_tokens)
+        (chunk,) = step.chunks
+        if chunk.start < num_tokens - _PAGE_TOKENS:
+            raise WrongNumbers(f"{chunk.start} tokens of {num_tokens} are attached")
+        engine.read(step)
+        scheduler.finish(chunk.request)
+        scheduler.add(engine.request(prompts.next()))
+    return timed
+
+
+def _time_parked(num_parked: int, prompts: _Prompts, count: int) -> _Timed:
+    """All slots but one are parked, with a common prefix and a page of their own each; no page is free."""
+    timed, num_tokens = _Timed(), _STEM_TOKENS + _PAGE_TOKENS
+    cache = _open_cache(num_parked + 1, num_tokens, _LAYOUT.pages_for(_STEM_TOKENS) + num_parked)
+    prefix = PrefixCache(cache)
+
+    def attach(metric: str, prompt: TokenIds, method: AttachMethod, *, is_forced: bool = False) -> VmmSequence:
+        attached = timed(metric, lambda: prefix.attach(prompt, method=method if is_forced else None))
+        if attached.method is not method:
+            raise WrongNumbers(f"{metric}: by {attached.method.value}, and not by {method.value}")
+        sequence: VmmSequence = attached.sequence
+        return sequence
+
+    def park(sequence: VmmSequence, prompt: TokenIds) -> None:
+        sequence.grow(num_tokens)
+        sequence.advance(num_tokens - sequence.length)
+        timed("park", lambda: prefix.park(sequence, prompt))
+
+    running: list[tuple[VmmSequence, TokenIds]] = []
+    for index in range(num_parked):
+        sequence = prefix.attach(prompt := prompts.next()).sequence
+        sequence.grow(num_tokens)
+        sequence.advance(num_tokens - sequence.length)
+        if not index:
+            prefix.insert(sequence, prompt)
+        running.append((sequence, prompt))
+    for sequence, prompt in running:
+        prefix.park(sequence, prompt)
+    for _ in range(count):
+        prompt = prompts.next()
+        park(attach("attach, a parked slot is adopted", prompt, AttachMethod.ADOPT), prompt)
+    for _ in range(count):
+        timed("free_slots, one is missing", lambda: prefix.free_slots(2))
+        cache.drain()
+        stats = cache.stats()
+        if stats.num_parked != num_parked - 1 or stats.pool_free_bytes:
+            raise WrongNumbers(f"{stats.num_parked} slots are parked, and {stats.pool_free_bytes} bytes are free")
+        prompt = prompts.next()
+        sequence = attach("attach, by aliases", prompt, AttachMethod.ALIAS, is_forced=True)
+        timed("grow, no page is free", functools.partial(sequence.grow, num_tokens))
+        park(sequence, prompt)
+    prompt = prompts.next()
+    park(prefix.attach(prompt, method=AttachMethod.ALIAS).sequence, prompt)
+    for _ in range(count):
+        prompt = prompts.unlike(num_tokens)
+        park(attach("attach, no slot is free", prompt, AttachMethod.COMPUTE), prompt)
+    return timed
+
+
+# the tree
+
+_TURNS: Final = 10
+_TURN_TOKENS: Final = (16, 113)
+"""From 16 to 112: a question and a short answer; 64 on average."""
+_SYSTEM_TOKENS: Final = (200, 500, 1000, 2000)
+_PIECE_TOKENS: Final = 16
+"""Rows of Llama-3.1-8B in a page, and of a block of most block tables."""
+_NEW_NODES: Final = 1_000
+_MOST_CHECKED: Final = 50_000
+"""Nodes: to recount more takes longer than to measure."""
+_LEAST_MEASURED_BYTES: Final = 4 << 20
+"""Of growth of the process: below it, a page of the allocator's is no noise any more."""
+
+
+class Talks:
+    """Conversations of random turns behind one of a few system prompts; of the same seed the same."""
+
+    def __init__(self, num_talks: int, seed: int) -> None:
+        self._rng = rng = np.random.default_rng(seed)
+        # Turns are slices of one text: a million random arrays would take longer than what is measured.
+        self._text = rng.integers(0, _VOCABULARY, 1 << 20, dtype=np.int32)
+        self._systems = [rng.integers(0, _VOCABULARY, count, dtype=np.int32) for count in _SYSTEM_TOKENS]
+        self._begins = rng.integers(0, len(self._text) - _TURN_TOKENS[1], (num_talks, _TURNS), dtype=np.int32)
+        self._counts = rng.integers(*_TURN_TOKENS, (num_talks, _TURNS), dtype=np.int32)
+
+    def prompt(self, talk: int, num_turns: int, *more: TokenIds) -> TokenIds:
+        """The system prompt, so many turns, and more."""
+        places = zip(self._begins[talk, :num_turns].tolist(), self._counts[talk, :num_turns].tolist(), strict=True)
+        turns = [self._text[begin : begin + count] for begin, count in places]
+        return np.concatenate((self._systems[talk % len(self._systems)], *turns, *more))
+
+    def new_turn(self) -> TokenIds:
+        """A turn that no conversation has."""
+        turn = self._rng.integers(0, _VOCABULARY, int(self._rng.integers(*_TURN_TOKENS)), dtype=np.int32)
+        turn[0] += _VOCABULARY
+        return turn
+
+    def pick(self, num_talks: int, count: int) -> list[int]:
+        """So many of the first conversations, at random."""
+        return [int(talk) for talk in self._rng.integers(0, num_talks, count)]
+
+
+def measure_tree(recorder: Recorder) -> None:
+    """One tree that grows from size to size. Conversations are as long in a large tree as in a small one. Python's garbage
+    collector is off while the tree grows; afterwards it is set as in the engine's process."""
+    quick, on_gpu = recorder.settings.quick, recorder.settings.on_gpu
+    sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000) if on_gpu else (1_000, 10_000, 100_000, 1_000_000)
+    talks = Talks(max(sizes) // _TURNS, recorder.settings.seed)
+    tree: RadixTree[int] = RadixTree(itertools.count().__next__)
+    names = [f"a tree of {size:,} nodes" for size in sizes]
+    empty_bytes, num_talks = _resident_bytes(), 0
+    for name, size in recorder.track(list(zip(names, sizes, strict=True)), lambda case: case[0]):
+        with recorder.guarded(name):
+            gc.disable()
+            for talk in range(num_talks, size // _TURNS):
+                known = 0
+                for num_turns in range(_TURNS + 1):
+                    prompt = talks.prompt(talk, num_turns)
+                    known = tree.insert(None, prompt, _pieces(known, len(prompt))).node.end
+            gc.enable()
+            num_talks = size // _TURNS
+            if tree.num_nodes < _MOST_CHECKED:
+                tree.check()
+            grown_bytes = _resident_bytes() - empty_bytes
+            if grown_bytes >= _LEAST_MEASURED_BYTES:
+                recorder.figure(name, "radix tree", "memory, a node", "B", grown_bytes / tree.num_nodes, tree.num_nodes)
+            with _collecting_as_the_engine():
+                timed = _time_tree(tree, talks, num_talks, 100 if quick else 2000)
+                _time_collections(timed, tree, talks, num_talks, 2 if quick else 20)
+            timed.record(recorder, name, "radix tree")
+    _add_growth(recorder, names)
+
+
+@contextmanager
+def _collecting_as_the_engine() -> Iterator[None]:
+    """Python's garbage collector is set as in the engine's process."""
+    thresholds = gc.get_threshold()
+    collect_what_is_new()
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(freeze_survivors)
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+
+
+def _time_collections(timed: _Timed, tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -> None:
+    """Full collections, each when as many nodes are new. They go again. Raises: WrongNumbers if they are not walked."""
+    for _ in range(count):
+        nodes = []
+        for talk in talks.pick(num_talks, _NEW_NODES):
+            known = len(talks.prompt(talk, _TURNS))
+            prompt = talks.prompt(talk, _TURNS, talks.new_turn())
+            nodes.append(tree.insert(None, prompt, _pieces(known, len(prompt))).node)
+        num_frozen = gc.get_freeze_count()
+        timed(f"full garbage collection, {_NEW_NODES:,} nodes are new", gc.collect)
+        if gc.get_freeze_count() - num_frozen < _NEW_NODES:
+            raise WrongNumbers(f"{gc.get_freeze_count() - num_frozen} objects were new, and {_NEW_NODES} nodes are")
+        for node in nodes:
+            tree.remove(node)
+
+
+def _time_tree(tree: RadixTree[int], talks: Talks, num_talks: int, count: int) -> _Timed:
+    """Each operation on whole conversations. The tree stays as large. Raises: WrongNumbers."""
+    timed = _Timed()
+    for metric, num_turns in (("match, next turn", _TURNS), ("match, new conversation", 0)):
+        for talk in talks.pick(num_talks, count):
+            prompt = talks.prompt(talk, num_turns, new := talks.new_turn())
+            match = timed(metric, lambda: tree.match(None, prompt))  # noqa: B023
+            if match.num_tokens != len(prompt) - len(new):
+                raise WrongNumbers(f"{match.num_tokens} tokens match, of {len(prompt)} without the last {len(new)}")
+    for talk in talks.pick(num_talks, count):
+        known = len(talks.prompt(talk, _TURNS))
+        prompt = talks.prompt(talk, _TURNS, talks.new_turn())
+        pieces = _pieces(known, len(prompt))
+        inserted = timed("insert, next turn", lambda: tree.insert(None, prompt, pieces))  # noqa: B023
+        if len(inserted.duplicates) or (inserted.node.start, inserted.node.end) != (known, len(prompt)):
+            raise WrongNumbers(f"{inserted}: wanted [{known}, {len(prompt)}) and no duplicates")
+        timed("remove", lambda: tree.remove(inserted.node))  # noqa: B023
+    for talk in talks.pick(num_talks, count):
+        used = tree.match(None, talks.prompt(talk, _TURNS)).path[-1]
+        timed("touch", lambda: tree.touch(used))  # noqa: B023
+        oldest = timed("oldest_evictable", tree.oldest_evictable)
+        if oldest is None or oldest is used:
+            raise WrongNumbers(f"{oldest} is the first to go, and {used} was used last")
+        tokens = np.concatenate([node.tokens for node in oldest.path()])
+        tree.insert(None, tokens, tree.remove(oldest))
+    return timed
+
+
+def _pieces(start: int, end: int) -> list[Piece[int]]:
+    numbers = range(start // _PIECE_TOKENS + 1, end // _PIECE_TOKENS + 1)
+    return [Piece(number * _PIECE_TOKENS, 0) for number in numbers]
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
