@@ -384,10 +384,10 @@ def _time_collections(timed: _Timed, tree: RadixTree[int], talks: Talks, num_tal
             known = len(talks.prompt(talk, _TURNS))
             prompt = talks.prompt(talk, _TURNS, talks.new_turn())
             nodes.append(tree.insert(None, prompt, _pieces(known, len(prompt))).node)
-        num_frozen = gc.get_freeze_count()
+        num_before = len(gc.get_objects())  # without frozen ones: to count those would leave the processor's caches cold
         timed(f"full garbage collection, {_NEW_NODES:,} nodes are new", gc.collect)
-        if gc.get_freeze_count() - num_frozen < _NEW_NODES:
-            raise WrongNumbers(f"{gc.get_freeze_count() - num_frozen} objects were new, and {_NEW_NODES} nodes are")
+        if num_before - len(gc.get_objects()) < _NEW_NODES:
+            raise WrongNumbers(f"of {num_before} objects {len(gc.get_objects())} are walked again")
         for node in nodes:
             tree.remove(node)
 
