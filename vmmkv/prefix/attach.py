@@ -19,8 +19,10 @@ import contextlib
 import enum
 import functools
 import itertools
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeAlias
 
 from vmmkv.cache import KVCache, ParkedSlot, Sequence
@@ -39,6 +41,8 @@ with the same system prompt does not overwrite a long one."""
 
 MOST_LOOKED_AT: Final = 64
 """Residents of a node among which a slot to adopt is chosen. A system prompt can have thousands."""
+
+_end: Final = attrgetter("end")
 
 
 class AttachMethod(enum.Enum):
@@ -88,7 +92,7 @@ class Hit:
         """For each group: the first row that the next token sees."""
         self._memory = memory
         self._windows = windows
-        node = next(node for node in path if node.end >= num_tokens)
+        node = path[bisect_left(path, num_tokens, key=_end)]
         self.resident: Final = next(filter(self.is_in, node.residents), None)
         """A slot, live or parked, that has all these rows; None if there is none."""
 

@@ -238,7 +238,7 @@ class Inserted(NamedTuple, Generic[T]):
 class Lookup(Generic[T]):
     """Tokens that are matched again and again: `RadixTree.resume` goes on from where the last match ended."""
 
-    __slots__ = ("namespace", "num_known", "packed", "path")
+    __slots__ = ("namespace", "num_known", "num_splits", "packed", "path")
 
     def __init__(self, namespace: Hashable, tokens: Tokens) -> None:
         """Raises ValueError for anything but token ids."""
@@ -248,6 +248,8 @@ class Lookup(Generic[T]):
         """Of the last match. A node that is still in the tree still ends with the same tokens."""
         self.num_known = 0
         """Tokens that it matched."""
+        self.num_splits = 0
+        """Of the tree by then. A split since puts a node into the path."""
 
 
 # the tree
@@ -262,6 +264,7 @@ class RadixTree(Generic[T]):
         self.num_tokens = 0
         """On all edges: a token of a shared prefix counts once."""
         self.num_pieces = 0
+        self._num_splits = 0
         self._clock = clock
         self._now = now
         self._roots: dict[Hashable, _Root[T]] = {}
@@ -279,7 +282,8 @@ class RadixTree(Generic[T]):
         return Match([], 0) if root is None else Match(*_walk(root, packed))
 
     def resume(self, lookup: Lookup[T]) -> Match[T]:
-        """The longest known prefix as of now. O(nodes of the path + tokens that have become known since the last time)."""
+        """The longest known prefix as of now. O(tokens that have become known since the last time), and after a split also
+        O(nodes of the path)."""
         path, num_known = lookup.path, lookup.num_known
         while path and path[-1].parent is None:  # removed, children first
             path.pop()
@@ -288,13 +292,14 @@ class RadixTree(Generic[T]):
         if node is None:
             lookup.num_known = 0
             return Match([], 0)
-        while node.parent is not None and node.start >= num_known:  # split
-            node = node.parent
-        path = node.path()
+        if lookup.num_splits != self._num_splits:
+            while node.parent is not None and node.start >= num_known:
+                node = node.parent
+            path = node.path()
         if num_known == node.end:
             below, num_known = _walk(node, lookup.packed)
             path += below
-        lookup.path, lookup.num_known = path, num_known
+        lookup.path, lookup.num_known, lookup.num_splits = path, num_known, self._num_splits
         return Match(path, num_known)
 
     def nodes(self) -> Iterator[Node[T]]:
@@ -350,6 +355,7 @@ class RadixTree(Generic[T]):
         if node.residents:
             upper.residents = dict(node.residents)
         self.num_nodes += 1
+        self._num_splits += 1
         return upper
 
     def replace(self, node: Node[T], pieces: Sequence[Piece[T]]) -> list[Piece[T]]:
