@@ -193,7 +193,16 @@ def has_tma(device: torch.device) -> bool:
 
 
 def overlap_options(overlaps: bool) -> dict[str, bool]:
-    """Launch options of a kernel that can wait inside: its `PDL`, and the launcher's own, which older devices refuse."""
+    """Launch options of a kernel that can wait inside: its `PDL`, and the launcher's own, which older devices refuse.
+
+    Such a kernel may start once all programs of the kernel before it have called `gdc_launch_dependents`. Where these do so
+    before they wait, kernels further back may still run too. `gdc_wait` ends when the kernel before has ended, which has waited
+    as well: so all have ended, and what they wrote is seen. Until then a kernel may read only what is *settled*: what was
+    written before a kernel or a copy, itself before this one, that
+
+    - was launched without overlap, as torch's own kernels are: it started when all before it had ended; or
+    - calls `gdc_launch_dependents` after its own `gdc_wait`: nothing behind it starts before that.
+    """
     return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
 
 

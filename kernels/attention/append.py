@@ -135,9 +135,9 @@ def _write(
 ):  # fmt: skip
     """Copy alone. Program (n, e): tokens [n, n + 1) * TOKENS, elements [e, e + 1) * ELEMENTS of the K * D of each."""
     if PDL:
-        # Before any load: the kernel before may have written slots and positions.
-        gdc_wait()
+        # Attention looks up its batch meanwhile. The wait is before any load: the kernel before may have written the slots.
         gdc_launch_dependents()
+        gdc_wait()
     i_n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     m_n = i_n < num_tokens
     i_e = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -178,9 +178,9 @@ def _rotate_and_write(
             prefetch(p_k_norm, 2 * HALF * p_k_norm.dtype.element_ty.primitive_bitwidth // 8)
         if p_q_norm is not None and i_p == num_kv_programs:
             prefetch(p_q_norm, 2 * HALF * p_q_norm.dtype.element_ty.primitive_bitwidth // 8)
-        # Before any load: the kernel before may have written slots and positions.
-        gdc_wait()
+        # Attention looks up its batch meanwhile. The wait is before any load: the kernel before may have written the slots.
         gdc_launch_dependents()
+        gdc_wait()
     if p_q is not None and i_p >= num_kv_programs:
         i_v = (i_p - num_kv_programs) * VECTORS + tl.arange(0, VECTORS)
         m_n = i_v < num_tokens * H

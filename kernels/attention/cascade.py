@@ -446,7 +446,8 @@ def cascade(
             K=num_kv_heads, G=group, QUERIES=cut.queries, STAGES=num_stages, BLOCK=memory.block, TMA=by_tma,
             HAS_SOFTCAP=options.softcap_log2 > 0.0, num_warps=cut.num_warps, num_stages=num_stages, **common,
         )  # fmt: skip
-    attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, rest, firsts_B, lse_BH)
+    # Settled: the first launch has waited for what was launched before it.
+    attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, rest, firsts_B, lse_BH, settled=True)
     heads = min(triton.next_power_of_2(num_heads), max(1, cut.merged_elements // common["D_PAD"]))
     with checks.on_device(device):
         merge_groups[(num_sequences, triton.cdiv(num_heads, heads))](

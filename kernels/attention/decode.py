@@ -160,12 +160,12 @@ class Launches:
 def launches_of(
     cut: Tiling, num_splits: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, width: int,
     num_rows: int, block: int, kind: Kind | None, scale: str, has_paired_scales: bool, is_exact: bool, by_tma: bool,
-    overlaps: bool, has_softcap: bool,
+    overlaps: bool, has_softcap: bool, settled: bool,
 ) -> Launches:  # fmt: skip
     """What both kernels are launched with, besides tensors and strides, for checked shapes.
 
     width: elements of a payload as they are stored. is_exact: the queries are float32. overlaps: the device has programmatic
-    dependent launch, so a kernel is made ready while the one before it still runs, and waits inside.
+    dependent launch, so a kernel is made ready while the one before it still runs, and waits inside. settled: see `decode`.
 
     Cached: a step outside a graph is bound by the host, which would work this out again for each layer of a model.
     """
@@ -192,7 +192,7 @@ def launches_of(
             "K": num_kv_heads, "G_PAD": checks.padded(group), "W": width, "W_PAD": checks.padded(width), "BLOCK": block,
             "TMA": by_tma, "PACKED": kind is not None and not checks.INTERPRETED and not is_exact,
             "PAIRED": has_paired_scales, "KIND": kind or "", "HAS_SOFTCAP": has_softcap,
-            "QUERY_WITH_TILES": query_with_tiles, **resources, **common,
+            "QUERY_WITH_TILES": query_with_tiles, "SETTLED": settled, **resources, **common,
         },
         # A border between splits lies in at most one sequence, so there are no more to merge.
         merge_grid=(min(num_sequences, num_splits), num_heads),
@@ -274,7 +274,7 @@ def attend_tiles(
     TILE: tl.constexpr, CHUNK_TILES: tl.constexpr, SHORT_TILES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     QMAX: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr,
     QUERY_WITH_TILES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """First launch. Program (split, kv head): the tiles of that split, its partials into the workspace.
 
@@ -282,9 +282,8 @@ def attend_tiles(
     the split, across sequences. So the loads of the next tile, of the next sequence's bounds and of its query are always under
     way.
     """
-    if PDL:
+    if PDL and not SETTLED:
         gdc_wait()
-        gdc_launch_dependents()
     HALVES: tl.constexpr = 2 if KIND == "int4" else 1
     H: tl.constexpr = K * G
     DTYPE: tl.constexpr = p_out.dtype.element_ty
@@ -317,21 +316,25 @@ def attend_tiles(
     )
     bits = leaf_bits_of(sequence_end - sequence_start, SHORT_TILES)
     chunk_size = chunk_tiles_of(sequence_end - sequence_start, max_chunks, CHUNK_TILES)
+    i_q = tl.load(p_query_starts + b, cache_modifier=".cg") if p_query_starts is not None else b
+    # Of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
+    next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1, cache_modifier=".cg")
+    later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1, cache_modifier=".cg")
+    length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
+    if PDL:
+        # Only now, if the numbers of the batch are settled: q and the last rows are what the kernel before writes.
+        gdc_wait()
+        gdc_launch_dependents()
+
     if SCALE == "token":
         p_k_scale += i_kv * stride_scale
         p_v_scale += i_kv * stride_scale
     if SCALE == "head":
         scale_log2 *= tl.load(p_k_scale + i_kv)
-
-    i_q = tl.load(p_query_starts + b) if p_query_starts is not None else b
     if not QUERY_WITH_TILES:
         # A split without tiles has no sequence either.
         m_query = (i_g < tl.where(split_start < split_end, G, 0))[:, None] & (i_w < W)[None, :]
         q, q_high = _load_query(p_q, i_q, stride_qb, stride_qh, i_h, i_w, m_query, W, HALVES)
-    # Of sequence b + 1, and the slot of b + 2, since a limit is a slot's: loaded at least a tile before they are needed.
-    next_slot = tl.load(p_slots + b + 1, mask=b + 1 < num_sequences, other=-1)
-    later_slot = tl.load(p_slots + b + 2, mask=b + 2 < num_sequences, other=-1)
-    length, limit, first, query, next_query = span_inputs(b + 1, b + 1 < num_sequences, next_slot, batch)
     acc, acc_high, peak, total = _no_rows(G_PAD, W_PAD)
     leaf, leaf_high, leaf_peak, leaf_total = acc, acc_high, peak, total
     for i_tile in range(split_start, split_end):
@@ -584,6 +587,7 @@ def decode(
     lse_BH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """Attend from one new query of each sequence to the rows of its slot. Returns [B, H, D] of q's dtype (`out` if given).
 
@@ -606,6 +610,8 @@ def decode(
     - lse_BH: float32 [B, H], contiguous.
     - workspace: float32, at least `workspace_elements(...)`, not shared by launches that may overlap. If None it comes from
       torch's allocator, which is right under graph capture as well.
+    - settled: at least one kernel or copy without programmatic dependent launch lies between this call and what wrote lengths,
+      slots, limits and first rows. They are then looked up while the kernel launched just before, such as `append`, still runs.
 
     Cost: two launches, no synchronisation; safe while a graph is captured, and the graph serves every length.
     Raises: ValueError naming the argument.
@@ -623,7 +629,8 @@ def decode(
         checks.exactly("lse_BH", lse_BH, torch.float32, (num_sequences, num_heads), device)
     out = checks.output(out, q_BHD.shape, q_BHD.dtype, device)
     if num_sequences > 0:
-        attend_singles(q_BHD, memory, lengths_B, slots_B, None, limit_S, options, out, workspace, firsts_B, lse_BH)
+        rows = memory, lengths_B, slots_B, None, limit_S
+        attend_singles(q_BHD, *rows, options, out, workspace, firsts_B, lse_BH, settled=settled)
     return out
 
 
@@ -639,6 +646,8 @@ def attend_singles(
     workspace: torch.Tensor | None,
     firsts_B: torch.Tensor | None = None,
     lse_BH: torch.Tensor | None = None,
+    *,
+    settled: bool = False,
 ) -> None:
     """The two launches, of checked arguments. With `query_starts` (B + 1), of the sequences that have one query in `q_NHD`.
 
@@ -655,7 +664,7 @@ def attend_singles(
     launches = launches_of(
         cut, splits, num_sequences, num_heads, num_kv_heads, head_dim, memory.k.shape[3], num_rows, block, memory.kind,
         memory.scale, memory.has_paired_scales, q_NHD.dtype == torch.float32, by_tma, checks.launches_dependents(device),
-        options.softcap_log2 > 0.0,
+        options.softcap_log2 > 0.0, settled,
     )  # fmt: skip
     k, v, q, space = memory.k, memory.v, q_NHD, launches.space
     workspace = checks.workspace(workspace, space.elements, device)

@@ -44,17 +44,20 @@ def resident_splits(device: torch.device, num_kv_heads: int, programs_per_sm: in
 
 @triton.jit
 def span_inputs(i_b, m_b, slot, batch):
-    """The numbers that `span_of` needs of sequence `i_b` in this slot. Loads alone, so that they overlap with other work."""
+    """The numbers that `span_of` needs of sequence `i_b` in this slot. Loads alone, so that they overlap with other work.
+
+    From L2 (`.cg`), as everything that may be looked up before `gdc_wait`: L1 may still have what an earlier step looked up.
+    """
     p_lengths, _, p_limits, p_query_starts, p_firsts, _, num_slots, _, _ = batch
-    length = tl.load(p_lengths + i_b, mask=m_b, other=0)
+    length = tl.load(p_lengths + i_b, mask=m_b, other=0, cache_modifier=".cg")
     limit, first, query, next_query = 0, 0, 0, 0
     if p_limits is not None:
-        limit = tl.load(p_limits + slot, mask=m_b & (slot >= 0) & (slot < num_slots), other=0)
+        limit = tl.load(p_limits + slot, mask=m_b & (slot >= 0) & (slot < num_slots), other=0, cache_modifier=".cg")
     if p_firsts is not None:
-        first = tl.load(p_firsts + i_b, mask=m_b, other=0)
+        first = tl.load(p_firsts + i_b, mask=m_b, other=0, cache_modifier=".cg")
     if p_query_starts is not None:
-        query = tl.load(p_query_starts + i_b, mask=m_b, other=0)
-        next_query = tl.load(p_query_starts + i_b + 1, mask=m_b, other=0)
+        query = tl.load(p_query_starts + i_b, mask=m_b, other=0, cache_modifier=".cg")
+        next_query = tl.load(p_query_starts + i_b + 1, mask=m_b, other=0, cache_modifier=".cg")
     return length, limit, first, query, next_query
 
 
@@ -81,7 +84,7 @@ def span_of(slot, length, limit, first, query, next_query, batch):
 @triton.jit
 def span(i_b, m_b, batch):
     """Slot, first row and end row of sequence `i_b`."""
-    slot = tl.load(batch[1] + i_b, mask=m_b, other=-1).to(tl.int64)
+    slot = tl.load(batch[1] + i_b, mask=m_b, other=-1, cache_modifier=".cg").to(tl.int64)
     length, limit, first, query, next_query = span_inputs(i_b, m_b, slot, batch)
     start, end = span_of(slot, length, limit, first, query, next_query, batch)
     return slot, start, end

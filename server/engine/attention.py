@@ -98,7 +98,8 @@ class KVRows:
         from vmmkv.kernels.attention.decode import decode
 
         rows = *self.views[layer], step.lengths_B, step.slots_B
-        return decode(q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window)
+        # Settled: the model has embedded the step's tokens since.
+        return decode(q_BHD, *rows, tables_SC=self.tables_SC, scale=scale, window=window, settled=True)
 
     def prefill(
         self, layer: int, q_NHD: torch.Tensor, step: AttentionMetadata, *, scale: float | None, window: int | None

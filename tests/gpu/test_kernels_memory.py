@@ -77,6 +77,36 @@ def test_one_captured_graph_serves_every_length(own_workspace: bool) -> None:
                 assert torch.equal(memory.k[case.slots_B[b], length - 1], k_NKD[b])
 
 
+def test_settled_indices_are_looked_up_early_with_the_same_bits() -> None:
+    case = make_case([3000, 2500, 2000], **LLAMA)
+    memory, limit_S = case.memory, case.limits(3000)
+    k_NKD, v_NKD = torch.randn(2, 3, 8, 128, device=DEVICE).bfloat16()
+    given_B, positions_N = case.lengths_B.clone(), case.lengths_B - 1
+    outs = torch.empty(8, *case.q_NHD.shape, dtype=BF16, device=DEVICE)
+
+    def step() -> None:
+        torch.add(given_B, 1, out=case.lengths_B)
+        positions_N.copy_(given_B)
+        outs.fill_(NAN)  # launched without overlap: what was written before it is settled
+        for out in outs:
+            append(k_NKD, v_NKD, memory.k, memory.v, case.slots_B, positions_N, limit_S)
+            decode(*case.arguments, out=out, settled=True)
+
+    given_B -= 1
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([60, 1, 2000], [3000, 17, 63], [1, 1, 1], [129, 2500, 1], [3000, 2500, 2000]) * 3:
+        given_B.copy_(torch.tensor(lengths) - 1)
+        k_NKD.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = decode(*case.arguments)
+        assert all(torch.equal(out, expected) for out in outs)
+
+
 def test_a_captured_copy_serves_every_range() -> None:
     rows_STE = torch.randint(256, (4, 100, 256), device=DEVICE).byte()
     indices = [index(0, 0) for _ in range(4)]
